@@ -1,0 +1,25 @@
+"""Failures a user can mend. Each message says what was wrong, where, and what to do; the command line prints it without a stack trace."""
+
+
+class PosttrainError(Exception):
+    """Base of every failure that is reported as one short message and a non-zero exit status."""
+
+
+class ConfigError(PosttrainError):
+    """A setting is unknown, of the wrong type, or at odds with another."""
+
+
+class DataError(PosttrainError):
+    """A data source cannot be read, or its rows cannot be used."""
+
+
+class ModelError(PosttrainError):
+    """A model or tokenizer is missing, refused, or unsuited to the method."""
+
+
+class RunError(PosttrainError):
+    """A run folder or checkpoint is missing, damaged, or belongs to another run."""
+
+
+class VitalSignError(PosttrainError):
+    """A check that must hold in every healthy run does not: training would be wrong, so it stops."""
