@@ -1,0 +1,212 @@
+"""The one batch of every method: trees of token ids laid flat, with a few facts per token.
+
+Shape letters, used as suffixes on tensors everywhere:
+    T  physical tokens: what the model is fed, trees laid one after another, depth first
+    N  scored tokens: the targets whose log-probability is asked for
+    S  sequences: paths from a root to a leaf (a completion with its prompt)
+    P  preference pairs    V  vocabulary    D  hidden size    H  heads    B, L  rows and columns of a padded batch
+
+A preference pair is a tree with two leaves, a GRPO group one with G leaves, an SFT example one with a single leaf. The
+prompt's tokens are computed once for all its completions. One vector says which keys a query sees:
+
+    key k is visible to query q   <=>   k <= q < end_T[k]
+
+A prompt token's `end` is the end of its whole tree, a completion token's the end of that completion, so `end_T` alone
+says causality, document boundaries and prompt sharing, for trees of any depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A node of a tree of token ids; a sequence is a path from the root to a leaf.
+
+    `trained` says which of this node's tokens are targets: one bool for all, or one per token. The first token of a
+    root has nothing before it that could predict it and is never scored.
+    """
+
+    tokens: Sequence[int] | np.ndarray
+    trained: Sequence[bool] | np.ndarray | bool = False
+    children: tuple[Sample, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What one row of a data set becomes. Its trees always share a pack, so that a loss sees all its sequences at once."""
+
+    trees: tuple[Sample, ...]
+    row: int
+    margin: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """A flat batch of T physical tokens, N scored tokens, S sequences. Index tensors are int64, all on one device."""
+
+    tokens_T: torch.Tensor
+    position_T: torch.Tensor  # depth in the tree: the position a sequence alone would give the token
+    end_T: torch.Tensor  # key k is visible to query q <=> k <= q < end_T[k]
+    source_N: torch.Tensor  # physical token whose hidden state predicts the target
+    target_N: torch.Tensor  # the target's token id
+    sequence_N: torch.Tensor  # the sequence that owns the target; ascending
+    last_S: torch.Tensor  # physical token last fed of each sequence
+    group_S: torch.Tensor  # index of the example (in the list given to `pack`) that owns the sequence
+    tree_start: tuple[int, ...]  # physical start of every tree, and the end of the last
+
+    @property
+    def num_tokens(self) -> int:
+        """T without padding: the tokens the model computes for a purpose."""
+        return self.tree_start[-1]
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.last_S)
+
+    def sum_by_sequence(self, value_N: torch.Tensor) -> torch.Tensor:
+        """Sum a value per scored token over each sequence: (N) -> (S)."""
+        return value_N.new_zeros(self.num_sequences).index_add(0, self.sequence_N, value_N)
+
+    def length_S(self) -> torch.Tensor:
+        """Number of scored tokens of each sequence, int64."""
+        return torch.bincount(self.sequence_N, minlength=self.num_sequences)
+
+    def to(self, device: torch.device | str) -> Pack:
+        """The same pack with its tensors on `device`."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tree_start"}
+        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+
+    def paths(self) -> list[torch.Tensor]:
+        """The physical tokens of each sequence, from root to leaf: what its last token sees."""
+        index_T = torch.arange(len(self.tokens_T), device=self.tokens_T.device)
+        return [torch.nonzero((index_T <= last) & (last < self.end_T)).squeeze(1) for last in self.last_S]
+
+
+def physical_length(tree: Sample, keep_last: bool = False) -> int:
+    """Physical tokens a tree takes in a pack: every node once, without the last token of each leaf unless kept."""
+    if tree.children:
+        return len(tree.tokens) + sum(physical_length(child, keep_last) for child in tree.children)
+    return len(tree.tokens) if keep_last else max(len(tree.tokens) - 1, 0)
+
+
+def pack(examples: Sequence[Example], tokens_per_pack: int, keep_last: bool = False, pad: bool = False) -> list[Pack]:
+    """Lay examples into as few packs of at most `tokens_per_pack` physical tokens as first-fit-decreasing finds.
+
+    The last token of a sequence predicts nothing and is not fed, unless `keep_last` asks for its hidden state (reward
+    models). `pad` fills every pack to exactly `tokens_per_pack` with tokens that see only themselves, so that a compiled
+    kernel meets one shape. The order of examples within a pack is theirs in the list.
+
+    Raises ValueError when one example is longer than `tokens_per_pack`: it is never split, since its loss needs all of it.
+    """
+    lengths = [sum(physical_length(tree, keep_last) for tree in example.trees) for example in examples]
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(examples)), key=lambda i: -lengths[i]):
+        if lengths[index] > tokens_per_pack:
+            raise ValueError(
+                f"row {examples[index].row} takes {lengths[index]} tokens, more than tokens_per_pack {tokens_per_pack}: "
+                f"raise training.tokens_per_pack or lower data.max_length"
+            )
+        for b, free in enumerate(room):
+            if lengths[index] <= free:
+                bins[b].append(index)
+                room[b] -= lengths[index]
+                break
+        else:
+            bins.append([index])
+            room.append(tokens_per_pack - lengths[index])
+    width = tokens_per_pack if pad else None
+    return [_Layout(keep_last).build([(i, examples[i]) for i in sorted(members)], width) for members in bins]
+
+
+class _Layout:
+    """Collects one pack's arrays while trees are walked depth first."""
+
+    def __init__(self, keep_last: bool):
+        self.keep_last = keep_last
+        self.length = 0
+        self.tokens: list[np.ndarray] = []
+        self.position: list[np.ndarray] = []
+        self.spans: list[tuple[int, int, int]] = []  # (start, stop, end): tokens start..stop have this `end`
+        self.source: list[np.ndarray] = []
+        self.target: list[np.ndarray] = []
+        self.scored: list[int] = []
+        self.last: list[int] = []
+        self.group: list[int] = []
+
+    def build(self, members: Sequence[tuple[int, Example]], width: int | None) -> Pack:
+        tree_start = [0]
+        for group, example in members:
+            for tree in example.trees:
+                self.lay(tree, group, depth=0, previous=None, path=())
+                tree_start.append(self.length)
+        padding = 0 if width is None else width - self.length
+        end = np.empty(self.length + padding, np.int64)
+        for start, stop, node_end in self.spans:
+            end[start:stop] = node_end
+        end[self.length :] = np.arange(self.length, self.length + padding) + 1
+        zeros = np.zeros(padding, np.int64)
+        return Pack(
+            tokens_T=_tensor([*self.tokens, zeros]),
+            position_T=_tensor([*self.position, zeros]),
+            end_T=torch.from_numpy(end),
+            source_N=_tensor(self.source),
+            target_N=_tensor(self.target),
+            sequence_N=torch.from_numpy(np.repeat(np.arange(len(self.scored)), self.scored)),
+            last_S=torch.tensor(self.last, dtype=torch.int64),
+            group_S=torch.tensor(self.group, dtype=torch.int64),
+            tree_start=tuple(tree_start),
+        )
+
+    def lay(self, node: Sample, group: int, depth: int, previous: int | None, path: tuple[tuple, ...]) -> None:
+        """Append `node` and what is below it. `previous` is the physical token before the node, `path` the scored
+        (source, target) arrays of the nodes above, which every leaf below owns a copy of."""
+        ids = np.asarray(node.tokens, np.int64)
+        start = self.length
+        fed = len(ids) if node.children or self.keep_last else max(len(ids) - 1, 0)
+        self.tokens.append(ids[:fed])
+        self.position.append(np.arange(depth, depth + fed))
+        self.length += fed
+
+        trained = np.broadcast_to(np.asarray(node.trained, bool), ids.shape)
+        if trained.any():
+            source = np.arange(start - 1, start + len(ids) - 1)
+            source[0] = -1 if previous is None else previous
+            chosen = trained & (source >= 0)
+            path = (*path, (source[chosen], ids[chosen]))
+
+        last = start + fed - 1 if fed else previous
+        for child in node.children:
+            self.lay(child, group, depth + len(ids), last, path)
+        if not node.children:
+            if last is None:
+                raise ValueError(
+                    "a sequence of fewer than two tokens has nothing to score: the data layer refuses such rows"
+                )
+            self.source += [source for source, _ in path]
+            self.target += [target for _, target in path]
+            self.scored.append(sum(len(target) for _, target in path))
+            self.last.append(last)
+            self.group.append(group)
+        self.spans.append((start, start + fed, self.length))
+
+
+def _tensor(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *arrays]))
+
+
+def sequences(tree: Sample) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Every path of a tree as (token ids, which are trained): what one-by-one evaluation would be given."""
+    ids = np.asarray(tree.tokens, np.int64)
+    trained = np.broadcast_to(np.asarray(tree.trained, bool), ids.shape)
+    if not tree.children:
+        yield ids, trained
+    for child in tree.children:
+        for tail_ids, tail_trained in sequences(child):
+            yield np.concatenate([ids, tail_ids]), np.concatenate([trained, tail_trained])
