@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What one row of a data set becomes. Its trees always share a pack, so that a loss sees all its sequences at once."""
+    """What one row of a data set becomes. Its trees always share a pack: a loss sees all its sequences at once."""
 
     trees: tuple[Sample, ...]
     row: int
@@ -99,10 +99,10 @@ def pack(examples: Sequence[Example], tokens_per_pack: int, keep_last: bool = Fa
     """Lay examples into as few packs of at most `tokens_per_pack` physical tokens as first-fit-decreasing finds.
 
     The last token of a sequence predicts nothing and is not fed, unless `keep_last` asks for its hidden state (reward
-    models). `pad` fills every pack to exactly `tokens_per_pack` with tokens that see only themselves, so that a compiled
-    kernel meets one shape. The order of examples within a pack is theirs in the list.
+    models). `pad` fills every pack to exactly `tokens_per_pack` with tokens that see only themselves, so that a
+    compiled kernel meets one shape. The order of examples within a pack is theirs in the list.
 
-    Raises ValueError when one example is longer than `tokens_per_pack`: it is never split, since its loss needs all of it.
+    Raises ValueError when one example is longer than `tokens_per_pack`: its loss needs all of it at once.
     """
     lengths = [sum(physical_length(tree, keep_last) for tree in example.trees) for example in examples]
     bins: list[list[int]] = []
@@ -110,8 +110,8 @@ def pack(examples: Sequence[Example], tokens_per_pack: int, keep_last: bool = Fa
     for index in sorted(range(len(examples)), key=lambda i: -lengths[i]):
         if lengths[index] > tokens_per_pack:
             raise ValueError(
-                f"row {examples[index].row} takes {lengths[index]} tokens, more than tokens_per_pack {tokens_per_pack}: "
-                f"raise training.tokens_per_pack or lower data.max_length"
+                f"row {examples[index].row} takes {lengths[index]} tokens, more than tokens_per_pack "
+                f"{tokens_per_pack}: raise training.tokens_per_pack or lower data.max_length"
             )
         for b, free in enumerate(room):
             if lengths[index] <= free:

@@ -1,4 +1,7 @@
-"""Failures a user can mend. Each message says what was wrong, where, and what to do; the command line prints it without a stack trace."""
+"""Failures a user can mend. Each message says what was wrong, where, and what to do.
+
+The command line prints it without a stack trace.
+"""
 
 
 class PosttrainError(Exception):

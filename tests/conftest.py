@@ -1,4 +1,4 @@
-"""Fixtures for every test: where the real data is, and one thread per worker so that results do not depend on the machine."""
+"""Fixtures for every test: where the real data is, and no model hub."""
 
 import os
 from pathlib import Path

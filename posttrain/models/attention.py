@@ -1,0 +1,162 @@
+"""Attention over a pack, registered with transformers under the name `packed`; no model file is patched.
+
+A query sees the keys `k <= q < end_T[k]` and, in a layer with a sliding window, only those with
+`position_q - position_k < window`. The facts of one pack travel as the keyword argument `packed` from the backbone's
+forward down to the attention function: a `PackedMask`, whose masks are built once and shared by all layers.
+
+On CPU and MPS every tree is one call of scaled_dot_product_attention. On CUDA FlexAttention takes the whole pack with
+one BlockMask; packs padded to a fixed width compile once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface
+
+from posttrain.batch import Pack
+from posttrain.errors import ModelError
+
+NAME = "packed"
+
+
+class PackedMask:
+    """What each query of a pack sees, in the form each kernel wants; built on demand, once per sliding window."""
+
+    def __init__(self, pack: Pack):
+        self.end_T = pack.end_T
+        self.position_T = pack.position_T
+        # Padding, where there is any, is one tree more: its tokens see only themselves, so any split of it is right.
+        padding = len(pack.tokens_T) - pack.num_tokens
+        self.tree_start = (*pack.tree_start, len(pack.tokens_T)) if padding else pack.tree_start
+        self.sizes = [b - a for a, b in zip(self.tree_start, self.tree_start[1:], strict=False)]
+        self._trees: dict[int | None, list[torch.Tensor | None]] = {}
+        self._blocks: dict[int | None, object] = {}
+
+    def dense(self, start: int, stop: int, window: int | None) -> torch.Tensor:
+        """Visibility of tokens start..stop to one another: bool (queries, keys)."""
+        index_T = torch.arange(start, stop, device=self.end_T.device)
+        visible = (index_T[None, :] <= index_T[:, None]) & (index_T[:, None] < self.end_T[None, start:stop])
+        if window is not None:
+            position_T = self.position_T[start:stop]
+            visible &= position_T[:, None] - position_T[None, :] < window
+        return visible
+
+    def trees(self, window: int | None) -> list[torch.Tensor | None]:
+        """One mask per tree; None where plain causality says it all: a single path no longer than the window."""
+        if window not in self._trees:
+            masks: list[torch.Tensor | None] = []
+            for start, stop in zip(self.tree_start, self.tree_start[1:], strict=False):
+                chain = stop == start or bool((self.end_T[start:stop] == stop).all())
+                plain = chain and (window is None or stop - start <= window)
+                masks.append(None if plain else self.dense(start, stop, window))
+            self._trees[window] = masks
+        return self._trees[window]
+
+    def blocks(self, window: int | None):
+        """FlexAttention's BlockMask of the whole pack."""
+        if window not in self._blocks:
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            end_T, position_T = self.end_T, self.position_T
+
+            def visible(b, h, q, k):
+                mask = (k <= q) & (q < end_T[k])
+                return mask if window is None else mask & (position_T[q] - position_T[k] < window)
+
+            width = len(end_T)
+            self._blocks[window] = create_block_mask(visible, None, None, width, width, device=end_T.device)
+        return self._blocks[window]
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    packed: PackedMask | None = None,
+    **_unused,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query (1, H, T, d), key and value (1, H_kv, T, d) to output (1, T, H, d).
+
+    `_unused` takes what other implementations ask for (output_attentions, cache facts). `softcap` is Gemma-2's
+    tanh capping of the attention logits, which scaled_dot_product_attention lacks.
+    """
+    if packed is None:
+        raise ModelError(
+            "this model's attention is set to `packed`, which needs a pack: score through posttrain.scoring, "
+            'or call model.set_attn_implementation("sdpa") before using it directly'
+        )
+    if query.is_cuda:
+        out = _flex(query, key, value, packed, scaling, dropout, sliding_window, softcap)
+    else:
+        attend = _sdpa if softcap is None else functools.partial(_eager, softcap=softcap)
+        parts = [
+            attend(q, k, v, mask, scaling=scaling, dropout=dropout)
+            for q, k, v, mask in zip(
+                query.split(packed.sizes, dim=2),
+                key.split(packed.sizes, dim=2),
+                value.split(packed.sizes, dim=2),
+                packed.trees(sliding_window),
+                strict=True,
+            )
+        ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return out.transpose(1, 2), None
+
+
+def _sdpa(q, k, v, mask, *, scaling, dropout):
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
+    )
+
+
+def _eager(q, k, v, mask, *, scaling, dropout, softcap):
+    """Plain attention with capped logits: softcap · tanh(logits / softcap), before the mask (Gemma 2, section 2)."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    logits = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    logits = softcap * torch.tanh(logits / softcap)
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    weights = logits.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
+@functools.cache
+def _compiled_flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _flex(q, k, v, packed, scaling, dropout, window, softcap):
+    if dropout:
+        raise ModelError(
+            f"FlexAttention has no dropout, and this model's attention asks for {dropout}: "
+            "set models.0.attention to eager, or the attention dropout of the model's config.json to 0"
+        )
+
+    def cap(score, b, h, i, j):
+        return softcap * torch.tanh(score / softcap)
+
+    return _compiled_flex()(
+        q,
+        k,
+        v,
+        score_mod=None if softcap is None else cap,
+        block_mask=packed.blocks(window),
+        scale=scaling,
+        enable_gqa=k.shape[1] != q.shape[1],
+    )
+
+
+AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,60 @@
+"""What is known of each model family: one line of facts each, proven by tests/test_equivalence.py.
+
+`packed`: its attention goes through transformers' interface and depends on nothing but positions, so that a pack gives
+the log-probabilities of one-by-one evaluation. The others (ALiBi, own attention code) take packs one sequence a row, as
+every family not listed here does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from posttrain.models.attention import NAME as PACKED
+
+QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    packed: bool
+    lora_targets: tuple[str, ...]
+
+
+FAMILIES: dict[str, Family] = {  # by config.json's model_type
+    "llama": Family(True, QKVO),
+    "mistral": Family(True, QKVO),
+    "qwen2": Family(True, QKVO),
+    "qwen3": Family(True, QKVO),
+    "gemma2": Family(True, QKVO),
+    "gemma3_text": Family(True, QKVO),
+    "phi3": Family(True, ("qkv_proj", "o_proj")),
+    "gpt2": Family(True, ("c_attn",)),
+    "gpt_neox": Family(True, ("query_key_value",)),
+    "opt": Family(True, ("q_proj", "k_proj", "v_proj", "out_proj")),
+    "bloom": Family(False, ("query_key_value",)),
+    "falcon": Family(False, ("query_key_value",)),
+    "gpt_neo": Family(False, ("q_proj", "v_proj")),
+    "gptj": Family(False, ("q_proj", "v_proj")),
+}
+
+
+def base_of(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a PEFT wrapper (whose layers are already in it), or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def backbone_of(base: PreTrainedModel) -> nn.Module:
+    """The model without its head."""
+    return getattr(base, base.base_model_prefix)
+
+
+def is_packed(base: PreTrainedModel) -> bool:
+    return base.config._attn_implementation == PACKED
+
+
+def logit_softcap(config: PretrainedConfig) -> float | None:
+    """Gemma's tanh capping of the final logits."""
+    return getattr(config, "final_logit_softcapping", None)

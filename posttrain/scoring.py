@@ -1,0 +1,169 @@
+"""Log-probabilities, entropies and rewards of a pack's scored tokens, as the forward of a module.
+
+Only `hidden[source_N]` meets the LM head, in chunks, with the logits computed again in backward: a [N, V] tensor never
+exists, and prompt tokens never meet the head. Being a module's forward, it can be wrapped by DDP and FSDP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from posttrain.batch import Pack
+from posttrain.models.attention import PackedMask
+from posttrain.models.families import backbone_of, base_of, is_packed, logit_softcap
+
+# Elements of the largest block of logits that exists at a time: 16 MB in float32, inside a CPU's cache; more on a GPU,
+# where small products leave the device idle.
+CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the policy says of a pack's scored tokens."""
+
+    logprob_N: torch.Tensor  # float32, nats
+    entropy_N: torch.Tensor | None = None  # float32, nats, of the whole next-token distribution
+
+
+class Scorer(nn.Module):
+    """A causal language model that takes packs. `model` is a plain transformers model or a PEFT one."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pack: Pack, temperature: float = 1.0, entropy: bool = False) -> Scores:
+        hidden_N = hidden_states(self.model, pack, pack.source_N)
+        causal = base_of(self.model)
+        head = causal.get_output_embeddings()
+        logprob_N, entropy_N = _ChunkedLogProb.apply(
+            hidden_N, head.weight, head.bias, pack.target_N, temperature, logit_softcap(causal.config), entropy
+        )
+        return Scores(logprob_N, entropy_N if entropy else None)
+
+
+class RewardScorer(nn.Module):
+    """A sequence classifier with one output that takes packs (made with `keep_last`): rewards (S), float32."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pack: Pack) -> torch.Tensor:
+        hidden_S = hidden_states(self.model, pack, pack.last_S)
+        return base_of(self.model).score(hidden_S).squeeze(-1).float()
+
+
+def hidden_states(model: nn.Module, pack: Pack, index: torch.Tensor) -> torch.Tensor:
+    """Last hidden states of the physical tokens `index`: (len(index), D).
+
+    Families proven for packing see the pack as it is. The others get one sequence a row, right padded; a token shared
+    by several sequences is then computed in each, and `index` is read from the row of the sequence that asks.
+    """
+    base = base_of(model)
+    backbone = backbone_of(base)
+    if is_packed(base):
+        out = backbone(
+            input_ids=pack.tokens_T[None], position_ids=pack.position_T[None], use_cache=False, packed=PackedMask(pack)
+        )
+        return out.last_hidden_state[0].index_select(0, index)
+    rows = _rows(pack)
+    out = backbone(input_ids=rows.tokens_SL, attention_mask=rows.mask_SL, use_cache=False).last_hidden_state
+    owner = pack.sequence_N if index is pack.source_N else torch.arange(pack.num_sequences, device=index.device)
+    return out[owner, pack.position_T[index]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    tokens_SL: torch.Tensor
+    mask_SL: torch.Tensor
+
+
+def _rows(pack: Pack) -> _Rows:
+    """A pack as right-padded rows, one sequence each: column = position. No pad token is needed: the mask hides it."""
+    paths = pack.paths()
+    tokens_SL = pack.tokens_T.new_zeros(len(paths), max(len(path) for path in paths))
+    mask_SL = torch.zeros_like(tokens_SL)
+    for row, path in enumerate(paths):
+        tokens_SL[row, : len(path)] = pack.tokens_T[path]
+        mask_SL[row, : len(path)] = 1
+    return _Rows(tokens_SL, mask_SL)
+
+
+class _ChunkedLogProb(torch.autograd.Function):
+    """log softmax(cap(h W^T + b) / temperature)[target] and the entropy of that softmax, a chunk of rows at a time.
+
+    Forward keeps one number a row, the log of the softmax's denominator. Backward computes each chunk's logits again:
+        d logprob / d logits = onehot(target) - p          d entropy / d logits = -p (log p + entropy)
+    Sums run in float32 whatever the model's dtype.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_N, weight, bias, target_N, temperature, softcap, want_entropy):
+        size = len(target_N)
+        denominator_N = hidden_N.new_empty(size, dtype=torch.float32)
+        logprob_N = torch.empty_like(denominator_N)
+        entropy_N = torch.empty_like(denominator_N) if want_entropy else denominator_N.new_empty(0)
+        for rows in _chunks(size, weight):
+            logits, _ = _logits(hidden_N[rows], weight, bias, temperature, softcap)
+            log_z = torch.logsumexp(logits, dim=-1)
+            denominator_N[rows] = log_z
+            logprob_N[rows] = logits.gather(1, target_N[rows, None]).squeeze(1) - log_z
+            if want_entropy:
+                entropy_N[rows] = log_z - (torch.softmax(logits, dim=-1) * logits).sum(-1)
+        ctx.save_for_backward(hidden_N, weight, bias, target_N, denominator_N, entropy_N)
+        ctx.settings = temperature, softcap, want_entropy
+        return logprob_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, grad_logprob_N, grad_entropy_N):
+        hidden_N, weight, bias, target_N, denominator_N, entropy_N = ctx.saved_tensors
+        temperature, softcap, want_entropy = ctx.settings
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_hidden_N = torch.empty_like(hidden_N) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and need_bias else None
+        for rows in _chunks(len(target_N), weight):
+            logits, capped = _logits(hidden_N[rows], weight, bias, temperature, softcap)
+            log_p = logits.sub_(denominator_N[rows, None])
+            p = log_p.exp() if want_entropy else log_p.exp_()
+            grad = grad_logprob_N[rows, None]
+            if want_entropy:
+                grad_logits = p * -(grad + grad_entropy_N[rows, None] * (log_p + entropy_N[rows, None]))
+            else:
+                grad_logits = p.mul_(-grad)
+            grad_logits.scatter_add_(1, target_N[rows, None], grad.to(grad_logits.dtype))
+            if temperature != 1.0:
+                grad_logits /= temperature
+            if capped is not None:
+                grad_logits *= 1 - (capped / softcap) ** 2
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(weight.dtype)
+            if grad_hidden_N is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden_N[rows])
+            if grad_weight is not None:
+                if weight.dtype == torch.float32:
+                    grad_weight.addmm_(grad_logits.t(), hidden_N[rows])
+                else:
+                    grad_weight += grad_logits.t() @ hidden_N[rows]
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden_N, grad_weight, grad_bias, None, None, None, None
+
+
+def _logits(hidden, weight, bias, temperature, softcap):
+    """One chunk's float32 logits over the temperature, and the capped logits if there is a cap (for its gradient)."""
+    logits = nn.functional.linear(hidden, weight, bias).float()
+    capped = None
+    if softcap is not None:
+        capped = logits = softcap * torch.tanh(logits / softcap)
+    return (logits if temperature == 1.0 and softcap is None else logits / temperature), capped
+
+
+def _chunks(size: int, weight: torch.Tensor):
+    rows = max(1, CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cpu"]) // len(weight))
+    return [slice(start, min(start + rows, size)) for start in range(0, size, rows)]

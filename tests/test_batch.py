@@ -1,0 +1,93 @@
+"""Properties of packs over random forests, against the plain definition of what a sequence is."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.batch import Example, Sample, pack, physical_length, sequences
+
+
+def nodes(depth: int):
+    def build(parts):
+        tokens, trained, children = parts
+        return Sample([t for t, _ in tokens], [m for _, m in tokens] if trained is None else trained, tuple(children))
+
+    token = st.tuples(st.integers(0, 50), st.booleans())
+    children = st.lists(nodes(depth - 1), max_size=3) if depth else st.just([])
+    return st.tuples(st.lists(token, min_size=2, max_size=6), st.none() | st.booleans(), children).map(build)
+
+
+FORESTS = st.lists(st.lists(nodes(2), min_size=1, max_size=2).map(tuple), min_size=1, max_size=5).map(
+    lambda rows: [Example(trees, row) for row, trees in enumerate(rows)]
+)
+
+
+def flat(examples):
+    return [(e.row, *path) for e in examples for tree in e.trees for path in sequences(tree)]
+
+
+@given(FORESTS, st.booleans(), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_a_pack_is_its_sequences(examples, keep_last, pad):
+    """Following `end`, `position`, `source`, `target` gives back every sequence, its trained tokens, its owner."""
+    width = max(sum(physical_length(t, keep_last) for t in e.trees) for e in examples) + 3
+    packs = pack(examples, width, keep_last, pad)
+    by_group = {g: [] for g in range(len(examples))}
+    for p in packs:
+        assert len(p.tokens_T) == (width if pad else p.num_tokens) <= width
+        scored = p.length_S().tolist()
+        offset = 0
+        for s, path in enumerate(p.paths()):
+            assert p.position_T[path].tolist() == list(range(len(path)))
+            chosen = slice(offset, offset + scored[s])
+            assert (p.sequence_N[chosen] == s).all()
+            sources = p.position_T[p.source_N[chosen]].tolist()
+            assert set(p.source_N[chosen].tolist()) <= set(path.tolist())
+            found = dict(zip([x + 1 for x in sources], p.target_N[chosen].tolist(), strict=True))
+            by_group[int(p.group_S[s])].append((p.tokens_T[path].tolist(), found))
+            offset += scored[s]
+    got = [(g, ids, found) for g, members in by_group.items() for ids, found in members]
+    want = []
+    for row, ids, trained in flat(examples):
+        ids, fed = ids.tolist(), len(ids) if keep_last else len(ids) - 1
+        want.append((row, ids[:fed], {i: ids[i] for i in range(1, len(ids)) if trained[i]}))
+    assert got == want
+
+
+@given(FORESTS)
+@settings(max_examples=80, deadline=None)
+def test_visibility_is_ancestry(examples):
+    """`k <= q < end_T[k]` holds exactly when k is q or before it on the path from q's root."""
+    for p in pack(examples, 10_000):
+        index = torch.arange(p.num_tokens)
+        visible = (index[None] <= index[:, None]) & (index[:, None] < p.end_T[None])
+        for q in range(p.num_tokens):
+            seen = torch.nonzero(visible[q]).squeeze(1)
+            assert p.position_T[seen].tolist() == list(range(int(p.position_T[q]) + 1))
+        want = torch.zeros_like(visible)
+        for path in p.paths():
+            for i, q in enumerate(path):
+                want[q, path[: i + 1]] = True
+        used = want.any(1)  # a token below which every leaf kept nothing is on a path too, since leaves end at it
+        assert (visible[used] == want[used]).all() and used.all()
+
+
+def test_sums_and_lengths_by_sequence():
+    pair = Sample([5, 6, 7], False, (Sample([1, 2, 3], True), Sample([4, 2], True)))
+    [p] = pack([Example((pair,), 0)], 16)
+    print(p)
+    assert p.tokens_T.tolist() == [5, 6, 7, 1, 2, 4]
+    assert p.end_T.tolist() == [6, 6, 6, 5, 5, 6]
+    assert p.source_N.tolist() == [2, 3, 4, 2, 5]
+    assert p.length_S().tolist() == [3, 2]
+    assert p.sum_by_sequence(torch.tensor([1.0, 2.0, 3.0, 10.0, 20.0])).tolist() == [6.0, 30.0]
+
+
+def test_an_example_is_never_split():
+    rows = [Example((Sample(list(range(2, 2 + n)), True),), n) for n in (9, 5, 5, 3)]
+    assert [p.num_tokens for p in pack(rows, 8)] == [8, 8, 2]
+    with pytest.raises(ValueError, match=r"row 9 takes 8 tokens.*tokens_per_pack 7"):
+        pack(rows, 7)
+    with pytest.raises(ValueError, match="fewer than two tokens"):
+        pack([Example((Sample([3], True),), 0)], 8)

@@ -1,0 +1,220 @@
+"""Every family gives a pack the log-probabilities and gradients of plain one-by-one evaluation by transformers.
+
+Weights are scaled up after random initialisation, so that attention is far from uniform and capping matters: with
+the usual small initialisation a wrong mask hides below the tolerance.
+"""
+
+import random
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from posttrain.batch import Example, Sample, pack, sequences
+from posttrain.models.families import FAMILIES
+from posttrain.scoring import RewardScorer, Scorer
+
+VOCAB = 61
+SIZE = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, vocab_size=VOCAB)
+GQA = SIZE | dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=128)
+GPT2 = dict(n_embd=32, n_layer=3, n_head=4, n_positions=128, vocab_size=VOCAB)
+IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+CONFIGS = {
+    "llama": GQA,
+    "mistral": GQA | dict(sliding_window=7),
+    "qwen2": SIZE | dict(num_key_value_heads=2, use_sliding_window=True, sliding_window=6, layer_types=LAYERS),
+    "qwen3": GQA,
+    "gemma2": GQA | dict(sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=2.0, layer_types=LAYERS),
+    "gemma3_text": GQA | dict(sliding_window=6, query_pre_attn_scalar=8, layer_types=LAYERS),
+    "phi3": SIZE | dict(num_key_value_heads=2, sliding_window=9),
+    "gpt2": GPT2,
+    "gpt_neox": SIZE,
+    "opt": SIZE | dict(ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=128),
+    "bloom": dict(hidden_size=32, n_layer=3, n_head=4, vocab_size=VOCAB),
+    "falcon": SIZE | dict(alibi=True, new_decoder_architecture=False),
+    "gpt_neo": dict(
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=VOCAB,
+        attention_types=[[["global", "local"], 1]],
+        window_size=6,
+    ),
+    "gptj": GPT2 | dict(rotary_dim=4),
+}
+
+
+def make(family: str, auto=AutoModelForCausalLM, **kwargs):
+    """A small model whose attention is sharp: every matrix is several times its usual size."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](**(CONFIGS[family] | IDS | kwargs))
+    model = auto.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(6.0 if "embed" not in name and "wte" not in name else 12.0)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def forest(seed: int = 0) -> list[Example]:
+    """Chains, pairs, a pair with one-token completions, a group of three and a tree of depth three."""
+    rng = random.Random(seed)
+
+    def ids(n):
+        return [rng.randrange(3, VOCAB) for _ in range(n)]
+
+    def leaf(n):
+        return Sample(ids(n), True)
+
+    deep = Sample(ids(6), False, (Sample(ids(4), True, (leaf(5), leaf(3))), leaf(7)))
+    trees = [
+        (Sample(ids(14), [False] * 5 + [True] * 6 + [False] + [True] * 2),),
+        (Sample(ids(9), False, (leaf(8), leaf(6))),),
+        (Sample(ids(5), False, (leaf(1), leaf(1))),),
+        (Sample(ids(3), False, (leaf(12), leaf(4), leaf(9))),),
+        (deep,),
+        (Sample([*ids(4), *ids(5)], [False] * 4 + [True] * 5), Sample(ids(8), [False] * 2 + [True] * 6)),
+    ]
+    return [Example(tree, row) for row, tree in enumerate(trees)]
+
+
+def one_by_one(model, examples, temperature=1.0):
+    """Log-probabilities by transformers alone, a sequence at a time, in the order of the pack's N axis."""
+    out = []
+    for example in examples:
+        for tree in example.trees:
+            for ids, trained in sequences(tree):
+                tokens = torch.from_numpy(ids)[None]
+                logits = model(input_ids=tokens, use_cache=False).logits[0, :-1] / temperature
+                logprob = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
+                out.append(logprob[torch.from_numpy(trained[1:])])
+    return torch.cat(out)
+
+
+def gradients(model):
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_close_gradients(got, want):
+    assert got.keys() == want.keys()
+    scale = max(g.abs().max() for g in want.values())
+    for name in want:
+        error = (got[name] - want[name]).abs().max() / scale
+        assert error <= 1e-4, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_one_by_one(family):
+    model = make(family)
+    examples = forest()
+    torch.manual_seed(1)
+    [whole] = pack(examples, 1000)
+    weight_N = torch.rand(len(whole.target_N))
+
+    want_N = one_by_one(model, examples, temperature=0.7)
+    (want_N * weight_N).sum().backward()
+    want_grad = gradients(model)
+    assert want_N.std() > 0.5, "the model is too flat for this test to mean anything"
+
+    model.set_attn_implementation("packed" if FAMILIES[family].packed else "eager")
+    got_N = Scorer(model)(whole, temperature=0.7).logprob_N
+    print(f"{family}: largest log-probability error {(got_N - want_N).abs().max():.2e}")
+    torch.testing.assert_close(got_N, want_N, rtol=0, atol=1e-5)
+    (got_N * weight_N).sum().backward()
+    assert_close_gradients(gradients(model), want_grad)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_neo"])
+def test_rewards_equal_one_by_one(family):
+    """The scalar head on a pack gives the scores of transformers' own sequence classifier, a sequence at a time."""
+    model = make(family, AutoModelForSequenceClassification, num_labels=1)
+    examples = forest()
+    rows = [torch.from_numpy(ids)[None] for e in examples for tree in e.trees for ids, _ in sequences(tree)]
+    want_S = torch.cat([model(input_ids=ids).logits[:, 0] for ids in rows])
+    model.set_attn_implementation("packed" if FAMILIES[family].packed else "eager")
+    [whole] = pack(examples, 1000, keep_last=True)
+    assert want_S.std() > 0.1
+    torch.testing.assert_close(RewardScorer(model)(whole), want_S, rtol=1e-4, atol=1e-5)
+
+
+def test_a_wrong_mask_is_seen():
+    """The equivalence above has teeth: letting completions see their siblings moves log-probabilities far beyond it."""
+    model = make("qwen3")
+    examples = forest()
+    [whole] = pack(examples, 1000)
+    model.set_attn_implementation("packed")
+    right_N = Scorer(model)(whole).logprob_N
+    leaky = whole.end_T.clone()
+    for start, stop in zip(whole.tree_start, whole.tree_start[1:], strict=False):
+        leaky[start:stop] = stop
+    whole.end_T.copy_(leaky)
+    assert (Scorer(model)(whole).logprob_N - right_N).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "bloom"])
+def test_packs_may_be_split_or_padded(family):
+    """Small packs and padded ones give the log-probabilities and the summed gradients of one whole pack."""
+    model = make(family)
+    model.set_attn_implementation("packed" if FAMILIES[family].packed else "eager")
+    examples = forest()
+    [whole] = pack(examples, 1000)
+    want_N = Scorer(model)(whole).logprob_N
+    want_S = whole.sum_by_sequence(want_N)
+    want_S.sin().sum().backward()
+    want_grad = gradients(model)
+    packs = pack(examples, 30, pad=True)
+    assert len(packs) > 1 and all(len(p.tokens_T) == 30 for p in packs)
+    for one in packs:
+        got_S = one.sum_by_sequence(Scorer(model)(one).logprob_N)
+        of_group = torch.isin(whole.group_S, one.group_S)
+        torch.testing.assert_close(got_S, want_S[of_group], rtol=0, atol=5e-5)
+        got_S.sin().sum().backward()
+    assert_close_gradients(gradients(model), want_grad)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("chunk", [7 * VOCAB, 1 << 22])
+def test_chunked_scores_equal_full_logits(monkeypatch, softcap, chunk):
+    """Log-probability, entropy and all gradients, against full logits through autograd."""
+    from posttrain.scoring import _ChunkedLogProb
+
+    monkeypatch.setitem(__import__("posttrain.scoring").scoring.CHUNK_ELEMENTS, "cpu", chunk)
+    torch.manual_seed(0)
+    hidden = torch.randn(40, 16, requires_grad=True)
+    weight = torch.randn(VOCAB, 16, requires_grad=True)
+    bias = torch.randn(VOCAB, requires_grad=True)
+    target = torch.randint(VOCAB, (40,))
+    a, b = torch.randn(40), torch.randn(40)
+
+    logits = hidden @ weight.T + bias
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / 0.6
+    log_p = logits.log_softmax(-1)
+    want = log_p.gather(1, target[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+    want_grad = torch.autograd.grad((a * want[0] + b * want[1]).sum(), (hidden, weight, bias))
+    got = _ChunkedLogProb.apply(hidden, weight, bias, target, 0.6, softcap, True)
+    got_grad = torch.autograd.grad((a * got[0] + b * got[1]).sum(), (hidden, weight, bias))
+    for g, w in zip((*got, *got_grad), (*want, *want_grad), strict=True):
+        torch.testing.assert_close(g, w, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_flex_mask_equals_dense_mask(window):
+    """The BlockMask given to FlexAttention on a GPU lets through exactly the dense reference; checked on CPU."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    from posttrain.models.attention import PackedMask
+
+    [whole] = pack(forest(), 160, pad=True)
+    mask = PackedMask(whole)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 160, 16), torch.randn(1, 2, 160, 16), torch.randn(1, 2, 160, 16)
+    got = flex_attention(q, k, v, block_mask=mask.blocks(window), enable_gqa=True)
+    dense = mask.dense(0, 160, window)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense, enable_gqa=True)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
