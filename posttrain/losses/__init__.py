@@ -1,0 +1,32 @@
+"""Losses as pure functions of tensors, unreduced; _P is pairs, _N scored tokens (legend in posttrain/batch.py)."""
+
+from posttrain.losses.divergence import F_DIVERGENCES, divergence_score
+from posttrain.losses.pairs import Pairs, preference_metrics
+from posttrain.losses.preference import (
+    PREFERENCE_LOSSES,
+    PreferenceLoss,
+    check_preference_settings,
+    couples_batch,
+    preference_loss,
+)
+from posttrain.losses.reduce import global_mean, loss_coefficients
+from posttrain.losses.reward import bradley_terry, reward_metrics, reward_range
+from posttrain.losses.sft import nll
+
+__all__ = [
+    "F_DIVERGENCES",
+    "PREFERENCE_LOSSES",
+    "Pairs",
+    "PreferenceLoss",
+    "bradley_terry",
+    "check_preference_settings",
+    "couples_batch",
+    "divergence_score",
+    "global_mean",
+    "loss_coefficients",
+    "nll",
+    "preference_loss",
+    "preference_metrics",
+    "reward_metrics",
+    "reward_range",
+]

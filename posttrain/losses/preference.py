@@ -1,0 +1,275 @@
+"""The DPO family. One function a loss: pairs in, one value a pair out; nothing is reduced here.
+
+A function's keyword-only parameters are the settings it reads, by the names of the configuration; `preference_loss`
+hands each exactly those. To add a loss, write its function and give it a name in PREFERENCE_LOSSES.
+
+In the formulas c and r are the log-ratios log π − log π_ref of the chosen and the rejected completion, and s(·) is the
+f-divergence score, the identity by default. Values and gradients are those of TRL 1.16 unless a docstring says more.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from posttrain.errors import ConfigError
+from posttrain.losses.divergence import F_DIVERGENCES, Score, divergence_score
+from posttrain.losses.pairs import Pairs
+
+
+def sigmoid(pairs: Pairs, *, beta: float, score: Score) -> Tensor:
+    """DPO: −log σ(β (s(c) − s(r))). arXiv 2305.18290, eq. 7."""
+    return -F.logsigmoid(beta * _score_margin(pairs, score))
+
+
+def sigmoid_norm(pairs: Pairs, *, beta: float, score: Score) -> Tensor:
+    """DPO on log-ratios per token: −log σ(β (s(c)/|chosen| − s(r)/|rejected|)). Tülu 3, arXiv 2411.15124."""
+    return -F.logsigmoid(beta * _mean_score_margin(pairs, score))
+
+
+def hinge(pairs: Pairs, *, beta: float, score: Score) -> Tensor:
+    """SLiC's hinge on DPO's margin: max(0, 1 − β (s(c) − s(r))). RSO, arXiv 2309.06657."""
+    return torch.relu(1 - beta * _score_margin(pairs, score))
+
+
+def ipo(pairs: Pairs, *, beta: float, score: Score) -> Tensor:
+    """IPO: (s(c)/|chosen| − s(r)/|rejected| − 1/(2β))², with β the paper's τ. arXiv 2310.12036, eq. 17.
+
+    Per token, as TRL: the paper does not say so, but its authors confirmed to TRL that its results are of this form.
+    """
+    return (_mean_score_margin(pairs, score) - 1 / (2 * beta)) ** 2
+
+
+def exo_pair(pairs: Pairs, *, beta: float, label_smoothing: float, score: Score) -> Tensor:
+    """EXO with two completions: KL(p_θ ‖ p), p_θ = softmax(β s(c), β s(r)), p = (1 − ε, ε). arXiv 2402.00856, eq. 16.
+
+    ε = `label_smoothing` must be above 0 (the paper takes 1e-3). Zero exactly where σ(β (s(c) − s(r))) = 1 − ε.
+    """
+    logit_P = beta * _score_margin(pairs, score)
+    log_win = torch.log1p(torch.as_tensor(-label_smoothing, dtype=logit_P.dtype, device=logit_P.device))
+    log_lose = torch.log(torch.as_tensor(label_smoothing, dtype=logit_P.dtype, device=logit_P.device))
+    win_P = torch.sigmoid(logit_P) * (F.logsigmoid(logit_P) - log_win)
+    return win_P + torch.sigmoid(-logit_P) * (F.logsigmoid(-logit_P) - log_lose)
+
+
+def nca_pair(pairs: Pairs, *, beta: float) -> Tensor:
+    """NCA: −log σ(βc) − ½ log σ(−βc) − ½ log σ(−βr). arXiv 2402.05369."""
+    chosen_P, rejected_P = beta * pairs.chosen_logratio_P, beta * pairs.rejected_logratio_P
+    return -F.logsigmoid(chosen_P) - 0.5 * F.logsigmoid(-chosen_P) - 0.5 * F.logsigmoid(-rejected_P)
+
+
+def robust(pairs: Pairs, *, beta: float, label_smoothing: float, score: Score) -> Tensor:
+    """Robust DPO: ((1 − ε) L(c, r) − ε L(r, c)) / (1 − 2ε) with L the sigmoid loss. arXiv 2403.00409.
+
+    The unbiased estimate of the clean loss where a label is flipped with probability ε = `label_smoothing` < 1/2.
+    """
+    logit_P = beta * _score_margin(pairs, score)
+    clean_P, flipped_P = -F.logsigmoid(logit_P), -F.logsigmoid(-logit_P)
+    return ((1 - label_smoothing) * clean_P - label_smoothing * flipped_P) / (1 - 2 * label_smoothing)
+
+
+def bco_pair(pairs: Pairs, *, beta: float) -> Tensor:
+    """BCO on pairs: −log σ(βc) − log σ(−βr). arXiv 2404.04656, without its reward shift δ, as TRL 1.16."""
+    return -F.logsigmoid(beta * pairs.chosen_logratio_P) - F.logsigmoid(-beta * pairs.rejected_logratio_P)
+
+
+def sppo_hard(pairs: Pairs, *, beta: float) -> Tensor:
+    """SPPO with hard labels: (c − 1/(2β))² + (r + 1/(2β))². arXiv 2405.00675, eq. 4.7 with P = 1 and 0."""
+    return (pairs.chosen_logratio_P - 0.5 / beta) ** 2 + (pairs.rejected_logratio_P + 0.5 / beta) ** 2
+
+
+def aot(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
+    """AOT, paired: the policy's sorted margins against the reference's sorted margins. arXiv 2406.05882.
+
+    δ_i = i-th smallest (log π(chosen) − log π(rejected)) − i-th smallest (the same of π_ref);
+    −(1 − ε) log σ(βδ) − ε log σ(−βδ), ε = `label_smoothing`. Sorted over the batch: value i is rank i's, not pair i's.
+    """
+    margin_P, _ = torch.sort(pairs.chosen_P - pairs.rejected_P)
+    ref_margin_P, _ = torch.sort(pairs.ref_chosen_P - pairs.ref_rejected_P)
+    return _smoothed(beta * (margin_P - ref_margin_P), label_smoothing)
+
+
+def aot_unpaired(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
+    """AOT, unpaired: as `aot` with δ_i = i-th smallest c − i-th smallest r. arXiv 2406.05882."""
+    chosen_P, _ = torch.sort(pairs.chosen_logratio_P)
+    rejected_P, _ = torch.sort(pairs.rejected_logratio_P)
+    return _smoothed(beta * (chosen_P - rejected_P), label_smoothing)
+
+
+def apo_zero(pairs: Pairs, *, beta: float) -> Tensor:
+    """APO-zero: 1 − σ(βc) + σ(βr): chosen up, rejected down. arXiv 2408.06266, eq. 7."""
+    return torch.sigmoid(-beta * pairs.chosen_logratio_P) + torch.sigmoid(beta * pairs.rejected_logratio_P)
+
+
+def apo_down(pairs: Pairs, *, beta: float) -> Tensor:
+    """APO-down: σ(βc) + 1 − σ(β (c − r)): both down, rejected further. arXiv 2408.06266, eq. 8."""
+    chosen_P, rejected_P = pairs.chosen_logratio_P, pairs.rejected_logratio_P
+    return torch.sigmoid(beta * chosen_P) + torch.sigmoid(-beta * (chosen_P - rejected_P))
+
+
+def discopop(pairs: Pairs, *, beta: float, discopop_tau: float, score: Score) -> Tensor:
+    """DiscoPOP: −(1 − m) log σ(x) + m e^(−x) with x = β (s(c) − s(r)), m = σ(x/τ). arXiv 2406.08414, eq. 5.
+
+    τ = `discopop_tau`. m e^(−x) is formed in the exponent: for τ < 1 it stays finite where e^(−x) overflows.
+    """
+    logit_P = beta * _score_margin(pairs, score)
+    logistic_P = -F.logsigmoid(logit_P) * torch.sigmoid(-logit_P / discopop_tau)
+    return logistic_P + torch.exp(F.logsigmoid(logit_P / discopop_tau) - logit_P)
+
+
+def sft(pairs: Pairs, *, num_pairs: int, num_chosen_tokens: int) -> Tensor:
+    """Negative log-likelihood of the chosen completions per token: −log π(chosen) · num_pairs / num_chosen_tokens.
+
+    Both counts are of the whole optimizer step, so that the sum over all its pairs divided by their number is the mean
+    over all chosen tokens, however the step is divided. A term of MPO, arXiv 2411.10442.
+    """
+    return -pairs.chosen_P * num_pairs / num_chosen_tokens
+
+
+def kto_pair(pairs: Pairs, *, beta: float) -> Tensor:
+    """KTO on pairs: ½ (1 − σ(β (c − KL_r))) + ½ (1 − σ(β (KL_c − r))). arXiv 2402.01306.
+
+    KL_c = max(0, mean c) and KL_r = max(0, mean r) over the batch: each half is held against the other, and no gradient
+    flows through them, as in the paper. Early TRL (0.7 to 0.9) had this loss with 2P values, one a completion; here a
+    pair has the mean of its two, so the batch means agree; there the gradient did flow through the KL.
+    """
+    chosen_P, rejected_P = pairs.chosen_logratio_P, pairs.rejected_logratio_P
+    chosen_kl = chosen_P.detach().mean().clamp(min=0)
+    rejected_kl = rejected_P.detach().mean().clamp(min=0)
+    return 0.5 * (torch.sigmoid(-beta * (chosen_P - rejected_kl)) + torch.sigmoid(-beta * (chosen_kl - rejected_P)))
+
+
+def _score_margin(pairs: Pairs, score: Score) -> Tensor:
+    return score(pairs.chosen_logratio_P) - score(pairs.rejected_logratio_P)
+
+
+def _mean_score_margin(pairs: Pairs, score: Score) -> Tensor:
+    chosen_P = score(pairs.chosen_logratio_P) / pairs.chosen_length_P.clamp(min=1)
+    return chosen_P - score(pairs.rejected_logratio_P) / pairs.rejected_length_P.clamp(min=1)
+
+
+def _smoothed(logit_P: Tensor, label_smoothing: float) -> Tensor:
+    return -(1 - label_smoothing) * F.logsigmoid(logit_P) - label_smoothing * F.logsigmoid(-logit_P)
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceLoss:
+    """A loss of the table. `couples_batch`: a value depends on other pairs, so it needs the whole step at once."""
+
+    function: Callable[..., Tensor]
+    couples_batch: bool = False
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The settings that the loss reads: the keyword-only parameters of its function."""
+        parameters = inspect.signature(self.function).parameters.values()
+        return frozenset(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
+    "sigmoid": PreferenceLoss(sigmoid),
+    "hinge": PreferenceLoss(hinge),
+    "ipo": PreferenceLoss(ipo),
+    "kto_pair": PreferenceLoss(kto_pair, couples_batch=True),
+    "exo_pair": PreferenceLoss(exo_pair),
+    "nca_pair": PreferenceLoss(nca_pair),
+    "robust": PreferenceLoss(robust),
+    "bco_pair": PreferenceLoss(bco_pair),
+    "sppo_hard": PreferenceLoss(sppo_hard),
+    "aot": PreferenceLoss(aot, couples_batch=True),
+    "aot_unpaired": PreferenceLoss(aot_unpaired, couples_batch=True),
+    "apo_zero": PreferenceLoss(apo_zero),
+    "apo_down": PreferenceLoss(apo_down),
+    "discopop": PreferenceLoss(discopop),
+    "sft": PreferenceLoss(sft),
+    "sigmoid_norm": PreferenceLoss(sigmoid_norm),
+}
+
+
+def couples_batch(loss_type: Sequence[str]) -> bool:
+    """Whether any of the losses needs all pairs of the optimizer step at once."""
+    return any(PREFERENCE_LOSSES[name].couples_batch for name in loss_type)
+
+
+def preference_loss(
+    pairs: Pairs,
+    *,
+    loss_type: Sequence[str],
+    loss_weights: Sequence[float] | None,
+    beta: float,
+    label_smoothing: float,
+    f_divergence_type: str,
+    f_alpha_divergence_coef: float,
+    discopop_tau: float,
+    num_pairs: int | None = None,
+    num_chosen_tokens: int | None = None,
+) -> Tensor:
+    """The weighted sum of the named losses, one value a pair [P]; sum it and divide by the pairs of the optimizer step.
+
+    `loss_weights` None weighs each with 1. `num_pairs` and `num_chosen_tokens` count the whole optimizer step; None
+    says that `pairs` is all of it. Settings are expected to have passed `check_preference_settings`.
+    """
+    settings = {
+        "beta": beta,
+        "label_smoothing": label_smoothing,
+        "discopop_tau": discopop_tau,
+        "score": divergence_score(f_divergence_type, f_alpha_divergence_coef),
+        "num_pairs": len(pairs) if num_pairs is None else num_pairs,
+        "num_chosen_tokens": pairs.chosen_length_P.sum() if num_chosen_tokens is None else num_chosen_tokens,
+    }
+    weights = [1.0] * len(loss_type) if loss_weights is None else loss_weights
+    total_P = torch.zeros_like(pairs.chosen_P)
+    for name, weight in zip(loss_type, weights, strict=True):
+        loss = PREFERENCE_LOSSES[name]
+        total_P = total_P + weight * loss.function(pairs, **{key: settings[key] for key in loss.reads})
+    return total_P
+
+
+def check_preference_settings(
+    *,
+    loss_type: Sequence[str],
+    loss_weights: Sequence[float] | None,
+    beta: float,
+    label_smoothing: float,
+    f_divergence_type: str,
+    discopop_tau: float,
+) -> None:
+    """Raise ConfigError for settings that no loss could follow or that none of the named losses would read."""
+    unknown = [name for name in loss_type if name not in PREFERENCE_LOSSES]
+    if unknown or not loss_type:
+        given = f"unknown loss {unknown[0]}" if unknown else "the list is empty"
+        raise ConfigError(f"loss_type: {given}: use one or several of {', '.join(PREFERENCE_LOSSES)}")
+    if loss_weights is not None and len(loss_weights) != len(loss_type):
+        raise ConfigError(f"loss_weights: {len(loss_weights)} weights for {len(loss_type)} losses: give one for each")
+    if beta <= 0 or discopop_tau <= 0:
+        raise ConfigError(f"beta and discopop_tau must be above 0, got {beta} and {discopop_tau}")
+    reads = frozenset().union(*(PREFERENCE_LOSSES[name].reads for name in loss_type))
+    _check_label_smoothing(loss_type, label_smoothing, reads)
+    if f_divergence_type not in F_DIVERGENCES:
+        raise ConfigError(f"f_divergence_type: {f_divergence_type}: expected one of {', '.join(F_DIVERGENCES)}")
+    # The prompt's own term of the reward cancels between chosen and rejected only, so the losses that look at each
+    # alone have no f-divergence form. `sft` has no reference at all and may stand beside those that have one.
+    if f_divergence_type != "reverse_kl":
+        barred = [name for name in loss_type if name != "sft" and "score" not in PREFERENCE_LOSSES[name].reads]
+        if barred or "score" not in reads:
+            allowed = ", ".join(name for name, loss in PREFERENCE_LOSSES.items() if "score" in loss.reads)
+            raise ConfigError(
+                f"f_divergence_type: {f_divergence_type} has no meaning for loss_type {(barred or loss_type)[0]}: "
+                f"use reverse_kl, or one of {allowed}"
+            )
+
+
+def _check_label_smoothing(loss_type: Sequence[str], label_smoothing: float, reads: frozenset[str]) -> None:
+    if not 0 <= label_smoothing < 0.5:
+        raise ConfigError(f"label_smoothing: {label_smoothing}: a share of wrong labels, expected 0 or more, below 0.5")
+    if label_smoothing and "label_smoothing" not in reads:
+        readers = ", ".join(name for name, loss in PREFERENCE_LOSSES.items() if "label_smoothing" in loss.reads)
+        raise ConfigError(
+            f"label_smoothing: {label_smoothing} is not read by loss_type {', '.join(loss_type)}: "
+            f"set it to 0 or use one of {readers} (`robust` is DPO with wrong labels)"
+        )
+    if "exo_pair" in loss_type and label_smoothing == 0:
+        raise ConfigError("label_smoothing: exo_pair needs a value above 0; its paper takes 1e-3")
