@@ -75,7 +75,7 @@ def trl_preference_loss(token_logps, mask, ref_chosen, ref_rejected, loss_type, 
 
 
 def random_batch(seed: int, spread: float):
-    """Token log-probabilities [2P, L], 0 outside the completion; completion mask [2P, L + 1]; reference sums [P]; lengths."""
+    """Token log-probabilities [2P, L], completion mask [2P, L + 1], reference sums [P], lengths [2P]."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, COMPLETION + 1, (2 * PAIRS,), generator=generator)
     place = torch.arange(PROMPT + COMPLETION)
