@@ -1,0 +1,67 @@
+"""What every settings class shares: frozen, no unknown keys, and checks that name the field they complain about."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Settings(BaseModel):
+    """A group of settings. Frozen; an unknown key is an error; infinities and NaN are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class SettingsConflict(ValueError):
+    """Settings that are valid one by one but not together: each problem names the path of the field to change."""
+
+    def __init__(self, problems: list[tuple[str, str]]):
+        self.problems = problems
+        super().__init__("; ".join(f"{path}: {message}" for path, message in problems))
+
+
+class Problems:
+    """Collects the conflicts among the settings of one group, so that all of them are reported at once."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, str]] = []
+
+    def check(self, holds: bool, path: str, message: str) -> None:
+        """Note `message` about the field at `path` (dotted, relative to the group) unless the condition holds."""
+        if not holds:
+            self.found.append((path, message))
+
+    def report(self) -> None:
+        """Raise SettingsConflict if anything was found."""
+        if self.found:
+            raise SettingsConflict(self.found)
+
+
+def _not_bool(value: Any) -> Any:
+    # Python counts True as 1; `max_steps: true` is a mistake, not one step.
+    if isinstance(value, bool):
+        raise ValueError("true and false are not numbers")
+    return value
+
+
+def _one_as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Int = Annotated[int, BeforeValidator(_not_bool)]
+Float = Annotated[float, BeforeValidator(_not_bool)]
+Positive = Annotated[Int, Field(ge=1)]
+Share = Annotated[Float, Field(gt=0.0, lt=1.0)]
+OneOrMore = BeforeValidator(_one_as_list)
+Text = Annotated[str, Field(min_length=1)]
+
+# Patterns of text settings, and how a message puts them.
+FILE_NAME = r"^[^/\\\x00]+$"
+WORD = r"^[A-Za-z0-9_.-]+$"
+PERCENTILE = r"^p([1-9]\d?|100)$"
+EVAL_METRIC = r"^eval_.+$"
+PATTERNS = {
+    FILE_NAME: "that can name a folder",
+    WORD: "of letters, digits, `_`, `-` and `.`",
+    PERCENTILE: "such as p90",
+    EVAL_METRIC: "that begins with eval_",
+}

@@ -1,0 +1,185 @@
+"""Reading a settings file: plain YAML or JSON, with the line of every key kept for messages."""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from posttrain.errors import ConfigError
+
+KeyPath = tuple[str | int, ...]
+LARGEST_FILE = 100_000  # nodes; a bomb of YAML aliases grows beyond any bound
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Plain values (dict, list, text, numbers, None) and, for each key path, where it was written."""
+
+    values: dict[str, Any]
+    origins: dict[KeyPath, str] = field(default_factory=dict)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's reader with the scalars of YAML 1.2: `1e-6` is a number, `no` is a word, `2024-01-01` is text."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", "<"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
+
+_PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
+
+
+def read_settings(path: Path) -> Tree:
+    """The settings in a YAML or JSON file.
+
+    Raises ConfigError: unreadable file, not UTF-8, bad syntax (line and column), a tag, a key twice, not a mapping.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    if path.suffix.lower() == ".json":
+        return _read_json(text, path)
+    tree = _Reader(str(path)).read(text)
+    if not isinstance(tree.values, dict):
+        raise ConfigError(f"{path} holds a {_kind(tree.values)}; a settings file is a mapping such as `method: sft`")
+    return tree
+
+
+def parse_value(text: str, origin: str) -> Tree:
+    """The value of an override or flag, read as YAML: `1e-6`, `true`, `null`, `[a, b]`, `{ratio: 0.05}`, or plain text.
+
+    The value stands under the key "value"; origins inside it all name `origin`.
+    """
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError:
+        if text[:1] in "[{":
+            raise ConfigError(f"{origin}: {text!r} does not close its bracket, or is no YAML value") from None
+        return Tree({"value": text}, {("value",): origin})
+    if isinstance(node, yaml.MappingNode) and not node.flow_style:
+        return Tree({"value": text}, {("value",): origin})  # `a: b` is text here; a mapping is written {a: b}
+    reader = _Reader(origin, lines=False)
+    value = None if node is None else reader.convert(node, ("value",))
+    return Tree({"value": value}, {**reader.origins, ("value",): origin})
+
+
+def _read_json(text: str, path: Path) -> Tree:
+    try:
+        values = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: not valid JSON at column {error.colno}: {error.msg}") from error
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(f"{path}: not usable JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f'{path} holds a {_kind(values)}; a settings file is a mapping such as {{"method": "sft"}}')
+    # JSON is YAML except for tabs between tokens (inside a JSON string a tab is written \t), so YAML finds the lines.
+    return Tree(values, _Reader(str(path)).read(text.replace("\t", " ")).origins)
+
+
+class _Reader:
+    """Turns composed YAML nodes into plain values, and notes where each key stands."""
+
+    def __init__(self, name: str, lines: bool = True):
+        self.name, self.lines, self.nodes = name, lines, 0
+        self.origins: dict[KeyPath, str] = {}
+
+    def read(self, text: str) -> Tree:
+        try:
+            node = yaml.compose(text, Loader=_Loader)
+        except yaml.MarkedYAMLError as error:
+            raise ConfigError(self._syntax(error, text)) from error
+        except yaml.YAMLError as error:  # a character that no YAML file may hold, such as NUL
+            raise ConfigError(f"{self.name} is not plain text: {str(error).splitlines()[0]}") from error
+        except RecursionError as error:
+            raise ConfigError(f"{self.name} is nested too deeply") from error
+        if node is None:
+            return Tree({}, self.origins)
+        try:
+            return Tree(self.convert(node, ()), self.origins)
+        except RecursionError as error:
+            raise ConfigError(f"{self.name} has an alias that contains itself, or is nested too deeply") from error
+
+    def convert(self, node: yaml.Node, path: KeyPath) -> Any:
+        self.nodes += 1
+        if self.nodes > LARGEST_FILE:
+            raise ConfigError(f"{self.name} is too large, or its YAML aliases multiply without end")
+        if node.tag == "tag:yaml.org,2002:merge":
+            raise ConfigError(f"{self._at(node)}: `<<` is not supported; use `extends: other.yaml`")
+        if node.tag not in _PLAIN:
+            raise ConfigError(f"{self._at(node)}: the YAML tag {_short(node.tag)} is refused; write a plain value")
+        if path:
+            self.origins.setdefault(path, self._at(node))
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.convert(child, (*path, index)) for index, child in enumerate(node.value)]
+        try:
+            return _scalar(node.value, node.tag.rsplit(":", 1)[-1])
+        except ValueError:  # an explicit tag on something else, such as `!!int abc`, or a number of thousands of digits
+            raise ConfigError(f"{self._at(node)}: {node.value[:40]!r} is no {_short(node.tag)}") from None
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                raise ConfigError(f"{self._at(key_node)}: `<<` is not supported; use `extends: other.yaml`")
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"{self._at(key_node)}: a name is expected before the colon, not a list or mapping")
+            key = key_node.value
+            if key in result:
+                first = self.origins[*path, key].rsplit(":", 1)[-1]
+                raise ConfigError(f"{self._at(key_node)}: {key} is given twice, first on line {first}; keep one")
+            self.origins[*path, key] = self._at(key_node)
+            result[key] = self.convert(value_node, (*path, key))
+        return result
+
+    def _at(self, node: yaml.Node) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}" if self.lines else self.name
+
+    def _syntax(self, error: yaml.MarkedYAMLError, text: str) -> str:
+        mark = error.problem_mark or error.context_mark
+        if mark is None:
+            return f"{self.name}: not valid YAML: {error.problem}"
+        line = text.splitlines()[mark.line] if mark.line < len(text.splitlines()) else ""
+        place = f"{self.name}:{mark.line + 1}: not valid YAML at column {mark.column + 1}"
+        if "\t" in line[: len(line) - len(line.lstrip())]:
+            return f"{place}: the line is indented with a tab; indent with spaces"
+        return f"{place}: {error.problem or error.context}" + (f"\n    {line.strip()[:100]}" if line.strip() else "")
+
+
+def _scalar(text: str, kind: str) -> Any:
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int":
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    if kind == "float":
+        return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
+    return text
+
+
+def _kind(value: Any) -> str:
+    return {list: "list", str: "text", type(None): "null"}.get(type(value), type(value).__name__)
+
+
+def _short(tag: str) -> str:
+    return tag.replace("tag:yaml.org,2002:", "!!")

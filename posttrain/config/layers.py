@@ -1,0 +1,179 @@
+"""Layers of settings (preset, file, overrides, flags): their short forms spelt out, and one laid over the other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.config.files import KeyPath, Tree, parse_value
+from posttrain.config.methods import spell_out
+from posttrain.errors import ConfigError
+
+# Names that users of other systems know -> ours, within a section.
+ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
+    "models": {
+        "lora_r": ("lora", "r"),
+        "lora_alpha": ("lora", "alpha"),
+        "lora_dropout": ("lora", "dropout"),
+        "lora_target_modules": ("lora", "target_modules"),
+    },
+    "method": {"kl_coef": ("beta",)},
+}
+SECTIONS = ("data", "training", "evaluation", "checkpoint", "tracking", "devices")
+# A choice among alternatives: naming another one in an upper layer replaces what the lower layer chose.
+CHOICES: dict[KeyPath, tuple[str, ...]] = {("data", "validation"): ("ratio", "rows", "source")}
+
+
+@dataclass(slots=True)
+class Layers:
+    """Settings laid over one another: plain values with `models` always a list, where each came from, and notes."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[KeyPath, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def lay(self, layer: Tree, every_model: bool = False) -> None:
+        """Lay a tree over what is there. `model` merges with the one model there is.
+
+        `every_model` says what a `model` means where there are several: a change to each of them (overrides), or, if
+        false, all there is from now on (files).
+        """
+        layer = spell_out_layer(layer, self.notes)
+        values = dict(layer.values)
+        model = values.pop("model", None)
+        origins = {path: where for path, where in layer.origins.items() if path[:1] != ("model",)}
+        if model is not None:
+            count = self._lay_model(model, layer.origins.get(("model",), ""), every_model)
+            for index in range(count):
+                origins |= {("models", index, *p[1:]): w for p, w in layer.origins.items() if p[:1] == ("model",)}
+        self.values = merge(self.values, values)
+        self.origins |= origins
+
+    def _lay_model(self, model: dict[str, Any], where: str, every_model: bool) -> int:
+        models = self.values.get("models")
+        if not isinstance(models, list) or not models or (len(models) > 1 and not every_model):
+            models = [{}]
+        if len(models) > 1 and {"path", "name", "revision"} & set(model):
+            raise ConfigError(
+                f"{where}: there are {len(models)} models; say which: models.0.path=..., or replace the list: models=[...]"
+            )
+        # Short forms inside the list are spelt out already: every layer passes through spell_out_layer.
+        self.values["models"] = [merge(old, model) if isinstance(old, dict) else model for old in models]
+        return len(models)
+
+    def put(self, path: list[str], value: Any, where: str) -> None:
+        """Set one entry inside `models`, which is a list: `models.0.path`."""
+        node: Any = self.values
+        for depth, key in enumerate(path):
+            last = depth == len(path) - 1
+            if isinstance(node, list):
+                if not key.isdecimal() or int(key) >= len(node):
+                    raise ConfigError(f"{where}: {'.'.join(path[:depth])} has entries 0 to {len(node) - 1}, no {key}")
+                index: Any = int(key)
+            else:
+                index = key
+                if not last and not isinstance(node.get(key), dict | list):
+                    if path[depth + 1].isdecimal():
+                        raise ConfigError(
+                            f"{where}: {'.'.join(path[: depth + 1])} is not a list with entries to change"
+                        )
+                    node[key] = {}
+            if last:
+                node[index] = value
+            elif not isinstance(node[index], dict | list):
+                raise ConfigError(f"{where}: {'.'.join(path[: depth + 1])} has no settings inside it")
+            node = node[index]
+        self.origins[tuple(int(p) if p.isdecimal() else p for p in path)] = where
+
+
+def merge(lower: dict[str, Any], upper: dict[str, Any], path: KeyPath = ()) -> dict[str, Any]:
+    """Both mappings in one: mappings are merged, anything else (a list too) is replaced by the upper layer's."""
+    if path == ("method",) and upper.get("type", lower.get("type")) != lower.get("type") and "type" in lower:
+        return dict(upper)  # another method: the settings of the old one mean nothing to it
+    choice = CHOICES.get(path, ())
+    if any(upper.get(name) is not None and lower.get(name) is None for name in choice):
+        lower = {}
+    result = dict(lower)
+    for key, value in upper.items():
+        old = result.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        result[key] = merge(old, value, (*path, key)) if both else value
+    return result
+
+
+def spell_out_layer(layer: Tree, notes: list[str]) -> Tree:
+    """The layer without short forms: text for a model or method, aliases, `ipo`, and sections left empty."""
+    values, origins = dict(layer.values), dict(layer.origins)
+    if "model" in values and "models" in values:
+        raise ConfigError(f"{origins.get(('models',), 'settings')}: both model and models are given; keep one")
+    for section in SECTIONS:
+        if section in values and values[section] is None:
+            del values[section]  # a heading with everything under it commented out
+    if "model" in values:
+        values["model"] = _spell_out_model(values["model"], ("model",), origins, notes)
+    if isinstance(values.get("models"), list):
+        values["models"] = [
+            _spell_out_model(model, ("models", index), origins, notes) for index, model in enumerate(values["models"])
+        ]
+    method = values.get("method")
+    if isinstance(method, dict):
+        method = _rename(method, "method", ("method",), origins, notes)
+    if method is not None:
+        values["method"] = spell_out(method)
+    return Tree(values, origins)
+
+
+def _spell_out_model(model: Any, path: KeyPath, origins: dict[KeyPath, str], notes: list[str]) -> Any:
+    if isinstance(model, str):
+        return {"path": model}
+    return _rename(model, "models", path, origins, notes) if isinstance(model, dict) else model
+
+
+def _rename(
+    values: dict[str, Any], section: str, path: KeyPath, origins: dict[KeyPath, str], notes: list[str]
+) -> dict[str, Any]:
+    result = {key: value for key, value in values.items() if key not in ALIASES[section]}
+    for alias, target in ALIASES[section].items():
+        if alias not in values:
+            continue
+        where = origins.get((*path, alias), "settings")
+        dotted = ".".join(target)
+        node = result
+        for key in target[:-1]:
+            node[key] = dict(node[key]) if isinstance(node.get(key), dict) else {}
+            node = node[key]
+        if target[-1] in node:
+            raise ConfigError(f"{where}: {alias} is another name of {dotted}, which is given too; keep one")
+        node[target[-1]] = values[alias]
+        origins[*path, *target] = where
+        notes.append(f"{where}: {alias} is read as {dotted}")
+    return result
+
+
+def override(layers: Layers, assignments: Sequence[tuple[str, Any, str]]) -> None:
+    """Lay assignments (dotted path, value or text to parse, where it was given) over the layers."""
+    nested = Layers()
+    indexed: list[tuple[list[str], Any, str]] = []
+    for dotted, raw, where in assignments:
+        path = dotted.split(".")
+        if not all(path):
+            raise ConfigError(f"{where}: {dotted!r} is not the path of a setting, such as training.max_steps")
+        tree = parse_value(raw, where) if isinstance(raw, str) else Tree({"value": raw}, {("value",): where})
+        value = tree.values["value"]
+        if path[0] in ("models", "evaluation", "data") and any(part.isdecimal() for part in path):
+            if path[0] == "models" and len(path) == 3 and path[2] in ALIASES["models"]:
+                layers.notes.append(f"{where}: {path[2]} is read as {'.'.join(ALIASES['models'][path[2]])}")
+                path = [*path[:2], *ALIASES["models"][path[2]]]
+            indexed.append((path, value, where))
+            continue
+        prefix = tuple(path)
+        origins: dict[KeyPath, str] = {prefix[:n]: where for n in range(1, len(prefix) + 1)}
+        origins |= {(*prefix, *inner[1:]): where for inner in tree.origins}
+        for part in reversed(path):
+            value = {part: value}
+        piece = spell_out_layer(Tree(value, origins), layers.notes)
+        nested.values = merge(nested.values, piece.values)
+        nested.origins |= piece.origins
+    if nested.values:
+        layers.lay(Tree(nested.values, nested.origins), every_model=True)
+    for path, value, where in indexed:
+        layers.put(path, value, where)

@@ -1,0 +1,188 @@
+"""The settings of each training method. A field that a method does not use does not exist there."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from posttrain.config.base import Float, OneOrMore, Problems, Settings, Text
+
+PreferenceLoss = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "kto_pair",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+]
+Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+
+# Losses of the difference chosen - rejected alone: the f-divergence score functions are defined for these (as in TRL 1.16).
+F_DIVERGENCE_LOSSES = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"})
+# With reference log-probabilities of 0 these are still losses of a difference; the others compare with the reference's level.
+REFERENCE_FREE_LOSSES = F_DIVERGENCE_LOSSES | {"aot", "aot_unpaired"}
+LABEL_SMOOTHING_LOSSES = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"})
+
+
+class SFTMethod(Settings):
+    """Supervised fine-tuning: negative log-likelihood of the target tokens."""
+
+    type: Literal["sft"] = Field("sft", description="Supervised fine-tuning.")
+    completion_only_loss: bool | None = Field(
+        None, description="Train on the completion alone; null: yes where the data has a prompt, else every token."
+    )
+    assistant_only_loss: bool = Field(
+        False, description="Train on every assistant turn of a conversation, on nothing else."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "SFTMethod":
+        problems = Problems()
+        problems.check(
+            not (self.completion_only_loss and self.assistant_only_loss),
+            "assistant_only_loss",
+            "is at odds with completion_only_loss: true; the first trains every assistant turn, the second the last",
+        )
+        problems.report()
+        return self
+
+
+class RewardMethod(Settings):
+    """Reward model: Bradley-Terry loss on pairs, scalar head on the last token."""
+
+    type: Literal["reward"] = Field("reward", description="Reward model.")
+    center_rewards_coefficient: Annotated[Float, Field(ge=0)] | None = Field(
+        None, description="Weight of (chosen + rejected)^2, which keeps rewards near 0; 0.01 is usual, null: none."
+    )
+
+
+class DPOMethod(Settings):
+    """Direct preference optimisation and its kin; `type: ipo` is `dpo` with `loss_type: ipo`."""
+
+    type: Literal["dpo"] = Field("dpo", description="Preference optimisation on pairs: DPO, IPO and kin.")
+    loss_type: Annotated[tuple[PreferenceLoss, ...], OneOrMore, Field(min_length=1)] = Field(
+        ("sigmoid",), description="Loss, or a list of losses that are added up."
+    )
+    loss_weights: tuple[Annotated[Float, Field(ge=0)], ...] | None = Field(
+        None, description="One weight for each loss of the list; null: 1 each."
+    )
+    beta: Annotated[Float, Field(gt=0)] = Field(
+        0.1, description="How strongly the policy is held to the reference; IPO's tau."
+    )
+    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(
+        0.0, description="Share of pairs assumed to be labelled the wrong way round."
+    )
+    f_divergence_type: Divergence = Field("reverse_kl", description="Divergence from the reference (f-DPO).")
+    f_alpha_divergence_coef: Float = Field(0.5, description="The alpha of alpha_divergence.")
+    discopop_tau: Annotated[Float, Field(gt=0)] = Field(0.05, description="Temperature of the discopop loss.")
+    use_ref_model: bool = Field(True, description="Compare with a reference; false: its log-probabilities count as 0.")
+    precompute_ref_log_probs: bool = Field(
+        False, description="Compute the reference's log-probabilities before training, and cache them."
+    )
+    ref_model: Text | None = Field(
+        None, description="Hub id or folder of another reference; null: the model itself before training."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "DPOMethod":
+        problems = Problems()
+        losses = set(self.loss_type)
+        self._check_losses(problems, losses)
+        self._check_reference(problems, losses)
+        problems.report()
+        return self
+
+    def _check_losses(self, problems: Problems, losses: set[str]) -> None:
+        weights = self.loss_weights
+        problems.check(
+            len(losses) == len(self.loss_type),
+            "loss_type",
+            "names a loss twice; give it a weight in loss_weights instead",
+        )
+        problems.check(
+            weights is None or len(weights) == len(self.loss_type),
+            "loss_weights",
+            f"has {len(weights or ())} weights for {len(self.loss_type)} losses; give one for each",
+        )
+        problems.check(weights is None or any(weights), "loss_weights", "are all 0; nothing would be trained")
+        problems.check(
+            self.label_smoothing == 0 or bool(losses & LABEL_SMOOTHING_LOSSES),
+            "label_smoothing",
+            f"is read by {names(LABEL_SMOOTHING_LOSSES)} only, not by {names(losses)}; leave it out",
+        )
+        problems.check(
+            self.label_smoothing < 0.5 or "robust" not in losses,
+            "label_smoothing",
+            f"is {self.label_smoothing}; robust divides by 1 - 2 x label_smoothing and needs less than 0.5",
+        )
+        problems.check(
+            self.label_smoothing > 0 or "exo_pair" not in losses,
+            "label_smoothing",
+            "is 0; exo_pair takes its logarithm and needs more than 0 (the paper uses 0.001)",
+        )
+        problems.check(
+            self.discopop_tau == 0.05 or "discopop" in losses,
+            "discopop_tau",
+            f"is read by discopop only, not by {names(losses)}; leave it out",
+        )
+        problems.check(
+            self.f_divergence_type == "reverse_kl" or losses <= F_DIVERGENCE_LOSSES,
+            "f_divergence_type",
+            f"other than reverse_kl is defined for {names(F_DIVERGENCE_LOSSES)}, not for "
+            f"{names(losses - F_DIVERGENCE_LOSSES)}",
+        )
+        problems.check(
+            self.f_alpha_divergence_coef == 0.5 or self.f_divergence_type == "alpha_divergence",
+            "f_alpha_divergence_coef",
+            f"is read by f_divergence_type: alpha_divergence only, not by {self.f_divergence_type}; leave it out",
+        )
+
+    def _check_reference(self, problems: Problems, losses: set[str]) -> None:
+        if self.use_ref_model:
+            return
+        needing = losses - REFERENCE_FREE_LOSSES
+        problems.check(not needing, "use_ref_model", f"is false, but {names(needing)} cannot do without a reference")
+        problems.check(
+            not self.precompute_ref_log_probs,
+            "precompute_ref_log_probs",
+            "is true, but with use_ref_model: false there is no reference to compute",
+        )
+        problems.check(self.ref_model is None, "ref_model", "names a reference, but use_ref_model is false")
+        problems.check(
+            self.f_divergence_type == "reverse_kl",
+            "f_divergence_type",
+            "measures the divergence from a reference, but use_ref_model is false",
+        )
+
+
+def names(values: set[str] | frozenset[str]) -> str:
+    """The values in alphabetical order, for a message."""
+    return ", ".join(sorted(values))
+
+
+def spell_out(method: Any) -> Any:
+    """`ipo` is `dpo` with `loss_type: [ipo]`, and a bare name is a method with its defaults; the rest as it is."""
+    if isinstance(method, str):
+        method = {"type": method}
+    if isinstance(method, dict) and method.get("type") == "ipo":
+        method = {**method, "type": "dpo", "loss_type": method.get("loss_type", ["ipo"])}
+    return method
+
+
+METHODS: dict[str, type[SFTMethod | RewardMethod | DPOMethod]] = {
+    "sft": SFTMethod,
+    "reward": RewardMethod,
+    "dpo": DPOMethod,
+}
+Method = Annotated[
+    Annotated[SFTMethod | RewardMethod | DPOMethod, Field(discriminator="type")], BeforeValidator(spell_out)
+]

@@ -1,0 +1,368 @@
+"""Every setting of a run, with its default and one line about it. The only source of both; imports no torch."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.config.base import (
+    EVAL_METRIC,
+    FILE_NAME,
+    PERCENTILE,
+    WORD,
+    Float,
+    Int,
+    Positive,
+    Problems,
+    Settings,
+    Share,
+    Text,
+)
+from posttrain.config.methods import Method
+
+TEMPLATES = ("chat", "tags", "r1_zero", "question_only", "alpaca", "none")
+PAIR_FORMATS = frozenset({"auto", "preference", "hh", "sharegpt"})
+
+
+class LoraConfig(Settings):
+    """Low-rank adapters (Hu et al. 2021)."""
+
+    r: Positive = Field(16, description="Rank of the adapters.")
+    alpha: Annotated[Float, Field(gt=0)] = Field(32, description="Scale: the update is multiplied by alpha / r.")
+    dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(0.05, description="Dropout on the adapters' input.")
+    target_modules: Literal["auto", "all-linear"] | tuple[Text, ...] = Field(
+        "auto", description="auto: the attention of the family; all-linear; or a list of module names."
+    )
+
+
+class ModelConfig(Settings):
+    """A model to train."""
+
+    path: Text = Field(description="Hub id or folder.")
+    name: Annotated[str, Field(pattern=FILE_NAME)] | None = Field(
+        None, description="Folder name in the run folder; null: the last part of the path."
+    )
+    revision: Text | None = Field(None, description="Branch, tag or commit on the hub.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Of the computation; trained weights keep a float32 master copy."
+    )
+    attention: Literal["auto", "packed", "eager", "sdpa", "flash_attention_2"] = Field(
+        "auto", description="auto: packed where the family is proven, else one sequence a row."
+    )
+    lora: LoraConfig | None = Field(None, description="Low-rank adapters; null: full fine-tuning.")
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
+    allow_pickle: bool = Field(False, description="Load pickled weights, which can run code.")
+
+    @property
+    def folder_name(self) -> str:
+        """`name`, or else the last part of the path."""
+        return self.name or self.path.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
+
+
+class SourceConfig(Settings):
+    """One part of a mixed training set."""
+
+    source: Text = Field(description="Hub id, file, folder or `builtin:arithmetic`.")
+    split: Text = Field("train", description="Split of a hub data set.")
+    max_rows: Positive | None = Field(None, description="Use the first so many rows.")
+    weight: Annotated[Float, Field(gt=0)] = Field(
+        1.0, description="How often its rows appear: 2 twice, 0.5 every other."
+    )
+
+
+class ValidationConfig(Settings):
+    """Where the validation rows come from: one of `ratio`, `rows` and `source`."""
+
+    ratio: Share | None = Field(None, description="Share of the training rows to hold out.")
+    rows: Positive | None = Field(None, description="Number of training rows to hold out.")
+    source: Text | None = Field(None, description="Hub id, file or folder of other rows.")
+    split: Text = Field("test", description="Split of `source`.")
+    max_rows: Positive | None = Field(None, description="Use the first so many rows of `source`.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "ValidationConfig":
+        problems = Problems()
+        given = [name for name in ("ratio", "rows", "source") if getattr(self, name) is not None]
+        problems.check(
+            len(given) == 1,
+            given[-1] if given else "",
+            f"needs one of ratio, rows and source, not {' and '.join(given) or 'none'}",
+        )
+        problems.check(
+            self.source is not None or (self.max_rows is None and self.split == "test"),
+            "split" if self.split != "test" else "max_rows",
+            "goes with source only",
+        )
+        problems.report()
+        return self
+
+
+class TagsConfig(Settings):
+    """The tags of `template: tags`."""
+
+    reasoning_start: Text = Field("<start_working_out>", description="Before the reasoning.")
+    reasoning_end: Text = Field("<end_working_out>", description="After the reasoning.")
+    solution_start: Text = Field("<SOLUTION>", description="Before the answer.")
+    solution_end: Text = Field("</SOLUTION>", description="After the answer.")
+
+
+class DataConfig(Settings):
+    """What to train on, and how a row becomes tokens."""
+
+    source: Text | Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = Field(
+        description="Hub id, file, folder, `builtin:arithmetic`, or a list of {source, split, max_rows, weight}."
+    )
+    split: Text = Field("train", description="Split of a hub data set.")
+    format: Literal[
+        "auto", "preference", "prompt_completion", "messages", "sharegpt", "alpaca", "problem_answer", "text", "hh"
+    ] = Field("auto", description="How a row is laid out; auto: told by its columns.")
+    columns: dict[str, Text] = Field({}, description="The data's own names for columns, e.g. {chosen: better}.")
+    max_rows: Positive | None = Field(None, description="Use the first so many rows; 200 makes a quick test.")
+    shuffle: bool = Field(True, description="false keeps the file's order.")
+    validation: ValidationConfig | None = Field(
+        None, description="Held-out rows: {ratio: 0.05}, {rows: 500} or {source: ..., split: test}."
+    )
+    template: Text = Field(
+        "chat", description="chat, tags, r1_zero, question_only, alpaca, none, or a .jinja file; saved with the model."
+    )
+    tags: TagsConfig = Field(TagsConfig(), description="The tags of `template: tags`.")
+    system_prompt: str | None = Field(None, description="Put before every conversation that has none.")
+    strip_think: bool = Field(False, description="Remove <think>...</think> from completions.")
+    max_length: Positive = Field(1024, description="Tokens of prompt + completion.")
+    max_prompt_length: Positive | Annotated[str, Field(pattern=PERCENTILE)] | None = Field(
+        None, description="Tokens of the prompt, or p90 for the 90th percentile of the data's prompts."
+    )
+    overlong: Literal["drop", "truncate", "error"] = Field(
+        "drop", description="Examples over the limits are dropped (and counted), truncated, or an error."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "DataConfig":
+        problems = Problems()
+        problems.check(
+            self.template in TEMPLATES or self.template.endswith(".jinja"),
+            "template",
+            f"is {self.template!r}; it is one of {', '.join(TEMPLATES)}, or a file that ends in .jinja",
+        )
+        problems.check(
+            self.tags == TagsConfig() or self.template == "tags",
+            "tags",
+            f"are read by template: tags only, not by {self.template}",
+        )
+        problems.check(
+            not isinstance(self.max_prompt_length, int) or self.max_prompt_length < self.max_length,
+            "max_prompt_length",
+            f"is {self.max_prompt_length}, which leaves no room for a completion in max_length = {self.max_length}",
+        )
+        problems.check(
+            self.max_length >= 2, "max_length", "is 1; an example needs a token to predict from and a target"
+        )
+        problems.check(
+            isinstance(self.source, str) or self.split == "train",
+            "split",
+            "is given in each entry of source when source is a list",
+        )
+        problems.report()
+        return self
+
+
+class TrainingConfig(Settings):
+    """The optimisation."""
+
+    batch_size: Positive = Field(16, description="Examples (pairs) per step, over all devices.")
+    tokens_per_pack: Positive = Field(8192, description="The memory knob; accumulation follows from it and batch_size.")
+    learning_rate: Annotated[Float, Field(ge=0)] | None = Field(
+        None, description="null: dpo 1e-6; sft 2e-5 full, 2e-4 LoRA; reward 1e-5 full, 1e-4 LoRA."
+    )
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
+        "cosine", description="How the learning rate changes; constant has no warm-up."
+    )
+    warmup_steps: Annotated[Float, Field(ge=0)] = Field(0.03, description="A share of all steps below 1, else steps.")
+    weight_decay: Annotated[Float, Field(ge=0)] = Field(0.0, description="AdamW's weight decay.")
+    adam_beta1: Annotated[Float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW's beta1.")
+    adam_beta2: Annotated[Float, Field(ge=0, lt=1)] = Field(0.999, description="AdamW's beta2.")
+    adam_epsilon: Annotated[Float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon.")
+    max_grad_norm: Annotated[Float, Field(ge=0)] = Field(
+        1.0, description="Gradients are clipped to this norm; 0: never."
+    )
+    num_train_epochs: Annotated[Float, Field(gt=0)] = Field(1.0, description="Passes over the data.")
+    max_steps: Positive | None = Field(None, description="Stop after so many steps, whatever num_train_epochs says.")
+    optimizer: Literal["adamw"] = Field("adamw", description="The optimizer.")
+    gradient_checkpointing: Literal["auto"] | bool = Field(
+        "auto", description="Recompute activations in the backward pass: slower, less memory."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainingConfig":
+        problems = Problems()
+        problems.check(
+            self.warmup_steps < 1 or self.warmup_steps == int(self.warmup_steps),
+            "warmup_steps",
+            f"is {self.warmup_steps}; give a share below 1, or a whole number of steps",
+        )
+        problems.report()
+        return self
+
+
+class EvaluationDataset(Settings):
+    """A further data set to evaluate on."""
+
+    name: Annotated[str, Field(pattern=WORD)] = Field(description="In metric names: eval_{name}_loss.")
+    source: Text = Field(description="Hub id, file or folder.")
+    split: Text = Field("test", description="Split of a hub data set.")
+    max_rows: Positive | None = Field(None, description="Use the first so many rows.")
+
+
+class EvaluationConfig(Settings):
+    """Evaluation during training."""
+
+    eval_steps: Int = Field(100, description="Evaluate every so many steps; -1: never.")
+    at_start: bool = Field(True, description="Evaluate before the first step too.")
+    num_batches: Positive | None = Field(None, description="Evaluate on so many batches; null: on every row.")
+    datasets: tuple[EvaluationDataset, ...] = Field(
+        (), description="Further data sets, a list of {name, source, split, max_rows}."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "EvaluationConfig":
+        problems = Problems()
+        problems.check(
+            self.eval_steps == -1 or self.eval_steps >= 1,
+            "eval_steps",
+            f"is {self.eval_steps}; give 1 or more, or -1 for never",
+        )
+        named = [dataset.name for dataset in self.datasets]
+        problems.check(
+            len(set(named)) == len(named), "datasets", "have a name twice; metrics would overwrite each other"
+        )
+        problems.report()
+        return self
+
+
+class CheckpointConfig(Settings):
+    """What is saved during training."""
+
+    save_steps: Positive = Field(500, description="Save a checkpoint every so many steps.")
+    save_total_limit: Positive | None = Field(2, description="Keep the newest so many checkpoints; null: all.")
+    best_metric: Annotated[str, Field(pattern=EVAL_METRIC)] | None = Field(
+        None, description="Keep the best model by this metric, e.g. eval_loss; null: none."
+    )
+    early_stopping_patience: Positive | None = Field(
+        None, description="Stop after so many evaluations without a better best_metric."
+    )
+
+
+class TrackingConfig(Settings):
+    """What is written down."""
+
+    logging_steps: Positive = Field(10, description="Log metrics every so many steps.")
+
+
+class DevicesConfig(Settings):
+    """Where to train."""
+
+    type: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: cuda, else mps, else cpu.")
+    ids: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(min_length=1)] | None = Field(
+        None, description="GPUs by number, e.g. [0]; null: as visible."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "DevicesConfig":
+        problems = Problems()
+        problems.check(
+            self.ids is None or self.type in ("auto", "cuda"), "ids", f"number GPUs, but type is {self.type}"
+        )
+        problems.check(self.ids is None or len(set(self.ids)) == len(self.ids), "ids", "name a GPU twice")
+        problems.report()
+        return self
+
+
+class RunConfig(Settings):
+    """Every setting of a run."""
+
+    name: Annotated[str, Field(pattern=FILE_NAME)] | None = Field(
+        None, description="Name of the run folder; null: {method}-{model}-{timestamp}."
+    )
+    output_dir: Text = Field("runs", description="Run folders are made in this folder.")
+    seed: Annotated[Int, Field(ge=0, lt=2**32)] = Field(0, description="Of shuffling, initialisation and dropout.")
+    models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)] = Field(
+        description="The models to train, one after the other; `model:` is short for one."
+    )
+    method: Method = Field(description="The training method and its settings.")
+    data: DataConfig = Field(description="What to train on, and how a row becomes tokens.")
+    training: TrainingConfig = Field(TrainingConfig(), description="The optimisation.")
+    evaluation: EvaluationConfig = Field(EvaluationConfig(), description="Evaluation during training.")
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="What is saved during training.")
+    tracking: TrackingConfig = Field(TrackingConfig(), description="What is written down.")
+    devices: DevicesConfig = Field(DevicesConfig(), description="Where to train.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "RunConfig":
+        problems = Problems()
+        folders = [model.folder_name for model in self.models]
+        for index, folder in enumerate(folders):
+            problems.check(
+                folder not in folders[:index],
+                f"models.{index}.path",
+                f"would use the same folder {folder!r} as an earlier model; give it a name",
+            )
+        self._check_lengths(problems)
+        self._check_evaluation(problems)
+        problems.report()
+        return self
+
+    def _check_lengths(self, problems: Problems) -> None:
+        pairs = self.method.type in ("reward", "dpo")
+        needed = self.data.max_length * (2 if pairs else 1)
+        problems.check(
+            self.training.tokens_per_pack >= needed,
+            "training.tokens_per_pack",
+            f"is {self.training.tokens_per_pack}, but {'a pair' if pairs else 'an example'} may have {needed} tokens "
+            f"(data.max_length = {self.data.max_length}) and is never split; raise it, or lower data.max_length",
+        )
+        problems.check(
+            not pairs or self.data.format in PAIR_FORMATS,
+            "data.format",
+            f"is {self.data.format}, which has no chosen and rejected; {self.method.type} needs preference, hh or auto",
+        )
+        problems.check(
+            self.method.type != "sft" or not self.method.completion_only_loss or self.data.format != "text",
+            "method.completion_only_loss",
+            "is true, but data.format: text has no prompt and completion",
+        )
+
+    def _check_evaluation(self, problems: Problems) -> None:
+        measured = self.data.validation is not None or bool(self.evaluation.datasets)
+        evaluating = measured and self.evaluation.eval_steps > 0
+        checkpoint = self.checkpoint
+        problems.check(
+            checkpoint.best_metric is None or evaluating,
+            "checkpoint.best_metric",
+            "needs an evaluation: set data.validation, e.g. {ratio: 0.05}, and evaluation.eval_steps above 0",
+        )
+        problems.check(
+            checkpoint.early_stopping_patience is None or checkpoint.best_metric is not None,
+            "checkpoint.early_stopping_patience",
+            "needs checkpoint.best_metric: which metric should get better?",
+        )
+        problems.check(
+            self.evaluation.num_batches is None or measured,
+            "evaluation.num_batches",
+            "has nothing to evaluate on: set data.validation, e.g. {ratio: 0.05}",
+        )
+
+
+# Hu et al. 2021 and TRL's defaults: adapters take about ten times the learning rate of full fine-tuning.
+LEARNING_RATES = {"sft": (2e-5, 2e-4), "reward": (1e-5, 1e-4), "dpo": (1e-6, 1e-6)}
+
+
+def learning_rate(config: RunConfig, model: ModelConfig) -> float:
+    """The learning rate for this model: as set, or else the method's default for full fine-tuning or LoRA."""
+    if config.training.learning_rate is not None:
+        return config.training.learning_rate
+    full, lora = LEARNING_RATES[config.method.type]
+    return full if model.lora is None else lora
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a configuration file, for editors."""
+    return RunConfig.model_json_schema()
