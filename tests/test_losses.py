@@ -1,6 +1,7 @@
 """Losses against numbers worked by hand, exact enumeration on tiny policies, and their own invariances."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -8,13 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from posttrain.errors import ConfigError
 from posttrain.losses import (
     F_DIVERGENCES,
     PREFERENCE_LOSSES,
     Pairs,
     bradley_terry,
-    check_preference_settings,
     couples_batch,
     divergence_score,
     global_mean,
@@ -403,31 +402,19 @@ def test_shapes_are_checked():
         global_mean(two, 0)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"loss_type": ["sigmod"]}, "unknown loss sigmod: use one or several of sigmoid, hinge"),
-        ({"loss_type": []}, "empty"),
-        ({"loss_type": ["ipo"], "loss_weights": [1.0, 2.0]}, "2 weights for 1 losses"),
-        ({"beta": 0.0}, "above 0"),
-        ({"loss_type": ["robust"], "label_smoothing": 0.5}, "below 0.5"),
-        ({"loss_type": ["sigmoid"], "label_smoothing": 0.1}, "not read by loss_type sigmoid.*exo_pair, robust, aot"),
-        ({"loss_type": ["exo_pair"]}, "above 0"),
-        ({"f_divergence_type": "kl"}, "expected one of reverse_kl"),
-        ({"loss_type": ["sigmoid", "aot"], "f_divergence_type": "forward_kl"}, "no meaning for loss_type aot"),
-        ({"loss_type": ["sft"], "f_divergence_type": "forward_kl"}, "no meaning for loss_type sft"),
-    ],
-)
-def test_settings_that_cannot_be_followed_are_refused(changed, message):
-    good = {
-        "loss_type": ["sigmoid"],
-        "loss_weights": None,
-        "beta": 0.1,
-        "label_smoothing": 0.0,
-        "f_divergence_type": "reverse_kl",
-        "discopop_tau": 0.05,
+def test_names_and_weights_are_checked():
+    with pytest.raises(KeyError, match="sigmod"):
+        loss_of(HAND, "sigmod")
+    with pytest.raises(ValueError):
+        loss_of(HAND, "sigmoid", "ipo", loss_weights=[1.0])
+
+
+def test_configuration_knows_these_losses_and_what_they_read():
+    from posttrain.config import methods
+
+    readers = {
+        key: {n for n, loss in PREFERENCE_LOSSES.items() if key in loss.reads} for key in ("score", "label_smoothing")
     }
-    check_preference_settings(**good)
-    check_preference_settings(**{**good, "loss_type": ["sigmoid", "sft"], "f_divergence_type": "forward_kl"})
-    with pytest.raises(ConfigError, match=message):
-        check_preference_settings(**{**good, **changed})
+    assert set(get_args(methods.PreferenceLoss)) == set(PREFERENCE_LOSSES)
+    assert get_args(methods.Divergence) == F_DIVERGENCES
+    assert readers["score"] | {"sft"} == methods.F_DIVERGENCE_LOSSES  # `sft` has no reference: it may stand beside any

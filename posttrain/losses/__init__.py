@@ -5,7 +5,6 @@ from posttrain.losses.pairs import Pairs, preference_metrics
 from posttrain.losses.preference import (
     PREFERENCE_LOSSES,
     PreferenceLoss,
-    check_preference_settings,
     couples_batch,
     preference_loss,
 )
@@ -19,7 +18,6 @@ __all__ = [
     "Pairs",
     "PreferenceLoss",
     "bradley_terry",
-    "check_preference_settings",
     "couples_batch",
     "divergence_score",
     "global_mean",

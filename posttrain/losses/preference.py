@@ -15,14 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from posttrain.errors import ConfigError
-from posttrain.losses.divergence import F_DIVERGENCES, Score, divergence_score
+from posttrain.losses.divergence import Score, divergence_score
 from posttrain.losses.pairs import Pairs
 
 
-def sigmoid(pairs: Pairs, *, beta: float, score: Score) -> Tensor:
-    """DPO: −log σ(β (s(c) − s(r))). arXiv 2305.18290, eq. 7."""
-    return -F.logsigmoid(beta * _score_margin(pairs, score))
+def sigmoid(pairs: Pairs, *, beta: float, label_smoothing: float, score: Score) -> Tensor:
+    """DPO: −(1 − ε) log σ(x) − ε log σ(−x) with x = β (s(c) − s(r)). arXiv 2305.18290, eq. 7.
+
+    ε = `label_smoothing` above 0 is conservative DPO (Mitchell 2023, "A note on DPO with noisy preferences"): the
+    expected loss where a label is wrong with probability ε. TRL had it, but 1.16 reads no label smoothing here.
+    """
+    return _smoothed(beta * _score_margin(pairs, score), label_smoothing)
 
 
 def sigmoid_norm(pairs: Pairs, *, beta: float, score: Score) -> Tensor:
@@ -210,7 +213,8 @@ def preference_loss(
     """The weighted sum of the named losses, one value a pair [P]; sum it and divide by the pairs of the optimizer step.
 
     `loss_weights` None weighs each with 1. `num_pairs` and `num_chosen_tokens` count the whole optimizer step; None
-    says that `pairs` is all of it. Settings are expected to have passed `check_preference_settings`.
+    says that `pairs` is all of it. KeyError for a name that is not in PREFERENCE_LOSSES, ValueError for weights that do
+    not match the losses; which settings make sense together is checked in the configuration.
     """
     settings = {
         "beta": beta,
@@ -226,50 +230,3 @@ def preference_loss(
         loss = PREFERENCE_LOSSES[name]
         total_P = total_P + weight * loss.function(pairs, **{key: settings[key] for key in loss.reads})
     return total_P
-
-
-def check_preference_settings(
-    *,
-    loss_type: Sequence[str],
-    loss_weights: Sequence[float] | None,
-    beta: float,
-    label_smoothing: float,
-    f_divergence_type: str,
-    discopop_tau: float,
-) -> None:
-    """Raise ConfigError for settings that no loss could follow or that none of the named losses would read."""
-    unknown = [name for name in loss_type if name not in PREFERENCE_LOSSES]
-    if unknown or not loss_type:
-        given = f"unknown loss {unknown[0]}" if unknown else "the list is empty"
-        raise ConfigError(f"loss_type: {given}: use one or several of {', '.join(PREFERENCE_LOSSES)}")
-    if loss_weights is not None and len(loss_weights) != len(loss_type):
-        raise ConfigError(f"loss_weights: {len(loss_weights)} weights for {len(loss_type)} losses: give one for each")
-    if beta <= 0 or discopop_tau <= 0:
-        raise ConfigError(f"beta and discopop_tau must be above 0, got {beta} and {discopop_tau}")
-    reads = frozenset().union(*(PREFERENCE_LOSSES[name].reads for name in loss_type))
-    _check_label_smoothing(loss_type, label_smoothing, reads)
-    if f_divergence_type not in F_DIVERGENCES:
-        raise ConfigError(f"f_divergence_type: {f_divergence_type}: expected one of {', '.join(F_DIVERGENCES)}")
-    # The prompt's own term of the reward cancels between chosen and rejected only, so the losses that look at each
-    # alone have no f-divergence form. `sft` has no reference at all and may stand beside those that have one.
-    if f_divergence_type != "reverse_kl":
-        barred = [name for name in loss_type if name != "sft" and "score" not in PREFERENCE_LOSSES[name].reads]
-        if barred or "score" not in reads:
-            allowed = ", ".join(name for name, loss in PREFERENCE_LOSSES.items() if "score" in loss.reads)
-            raise ConfigError(
-                f"f_divergence_type: {f_divergence_type} has no meaning for loss_type {(barred or loss_type)[0]}: "
-                f"use reverse_kl, or one of {allowed}"
-            )
-
-
-def _check_label_smoothing(loss_type: Sequence[str], label_smoothing: float, reads: frozenset[str]) -> None:
-    if not 0 <= label_smoothing < 0.5:
-        raise ConfigError(f"label_smoothing: {label_smoothing}: a share of wrong labels, expected 0 or more, below 0.5")
-    if label_smoothing and "label_smoothing" not in reads:
-        readers = ", ".join(name for name, loss in PREFERENCE_LOSSES.items() if "label_smoothing" in loss.reads)
-        raise ConfigError(
-            f"label_smoothing: {label_smoothing} is not read by loss_type {', '.join(loss_type)}: "
-            f"set it to 0 or use one of {readers} (`robust` is DPO with wrong labels)"
-        )
-    if "exo_pair" in loss_type and label_smoothing == 0:
-        raise ConfigError("label_smoothing: exo_pair needs a value above 0; its paper takes 1e-3")
