@@ -76,7 +76,7 @@ def log_sig(x: float) -> float:
 
 
 BY_HAND = {
-    "sigmoid": [-log_sig(2.5), -log_sig(-1.0)],
+    "sigmoid": [-0.9 * log_sig(2.5) - 0.1 * log_sig(-2.5), -0.9 * log_sig(-1) - 0.1 * log_sig(1)],
     "hinge": [0.0, 2.0],
     "ipo": [(2 / 2 + 3 / 3 - 1) ** 2, (-1 / 4 - 1 / 5 - 1) ** 2],
     "exo_pair": [
@@ -140,6 +140,11 @@ def test_preference_metrics_by_hand():
     }
 
 
+def test_dpo_without_label_smoothing_by_hand():
+    expected = torch.tensor([-log_sig(2.5), -log_sig(-1.0)], dtype=torch.float64)
+    torch.testing.assert_close(loss_of(HAND, "sigmoid", beta=0.5, label_smoothing=0.0), expected)
+
+
 def test_policy_equal_to_reference_has_no_margin():
     same = pairs_of([-4.0, -7.0], [-5.0, -6.0], [-4.0, -7.0], [-5.0, -6.0])
     metrics = preference_metrics(same, beta=0.1)
@@ -160,7 +165,8 @@ def expected_loss_gradient(name: str, theta: Tensor, ref: Tensor, weight: Tensor
         index.flatten() for index in torch.meshgrid(torch.arange(RESPONSES), torch.arange(RESPONSES), indexing="ij")
     )
     policy, ones = torch.log_softmax(theta, 0), torch.ones(RESPONSES**2)
-    loss_P = loss_of(Pairs(policy[i], policy[j], ref[i], ref[j], ones, ones), name, beta=BETA)
+    pairs = Pairs(policy[i], policy[j], ref[i], ref[j], ones, ones)
+    loss_P = loss_of(pairs, name, beta=BETA, label_smoothing=0.0)
     # The entry (i, j) is the event that i and j were drawn and i preferred; (j, i) is the other label.
     expectation = (weight[i] * weight[j] * wins[i, j] * loss_P).sum()
     return torch.autograd.grad(expectation, theta)[0]
@@ -417,4 +423,5 @@ def test_configuration_knows_these_losses_and_what_they_read():
     }
     assert set(get_args(methods.PreferenceLoss)) == set(PREFERENCE_LOSSES)
     assert get_args(methods.Divergence) == F_DIVERGENCES
+    assert readers["label_smoothing"] == methods.LABEL_SMOOTHING_LOSSES
     assert readers["score"] | {"sft"} == methods.F_DIVERGENCE_LOSSES  # `sft` has no reference: it may stand beside any

@@ -88,7 +88,8 @@ def random_batch(seed: int, spread: float):
 
 def compare(loss_type, loss_weights=None, seed=0, spread=2.0, **changed):
     token_logps, mask, ref_chosen, ref_rejected, lengths = random_batch(seed, spread)
-    settings = {**SETTINGS, **changed}
+    # TRL reads no label smoothing in `sigmoid`, ours does.
+    settings = {**SETTINGS, **({"label_smoothing": 0.0} if "sigmoid" in loss_type else {}), **changed}
     weights = loss_weights or [1.0] * len(loss_type)
     theirs, metrics = trl_preference_loss(token_logps, mask, ref_chosen, ref_rejected, loss_type, weights, **settings)
     (their_gradient,) = torch.autograd.grad(theirs, token_logps)
