@@ -22,10 +22,11 @@ CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the policy says of a pack's scored tokens."""
+    """What the policy says of a pack's scored tokens, all float32."""
 
-    logprob_N: torch.Tensor  # float32, nats
-    entropy_N: torch.Tensor | None = None  # float32, nats, of the whole next-token distribution
+    logprob_N: torch.Tensor  # nats
+    entropy_N: torch.Tensor  # nats, of the whole next-token distribution
+    top1_N: torch.Tensor  # 1 where the target is the most likely token; no gradient
 
 
 class Scorer(nn.Module):
@@ -35,14 +36,12 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, pack: Pack, temperature: float = 1.0, entropy: bool = False) -> Scores:
+    def forward(self, pack: Pack, temperature: float = 1.0) -> Scores:
         hidden_N = hidden_states(self.model, pack, pack.source_N)
         causal = base_of(self.model)
         head = causal.get_output_embeddings()
-        logprob_N, entropy_N = _ChunkedLogProb.apply(
-            hidden_N, head.weight, head.bias, pack.target_N, temperature, logit_softcap(causal.config), entropy
-        )
-        return Scores(logprob_N, entropy_N if entropy else None)
+        cap = logit_softcap(causal.config)
+        return Scores(*ChunkedScores.apply(hidden_N, head.weight, head.bias, pack.target_N, temperature, cap))
 
 
 class RewardScorer(nn.Module):
@@ -93,53 +92,61 @@ def _rows(pack: Pack) -> _Rows:
     return _Rows(tokens_SL, mask_SL)
 
 
-class _ChunkedLogProb(torch.autograd.Function):
-    """log softmax(cap(h W^T + b) / temperature)[target] and the entropy of that softmax, a chunk of rows at a time.
+class ChunkedScores(torch.autograd.Function):
+    """log softmax(cap(h W^T + b) / temperature)[target], that softmax's entropy, and whether the target is its mode.
 
-    Forward keeps one number a row, the log of the softmax's denominator. Backward computes each chunk's logits again:
+    A chunk of rows at a time. Forward keeps one number a row, the log of the softmax's denominator. Backward computes
+    each chunk's logits again:
         d logprob / d logits = onehot(target) - p          d entropy / d logits = -p (log p + entropy)
     Sums run in float32 whatever the model's dtype.
     """
 
     @staticmethod
-    def forward(ctx, hidden_N, weight, bias, target_N, temperature, softcap, want_entropy):
+    def forward(ctx, hidden_N, weight, bias, target_N, temperature, softcap):
         size = len(target_N)
-        denominator_N = hidden_N.new_empty(size, dtype=torch.float32)
-        logprob_N = torch.empty_like(denominator_N)
-        entropy_N = torch.empty_like(denominator_N) if want_entropy else denominator_N.new_empty(0)
+        log_z_N, logprob_N, entropy_N, top1_N = hidden_N.new_empty(4, size, dtype=torch.float32).unbind()
         for rows in _chunks(size, weight):
             logits, _ = _logits(hidden_N[rows], weight, bias, temperature, softcap)
-            log_z = torch.logsumexp(logits, dim=-1)
-            denominator_N[rows] = log_z
-            logprob_N[rows] = logits.gather(1, target_N[rows, None]).squeeze(1) - log_z
-            if want_entropy:
-                entropy_N[rows] = log_z - (torch.softmax(logits, dim=-1) * logits).sum(-1)
-        ctx.save_for_backward(hidden_N, weight, bias, target_N, denominator_N, entropy_N)
-        ctx.settings = temperature, softcap, want_entropy
-        return logprob_N, entropy_N
+            highest = logits.amax(-1)
+            logits -= highest[:, None]
+            chosen = logits.gather(1, target_N[rows, None]).squeeze(1)
+            p = logits.exp()
+            z = p.sum(-1)
+            log_z = z.log()
+            logprob_N[rows] = chosen - log_z
+            entropy_N[rows] = log_z - torch.linalg.vecdot(p, logits) / z
+            top1_N[rows] = (chosen == 0).float()
+            log_z_N[rows] = log_z + highest
+        ctx.save_for_backward(hidden_N, weight, bias, target_N, log_z_N, entropy_N)
+        ctx.temperature, ctx.softcap = temperature, softcap
+        ctx.mark_non_differentiable(top1_N)
+        ctx.set_materialize_grads(False)
+        return logprob_N, entropy_N, top1_N
 
     @staticmethod
-    def backward(ctx, grad_logprob_N, grad_entropy_N):
-        hidden_N, weight, bias, target_N, denominator_N, entropy_N = ctx.saved_tensors
-        temperature, softcap, want_entropy = ctx.settings
+    def backward(ctx, *grad_outputs):
+        grad_logprob_N, grad_entropy_N, _ = grad_outputs
+        hidden_N, weight, bias, target_N, log_z_N, entropy_N = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden_N = torch.empty_like(hidden_N) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and need_bias else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         for rows in _chunks(len(target_N), weight):
-            logits, capped = _logits(hidden_N[rows], weight, bias, temperature, softcap)
-            log_p = logits.sub_(denominator_N[rows, None])
-            p = log_p.exp() if want_entropy else log_p.exp_()
-            grad = grad_logprob_N[rows, None]
-            if want_entropy:
-                grad_logits = p * -(grad + grad_entropy_N[rows, None] * (log_p + entropy_N[rows, None]))
+            logits, capped = _logits(hidden_N[rows], weight, bias, ctx.temperature, ctx.softcap)
+            log_p = logits.sub_(log_z_N[rows, None])
+            if grad_entropy_N is None:
+                grad_logits = log_p.exp_()
+                grad_logits *= -grad_logprob_N[rows, None]
             else:
-                grad_logits = p.mul_(-grad)
-            grad_logits.scatter_add_(1, target_N[rows, None], grad.to(grad_logits.dtype))
-            if temperature != 1.0:
-                grad_logits /= temperature
+                grad_logits = -log_p.exp() * grad_entropy_N[rows, None] * (log_p + entropy_N[rows, None])
+                if grad_logprob_N is not None:
+                    grad_logits -= log_p.exp_() * grad_logprob_N[rows, None]
+            if grad_logprob_N is not None:
+                grad_logits.scatter_add_(1, target_N[rows, None], grad_logprob_N[rows, None])
+            if ctx.temperature != 1.0:
+                grad_logits /= ctx.temperature
             if capped is not None:
-                grad_logits *= 1 - (capped / softcap) ** 2
+                grad_logits *= 1 - (capped / ctx.softcap) ** 2
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(weight.dtype)
@@ -152,7 +159,7 @@ class _ChunkedLogProb(torch.autograd.Function):
                     grad_weight += grad_logits.t() @ hidden_N[rows]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden_N, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden_N, grad_weight, grad_bias, None, None, None
 
 
 def _logits(hidden, weight, bias, temperature, softcap):

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from posttrain import scoring
 from posttrain.batch import Example, Sample, pack, sequences
 from posttrain.models.families import FAMILIES
-from posttrain.scoring import RewardScorer, Scorer
+from posttrain.scoring import ChunkedScores, RewardScorer, Scorer
 
 VOCAB = 61
 SIZE = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, vocab_size=VOCAB)
@@ -182,9 +183,7 @@ def test_packs_may_be_split_or_padded(family):
 @pytest.mark.parametrize("chunk", [7 * VOCAB, 1 << 22])
 def test_chunked_scores_equal_full_logits(monkeypatch, softcap, chunk):
     """Log-probability, entropy and all gradients, against full logits through autograd."""
-    from posttrain.scoring import _ChunkedLogProb
-
-    monkeypatch.setitem(__import__("posttrain.scoring").scoring.CHUNK_ELEMENTS, "cpu", chunk)
+    monkeypatch.setitem(scoring.CHUNK_ELEMENTS, "cpu", chunk)
     torch.manual_seed(0)
     hidden = torch.randn(40, 16, requires_grad=True)
     weight = torch.randn(VOCAB, 16, requires_grad=True)
@@ -196,11 +195,17 @@ def test_chunked_scores_equal_full_logits(monkeypatch, softcap, chunk):
     logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / 0.6
     log_p = logits.log_softmax(-1)
     want = log_p.gather(1, target[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
-    want_grad = torch.autograd.grad((a * want[0] + b * want[1]).sum(), (hidden, weight, bias))
-    got = _ChunkedLogProb.apply(hidden, weight, bias, target, 0.6, softcap, True)
-    got_grad = torch.autograd.grad((a * got[0] + b * got[1]).sum(), (hidden, weight, bias))
+    want_grad = torch.autograd.grad((a * want[0] + b * want[1]).sum(), (hidden, weight, bias), retain_graph=True)
+    *got, top1 = ChunkedScores.apply(hidden, weight, bias, target, 0.6, softcap)
+    got_grad = torch.autograd.grad((a * got[0] + b * got[1]).sum(), (hidden, weight, bias), retain_graph=True)
     for g, w in zip((*got, *got_grad), (*want, *want_grad), strict=True):
         torch.testing.assert_close(g, w, rtol=2e-5, atol=2e-5)
+    assert torch.equal(top1 == 1, logits.argmax(-1) == target)
+    # The branch without an entropy gradient, and the one with nothing else.
+    for value, want_value in ((got[0], want[0]), (got[1], want[1])):
+        got_grad = torch.autograd.grad((a * value).sum(), (hidden, weight, bias), retain_graph=True)
+        want_grad = torch.autograd.grad((a * want_value).sum(), (hidden, weight, bias), retain_graph=True)
+        torch.testing.assert_close(got_grad, want_grad, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("window", [None, 5])

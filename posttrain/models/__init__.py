@@ -1,0 +1,1 @@
+"""Loading models and tokenizers, adapters, families, attention over packs."""

@@ -1,0 +1,195 @@
+"""Models and tokenizers from the hub or a folder, as transformers loads them, with errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from posttrain.config.schema import DevicesConfig, ModelConfig
+from posttrain.errors import ModelError
+from posttrain.models.attention import NAME as PACKED
+from posttrain.models.families import FAMILIES
+
+Head = Literal["lm", "reward"]
+
+
+def device_of(devices: DevicesConfig) -> torch.device:
+    """The device to compute on: the one named, or the best present."""
+    kind = devices.type
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ModelError(
+            "devices.type is cuda, but PyTorch sees no GPU: install its CUDA build, or set devices.type: auto"
+        )
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise ModelError("devices.type is mps, but this machine has none: set devices.type: auto")
+    if kind == "cuda" and devices.ids:
+        return torch.device("cuda", devices.ids[0])
+    return torch.device(kind)
+
+
+def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype of the computation: `auto` is bfloat16 on a GPU and float32 elsewhere."""
+    if model.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer."""
+    with _clear_errors(model, "tokenizer"):
+        return AutoTokenizer.from_pretrained(model.path, **_source(model))
+
+
+def load_model(model: ModelConfig, head: Head, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model with an LM head, or with one scalar output (`reward`), in evaluation mode on `device`.
+
+    A folder with a LoRA adapter gives its base model with the adapter merged in. A reward head that the weights lack is
+    drawn from a normal distribution with standard deviation 0.02.
+    """
+    adapter = _adapter_config(model)
+    base = model if adapter is None else model.model_copy(update={"path": adapter["base_model_name_or_path"]})
+    config = _load_config(base)
+    _refuse_vision(base, config)
+    auto: Any = AutoModelForCausalLM
+    if head == "reward":
+        auto, config.num_labels = AutoModelForSequenceClassification, 1
+    source = _source(base) | {"use_safetensors": None if base.allow_pickle else True}
+    with _clear_errors(base, "weights"):
+        loaded, info = auto.from_pretrained(
+            base.path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=_initial_attention(base),
+            output_loading_info=True,
+            **source,
+        )
+    missing = {name for name in info["missing_keys"] if not (head == "reward" and name.startswith("score."))}
+    if missing:
+        raise ModelError(f"{base.path}: the weights lack {_some(missing)}, which {type(loaded).__name__} needs")
+    if head == "reward" and "score.weight" in info["missing_keys"]:
+        torch.nn.init.normal_(loaded.score.weight, std=0.02)
+    if adapter is not None:
+        loaded = _merge_adapter(loaded, model)
+    if use_packed(model, loaded):
+        loaded.set_attn_implementation(PACKED)
+    return loaded.to(device).eval()
+
+
+def use_packed(model: ModelConfig, loaded: PreTrainedModel) -> bool:
+    """Whether the model takes packs as they are: its family is proven and no other attention is asked for."""
+    family = FAMILIES.get(loaded.config.model_type)
+    proven = family is not None and family.packed
+    if model.attention == "packed" and not proven:
+        names = ", ".join(name for name, facts in FAMILIES.items() if facts.packed)
+        raise ModelError(
+            f"{model.path}: attention `packed` is proven for {names}; {loaded.config.model_type} needs `auto`"
+        )
+    return proven and model.attention in ("auto", "packed")
+
+
+def is_reward_model(model: ModelConfig) -> bool:
+    """Whether a folder or hub id holds a sequence classifier, plain or as an adapter."""
+    adapter = _adapter_config(model)
+    if adapter is not None:
+        return adapter.get("task_type") == "SEQ_CLS"
+    architectures = _load_config(model).architectures or []
+    return any(name.endswith("ForSequenceClassification") for name in architectures)
+
+
+def _initial_attention(model: ModelConfig) -> str | None:
+    return None if model.attention in ("auto", "packed") else model.attention
+
+
+def _source(model: ModelConfig) -> dict[str, Any]:
+    return {"revision": model.revision or "main", "trust_remote_code": model.trust_remote_code}
+
+
+def _load_config(model: ModelConfig) -> PreTrainedConfig:
+    with _clear_errors(model, "config.json"):
+        return AutoConfig.from_pretrained(model.path, **_source(model))
+
+
+def _refuse_vision(model: ModelConfig, config: PreTrainedConfig) -> None:
+    for part in ("vision_config", "audio_config"):
+        if getattr(config, part, None) is not None:
+            raise ModelError(
+                f"{model.path} ({config.model_type}) has a {part.split('_')[0]} part: posttrain trains text models only"
+            )
+
+
+def _adapter_config(model: ModelConfig) -> dict[str, Any] | None:
+    path = Path(model.path) / "adapter_config.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _merge_adapter(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
+    from peft import PeftModel
+
+    with _clear_errors(model, "adapter"):
+        return PeftModel.from_pretrained(base, model.path).merge_and_unload()
+
+
+def _some(names: set[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+
+
+@contextlib.contextmanager
+def _clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
+    """Turn what transformers and the hub raise into one sentence that says what to do."""
+    path = model.path
+    folder = Path(path).expanduser()
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not folder.is_dir():
+        raise ModelError(f"model {path}: no such folder")
+    if folder.is_dir() and not (folder / "config.json").is_file() and part in ("config.json", "weights"):
+        found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        raise ModelError(f"model {path}: the folder has no config.json (it has {found})")
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"model {path}: {_explain(model, part, error)}") from error
+
+
+def _explain(model: ModelConfig, part: str, error: Exception) -> str:
+    chain, cause = [], error
+    while cause is not None and len(chain) < 8:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    kinds = {type(e).__name__ for e in chain}
+    text = " ".join(str(e) for e in chain)
+    if "GatedRepoError" in kinds or "gated repo" in text:
+        return "is gated: ask for access on its hub page, then set HF_TOKEN to your token"
+    if "trust_remote_code" in text:
+        return "comes with its own Python code; if you trust it, set models.0.trust_remote_code: true"
+    if "safetensors" in text and not model.allow_pickle and part == "weights":
+        return (
+            "has no safetensors weights; pickled ones can run code: if you trust them, set models.0.allow_pickle: true"
+        )
+    if "RepositoryNotFoundError" in kinds:
+        return "not found on the hub (or private: set HF_TOKEN); for a folder, check the path"
+    if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"}:
+        return "is not in the local cache and the hub cannot be reached; give a folder, or connect once"
+    if part == "tokenizer":
+        return f"has no tokenizer that transformers can load ({_first_line(error)})"
+    return f"{part} cannot be loaded: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

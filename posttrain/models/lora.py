@@ -1,0 +1,59 @@
+"""Low-rank adapters by PEFT, with target modules chosen per family."""
+
+from __future__ import annotations
+
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, TaskType, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from posttrain.config.schema import LoraConfig
+from posttrain.errors import ModelError
+from posttrain.models.families import FAMILIES, backbone_of
+from posttrain.models.load import Head
+
+
+def add_lora(model: PreTrainedModel, lora: LoraConfig, head: Head) -> PeftModel:
+    """`model` with trainable adapters and everything else frozen; a reward model's head is trained and saved too.
+
+    Raises ModelError when the target modules match nothing.
+    """
+    targets = target_modules(model, lora)
+    config = PeftLoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  (PEFT annotates int; the scale is a quotient)
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        task_type=TaskType.CAUSAL_LM if head == "lm" else TaskType.SEQ_CLS,
+    )
+    # The adapters take the model's dtype; the optimizer holds their float32 masters.
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    assert isinstance(adapted, PeftModel)
+    return adapted
+
+
+def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str] | str:
+    """Names for PEFT: the family's for `auto`, every linear layer but the head for `all-linear`, or the given list."""
+    if lora.target_modules == "all-linear":
+        return "all-linear"
+    candidates = linear_layers(model)
+    if lora.target_modules == "auto":
+        family = FAMILIES.get(model.config.model_type)
+        return list(family.lora_targets) if family else candidates
+    given = list(lora.target_modules)
+    names = [name for name, _ in model.named_modules()]
+    unmatched = [t for t in given if not any(name == t or name.endswith(f".{t}") for name in names)]
+    if unmatched:
+        raise ModelError(
+            f"lora.target_modules: {', '.join(unmatched)} match no module of {model.config.model_type}; "
+            f"its linear layers are {', '.join(candidates)}"
+        )
+    return given
+
+
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """The last parts of the names of the backbone's linear layers."""
+    modules = backbone_of(model).named_modules()
+    return sorted({name.rsplit(".", 1)[-1] for name, m in modules if isinstance(m, nn.Linear | Conv1D)})

@@ -1,0 +1,1 @@
+"""The optimizer on float32 masters, and schedules."""

@@ -1,0 +1,108 @@
+"""AdamW on float32 master weights.
+
+bfloat16 alone does not move at a learning rate of 1e-6: the update is below its spacing. So a model that computes in
+bfloat16 keeps a float32 master of each trained tensor here, gradients are summed in float32 as each backward delivers
+them, and the model's own weights are the masters rounded. In float32 the masters are the model's weights themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class AdamW:
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over the trainable parameters of `model`, with clipping.
+
+    Weight decay leaves out vectors (biases and norms), as transformers' Trainer does. `compute_dtype` is what the
+    model's trainable weights are rounded to; pass the model with float32 weights so that the masters start exact.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute_dtype: torch.dtype = torch.float32,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+    ):
+        self.max_grad_norm = max_grad_norm
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.masters: dict[str, torch.Tensor] = {}
+        self._hooks = []
+        for name, parameter in self.parameters.items():
+            if compute_dtype == torch.float32:
+                self.masters[name] = parameter
+                continue
+            self.masters[name] = master = parameter.detach().float().clone()
+            parameter.data = parameter.data.to(compute_dtype)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_deliver_to(master)))
+        matrices = [m for m in self.masters.values() if m.ndim >= 2]
+        vectors = [m for m in self.masters.values() if m.ndim < 2]
+        self._adamw = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=0.0,
+            betas=betas,
+            eps=eps,
+            fused=True,
+        )
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> float:
+        """Clip, update, and forget the gradients. Returns the gradient norm before clipping.
+
+        A norm that is not finite leaves weights and optimizer state as they were.
+        """
+        grads = [m.grad for m in self.masters.values() if m.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        value = norm.item()
+        if torch.isfinite(norm):
+            if self.max_grad_norm and value > self.max_grad_norm:
+                torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.max_grad_norm, norm)
+            for group in self._adamw.param_groups:
+                group["lr"] = learning_rate
+            self._adamw.step()
+            for name, parameter in self.parameters.items():
+                if parameter is not self.masters[name]:
+                    parameter.copy_(self.masters[name])
+        for master in self.masters.values():
+            master.grad = None
+        return value
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What a resumed run needs, by parameter name: moments, step counts, and masters that are not the weights."""
+        tensors = {}
+        for name, master in self.masters.items():
+            for key, value in self._adamw.state.get(master, {}).items():
+                tensors[f"{name}|{key}"] = value
+            if master is not self.parameters[name]:
+                tensors[f"{name}|master"] = master
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take back what `state` gave. The model's weights follow the masters."""
+        for full, value in tensors.items():
+            name, key = full.rsplit("|", 1)
+            master = self.masters[name]
+            if key == "master":
+                master.copy_(value)
+                self.parameters[name].copy_(master)
+            else:
+                device = "cpu" if key == "step" and not master.is_cuda else master.device
+                self._adamw.state[master][key] = value.to(device, torch.float32)
+
+
+def _deliver_to(master: torch.Tensor):
+    """Move a parameter's fresh gradient into its float32 master's as soon as backward has it."""
+
+    def hook(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None
+
+    return hook

@@ -1,0 +1,30 @@
+"""Learning-rate schedules as pure functions of the step, with transformers' names and values.
+
+Stateless: a resumed run asks for the same step and gets the same number.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def warmup_count(warmup_steps: float, total: int) -> int:
+    """Steps of warm-up: a share of the run below 1 (rounded up, as in transformers), else a number of steps."""
+    return math.ceil(total * warmup_steps) if warmup_steps < 1 else int(warmup_steps)
+
+
+def schedule(kind: str, step: int, total: int, warmup: int) -> float:
+    """The factor on the learning rate at optimizer step `step` (0 is the first) of `total`.
+
+    `kind` is one of transformers' lr_scheduler_type: constant, constant_with_warmup, linear, cosine (to zero).
+    """
+    if kind != "constant" and step < warmup:
+        return step / max(1, warmup)
+    if kind in ("constant", "constant_with_warmup"):
+        return 1.0
+    progress = (step - warmup) / max(1, total - warmup)
+    if kind == "linear":
+        return max(0.0, 1.0 - progress)
+    if kind == "cosine":
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+    raise ValueError(f"unknown lr_scheduler_type {kind!r}")
