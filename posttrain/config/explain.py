@@ -1,15 +1,13 @@
-"""Turning pydantic's complaints into one line each: where it was written, which setting, what is wrong, what was meant."""
+"""Pydantic's complaints as one line each: where it was written, which setting, what is wrong, what was meant."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-from annotated_types import Ge, Gt, Lt
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
-from posttrain.config.base import PATTERNS, SettingsConflict
+from posttrain.config.base import SettingsConflict
+from posttrain.config.fields import all_settings, choices, expected, models_in, step
 from posttrain.config.files import KeyPath
 from posttrain.config.methods import METHODS
 from posttrain.config.schema import RunConfig
@@ -90,59 +88,25 @@ def _locate(loc: tuple[str | int, ...], values: Any) -> tuple[KeyPath, Any]:
     path: list[str | int] = []
     node, annotation = values, RunConfig
     for key in loc:
-        inner = _step(annotation, key, node)
-        if inner is None and not (
-            isinstance(node, dict) and key in node and isinstance(key, str) and _is_model(annotation)
-        ):
+        inner = step(annotation, key, node)
+        unknown_key = isinstance(node, dict) and key in node and models_in(annotation)
+        if inner is None and not unknown_key:
             continue  # the name of a union's branch
         path.append(key)
         annotation = inner
-        node = node.get(key) if isinstance(node, dict) else node[key] if _has_index(node, key) else None
+        node = _entry(node, key)
     return tuple(path), annotation
 
 
-def _step(annotation: Any, key: str | int, node: Any) -> Any:
-    """The annotation of an entry inside a setting, or None where there is no such entry."""
-    for option in _options(annotation, node):
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            if key in option.model_fields:
-                return _full(option.model_fields[str(key)])
-        elif get_origin(option) in (tuple, list) and isinstance(key, int):
-            return get_args(option)[0]
-        elif get_origin(option) is dict and isinstance(node, dict) and key in node:
-            return get_args(option)[1]
-    return None
-
-
-def _full(info: FieldInfo) -> Any:
-    """A field's annotation with the constraints that pydantic took apart."""
-    return Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
-
-
-def _options(annotation: Any, node: Any = None) -> list[Any]:
-    """The branches of a union without their constraints; of the methods, the one that `node` names."""
-    if get_origin(annotation) is Annotated:
-        return _options(get_args(annotation)[0], node)
-    if get_origin(annotation) in (Union, UnionType):
-        options = [option for branch in get_args(annotation) for option in _options(branch, node)]
-        kind = node.get("type") if isinstance(node, dict) else None
-        if set(METHODS.values()) <= set(options) and kind in METHODS:
-            return [METHODS[kind]]
-        return options
-    return [annotation]
-
-
-def _is_model(annotation: Any) -> bool:
-    return any(isinstance(option, type) and issubclass(option, BaseModel) for option in _options(annotation))
-
-
-def _has_index(node: Any, key: str | int) -> bool:
-    return isinstance(node, list | tuple) and isinstance(key, int) and key < len(node)
+def _entry(node: Any, key: str | int) -> Any:
+    if isinstance(node, dict):
+        return node.get(key)
+    return node[key] if isinstance(node, list | tuple) and isinstance(key, int) and key < len(node) else None
 
 
 def _value_at(values: Any, path: KeyPath) -> Any:
     for key in path:
-        values = values.get(key) if isinstance(values, dict) else values[key] if _has_index(values, key) else None
+        values = _entry(values, key)
     return values
 
 
@@ -174,37 +138,19 @@ def _missing_hint(path: KeyPath) -> str:
 
 
 def known_paths() -> dict[str, list[str]]:
-    """Every setting's last name -> the dotted paths that end in it (`model.` for an entry of models)."""
+    """Every setting's last name -> the dotted paths that end in it."""
     found: dict[str, list[str]] = {}
-    for dotted in leaves(RunConfig):
-        found.setdefault(dotted.rsplit(".", 1)[-1], []).append(dotted)
+    for setting in all_settings():
+        found.setdefault(setting.path.rsplit(".", 1)[-1], []).append(setting.path)
     return found
 
 
-def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The dotted paths of all settings of a class; the methods' together, without repeats."""
-    seen: set[str] = set()
-    for name, info in model.model_fields.items():
-        name = "model" if prefix == "" and name == "models" else name
-        inner = [o for o in _options(info.annotation) if isinstance(o, type) and issubclass(o, BaseModel)]
-        inner += [get_args(o)[0] for o in _options(info.annotation) if name == "model" and get_origin(o) is tuple]
-        for path in [f"{prefix}{name}"] if not inner else [p for o in inner for p in leaves(o, f"{prefix}{name}.")]:
-            if path not in seen:
-                seen.add(path)
-                yield path
-
-
 def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
-    """What to say about a key that does not exist: the nearest name here, the section it belongs to, or what there is."""
+    """What to say about a key that does not exist: the nearest name, its section, or what there is."""
     key, parent = str(path[-1]), path[:-1]
     _, annotation = _locate(parent, values)
     node = _value_at(values, parent)
-    here = [
-        n
-        for o in _options(annotation, node)
-        if isinstance(o, type) and issubclass(o, BaseModel)
-        for n in o.model_fields
-    ]
+    here = [name for model in models_in(annotation, node) for name in model.model_fields]
     if not parent:
         here.append("model")
     prefix = _dotted(parent, values) + "." if parent else ""
@@ -241,64 +187,10 @@ def _literal_message(given: Any, choices: tuple[Any, ...]) -> str:
 
 
 def _type_message(given: Any, annotation: Any) -> str:
-    literals = [
-        choice for option in _options(annotation) if get_origin(option) is Literal for choice in get_args(option)
-    ]
-    literals += ["true", "false"] if literals and bool in _options(annotation) else []
-    others = [o for o in _options(annotation) if get_origin(o) is not Literal and o not in (type(None), bool)]
-    if isinstance(given, str) and literals and not others:
-        return _literal_message(given, tuple(literals))
+    words = choices(annotation)
+    if words and isinstance(given, str):
+        return _literal_message(given, tuple(words))
     return f"is {_show(given)}; it must be {expected(annotation)}"
-
-
-def expected(annotation: Any) -> str:
-    """What a setting accepts, in words: "a whole number, 1 or more; or null"."""
-    if get_origin(annotation) is Annotated:
-        base, *constraints = get_args(annotation)
-        words, bounds = expected(base), _bounds(constraints)
-        if bounds and words.endswith(" or null"):
-            return f"{words.removesuffix(' or null')} {bounds} or null"
-        return f"{words} {bounds}".strip()
-    if get_origin(annotation) in (Union, UnionType):
-        return " or ".join(dict.fromkeys(expected(branch) for branch in get_args(annotation)))
-    if get_origin(annotation) is Literal:
-        return " or ".join(map(str, get_args(annotation)))
-    if get_origin(annotation) is tuple:
-        return f"a list of {_plural(get_args(annotation)[0])}"
-    if get_origin(annotation) is dict:
-        return "a mapping of names to text"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return f"a mapping with {', '.join(annotation.model_fields)}"
-    return {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}[
-        annotation
-    ]
-
-
-def _plural(annotation: Any) -> str:
-    words = expected(annotation)
-    if words.startswith("a whole number"):
-        return words.replace("a whole number", "whole numbers", 1)
-    if words.startswith("a number"):
-        return words.replace("a number", "numbers", 1)
-    return words.replace("a mapping", "mappings", 1)
-
-
-def _bounds(constraints: list[Any]) -> str:
-    words = []
-    for constraint in [c for item in constraints for c in (item.metadata if isinstance(item, FieldInfo) else [item])]:
-        if isinstance(constraint, Ge):
-            words.append(f"of {_number(constraint.ge)} or more")
-        elif isinstance(constraint, Gt):
-            words.append(f"above {_number(constraint.gt)}")
-        elif isinstance(constraint, Lt):
-            words.append(f"below {_number(constraint.lt)}")
-        elif getattr(constraint, "pattern", None) is not None:
-            words.append(PATTERNS[getattr(constraint, "pattern")])  # noqa: B009 - pydantic's own class has no public name
-    return " and ".join(words)
-
-
-def _number(value: Any) -> str:
-    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _show(value: Any) -> str:

@@ -25,9 +25,8 @@ class Tree:
 class _Loader(yaml.SafeLoader):
     """PyYAML's reader with the scalars of YAML 1.2: `1e-6` is a number, `no` is a word, `2024-01-01` is text."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
-
+_Loader.yaml_implicit_resolvers = {}  # those of YAML 1.1, in this class only
 for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),

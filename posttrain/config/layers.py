@@ -54,7 +54,8 @@ class Layers:
             models = [{}]
         if len(models) > 1 and {"path", "name", "revision"} & set(model):
             raise ConfigError(
-                f"{where}: there are {len(models)} models; say which: models.0.path=..., or replace the list: models=[...]"
+                f"{where}: there are {len(models)} models; say which: models.0.path=..., or "
+                f"replace the list: models=[...]"
             )
         # Short forms inside the list are spelt out already: every layer passes through spell_out_layer.
         self.values["models"] = [merge(old, model) if isinstance(old, dict) else model for old in models]
@@ -95,8 +96,9 @@ def merge(lower: dict[str, Any], upper: dict[str, Any], path: KeyPath = ()) -> d
     result = dict(lower)
     for key, value in upper.items():
         old = result.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        result[key] = merge(old, value, (*path, key)) if both else value
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = merge(old, value, (*path, key))
+        result[key] = value
     return result
 
 
@@ -125,6 +127,8 @@ def spell_out_layer(layer: Tree, notes: list[str]) -> Tree:
 def _spell_out_model(model: Any, path: KeyPath, origins: dict[KeyPath, str], notes: list[str]) -> Any:
     if isinstance(model, str):
         return {"path": model}
+    if isinstance(model, dict) and isinstance(model.get("lora"), bool):
+        model = {**model, "lora": {} if model["lora"] else None}  # `lora: true` is LoRA with its defaults
     return _rename(model, "models", path, origins, notes) if isinstance(model, dict) else model
 
 

@@ -1,4 +1,7 @@
-"""From a file, a preset, overrides and flags to a RunConfig. Precedence: flag, override, file, what it extends, default."""
+"""From a file or preset, overrides and flags to a RunConfig.
+
+Precedence: flag, override, file, what the file extends, default.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,9 +78,7 @@ def find(source: Path | str) -> Path:
         return preset
     if path.is_dir():
         raise ConfigError(f"{source} is a folder; give a YAML or JSON file in it, or a preset")
-    beside = (
-        [p for p in path.parent.glob("*") if p.suffix in (".yaml", ".yml", ".json")] if path.parent.is_dir() else []
-    )
+    beside = [p for p in path.parent.glob("*") if p.suffix in (".yaml", ".yml", ".json")]
     near = get_close_matches(str(source), [*map(str, beside), *preset_names()], n=3, cutoff=0.5)
     meant = f"; did you mean {' or '.join(near)}?" if near else ""
     presets = "" if near else f"; presets are {', '.join(preset_names())}"

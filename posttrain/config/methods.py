@@ -26,9 +26,9 @@ PreferenceLoss = Literal[
 ]
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
-# Losses of the difference chosen - rejected alone: the f-divergence score functions are defined for these (as in TRL 1.16).
+# Losses of the difference chosen - rejected alone: f-divergence scores are defined for these (as in TRL 1.16).
 F_DIVERGENCE_LOSSES = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"})
-# With reference log-probabilities of 0 these are still losses of a difference; the others compare with the reference's level.
+# With reference log-probabilities of 0 these are losses of a difference still; others need the reference's level.
 REFERENCE_FREE_LOSSES = F_DIVERGENCE_LOSSES | {"aot", "aot_unpaired"}
 LABEL_SMOOTHING_LOSSES = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"})
 
@@ -36,12 +36,13 @@ LABEL_SMOOTHING_LOSSES = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot
 class SFTMethod(Settings):
     """Supervised fine-tuning: negative log-likelihood of the target tokens."""
 
-    type: Literal["sft"] = Field("sft", description="Supervised fine-tuning.")
+    type: Literal["sft"] = Field(default="sft", description="Supervised fine-tuning.")
     completion_only_loss: bool | None = Field(
-        None, description="Train on the completion alone; null: yes where the data has a prompt, else every token."
+        default=None,
+        description="Train on the completion alone; null: yes where the data has a prompt, else every token.",
     )
     assistant_only_loss: bool = Field(
-        False, description="Train on every assistant turn of a conversation, on nothing else."
+        default=False, description="Train on every assistant turn of a conversation, on nothing else."
     )
 
     @model_validator(mode="after")
@@ -59,43 +60,46 @@ class SFTMethod(Settings):
 class RewardMethod(Settings):
     """Reward model: Bradley-Terry loss on pairs, scalar head on the last token."""
 
-    type: Literal["reward"] = Field("reward", description="Reward model.")
+    type: Literal["reward"] = Field(default="reward", description="Reward model.")
     center_rewards_coefficient: Annotated[Float, Field(ge=0)] | None = Field(
-        None, description="Weight of (chosen + rejected)^2, which keeps rewards near 0; 0.01 is usual, null: none."
+        default=None,
+        description="Weight of (chosen + rejected)^2, which keeps rewards near 0; 0.01 is usual, null: none.",
     )
 
 
 class DPOMethod(Settings):
     """Direct preference optimisation and its kin; `type: ipo` is `dpo` with `loss_type: ipo`."""
 
-    type: Literal["dpo"] = Field("dpo", description="Preference optimisation on pairs: DPO, IPO and kin.")
+    type: Literal["dpo"] = Field(default="dpo", description="Preference optimisation on pairs: DPO, IPO and kin.")
     loss_type: Annotated[tuple[PreferenceLoss, ...], OneOrMore, Field(min_length=1)] = Field(
-        ("sigmoid",), description="Loss, or a list of losses that are added up."
+        default=("sigmoid",), description="Loss, or a list of losses that are added up."
     )
     loss_weights: tuple[Annotated[Float, Field(ge=0)], ...] | None = Field(
-        None, description="One weight for each loss of the list; null: 1 each."
+        default=None, description="One weight for each loss of the list; null: 1 each."
     )
     beta: Annotated[Float, Field(gt=0)] = Field(
-        0.1, description="How strongly the policy is held to the reference; IPO's tau."
+        default=0.1, description="How strongly the policy is held to the reference; IPO's tau."
     )
     label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(
-        0.0, description="Share of pairs assumed to be labelled the wrong way round."
+        default=0.0, description="Share of pairs assumed to be labelled the wrong way round."
     )
-    f_divergence_type: Divergence = Field("reverse_kl", description="Divergence from the reference (f-DPO).")
-    f_alpha_divergence_coef: Float = Field(0.5, description="The alpha of alpha_divergence.")
-    discopop_tau: Annotated[Float, Field(gt=0)] = Field(0.05, description="Temperature of the discopop loss.")
-    use_ref_model: bool = Field(True, description="Compare with a reference; false: its log-probabilities count as 0.")
+    f_divergence_type: Divergence = Field(default="reverse_kl", description="Divergence from the reference (f-DPO).")
+    f_alpha_divergence_coef: Float = Field(default=0.5, description="The alpha of alpha_divergence.")
+    discopop_tau: Annotated[Float, Field(gt=0)] = Field(default=0.05, description="Temperature of the discopop loss.")
+    use_ref_model: bool = Field(
+        default=True, description="Compare with a reference; false: its log-probabilities count as 0."
+    )
     precompute_ref_log_probs: bool = Field(
-        False, description="Compute the reference's log-probabilities before training, and cache them."
+        default=False, description="Compute the reference's log-probabilities before training, and cache them."
     )
     ref_model: Text | None = Field(
-        None, description="Hub id or folder of another reference; null: the model itself before training."
+        default=None, description="Hub id or folder of another reference; null: the model itself before training."
     )
 
     @model_validator(mode="after")
     def _check(self) -> "DPOMethod":
         problems = Problems()
-        losses = set(self.loss_type)
+        losses: set[str] = set(self.loss_type)
         self._check_losses(problems, losses)
         self._check_reference(problems, losses)
         problems.report()
@@ -178,11 +182,6 @@ def spell_out(method: Any) -> Any:
     return method
 
 
-METHODS: dict[str, type[SFTMethod | RewardMethod | DPOMethod]] = {
-    "sft": SFTMethod,
-    "reward": RewardMethod,
-    "dpo": DPOMethod,
-}
-Method = Annotated[
-    Annotated[SFTMethod | RewardMethod | DPOMethod, Field(discriminator="type")], BeforeValidator(spell_out)
-]
+AnyMethod = SFTMethod | RewardMethod | DPOMethod
+METHODS: dict[str, type[AnyMethod]] = {"sft": SFTMethod, "reward": RewardMethod, "dpo": DPOMethod}
+Method = Annotated[Annotated[AnyMethod, Field(discriminator="type")], BeforeValidator(spell_out)]

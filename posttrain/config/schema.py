@@ -26,11 +26,13 @@ PAIR_FORMATS = frozenset({"auto", "preference", "hh", "sharegpt"})
 class LoraConfig(Settings):
     """Low-rank adapters (Hu et al. 2021)."""
 
-    r: Positive = Field(16, description="Rank of the adapters.")
-    alpha: Annotated[Float, Field(gt=0)] = Field(32, description="Scale: the update is multiplied by alpha / r.")
-    dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(0.05, description="Dropout on the adapters' input.")
+    r: Positive = Field(default=16, description="Rank of the adapters.")
+    alpha: Annotated[Float, Field(gt=0)] = Field(
+        default=32, description="Scale: the update is multiplied by alpha / r."
+    )
+    dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(default=0.05, description="Dropout on the adapters' input.")
     target_modules: Literal["auto", "all-linear"] | tuple[Text, ...] = Field(
-        "auto", description="auto: the attention of the family; all-linear; or a list of module names."
+        default="auto", description="auto: the attention of the family; all-linear; or a list of module names."
     )
 
 
@@ -39,18 +41,18 @@ class ModelConfig(Settings):
 
     path: Text = Field(description="Hub id or folder.")
     name: Annotated[str, Field(pattern=FILE_NAME)] | None = Field(
-        None, description="Folder name in the run folder; null: the last part of the path."
+        default=None, description="Folder name in the run folder; null: the last part of the path."
     )
-    revision: Text | None = Field(None, description="Branch, tag or commit on the hub.")
+    revision: Text | None = Field(default=None, description="Branch, tag or commit on the hub.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Of the computation; trained weights keep a float32 master copy."
+        default="auto", description="Of the computation; trained weights keep a float32 master copy."
     )
     attention: Literal["auto", "packed", "eager", "sdpa", "flash_attention_2"] = Field(
-        "auto", description="auto: packed where the family is proven, else one sequence a row."
+        default="auto", description="auto: packed where the family is proven, else one sequence a row."
     )
-    lora: LoraConfig | None = Field(None, description="Low-rank adapters; null: full fine-tuning.")
-    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
-    allow_pickle: bool = Field(False, description="Load pickled weights, which can run code.")
+    lora: LoraConfig | None = Field(default=None, description="Low-rank adapters; null: full fine-tuning.")
+    trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
+    allow_pickle: bool = Field(default=False, description="Load pickled weights, which can run code.")
 
     @property
     def folder_name(self) -> str:
@@ -62,21 +64,21 @@ class SourceConfig(Settings):
     """One part of a mixed training set."""
 
     source: Text = Field(description="Hub id, file, folder or `builtin:arithmetic`.")
-    split: Text = Field("train", description="Split of a hub data set.")
-    max_rows: Positive | None = Field(None, description="Use the first so many rows.")
+    split: Text = Field(default="train", description="Split of a hub data set.")
+    max_rows: Positive | None = Field(default=None, description="Use the first so many rows.")
     weight: Annotated[Float, Field(gt=0)] = Field(
-        1.0, description="How often its rows appear: 2 twice, 0.5 every other."
+        default=1.0, description="How often its rows appear: 2 twice, 0.5 every other."
     )
 
 
 class ValidationConfig(Settings):
     """Where the validation rows come from: one of `ratio`, `rows` and `source`."""
 
-    ratio: Share | None = Field(None, description="Share of the training rows to hold out.")
-    rows: Positive | None = Field(None, description="Number of training rows to hold out.")
-    source: Text | None = Field(None, description="Hub id, file or folder of other rows.")
-    split: Text = Field("test", description="Split of `source`.")
-    max_rows: Positive | None = Field(None, description="Use the first so many rows of `source`.")
+    ratio: Share | None = Field(default=None, description="Share of the training rows to hold out.")
+    rows: Positive | None = Field(default=None, description="Number of training rows to hold out.")
+    source: Text | None = Field(default=None, description="Hub id, file or folder of other rows.")
+    split: Text = Field(default="test", description="Split of `source`.")
+    max_rows: Positive | None = Field(default=None, description="Use the first so many rows of `source`.")
 
     @model_validator(mode="after")
     def _check(self) -> "ValidationConfig":
@@ -99,10 +101,10 @@ class ValidationConfig(Settings):
 class TagsConfig(Settings):
     """The tags of `template: tags`."""
 
-    reasoning_start: Text = Field("<start_working_out>", description="Before the reasoning.")
-    reasoning_end: Text = Field("<end_working_out>", description="After the reasoning.")
-    solution_start: Text = Field("<SOLUTION>", description="Before the answer.")
-    solution_end: Text = Field("</SOLUTION>", description="After the answer.")
+    reasoning_start: Text = Field(default="<start_working_out>", description="Before the reasoning.")
+    reasoning_end: Text = Field(default="<end_working_out>", description="After the reasoning.")
+    solution_start: Text = Field(default="<SOLUTION>", description="Before the answer.")
+    solution_end: Text = Field(default="</SOLUTION>", description="After the answer.")
 
 
 class DataConfig(Settings):
@@ -111,28 +113,29 @@ class DataConfig(Settings):
     source: Text | Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = Field(
         description="Hub id, file, folder, `builtin:arithmetic`, or a list of {source, split, max_rows, weight}."
     )
-    split: Text = Field("train", description="Split of a hub data set.")
+    split: Text = Field(default="train", description="Split of a hub data set.")
     format: Literal[
         "auto", "preference", "prompt_completion", "messages", "sharegpt", "alpaca", "problem_answer", "text", "hh"
-    ] = Field("auto", description="How a row is laid out; auto: told by its columns.")
-    columns: dict[str, Text] = Field({}, description="The data's own names for columns, e.g. {chosen: better}.")
-    max_rows: Positive | None = Field(None, description="Use the first so many rows; 200 makes a quick test.")
-    shuffle: bool = Field(True, description="false keeps the file's order.")
+    ] = Field(default="auto", description="How a row is laid out; auto: told by its columns.")
+    columns: dict[str, Text] = Field(default={}, description="The data's own names for columns, e.g. {chosen: better}.")
+    max_rows: Positive | None = Field(default=None, description="Use the first so many rows; 200 makes a quick test.")
+    shuffle: bool = Field(default=True, description="false keeps the file's order.")
     validation: ValidationConfig | None = Field(
-        None, description="Held-out rows: {ratio: 0.05}, {rows: 500} or {source: ..., split: test}."
+        default=None, description="Held-out rows: {ratio: 0.05}, {rows: 500} or {source: ..., split: test}."
     )
     template: Text = Field(
-        "chat", description="chat, tags, r1_zero, question_only, alpaca, none, or a .jinja file; saved with the model."
+        default="chat",
+        description="chat, tags, r1_zero, question_only, alpaca, none, or a .jinja file; saved with the model.",
     )
-    tags: TagsConfig = Field(TagsConfig(), description="The tags of `template: tags`.")
-    system_prompt: str | None = Field(None, description="Put before every conversation that has none.")
-    strip_think: bool = Field(False, description="Remove <think>...</think> from completions.")
-    max_length: Positive = Field(1024, description="Tokens of prompt + completion.")
+    tags: TagsConfig = Field(default=TagsConfig(), description="The tags of `template: tags`.")
+    system_prompt: str | None = Field(default=None, description="Put before every conversation that has none.")
+    strip_think: bool = Field(default=False, description="Remove <think>...</think> from completions.")
+    max_length: Positive = Field(default=1024, description="Tokens of prompt + completion.")
     max_prompt_length: Positive | Annotated[str, Field(pattern=PERCENTILE)] | None = Field(
-        None, description="Tokens of the prompt, or p90 for the 90th percentile of the data's prompts."
+        default=None, description="Tokens of the prompt, or p90 for the 90th percentile of the data's prompts."
     )
     overlong: Literal["drop", "truncate", "error"] = Field(
-        "drop", description="Examples over the limits are dropped (and counted), truncated, or an error."
+        default="drop", description="Examples over the limits are dropped (and counted), truncated, or an error."
     )
 
     @model_validator(mode="after")
@@ -168,27 +171,33 @@ class DataConfig(Settings):
 class TrainingConfig(Settings):
     """The optimisation."""
 
-    batch_size: Positive = Field(16, description="Examples (pairs) per step, over all devices.")
-    tokens_per_pack: Positive = Field(8192, description="The memory knob; accumulation follows from it and batch_size.")
+    batch_size: Positive = Field(default=16, description="Examples (pairs) per step, over all devices.")
+    tokens_per_pack: Positive = Field(
+        default=8192, description="The memory knob; accumulation follows from it and batch_size."
+    )
     learning_rate: Annotated[Float, Field(ge=0)] | None = Field(
-        None, description="null: dpo 1e-6; sft 2e-5 full, 2e-4 LoRA; reward 1e-5 full, 1e-4 LoRA."
+        default=None, description="null: dpo 1e-6; sft 2e-5 full, 2e-4 LoRA; reward 1e-5 full, 1e-4 LoRA."
     )
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
-        "cosine", description="How the learning rate changes; constant has no warm-up."
+        default="cosine", description="How the learning rate changes; constant has no warm-up."
     )
-    warmup_steps: Annotated[Float, Field(ge=0)] = Field(0.03, description="A share of all steps below 1, else steps.")
-    weight_decay: Annotated[Float, Field(ge=0)] = Field(0.0, description="AdamW's weight decay.")
-    adam_beta1: Annotated[Float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW's beta1.")
-    adam_beta2: Annotated[Float, Field(ge=0, lt=1)] = Field(0.999, description="AdamW's beta2.")
-    adam_epsilon: Annotated[Float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon.")
+    warmup_steps: Annotated[Float, Field(ge=0)] = Field(
+        default=0.03, description="A share of all steps below 1, else steps."
+    )
+    weight_decay: Annotated[Float, Field(ge=0)] = Field(default=0.0, description="AdamW's weight decay.")
+    adam_beta1: Annotated[Float, Field(ge=0, lt=1)] = Field(default=0.9, description="AdamW's beta1.")
+    adam_beta2: Annotated[Float, Field(ge=0, lt=1)] = Field(default=0.999, description="AdamW's beta2.")
+    adam_epsilon: Annotated[Float, Field(gt=0)] = Field(default=1e-8, description="AdamW's epsilon.")
     max_grad_norm: Annotated[Float, Field(ge=0)] = Field(
-        1.0, description="Gradients are clipped to this norm; 0: never."
+        default=1.0, description="Gradients are clipped to this norm; 0: never."
     )
-    num_train_epochs: Annotated[Float, Field(gt=0)] = Field(1.0, description="Passes over the data.")
-    max_steps: Positive | None = Field(None, description="Stop after so many steps, whatever num_train_epochs says.")
-    optimizer: Literal["adamw"] = Field("adamw", description="The optimizer.")
+    num_train_epochs: Annotated[Float, Field(gt=0)] = Field(default=1.0, description="Passes over the data.")
+    max_steps: Positive | None = Field(
+        default=None, description="Stop after so many steps, whatever num_train_epochs says."
+    )
+    optimizer: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
     gradient_checkpointing: Literal["auto"] | bool = Field(
-        "auto", description="Recompute activations in the backward pass: slower, less memory."
+        default="auto", description="Recompute activations in the backward pass: slower, less memory."
     )
 
     @model_validator(mode="after")
@@ -208,18 +217,18 @@ class EvaluationDataset(Settings):
 
     name: Annotated[str, Field(pattern=WORD)] = Field(description="In metric names: eval_{name}_loss.")
     source: Text = Field(description="Hub id, file or folder.")
-    split: Text = Field("test", description="Split of a hub data set.")
-    max_rows: Positive | None = Field(None, description="Use the first so many rows.")
+    split: Text = Field(default="test", description="Split of a hub data set.")
+    max_rows: Positive | None = Field(default=None, description="Use the first so many rows.")
 
 
 class EvaluationConfig(Settings):
     """Evaluation during training."""
 
-    eval_steps: Int = Field(100, description="Evaluate every so many steps; -1: never.")
-    at_start: bool = Field(True, description="Evaluate before the first step too.")
-    num_batches: Positive | None = Field(None, description="Evaluate on so many batches; null: on every row.")
+    eval_steps: Int = Field(default=100, description="Evaluate every so many steps; -1: never.")
+    at_start: bool = Field(default=True, description="Evaluate before the first step too.")
+    num_batches: Positive | None = Field(default=None, description="Evaluate on so many batches; null: on every row.")
     datasets: tuple[EvaluationDataset, ...] = Field(
-        (), description="Further data sets, a list of {name, source, split, max_rows}."
+        default=(), description="Further data sets, a list of {name, source, split, max_rows}."
     )
 
     @model_validator(mode="after")
@@ -241,28 +250,28 @@ class EvaluationConfig(Settings):
 class CheckpointConfig(Settings):
     """What is saved during training."""
 
-    save_steps: Positive = Field(500, description="Save a checkpoint every so many steps.")
-    save_total_limit: Positive | None = Field(2, description="Keep the newest so many checkpoints; null: all.")
+    save_steps: Positive = Field(default=500, description="Save a checkpoint every so many steps.")
+    save_total_limit: Positive | None = Field(default=2, description="Keep the newest so many checkpoints; null: all.")
     best_metric: Annotated[str, Field(pattern=EVAL_METRIC)] | None = Field(
-        None, description="Keep the best model by this metric, e.g. eval_loss; null: none."
+        default=None, description="Keep the best model by this metric, e.g. eval_loss; null: none."
     )
     early_stopping_patience: Positive | None = Field(
-        None, description="Stop after so many evaluations without a better best_metric."
+        default=None, description="Stop after so many evaluations without a better best_metric."
     )
 
 
 class TrackingConfig(Settings):
     """What is written down."""
 
-    logging_steps: Positive = Field(10, description="Log metrics every so many steps.")
+    logging_steps: Positive = Field(default=10, description="Log metrics every so many steps.")
 
 
 class DevicesConfig(Settings):
     """Where to train."""
 
-    type: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: cuda, else mps, else cpu.")
+    type: Literal["auto", "cpu", "cuda", "mps"] = Field(default="auto", description="auto: cuda, else mps, else cpu.")
     ids: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(min_length=1)] | None = Field(
-        None, description="GPUs by number, e.g. [0]; null: as visible."
+        default=None, description="GPUs by number, e.g. [0]; null: as visible."
     )
 
     @model_validator(mode="after")
@@ -280,20 +289,22 @@ class RunConfig(Settings):
     """Every setting of a run."""
 
     name: Annotated[str, Field(pattern=FILE_NAME)] | None = Field(
-        None, description="Name of the run folder; null: {method}-{model}-{timestamp}."
+        default=None, description="Name of the run folder; null: {method}-{model}-{timestamp}."
     )
-    output_dir: Text = Field("runs", description="Run folders are made in this folder.")
-    seed: Annotated[Int, Field(ge=0, lt=2**32)] = Field(0, description="Of shuffling, initialisation and dropout.")
+    output_dir: Text = Field(default="runs", description="Run folders are made in this folder.")
+    seed: Annotated[Int, Field(ge=0, lt=2**32)] = Field(
+        default=0, description="Of shuffling, initialisation and dropout."
+    )
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)] = Field(
         description="The models to train, one after the other; `model:` is short for one."
     )
     method: Method = Field(description="The training method and its settings.")
     data: DataConfig = Field(description="What to train on, and how a row becomes tokens.")
-    training: TrainingConfig = Field(TrainingConfig(), description="The optimisation.")
-    evaluation: EvaluationConfig = Field(EvaluationConfig(), description="Evaluation during training.")
-    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="What is saved during training.")
-    tracking: TrackingConfig = Field(TrackingConfig(), description="What is written down.")
-    devices: DevicesConfig = Field(DevicesConfig(), description="Where to train.")
+    training: TrainingConfig = Field(default=TrainingConfig(), description="The optimisation.")
+    evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="Evaluation during training.")
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="What is saved during training.")
+    tracking: TrackingConfig = Field(default=TrackingConfig(), description="What is written down.")
+    devices: DevicesConfig = Field(default=DevicesConfig(), description="Where to train.")
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":

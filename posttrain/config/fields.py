@@ -1,0 +1,166 @@
+"""What the schema says about each setting: its path, default, description, and what it accepts, in words."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from posttrain.config.base import PATTERNS
+from posttrain.config.methods import METHODS
+from posttrain.config.schema import ModelConfig, RunConfig
+
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. `path` is dotted, with `model.` for an entry of `models`; `methods` is () for those all have."""
+
+    path: str
+    annotation: Any
+    default: Any
+    required: bool
+    description: str
+    methods: tuple[str, ...] = ()
+
+    @property
+    def section(self) -> str:
+        """The first part of the path, or "run" for a setting outside every section."""
+        return self.path.split(".")[0] if "." in self.path else "run"
+
+    @property
+    def group(self) -> bool:
+        """Whether it stands for a mapping of further settings, such as model.lora."""
+        return bool(models_in(self.annotation))
+
+
+def all_settings() -> list[Setting]:
+    """Every setting, in the order of the schema. A method setting that several methods have appears once."""
+    found: dict[str, Setting] = {}
+    for setting in _settings(RunConfig, ""):
+        old = found.get(setting.path)
+        if old is not None:
+            setting = Setting(**{**_shallow(old), "methods": old.methods + setting.methods})
+        found[setting.path] = setting
+    kinds = Literal["sft", "reward", "dpo", "ipo"]
+    found["method.type"] = Setting(
+        "method.type", kinds, None, True, "The training method; ipo is dpo with the ipo loss."
+    )
+    return list(found.values())
+
+
+def _shallow(setting: Setting) -> dict[str, Any]:
+    return {name: getattr(setting, name) for name in ("path", "annotation", "default", "required", "description")}
+
+
+def _settings(model: type[BaseModel], prefix: str, method: str = "") -> Iterator[Setting]:
+    for name, info in model.model_fields.items():
+        path = f"{prefix}{'model' if not prefix and name == 'models' else name}"
+        inner = [ModelConfig] if path == "model" else models_in(full(info))
+        optional = type(None) in options(full(info))
+        if not inner or optional:
+            methods = (method,) if method else ()
+            default = None if info.is_required() else info.get_default()
+            yield Setting(path, full(info), default, info.is_required(), info.description or "", methods)
+        for cls in inner:
+            owner = next((name for name, owned in METHODS.items() if owned is cls), "")
+            yield from _settings(cls, f"{path}.", owner)
+
+
+def full(info: FieldInfo) -> Any:
+    """A field's annotation with the constraints that pydantic took apart."""
+    return Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
+
+
+def options(annotation: Any, value: Any = None) -> list[Any]:
+    """The branches of a union, without their constraints; of the methods, the one that the mapping `value` names."""
+    if get_origin(annotation) is Annotated:
+        return options(get_args(annotation)[0], value)
+    if get_origin(annotation) not in (Union, UnionType):
+        return [annotation]
+    branches = [option for branch in get_args(annotation) for option in options(branch, value)]
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in METHODS and METHODS[kind] in branches:
+        return [METHODS[kind]]
+    return branches
+
+
+def models_in(annotation: Any, value: Any = None) -> list[type[BaseModel]]:
+    """The branches that are groups of settings."""
+    return [
+        option for option in options(annotation, value) if isinstance(option, type) and issubclass(option, BaseModel)
+    ]
+
+
+def step(annotation: Any, key: str | int, value: Any) -> Any:
+    """The annotation of the entry `key` inside a setting, or None where there is no such entry."""
+    for option in options(annotation, value):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            if key in option.model_fields:
+                return full(option.model_fields[str(key)])
+        elif get_origin(option) is tuple and isinstance(key, int):
+            return get_args(option)[0]
+        elif get_origin(option) is dict and isinstance(value, dict) and key in value:
+            return get_args(option)[1]
+    return None
+
+
+def choices(annotation: Any) -> list[str]:
+    """The values that may be written out, for a setting that takes one of a few words; otherwise empty."""
+    branches = options(annotation)
+    words = [str(word) for option in branches if get_origin(option) is Literal for word in get_args(option)]
+    others = [option for option in branches if get_origin(option) is not Literal and option not in (bool, type(None))]
+    if not words or others:
+        return []
+    return words + (["true", "false"] if bool in branches else []) + (["null"] if type(None) in branches else [])
+
+
+def expected(annotation: Any) -> str:
+    """What a setting accepts, in words: "a whole number of 1 or more or null"."""
+    if get_origin(annotation) is Annotated:
+        base, *constraints = get_args(annotation)
+        words, bounds = expected(base), _bounds(constraints)
+        if bounds and words.endswith(" or null"):
+            return f"{words.removesuffix(' or null')} {bounds} or null"
+        return f"{words} {bounds}".strip()
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(dict.fromkeys(expected(branch) for branch in get_args(annotation)))
+    if get_origin(annotation) is Literal:
+        return " or ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) is tuple:
+        return f"a list of {_plural(get_args(annotation)[0])}"
+    if get_origin(annotation) is dict:
+        return "a mapping of names to text"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a mapping with {', '.join(annotation.model_fields)}"
+    return _WORDS[annotation]
+
+
+def _plural(annotation: Any) -> str:
+    words = expected(annotation)
+    for one, many in (("a whole number", "whole numbers"), ("a number", "numbers"), ("a mapping", "mappings")):
+        words = words.replace(one, many, 1) if words.startswith(one) else words
+    return words
+
+
+def _bounds(constraints: list[Any]) -> str:
+    words = []
+    for constraint in [c for item in constraints for c in (item.metadata if isinstance(item, FieldInfo) else [item])]:
+        pattern = getattr(constraint, "pattern", None)
+        if isinstance(constraint, Ge):
+            words.append(f"of {_number(constraint.ge)} or more")
+        elif isinstance(constraint, Gt):
+            words.append(f"above {_number(constraint.gt)}")
+        elif isinstance(constraint, Lt):
+            words.append(f"below {_number(constraint.lt)}")
+        elif pattern is not None:
+            words.append(PATTERNS[pattern])
+    return " and ".join(words)
+
+
+def _number(value: Any) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
