@@ -1,6 +1,6 @@
 """Pydantic's complaints as one line each: where it was written, which setting, what is wrong, what was meant."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -76,7 +76,10 @@ def _messages(problem: Any, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath
         given = _value_at(values, path)
         if isinstance(given, dict):
             kind = given.get("type")
-            yield (*path, "type"), _literal_message(kind, (*METHODS, "ipo")) if "type" in given else "is missing"
+            yield (
+                (*path, "type"),
+                f"is {_show(kind)}; {did_you_mean(kind, (*METHODS, 'ipo'))}" if "type" in given else "is missing",
+            )
         else:
             yield path, _type_message(given, annotation)
     else:
@@ -180,16 +183,18 @@ def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
 # --- values of the wrong kind ---------------------------------------------------------------------------------------
 
 
-def _literal_message(given: Any, choices: tuple[Any, ...]) -> str:
-    near = get_close_matches(str(given).lower(), [str(choice) for choice in choices], n=1, cutoff=0.5)
+def did_you_mean(given: Any, words: Iterable[str]) -> str:
+    """The nearest word, if one is near, and all there are."""
+    words = list(words)
+    near = get_close_matches(str(given).lower(), words, n=1, cutoff=0.5)
     meant = f"did you mean {near[0]}? " if near else ""
-    return f"is {_show(given)}; {meant}it is one of {', '.join(map(str, choices))}"
+    return f"{meant}it is one of {', '.join(words)}"
 
 
 def _type_message(given: Any, annotation: Any) -> str:
     words = choices(annotation)
     if words and isinstance(given, str):
-        return _literal_message(given, tuple(words))
+        return f"is {_show(given)}; {did_you_mean(given, words)}"
     return f"is {_show(given)}; it must be {expected(annotation)}"
 
 

@@ -1,0 +1,15 @@
+"""The command line."""
+
+import sys
+from collections.abc import Sequence
+
+from posttrain.cli.app import build
+from posttrain.cli.errors import guarded
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (that of the process by default); returns the exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    args = [arg for arg in args if arg != "--debug"] or ["--help"]
+    return guarded(lambda: build()(args, prog_name="posttrain", standalone_mode=False), debug)

@@ -1,0 +1,24 @@
+"""The command tree. A verb is a function in a module of its own, which imports what is slow inside the function."""
+
+import typer
+
+from posttrain.cli import config, train
+from posttrain.cli.flags import SettingsCommand, with_settings
+
+EPILOG = "--debug, anywhere on the command line, shows the stack trace of an error."
+
+
+def build() -> typer.Typer:
+    """The application with all its verbs."""
+    app = typer.Typer(
+        name="posttrain",
+        help="Post-training of language models: supervised fine-tuning, reward models, DPO and its kin.",
+        epilog=EPILOG,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+    app.command("train", cls=SettingsCommand, epilog=EPILOG)(with_settings(train.train))
+    app.command("plan", cls=SettingsCommand, epilog=EPILOG)(with_settings(train.plan))
+    app.add_typer(config.app, name="config", rich_help_panel="Settings")
+    return app

@@ -1,0 +1,50 @@
+"""The one place that turns exceptions into messages and exit statuses."""
+
+import sys
+import traceback
+from collections.abc import Callable
+
+import typer
+
+from posttrain.errors import PosttrainError
+
+FAILURE, USAGE, INTERRUPTED = 1, 2, 130
+MEMORY_KNOBS = (
+    "out of memory. Lower training.tokens_per_pack (the memory knob), then data.max_length or training.batch_size; "
+    "set training.gradient_checkpointing=true, or train adapters only with model.lora=true"
+)
+
+
+class UsageError(PosttrainError):
+    """A command line that cannot be understood."""
+
+
+def guarded(run: Callable[[], object], debug: bool) -> int:
+    """Run a command; its exit status. What goes wrong is one message on stderr, after the trace with `debug`."""
+    try:
+        status = run()
+        return status if isinstance(status, int) else 0
+    except KeyboardInterrupt:
+        return _report("interrupted", INTERRUPTED, debug)
+    except typer.Abort:
+        return _report("interrupted", INTERRUPTED, debug)
+    except UsageError as error:
+        return _report(str(error), USAGE, debug)
+    except PosttrainError as error:
+        return _report(str(error), FAILURE, debug)
+    except typer.TyperException as error:  # what typer says of the command line
+        return _report(error.format_message(), error.exit_code, debug)
+    except Exception as error:
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            return _report(MEMORY_KNOBS, FAILURE, debug)
+        text = " ".join(str(error).split())
+        what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        hint = "" if debug else " (run again with --debug for the stack trace)"
+        return _report(f"unexpected {what}{hint}", FAILURE, debug)
+
+
+def _report(message: str, status: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"error: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,181 @@
+"""Every setting as a flag, made from the schema: `--max-steps 200`, or in full `--training.max-steps 200`."""
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import typer
+from pydantic import BaseModel
+from rich.markup import escape
+from typer.core import TyperCommand
+
+from posttrain.cli.errors import UsageError
+from posttrain.config import preset_path
+from posttrain.config.explain import HINTS
+from posttrain.config.fields import Setting, all_settings, choices, options
+from posttrain.config.render import HEADINGS, described, flow
+
+# Short names that the rule (the path without its section) would make obscure or ambiguous.
+SHORT = {"model.path": "model", "model.name": "model-name", "method.type": "method", "devices.type": "device"}
+SHORT |= {"devices.ids": "device-ids"}
+TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+@cache
+def short_names() -> dict[str, str]:
+    """Dotted path of each setting -> its flag without the dashes: the path without its section, `-` for `_` and `.`."""
+    names: dict[str, str] = {}
+    for setting in all_settings():
+        short = SHORT.get(setting.path, setting.path.partition(".")[2] or setting.path)
+        short = short.replace("_", "-").replace(".", "-")
+        assert short not in names.values(), f"two settings would have the flag --{short}: name one in SHORT"
+        names[setting.path] = short
+    return names
+
+
+@cache
+def _spellings() -> dict[str, str]:
+    """Every accepted spelling of a setting's flag -> the one that is declared."""
+    names = short_names()
+    return {path.replace("_", "-"): short for path, short in names.items()} | {short: short for short in names.values()}
+
+
+@cache
+def _switches() -> frozenset[str]:
+    """Flags of settings that are true or false: their value may be left out."""
+    return frozenset(short_names()[s.path] for s in all_settings() if bool in options(s.annotation))
+
+
+def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a verb a flag for every setting. Its parameter `flags` receives those given: dotted path -> text."""
+    parameters = [p for p in inspect.signature(verb, eval_str=True).parameters.values() if p.name != "flags"]
+    paths = {path.replace(".", "__"): path for path in short_names()}
+    generated = [
+        inspect.Parameter(
+            setting.path.replace(".", "__"), inspect.Parameter.KEYWORD_ONLY, default=_option(setting), annotation=str
+        )
+        for setting in all_settings()
+    ]
+
+    def command(**given: Any) -> Any:
+        flags = {paths[name]: given.pop(name) for name in list(given) if name in paths}
+        return verb(**given, flags={path: text for path, text in flags.items() if text is not None})
+
+    command.__name__, command.__doc__ = verb.__name__, verb.__doc__
+    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    command.__signature__ = inspect.Signature([*own, *generated])  # type: ignore[attr-defined]
+    command.__annotations__ = {}
+    return command
+
+
+def _option(setting: Setting) -> Any:
+    text = described(setting)
+    shown = "" if setting.required or setting.default is None else f" [{flow(setting.default)}]"
+    if isinstance(setting.default, BaseModel):
+        shown = ""
+    return typer.Option(
+        None,
+        f"--{short_names()[setting.path]}",
+        help=escape(text + shown),
+        metavar=_metavar(setting),
+        rich_help_panel=_panel(setting),
+        show_default=False,
+    )
+
+
+def _metavar(setting: Setting) -> str:
+    kinds = options(setting.annotation)
+    if setting.group or any(kind is not str and str(kind).startswith(("tuple", "dict")) for kind in kinds):
+        return "YAML"
+    if choices(setting.annotation) and choices(setting.annotation)[0] != "true":
+        return "WORD"
+    if bool in kinds:
+        return "[BOOL]"
+    return "INT" if int in kinds else "FLOAT" if float in kinds else "TEXT"
+
+
+def _panel(setting: Setting) -> str:
+    heading = HEADINGS[setting.section]
+    only = f": {' and '.join(setting.methods)}" if setting.methods else ""
+    return f"{heading}{only} (--{setting.section}.…)" if setting.section != "run" else heading
+
+
+class SettingsCommand(TyperCommand):
+    """A command with settings' flags: each may be spelt in full or with underscores, and a switch needs no value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, plain(args, {opt.removeprefix("--") for p in self.params for opt in p.opts}))
+
+
+def plain(args: list[str], declared: set[str]) -> list[str]:
+    """The arguments with every flag as `--declared=value`. Raises UsageError for an unknown flag.
+
+    `declared` has the names, without dashes, of all flags of the command; `--resume` may have a folder or nothing.
+    """
+    result: list[str] = []
+    rest = list(args)
+    while rest:
+        arg = rest.pop(0)
+        if arg == "--":
+            return [*result, arg, *rest]
+        if not arg.startswith("--"):
+            result.append(arg)
+            continue
+        typed, equals, value = arg[2:].partition("=")
+        name, negated = _declared(typed.replace("_", "-"), declared)
+        if name is None:
+            raise UsageError(_unknown_flag(typed, declared))
+        if name in _switches():
+            result.append(f"--{name}={_switch_value(typed, equals, value, negated, rest)}")
+        elif name == "resume" and not equals:
+            result.append(f"--resume={rest.pop(0) if rest and _is_folder_name(rest[0]) else ''}")
+        elif equals:
+            result.append(f"--{name}={value}")
+        elif name in _spellings():
+            if not rest:
+                raise UsageError(f"--{typed} needs a value")
+            result.append(f"--{name}={rest.pop(0)}")
+        else:
+            result.append(f"--{name}")
+    return result
+
+
+def _declared(typed: str, declared: set[str]) -> tuple[str | None, bool]:
+    """The declared name of a flag, and whether it was typed in its `no-` form."""
+    if typed in declared or typed == "help":
+        return typed, False
+    if typed in _spellings():
+        return _spellings()[typed], False
+    positive = _spellings().get(typed.replace("no-", "", 1))
+    if "no-" in typed and positive in _switches():
+        return positive, True
+    return None, False
+
+
+def _switch_value(typed: str, equals: str, value: str, negated: bool, rest: list[str]) -> str:
+    if negated:
+        if equals:
+            raise UsageError(f"--{typed} takes no value")
+        return "false"
+    if equals:
+        return value
+    if rest and rest[0].lower() in (*TRUE, *FALSE, "null", "auto"):
+        return rest.pop(0)
+    return "true"
+
+
+def _is_folder_name(text: str) -> bool:
+    if text.startswith("-") or "=" in text or Path(text).is_file() or preset_path(text) is not None:
+        return False
+    return Path(text).is_dir() or "/" in text or text.startswith("checkpoint-")
+
+
+def _unknown_flag(typed: str, declared: set[str]) -> str:
+    name = typed.replace("-", "_")
+    if name in HINTS:
+        return f"there is no flag --{typed}; {HINTS[name]}"
+    near = get_close_matches(typed.replace("_", "-"), [*declared, *_spellings()], n=1, cutoff=0.6)
+    return f"there is no flag --{typed}" + (f"; did you mean --{near[0]}?" if near else "; see --help")

@@ -1,0 +1,28 @@
+"""The arguments that every command with settings takes, and loading them."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from posttrain.config import RunConfig, load
+
+Config = Annotated[
+    str | None, typer.Argument(metavar="CONFIG|PRESET", help="A YAML or JSON file, or a preset of `config list`.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="a.b=c", help="Settings by path, such as training.max_steps=200.")
+]
+
+
+def load_settings(config: str | None, overrides: list[str] | None, flags: Mapping[str, str]) -> RunConfig:
+    """The checked configuration; notes about names that were read as others go to stderr. Raises ConfigError."""
+    given = list(overrides or [])
+    if config is not None and "=" in config and not Path(config).is_file():
+        config, given = None, [config, *given]  # no file at all: settings alone
+    loaded = load(config, given, flags)
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return loaded.config

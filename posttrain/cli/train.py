@@ -1,0 +1,64 @@
+"""`posttrain train` and `posttrain plan`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from posttrain.cli.settings import Config, Overrides, load_settings
+from posttrain.errors import RunError
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what the run would do, and do nothing.")]
+Resume = Annotated[
+    str | None,
+    typer.Option("--resume", metavar="[PATH]", help="Go on from the newest checkpoint, or from the one named."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the run folder first if it exists.")]
+ModelIndex = Annotated[
+    int | None, typer.Option("--model-index", metavar="INT", help="Train only this one of the models, 0 for the first.")
+]
+
+
+def train(
+    config: Config = None,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    resume: Resume = None,
+    overwrite: Overwrite = False,
+    model_index: ModelIndex = None,
+    *,
+    flags: Mapping[str, str],
+) -> int:
+    """Train one model or several: supervised fine-tuning, a reward model, or DPO and its kin.
+
+    Precedence: flag, a.b=c, file, what the file extends, default. With `--resume PATH` the file may be left out.
+    """
+    checkpoint = Path(resume) if resume else None
+    if config is None and checkpoint is not None:
+        config = str(saved_config(checkpoint))
+    settings = load_settings(config, overrides, flags)
+    from posttrain import recipes  # imports torch, which takes seconds
+
+    if dry_run:
+        recipes.plan(settings)
+        return 0
+    return recipes.train(
+        settings, resume=checkpoint or resume is not None, overwrite=overwrite, model_index=model_index
+    )
+
+
+def plan(config: Config = None, overrides: Overrides = None, *, flags: Mapping[str, str]) -> None:
+    """Say what a run would do, in examples, tokens, steps and memory, and do nothing: `train --dry-run`."""
+    settings = load_settings(config, overrides, flags)
+    from posttrain import recipes  # imports torch, which takes seconds
+
+    recipes.plan(settings)
+
+
+def saved_config(checkpoint: Path) -> Path:
+    """The config.yaml of the run that a checkpoint (or run folder) belongs to."""
+    for folder in (checkpoint, *checkpoint.absolute().parents[:3]):
+        if (folder / "config.yaml").is_file():
+            return folder / "config.yaml"
+    raise RunError(f"{checkpoint}: no config.yaml there or above it; is it a run folder or a checkpoint in one?")
