@@ -1,0 +1,192 @@
+"""Checkpoints: folders that are whole, hashed, and never trusted without looking.
+
+`checkpoint-{step}/` holds whatever its writer put there and `manifest.json`: the size and SHA-256 of every file. The
+manifest is written last, so that a folder with a valid manifest is complete; it is compared byte for byte with what
+posttrain would write, so that no flipped bit in it goes unseen either.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import RunError
+from posttrain.store.atomic import remove_folder, write_file, write_folder
+
+MANIFEST = "manifest.json"
+VERSION = 1
+
+
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    write: Callable[[Path], None],
+    limit: int | None,
+    keep: Collection[Path] = (),
+) -> Path:
+    """Save `checkpoint-{step}` with the files that `write(temporary_folder)` makes; returns its path.
+
+    Once it is safe on the disk, the oldest checkpoints beyond `limit` (at least 1; None keeps all) are deleted: never
+    the one just saved, never one in `keep`.
+    Raises RunError when it cannot be written, for instance on a full disk; earlier checkpoints are then intact.
+    """
+    target = run_dir / f"checkpoint-{step}"
+    save_folder(target, step, write)
+    if limit is not None:
+        protected = {path.resolve() for path in keep} | {target.resolve()}
+        excess = len(list_checkpoints(run_dir)) - max(limit, 1)
+        removable = [path for path in list_checkpoints(run_dir) if path.resolve() not in protected]
+        for path in removable[: max(excess, 0)]:
+            remove_folder(path)
+    return target
+
+
+def save_folder(target: Path, step: int, write: Callable[[Path], None]) -> None:
+    """Make (or replace) the folder `target` with the files of `write(temporary_folder)` and a manifest, atomically."""
+
+    def write_all(folder: Path) -> None:
+        write(folder)
+        files = {name: _fingerprint(folder / name) for name in _files(folder)}
+        write_file(folder / MANIFEST, _render(step, files))
+
+    write_folder(target, write_all)
+
+
+def verify(folder: Path) -> list[str]:
+    """What is wrong with a saved folder, one line per file; empty when every byte is as it was saved.
+
+    Files beginning with a dot are ignored (desktop systems strew them); any other file not in the manifest is named.
+    """
+    if not folder.is_dir():
+        return ["the folder is missing"]
+    manifest = _read_manifest(folder)
+    if isinstance(manifest, str):
+        return [f"{MANIFEST}: {manifest}"]
+    _, expected = manifest
+    present = _files(folder)
+    problems = [f"{name}: missing" for name in expected if name not in present]
+    problems += [f"{name}: not in the manifest" for name in present if name not in expected]
+    for name in sorted(expected.keys() & present):
+        problem = _difference(folder / name, expected[name])
+        problems += [f"{name}: {problem}"] if problem else []
+    return problems
+
+
+def _difference(path: Path, expected: dict[str, Any]) -> str | None:
+    """How a file differs from its entry in the manifest."""
+    try:
+        found = _fingerprint(path)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if found["size"] < expected["size"]:
+        return f"truncated to {found['size']} of {expected['size']} bytes"
+    if found["size"] > expected["size"]:
+        return f"{found['size']} bytes, expected {expected['size']}"
+    return None if found == expected else "SHA-256 differs from the manifest's"
+
+
+def saved_step(folder: Path) -> int:
+    """The step at which a saved folder (a checkpoint, `best`, `final`) was made; RunError when its manifest is bad."""
+    manifest = _read_manifest(folder)
+    if isinstance(manifest, str):
+        raise RunError(f"{folder / MANIFEST}: {manifest}")
+    return manifest[0]
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoint folders of a run, oldest step first, damaged ones included."""
+    found = [(step, path) for path in run_dir.glob("checkpoint-*") if (step := _step_of(path)) is not None]
+    return [path for _, path in sorted(found) if path.is_dir()]
+
+
+def newest_complete(run_dir: Path) -> tuple[Path, list[str]]:
+    """The newest checkpoint whose every byte is as it was saved, and why newer ones were skipped (often nothing).
+
+    Raises RunError when there is none.
+    """
+    skipped = []
+    for path in reversed(list_checkpoints(run_dir)):
+        problems = verify(path)
+        if not problems:
+            return path, skipped
+        skipped.append(f"{path.name} is damaged ({'; '.join(problems)})")
+    if skipped:
+        raise RunError(f"no checkpoint in {run_dir} can be used: {'. '.join(skipped)}. Start again with --overwrite.")
+    raise RunError(f"{run_dir} has no checkpoint to resume from: start again with --overwrite")
+
+
+def named_checkpoint(folder: Path) -> Path:
+    """A checkpoint the user asked for by path, verified.
+
+    Raises RunError when it is missing or damaged; the message lists the checkpoints that exist beside it.
+    """
+    problems = verify(folder)
+    if not problems:
+        return folder
+    others = [path.name for path in list_checkpoints(folder.parent) if path.name != folder.name]
+    instead = f"there are {', '.join(others)}" if others else "there is no other"
+    if not folder.is_dir():
+        raise RunError(f"there is no checkpoint {folder}: in {folder.parent} {instead}")
+    raise RunError(f"{folder} is damaged ({'; '.join(problems)}): in {folder.parent} {instead}")
+
+
+def set_aside_after(run_dir: Path, step: int) -> list[Path]:
+    """Rename checkpoints later than `step` to `….set-aside`, so that no resume takes them; returns the new paths.
+
+    They are damaged, or belong to a future that a run resumed at `step` no longer has.
+    """
+    moved = []
+    for path in reversed(list_checkpoints(run_dir)):
+        if (_step_of(path) or 0) > step:
+            aside = path.with_name(f"{path.name}.set-aside")
+            if aside.exists():
+                remove_folder(aside)
+            moved.append(path.rename(aside))
+    return moved
+
+
+def _step_of(path: Path) -> int | None:
+    found = re.fullmatch(r"checkpoint-(\d+)", path.name)
+    return int(found[1]) if found else None
+
+
+def _files(folder: Path) -> list[str]:
+    """Relative POSIX names of the files that belong to a saved folder, manifest excluded."""
+    names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if not path.is_dir()]
+    return [name.as_posix() for name in names if name.as_posix() != MANIFEST and not name.name.startswith(".")]
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _render(step: int, files: dict[str, dict[str, Any]]) -> str:
+    return json.dumps({"version": VERSION, "step": step, "files": files, "check": _check(step, files)}, indent=1) + "\n"
+
+
+def _check(step: int, files: dict[str, dict[str, Any]]) -> str:
+    """SHA-256 of the manifest's own content."""
+    return hashlib.sha256(json.dumps([VERSION, step, files]).encode()).hexdigest()
+
+
+def _read_manifest(folder: Path) -> tuple[int, dict[str, dict[str, Any]]] | str:
+    """Step and files of a folder's manifest, or what is wrong with it."""
+    try:
+        raw = (folder / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return "missing"
+    try:
+        manifest = json.loads(raw)
+    except ValueError:
+        return "damaged"
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        return "damaged"
+    step, files = manifest.get("step"), manifest["files"]
+    if manifest.get("version") != VERSION and manifest.get("check"):
+        return f"version {manifest.get('version')}, while this posttrain reads version {VERSION}"
+    if type(step) is not int or raw != _render(step, files).encode():
+        return "damaged"
+    return step, files

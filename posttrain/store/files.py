@@ -1,0 +1,137 @@
+"""Safe-to-load files: JSON with exact numbers, safetensors, and the state of the random number generators."""
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+
+from posttrain.errors import RunError
+from posttrain.store.atomic import cannot_write, write_file
+
+if TYPE_CHECKING:  # reading a run folder must not import torch
+    import torch
+
+
+def save_json(path: Path, data: Any) -> None:
+    """Write `data` as JSON, atomically. Floats are written so that they read back bit for bit.
+
+    Raises RunError for NaN and infinities (JSON has none) and for keys that are not text.
+    """
+    _check_exact(data, path.name)
+    write_file(path, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def load_json(path: Path) -> Any:
+    """Read a JSON file; raises RunError when it is missing or damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise RunError(f"{path} is missing") from None
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise RunError(f"{path} is damaged: {error}") from None
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _check_exact(data: Any, where: str) -> None:
+    """Raise RunError, with the place, for what JSON would not give back unchanged."""
+    if isinstance(data, float) and not math.isfinite(data):
+        raise RunError(f"{where} is {data}: only finite numbers can be saved")
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            if not isinstance(key, str):
+                raise RunError(f"{where} has the key {key!r}: only text can be a key in a saved file")
+            _check_exact(value, f"{where}: {key}" if ":" not in where else f"{where}.{key}")
+    elif isinstance(data, list | tuple):
+        for index, value in enumerate(data):
+            _check_exact(value, f"{where}[{index}]")
+
+
+def save_tensors(path: Path, tensors: "Mapping[str, torch.Tensor]") -> None:
+    """Write named tensors of any dtype and device as safetensors.
+
+    Views, transposed and shared tensors (tied weights) are stored as independent copies, each under its own name.
+    """
+    from safetensors.torch import save_file
+
+    seen: set[int] = set()
+    ready: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        if tensor.numel() and tensor.untyped_storage().data_ptr() in seen:
+            tensor = tensor.clone()
+        seen.add(tensor.untyped_storage().data_ptr())
+        ready[name] = tensor
+    try:
+        save_file(ready, path)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(path, error) from error
+
+
+def load_tensors(path: Path, device: "str | torch.device" = "cpu") -> "dict[str, torch.Tensor]":
+    """Read a safetensors file; raises RunError when it is missing or damaged."""
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path, device=str(device))
+    except FileNotFoundError:
+        raise RunError(f"{path} is missing") from None
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path} is damaged: {error}") from None
+
+
+def rng_state() -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
+    """The state of python's, numpy's and torch's (CPU, every CUDA device) global generators.
+
+    Returns tensors, for `save_tensors`, and what is no tensor, for `save_json`. All names begin with `rng.`.
+    """
+    import numpy
+    import torch
+
+    version, words, python_gauss = random.getstate()
+    _, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    tensors = {
+        "rng.python": torch.tensor(words, dtype=torch.int64),
+        "rng.numpy": torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)),
+        "rng.torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        tensors |= {f"rng.cuda.{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    facts = {
+        "rng.python": {"version": version, "gauss": python_gauss},
+        "rng.numpy": {"position": int(position), "has_gauss": int(has_gauss), "gauss": float(gauss)},
+    }
+    return tensors, facts
+
+
+def restore_rng(tensors: "Mapping[str, torch.Tensor]", facts: Mapping[str, Any]) -> None:
+    """Set every generator as `rng_state` found it; other names in the two mappings are ignored.
+
+    Raises RunError when a state is missing, or when the number of CUDA devices differs from that of the saved run: the
+    run could not go on with the same random numbers.
+    """
+    import numpy
+    import torch
+
+    missing = {"rng.python", "rng.numpy", "rng.torch"} - tensors.keys() | {"rng.python", "rng.numpy"} - facts.keys()
+    if missing:
+        raise RunError(f"the checkpoint lacks the random state {', '.join(sorted(missing))}")
+    cuda = [tensors[name] for name in sorted(tensors, key=_cuda_index) if name.startswith("rng.cuda.")]
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if len(cuda) != devices:
+        raise RunError(f"the checkpoint was made with {len(cuda)} CUDA devices visible, now there are {devices}")
+    python, legacy = facts["rng.python"], facts["rng.numpy"]
+    random.setstate((python["version"], tuple(tensors["rng.python"].tolist()), python["gauss"]))
+    keys = tensors["rng.numpy"].numpy().astype(numpy.uint32)
+    numpy.random.set_state(("MT19937", keys, legacy["position"], legacy["has_gauss"], legacy["gauss"]))
+    torch.set_rng_state(tensors["rng.torch"].cpu())
+    if cuda:
+        torch.cuda.set_rng_state_all([state.cpu() for state in cuda])
+
+
+def _cuda_index(name: str) -> int:
+    return int(name.rpartition(".")[2]) if name.startswith("rng.cuda.") else -1

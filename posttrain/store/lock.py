@@ -1,0 +1,77 @@
+"""One process per run folder."""
+
+import errno
+import logging
+import os
+import platform
+import time
+from pathlib import Path
+
+from posttrain.errors import RunError
+from posttrain.store.atomic import cannot_write
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock: two processes in one folder are then the user's care
+    fcntl = None
+
+LOCK = ".lock"
+PATIENCE_S = 0.5  # `is_locked` of another process holds the lock for an instant
+UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # some network file systems
+
+
+class FolderLock:
+    """Holds a folder for this process until `release` or the process's end, however that comes.
+
+    Raises RunError when another process holds it.
+    """
+
+    def __init__(self, folder: Path):
+        path = folder / LOCK
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        deadline = time.monotonic() + PATIENCE_S
+        while _lock(self._descriptor) is False:
+            if time.monotonic() > deadline:
+                holder = os.read(self._descriptor, 300).decode(errors="replace") or "another process"
+                self.release()
+                raise RunError(f"{folder} is in use by {holder}: wait for it to end, or stop it first")
+            time.sleep(0.02)
+        os.truncate(path, 0)
+        os.write(self._descriptor, f"process {os.getpid()} on {platform.node()}".encode())
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Whether some process (this one included) runs in the folder; None where locks do not exist."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        taken = _lock(descriptor)
+    finally:
+        os.close(descriptor)
+    return None if taken is None else not taken
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Try to take the lock: True taken, False held by another, None where there are no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        logging.getLogger("posttrain").warning("this file system has no locks: run only one process in a folder")
+        return None
+    return True

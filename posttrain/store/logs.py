@@ -1,0 +1,66 @@
+"""Where messages of the logger `posttrain` go: the console, and each open run's `training.log`."""
+
+import logging
+import sys
+from pathlib import Path
+
+from posttrain.store.atomic import LineFile, cannot_write
+from posttrain.store.provenance import redact
+
+LOGGER = "posttrain"
+
+
+class RunLog(logging.Handler):
+    """Appends messages (INFO and up, tracebacks included, secrets blacked out) to a file while it is attached.
+
+    A log that cannot be written does not stop a run: that is said once on stderr, and the log given up.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(logging.INFO)
+        self.path = path
+        try:
+            self._file = LineFile(path)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        attach(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._file.write(redact(self.format(record)))
+        except OSError as error:
+            self.close()
+            print(f"{self.path} is given up: {error.strerror}", file=sys.stderr)
+
+    def close(self) -> None:
+        logging.getLogger(LOGGER).removeHandler(self)
+        self._file.close()
+        super().close()
+
+
+class ConsoleLog(logging.Handler):
+    """Prints messages on stderr, plainly; a traceback only with `debug`.
+
+    Looks stderr up at every message, so that a live progress bar, which takes stderr's place, is not torn.
+    """
+
+    def __init__(self, debug: bool = False):
+        super().__init__(logging.DEBUG if debug else logging.INFO)
+        self._debug = debug
+        attach(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        label = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        text = label + record.getMessage()
+        if self._debug and record.exc_info:
+            text += "\n" + logging.Formatter().formatException(record.exc_info)
+        print(redact(text), file=sys.stderr)
+
+
+def attach(handler: logging.Handler) -> None:
+    """Add a handler to the logger `posttrain` and let through the messages it wants."""
+    logger = logging.getLogger(LOGGER)
+    logger.addHandler(handler)
+    if logger.level == logging.NOTSET or logger.level > handler.level:
+        logger.setLevel(handler.level)

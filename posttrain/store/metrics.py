@@ -1,0 +1,114 @@
+"""`metrics.jsonl`: one JSON object a line, numbers exact, as if the run had never been interrupted."""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import RunError
+from posttrain.store.atomic import LineFile, cannot_write, write_file
+
+NAME = "metrics.jsonl"
+TAIL = 1 << 16  # bytes read to find the last line
+log = logging.getLogger("posttrain")
+
+
+class MetricsFile:
+    """Appends to a run's metrics; every line is with the system before `append` returns."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / NAME
+        self._file: LineFile | None = None
+
+    def append(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write a line: step, epoch (when among the metrics), time (Unix, s), then the metrics.
+
+        Values are numbers or 0-dimensional tensors; NaN and infinities, which JSON does not have, become null.
+        """
+        values = {name: _number(name, value) for name, value in metrics.items()}
+        head = {"step": step} | ({"epoch": values["epoch"]} if "epoch" in values else {})
+        head["time"] = round(time.time(), 3)
+        try:
+            if self._file is None:
+                self._file = LineFile(self.path)
+            self._file.write(json.dumps(head | values, allow_nan=False))
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def sync(self) -> None:
+        """Force what was appended to the disk."""
+        try:
+            if self._file is not None:
+                self._file.sync()
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def truncate(self, step: int) -> int:
+        """Cut away, atomically, every line after `step` and a last line that a crash cut short; returns how many."""
+        self.close()
+        if not self.path.exists():
+            return 0
+        lines, cut_short = _read(self.path)
+        kept = [raw for raw, entry in lines if entry["step"] <= step]
+        if len(kept) < len(lines) or cut_short:
+            write_file(self.path, b"".join(raw + b"\n" for raw in kept))
+        return len(lines) - len(kept) + cut_short
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Every line of a run folder's `metrics.jsonl` (none yet: an empty list); null is None.
+
+    A last line that a crash cut short is left out, with a warning. Raises RunError, with its number, for any other bad
+    line.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return []
+    lines, cut_short = _read(path)
+    if cut_short:
+        log.warning("%s: the last line was cut short and is left out", path)
+    return [entry for _, entry in lines]
+
+
+def last_metrics(folder: Path) -> dict[str, Any]:
+    """The last whole line, or nothing; only the file's end is read."""
+    path = folder / NAME
+    if not path.exists():
+        return {}
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL))
+        lines = file.read().split(b"\n")[:-1]
+    try:
+        return json.loads(lines[-1]) if lines else {}
+    except ValueError:
+        raise RunError(f"{path}: the last line is damaged") from None
+
+
+def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
+    """Each whole line as bytes and as an object, and whether a part of a line follows them."""
+    *whole, rest = path.read_bytes().split(b"\n")
+    lines = []
+    for number, raw in enumerate(whole, start=1):
+        try:
+            entry = json.loads(raw)
+        except ValueError:
+            entry = None
+        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+            raise RunError(f"{path}, line {number} is damaged: remove or mend that line")
+        lines.append((raw, entry))
+    return lines, bool(rest)
+
+
+def _number(name: str, value: Any) -> float | int | None:
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, int | float):
+        raise TypeError(f"metric {name} must be a number, not {value!r}")
+    return value if math.isfinite(value) else None

@@ -1,0 +1,327 @@
+"""The run folder: one run's settings, state, metrics, log, checkpoints and results.
+
+    run.json  config.yaml  metrics.jsonl  training.log  results.json  curves.png  report.html
+    checkpoint-{step}/   best/   final/
+
+Importing this module, creating or reading a run folder needs no torch.
+"""
+
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+from posttrain.errors import PosttrainError, RunError
+from posttrain.store import checkpoint
+from posttrain.store.atomic import cannot_write, recover, write_file
+from posttrain.store.files import load_json, save_json
+from posttrain.store.lock import LOCK, FolderLock, is_locked
+from posttrain.store.logs import RunLog
+from posttrain.store.metrics import MetricsFile, last_metrics, read_metrics
+from posttrain.store.provenance import environment, redact
+
+State = Literal["running", "finished", "interrupted", "failed"]
+FORMAT = 1
+log = logging.getLogger("posttrain")
+
+
+class Run:
+    """An open run folder, locked against other processes. Use it as a context manager:
+
+        with Run.create(folder, config_yaml, {"seed": 0}) as run: ...
+
+    Leaving the block records the outcome in `run.json`: finished, interrupted (KeyboardInterrupt, SystemExit) or failed
+    with the reason. While it is open, messages of the logger `posttrain` also go to `training.log`.
+    """
+
+    def __init__(self, folder: Path, lock: FolderLock, facts: dict[str, Any]):
+        """Use `Run.create` or `Run.open`."""
+        self.folder = folder
+        self._lock = lock
+        self._facts = facts
+        self._metrics = MetricsFile(folder)
+        self._log = RunLog(folder / "training.log")
+
+    @classmethod
+    def create(cls, folder: Path, config_yaml: str, provenance: Mapping[str, Any], *, overwrite: bool = False) -> Self:
+        """Start a run in a new or empty folder.
+
+        `provenance` adds what the caller knows (seed, dataset fingerprints, devices …) to what is found out here
+        (versions, platform, command line, commit). With `overwrite`, a folder that is a run folder is emptied first.
+        Raises RunError when the folder holds anything else, or when another process runs in it.
+        """
+        if folder.exists() and not folder.is_dir():
+            raise RunError(f"{folder} is a file: give the run another name or output_dir")
+        _refuse_occupied(folder, overwrite)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(folder, error) from error
+        lock = FolderLock(folder)
+        try:
+            _refuse_occupied(folder, overwrite)  # again: another process may have come first
+            if overwrite:
+                _empty(folder)
+            recover(folder)
+            facts = {
+                "format": FORMAT,
+                "state": "running",
+                "reason": None,
+                "started": _now(),
+                "ended": None,
+                "resumes": [],
+                "provenance": redact(environment() | dict(provenance)),
+                "counters": {},
+            }
+            save_json(folder / "run.json", facts)
+            write_file(folder / "config.yaml", redact(config_yaml))
+            return cls(folder, lock, facts)
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Open an existing run to go on with it: leftovers of a crash are cleared, and the resume is noted.
+
+        Raises RunError when it is no run folder, is damaged, or another process runs in it.
+        """
+        _check_run_folder(folder)
+        lock = FolderLock(folder)
+        try:
+            cleared = recover(folder)
+            facts = _read_facts(folder)
+            if not (folder / "config.yaml").is_file():
+                raise RunError(f"{folder} has no config.yaml: it was killed at birth; start again with --overwrite")
+            facts["resumes"].append(redact({"time": _now(), **environment()}))
+            facts |= {"state": "running", "reason": None, "ended": None}
+            save_json(folder / "run.json", facts)
+            MetricsFile(folder).truncate(sys.maxsize)  # a line cut short must not be joined to the next one
+            run = cls(folder, lock, facts)
+        except BaseException:
+            lock.release()
+            raise
+        if cleared:
+            log.info("cleared what an earlier crash left: %s", ", ".join(cleared))
+        return run
+
+    # Paths and state
+
+    @property
+    def best(self) -> Path:
+        return self.folder / "best"
+
+    @property
+    def final(self) -> Path:
+        return self.folder / "final"
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The checkpoint folders, oldest first (not verified: see `newest_complete`)."""
+        return checkpoint.list_checkpoints(self.folder)
+
+    @property
+    def config_yaml(self) -> str:
+        """The text of `config.yaml`."""
+        return (self.folder / "config.yaml").read_text(encoding="utf-8")
+
+    def write_config(self, config_yaml: str) -> None:
+        """Replace `config.yaml`: a resumed run may have other step counts and intervals."""
+        write_file(self.folder / "config.yaml", redact(config_yaml))
+
+    @property
+    def state(self) -> State:
+        return self._facts["state"]
+
+    def set_state(self, state: State, reason: str | None = None) -> None:
+        """Record how the run stands in `run.json`; every state but `running` sets the time it ended."""
+        if state not in get_args(State):
+            raise ValueError(f"no state {state!r}")
+        self._facts |= {"state": state, "reason": redact(reason), "ended": None if state == "running" else _now()}
+        save_json(self.folder / "run.json", self._facts)
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Record counts (rows dropped, steps skipped …) in `run.json`, beside those recorded before."""
+        self._facts["counters"] |= counters
+        save_json(self.folder / "run.json", self._facts)
+
+    def write_results(self, results: Mapping[str, Any]) -> None:
+        """Write `results.json`, the run's final numbers (finite ones: RunError otherwise)."""
+        save_json(self.folder / "results.json", redact(dict(results)))
+
+    # Metrics
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append a line to `metrics.jsonl`: step, epoch (when among the metrics), time (Unix, s), then the metrics.
+
+        Values are numbers or 0-dimensional tensors, named as in TRL, validation metrics with the prefix `eval_`; NaN
+        and infinities, which JSON does not have, are written as null.
+        """
+        self._metrics.append(step, metrics)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Every line of `metrics.jsonl`; see `read_metrics(folder)`."""
+        return read_metrics(self.folder)
+
+    def truncate_metrics(self, step: int) -> int:
+        """Cut away the metrics after `step`, atomically; returns how many lines went."""
+        return self._metrics.truncate(step)
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self, step: int, write: Callable[[Path], None], limit: int | None, keep: Collection[Path] = ()
+    ) -> Path:
+        """`checkpoint.save_checkpoint` in this folder, after the metrics up to it are safe on the disk."""
+        self._metrics.sync()
+        return checkpoint.save_checkpoint(self.folder, step, write, limit, keep)
+
+    def save_model(self, folder: Path, step: int, write: Callable[[Path], None]) -> None:
+        """Make or replace `run.best` or `run.final`, whole and with a manifest, from `write(temporary_folder)`."""
+        checkpoint.save_folder(folder, step, write)
+
+    def rewind(self, step: int) -> None:
+        """Make the folder read as if the run had stopped right after `step`, to resume from there.
+
+        Later checkpoints (damaged, or of the future given up) are renamed to `….set-aside`, later metrics cut away.
+        """
+        moved = checkpoint.set_aside_after(self.folder, step)
+        cut = self.truncate_metrics(step)
+        if moved:
+            log.warning("set aside, being later than step %d: %s", step, ", ".join(path.name for path in moved))
+        if cut:
+            log.info("cut %d lines of metrics.jsonl after step %d: they will be made anew", cut, step)
+
+    # The end
+
+    def close(self) -> None:
+        """Close the files and give the folder free; the state stays as it is."""
+        self._metrics.close()
+        self._log.close()
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                if self.state == "running":
+                    self.set_state("finished")
+            elif isinstance(error, KeyboardInterrupt | SystemExit):
+                self.set_state("interrupted", str(error) or type(error).__name__)
+            else:
+                self._record_failure(error)
+        except RunError as second:
+            if error is None:
+                raise
+            error.add_note(f"run.json could not be brought up to date either: {second}")
+        finally:
+            self.close()
+
+    def _record_failure(self, error: BaseException) -> None:
+        """Say in training.log (only there: the console is the caller's) and run.json why the run failed."""
+        expected = isinstance(error, PosttrainError)
+        trace = None if expected else (type(error), error, error.__traceback__)
+        self._log.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, "%s", (error,), trace))
+        self.set_state("failed", str(error) if expected else f"{type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What `posttrain runs` tells about a folder, read without opening the run."""
+
+    folder: Path
+    state: str  # as in run.json; `killed` for one that says running while no process holds it
+    reason: str | None
+    started: str
+    ended: str | None
+    last: dict[str, Any]  # the last line of metrics.jsonl, or nothing
+    provenance: dict[str, Any]
+    counters: dict[str, Any]
+
+
+def read_run(folder: Path) -> RunInfo:
+    """What is known about one run; RunError when it is no run folder or is damaged."""
+    _check_run_folder(folder)
+    facts = _read_facts(folder)
+    state = facts["state"]
+    if state == "running" and is_locked(folder) is False:
+        state = "killed"
+    return RunInfo(
+        folder=folder,
+        state=state,
+        reason=facts["reason"],
+        started=facts["started"],
+        ended=facts["ended"],
+        last=last_metrics(folder),
+        provenance=facts["provenance"],
+        counters=facts["counters"],
+    )
+
+
+def find_runs(output_dir: Path) -> list[Path]:
+    """The run folders at `output_dir` or up to three levels below it ({name}/{model}/{stage}), sorted by path."""
+    patterns = ("run.json", "*/run.json", "*/*/run.json", "*/*/*/run.json")
+    return sorted(path.parent for pattern in patterns for path in output_dir.glob(pattern))
+
+
+def _check_run_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise RunError(f"there is no run folder {folder}")
+    if not (folder / "run.json").is_file():
+        raise RunError(f"{folder} is not a run folder: it has no run.json")
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
+    facts = load_json(folder / "run.json")
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise RunError(f"{folder / 'run.json'} is damaged or of another version of posttrain")
+    return facts
+
+
+def _refuse_occupied(folder: Path, overwrite: bool) -> None:
+    """Raise RunError unless a run may start in `folder`."""
+    entries = [path.name for path in folder.iterdir() if path.name != LOCK] if folder.exists() else []
+    if not entries:
+        return
+    nested = sorted(path.parent.name for path in folder.glob("*/run.json"))
+    if nested:
+        raise RunError(
+            f"{folder} holds other runs ({', '.join(nested)}): choose another name, or delete the folder yourself"
+        )
+    if "run.json" not in entries:
+        raise RunError(
+            f"{folder} is not empty and not a run folder (no run.json), so posttrain will not touch it: "
+            "choose another name or output_dir"
+        )
+    if not overwrite:
+        raise RunError(
+            f"{folder} holds a run already: go on with it (--resume), replace it (--overwrite), or choose another name"
+        )
+
+
+def _empty(folder: Path) -> None:
+    """Delete everything in a run folder; run.json last, so that after a crash it still is one."""
+    entries = sorted(folder.iterdir(), key=lambda path: path.name == "run.json")
+    try:
+        for path in entries:
+            if path.name == LOCK:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    except OSError as error:
+        raise RunError(f"cannot empty {folder}: {error}") from error
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
