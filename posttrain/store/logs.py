@@ -8,6 +8,7 @@ from posttrain.store.atomic import LineFile, cannot_write
 from posttrain.store.provenance import redact
 
 LOGGER = "posttrain"
+QUIET_LOGGER = "posttrain.progress"  # for training.log only: the console shows progress by itself
 
 
 class RunLog(logging.Handler):
@@ -51,6 +52,8 @@ class ConsoleLog(logging.Handler):
         attach(self)
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.name == QUIET_LOGGER:
+            return
         label = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         text = label + record.getMessage()
         if self._debug and record.exc_info:

@@ -1,0 +1,179 @@
+"""`curves.png`: what was measured during a run, drawn from its metrics."""
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.store.atomic import write_file
+
+if TYPE_CHECKING:  # listing runs must not import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SMOOTH_FROM = 60  # points; with fewer the raw line is clear enough
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One picture of the grid: the metrics it draws, and how its axis is to be read."""
+
+    title: str
+    metrics: tuple[str, ...]
+    share: bool = False  # between 0 and 1
+    small: bool = False  # numbers such as 1e-6
+
+
+PANELS = (
+    Panel("Loss", ("loss",)),
+    Panel("Accuracy: chosen above rejected", ("rewards/accuracies", "accuracy"), share=True),
+    Panel("Margin: chosen − rejected", ("rewards/margins", "margin")),
+    Panel("Rewards", ("rewards/chosen", "rewards/rejected", "min_reward", "mean_reward", "max_reward")),
+    Panel("Token accuracy", ("mean_token_accuracy",), share=True),
+    Panel("Entropy", ("entropy",)),
+    Panel("Log-probabilities", ("logps/chosen", "logps/rejected")),
+    Panel("Gradient norm", ("grad_norm",)),
+    Panel("Learning rate", ("learning_rate",), small=True),
+)
+ORDER = {"train": 0, "validation": 1}  # then the other datasets as they come
+KNOWN = sorted((name for panel in PANELS for name in panel.metrics), key=len, reverse=True)
+# Colours told apart by colour-blind readers too (Okabe and Ito), on a light and on a dark ground.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+DARK_COLOURS = ("#56b4e9", "#ff9d5c", "#3ccfa4", "#e8a5cb", "#f0c24b", "#9ad4f5")
+
+
+def write_curves(metrics: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw the metrics of a run (lines of `metrics.jsonl`) and write them to `path` as a PNG, atomically."""
+    write_file(path, curves_png(metrics, title))
+
+
+def curves_png(metrics: Sequence[dict[str, Any]], title: str, dark: bool = False) -> bytes:
+    """A grid of curves over the steps: training lines thin, smoothed where there are many points; validation dotted.
+
+    Steps whose value is null (not finite) leave a gap. Without any known metric the picture says so.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    ink, ground = ("#d6dae0", "#161a20") if dark else ("#30353d", "#ffffff")
+    series = _series(metrics)
+    panels = [panel for panel in PANELS if any(name in series for name in panel.metrics)]
+    columns = min(3, max(1, len(panels))) if len(panels) != 4 else 2
+    rows = max(1, math.ceil(len(panels) / columns))
+    layout = ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09)
+    figure = Figure(figsize=(4.2 * columns, 2.75 * rows + 0.45), dpi=130, facecolor=ground, layout=layout)
+    figure.suptitle(title, color=ink, fontsize=12, fontweight="bold")
+    steps = [line["step"] for line in metrics]
+    for index, panel in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, index + 1)
+        margin = max(1, 0.02 * (max(steps) - min(steps)))
+        axes.set_xlim(min(steps) - margin, max(steps) + margin)
+        _draw(axes, panel, series, DARK_COLOURS if dark else COLOURS, ink, ground)
+    if not panels:
+        _say(figure, "no metrics were logged", ink)
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(buffer)
+    return buffer.getvalue()
+
+
+# A series: known metric -> label of the line ("train", "validation", …) -> steps and values.
+Series = dict[str, dict[str, tuple[list[int], list[float]]]]
+
+
+def _series(metrics: Sequence[dict[str, Any]]) -> Series:
+    """Sort the lines of `metrics.jsonl` into curves; `eval_{name}_{metric}` is that metric on the dataset `name`."""
+    series: Series = {}
+    for line in metrics:
+        for key, value in line.items():
+            found = _split(key)
+            if found and (value is None or isinstance(value, int | float)):
+                steps, values = series.setdefault(found[0], {}).setdefault(found[1], ([], []))
+                steps.append(line["step"])
+                values.append(math.nan if value is None else float(value))
+    return series
+
+
+def _split(key: str) -> tuple[str, str] | None:
+    """A logged name as (metric, whose): ("loss", "train"), ("loss", "validation"), ("loss", "helpful")."""
+    if key in KNOWN:
+        return key, "train"
+    if not key.startswith("eval_"):
+        return None
+    rest = key.removeprefix("eval_")
+    for name in KNOWN:
+        if rest == name:
+            return name, "validation"
+        if rest.endswith(f"_{name}"):
+            return name, rest.removesuffix(f"_{name}")
+    return None
+
+
+def _draw(axes: "Axes", panel: Panel, series: Series, colours: Sequence[str], ink: str, ground: str) -> None:
+    names = [name for name in panel.metrics if name in series]
+    owners = {name: sorted(series[name], key=lambda whose: ORDER.get(whose, len(ORDER))) for name in names}
+    lines = [(name, whose, *series[name][whose]) for name in names for whose in owners[name]]
+    for index, (name, whose, steps, values) in enumerate(lines):
+        short = name.rpartition("/")[2].removesuffix("_reward")
+        label = whose if len(names) == 1 else short if whose == "train" else f"{short}, {whose}"
+        colour = colours[index % len(colours)]
+        if whose != "train":
+            few = len(steps) <= 40
+            axes.plot(steps, values, "--", color=colour, lw=1.3, marker="o" if few else None, ms=3, label=label)
+        elif len(steps) >= SMOOTH_FROM:
+            axes.plot(steps, values, color=colour, lw=0.6, alpha=0.3)
+            axes.plot(steps, _smooth(values), color=colour, lw=1.3, label=label)
+        else:
+            single = sum(map(math.isfinite, values)) == 1
+            axes.plot(steps, values, color=colour, lw=1.3, marker="o" if single else None, ms=3, label=label)
+    axes.set_title(panel.title, color=ink, fontsize=10, loc="left")
+    if panel.share:
+        axes.set_ylim(-0.03, 1.03)
+    elif panel.small:
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    _keep_outliers_out(axes, [value for *_, values in lines for value in values])
+    _style(axes, ink, ground)
+    if len(lines) > 1:
+        axes.legend(fontsize=8, frameon=False, labelcolor=ink)
+
+
+def _style(axes: "Axes", ink: str, ground: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_facecolor(ground)
+    axes.set_xlabel("step", color=ink, fontsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.yaxis.get_offset_text().set(color=ink, fontsize=8)
+    axes.tick_params(colors=ink, labelsize=8, length=3, width=0.6)
+    axes.grid(color=ink, alpha=0.15, lw=0.6)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set(visible=side in ("left", "bottom"), color=ink, linewidth=0.6, alpha=0.5)
+
+
+def _keep_outliers_out(axes: "Axes", values: list[float]) -> None:
+    """One spike of a gradient norm must not flatten the rest: the axis then ends above the 99.5th percentile."""
+    finite = sorted(value for value in values if math.isfinite(value))
+    if len(finite) < SMOOTH_FROM:
+        return
+    usual, least = finite[int(0.995 * (len(finite) - 1))], finite[0]
+    if finite[-1] - least > 4 * (usual - least) > 0:
+        axes.set_ylim(top=usual + 0.5 * (usual - least))
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """A centred mean over about a twentieth of the points, without the highest and lowest tenth; gaps are left out."""
+    reach = max(2, len(values) // 40)
+    smooth = []
+    for index, value in enumerate(values):
+        window = sorted(v for v in values[max(0, index - reach) : index + reach + 1] if math.isfinite(v))
+        trim = len(window) // 10
+        usual = window[trim : len(window) - trim]
+        smooth.append(sum(usual) / len(usual) if math.isfinite(value) else math.nan)
+    return smooth
+
+
+def _say(figure: "Figure", text: str, ink: str) -> None:
+    figure.text(0.5, 0.45, text, color=ink, ha="center", fontsize=11)

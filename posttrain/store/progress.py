@@ -1,0 +1,173 @@
+"""Progress for people: a live bar on a terminal, single lines elsewhere so that a log file is not flooded."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from posttrain.store.logs import QUIET_LOGGER
+
+PATIENCE_S = 2.0  # work shorter than this shows nothing
+LINE_EVERY_S = 30.0  # where there is no terminal
+SPEED_WINDOW_S = 60.0  # the stretch of time that speed and ETA look back on
+log = logging.getLogger(QUIET_LOGGER)
+Item = TypeVar("Item")
+
+
+class TrainingProgress:
+    """Where a training run is: step, loss, `shown` metrics, tokens/s and the time it will still take.
+
+    On a terminal a bar that moves with every step; elsewhere a line every `logging_steps`. These lines and those of
+    validation go to `training.log` in both cases. Use it as a context manager around the loop.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        start_step: int = 0,
+        logging_steps: int = 10,
+        shown: Sequence[str] = ("loss",),
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._total, self._step, self._logging_steps, self._shown = total_steps, start_step, logging_steps, shown
+        self._console = console or Console(stderr=True)
+        self._clock = clock
+        self._tokens = 0
+        self._marks = deque([(clock(), start_step, 0)])  # time (s), step, tokens since the start
+        self._values: dict[str, Any] = {}
+        self._bar = _bar(self._console, TextColumn("{task.fields[facts]}")) if self._console.is_terminal else None
+        if self._bar:
+            self._task = self._bar.add_task("training", total=total_steps, completed=start_step, facts="")
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def step(self, step: int, tokens: int, metrics: Mapping[str, Any]) -> None:
+        """Report that `step` steps are done, the last one with `tokens` tokens; metrics may be those known so far."""
+        self._step, self._tokens = step, self._tokens + tokens
+        self._values |= {name: metrics[name] for name in self._shown if name in metrics}
+        self._marks.append((self._clock(), step, self._tokens))
+        while len(self._marks) > 2 and self._marks[-1][0] - self._marks[1][0] > SPEED_WINDOW_S:
+            self._marks.popleft()
+        facts = self._facts()
+        if self._bar:
+            self._bar.update(self._task, completed=step, facts=facts)
+        if step % self._logging_steps == 0 or step == self._total:
+            line = f"step {step}/{self._total}  {facts}"
+            log.info(line)
+            if not self._bar:
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show the numbers of a validation at `step`, on a line of their own."""
+        values = "  ".join(
+            f"{name} {_show(value)}" for name, value in metrics.items() if isinstance(value, int | float)
+        )
+        line = f"validation at step {step}  {values}"
+        log.info(line)
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the last minute; 0 before the first step."""
+        (begin, _, before), (now, _, after) = self._marks[0], self._marks[-1]
+        return (after - before) / (now - begin) if now > begin else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the last minute's speed; None before the first step."""
+        (begin, first, _), (now, last, _) = self._marks[0], self._marks[-1]
+        return (now - begin) / (last - first) * (self._total - last) if last > first else None
+
+    def _facts(self) -> str:
+        parts = [f"{name.rpartition('/')[2]} {_show(value)}" for name, value in self._values.items()]
+        parts.append(f"{_count(self.tokens_per_second)} tokens/s")
+        if self.seconds_left is not None:
+            parts.append(f"ETA {duration(self.seconds_left)}")
+        return "  ".join(parts)
+
+
+def progress(
+    items: Iterable[Item], description: str, total: int | None = None, console: Console | None = None
+) -> Iterator[Item]:
+    """Go through `items`, showing how far it is once that has taken two seconds.
+
+    `total` is the number of items, found out where `items` has a length. Without a terminal: a line every 30 seconds.
+    """
+    console = console or Console(stderr=True)
+    total = len(items) if total is None and isinstance(items, Sized) else total
+    next_line = time.monotonic() + PATIENCE_S
+    bar: Progress | None = None
+    done = 0
+    try:
+        for item in items:
+            yield item
+            done += 1
+            now = time.monotonic()
+            if bar:
+                bar.update(bar.task_ids[0], completed=done)
+            elif now < next_line:
+                continue
+            elif console.is_terminal:
+                bar = _bar(console, TimeRemainingColumn())
+                bar.add_task(description, total=total, completed=done)
+                bar.start()
+            else:
+                next_line = now + LINE_EVERY_S
+                share = f" of {total} ({done / total:.0%})" if total else ""
+                console.print(f"{description}: {done}{share}", markup=False, highlight=False, soft_wrap=True)
+    finally:
+        if bar:
+            bar.stop()
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people read them: 42s, 3m 20s, 2h 05m, 3d 04h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600:02}h"
+
+
+def _bar(console: Console, *columns: TextColumn | TimeRemainingColumn) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        *columns,
+        console=console,
+        expand=True,
+    )
+
+
+def _count(value: float) -> str:
+    """A count in three digits: 873, 8.7k, 87k, 1.2M."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.{1 if value < 10 * size else 0}f}{unit}"
+    return f"{value:.0f}"
+
+
+def _show(value: Any) -> str:
+    value = value.item() if hasattr(value, "item") else value
+    return "none" if value is None else f"{value:.4g}"
