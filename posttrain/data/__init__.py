@@ -1,0 +1,9 @@
+"""Data: sources, formats, templates and tokenisation. `prepare` does it all; the rest is for looking at the result."""
+
+from posttrain.data.dataset import Dataset
+from posttrain.data.explore import explore
+from posttrain.data.prepare import Prepared, prepare
+from posttrain.data.report import Lengths, Malformed, Report
+from posttrain.data.tasks import arithmetic_problems
+
+__all__ = ["Dataset", "Lengths", "Malformed", "Prepared", "Report", "arithmetic_problems", "explore", "prepare"]

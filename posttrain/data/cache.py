@@ -1,0 +1,154 @@
+"""Tokenised rows on disk: an Arrow file and its facts in a folder named by the fingerprint of what went into it.
+
+The folder appears by one rename, so it is whole or absent; a damaged one is known by its hash and built again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.data.report import Reading
+from posttrain.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+CODE_VERSION = 1  # raise it when the same rows and settings come to give other tokens
+LEFTOVER_SECONDS = 86_400
+
+INTS = pa.list_(pa.int32())
+SCHEMAS = {
+    "sft": pa.schema([("row", pa.int64()), ("tokens", INTS), ("spans", INTS), ("prompt", pa.int32())]),
+    "pair": pa.schema(
+        [
+            ("row", pa.int64()),
+            ("prompt", INTS),
+            ("chosen", INTS),
+            ("rejected", INTS),
+            ("rejected_prompt", INTS),
+            ("two_prompts", pa.bool_()),
+            ("margin", pa.float64()),
+        ]
+    ),
+}
+
+
+def default_folder() -> Path:
+    """`$POSTTRAIN_CACHE`, or else `~/.cache/posttrain`."""
+    return Path(os.environ.get("POSTTRAIN_CACHE") or Path.home() / ".cache" / "posttrain").expanduser()
+
+
+def fingerprint(facts: dict[str, Any]) -> str:
+    """SHA-256 of facts that JSON can write."""
+    text = json.dumps({"code": CODE_VERSION, **facts}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of all that decides which tokens a text becomes: the serialised backend, special tokens and template."""
+    whole = hashlib.sha256()
+    if tokenizer.is_fast:
+        whole.update(tokenizer.backend_tokenizer.to_str().encode(errors="surrogatepass"))  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        whole.update(f"{type(tokenizer).__qualname__} {sorted(tokenizer.get_vocab().items())}".encode())
+    whole.update(f"{tokenizer.special_tokens_map} {tokenizer.chat_template}".encode(errors="surrogatepass"))
+    return whole.hexdigest()
+
+
+class Writer:
+    """Writes rows of one kind to an Arrow file, batch by batch."""
+
+    def __init__(self, path: Path, kind: str):
+        self.schema = SCHEMAS[kind]
+        self.sink = pa.OSFile(str(path), "wb")
+        self.file = pa.ipc.new_file(self.sink, self.schema)
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        if rows:
+            self.file.write_batch(pa.RecordBatch.from_pylist(rows, schema=self.schema))
+
+    def close(self) -> None:
+        self.file.close()
+        self.sink.close()
+
+
+def cached(
+    folder: Path, key: str, kind: str, build: Callable[[Writer], Reading]
+) -> tuple[pa.Table, Reading, str | None]:
+    """The table under a fingerprint, memory-mapped, built when it is not there.
+
+    Also gives what reading found, and a note when a damaged table was built again. Raises DataError when the folder cannot
+    be written.
+    """
+    place = folder / "data" / key
+    note = None
+    if place.exists():
+        try:
+            return *_load(place), note
+        except _DamagedError as damage:
+            note = f"the cached tokens in {place} were damaged ({damage}) and have been made again"
+            logger.warning(note)
+            shutil.rmtree(place)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _clean(place.parent)
+        _build(place, kind, build)
+    except OSError as error:
+        raise DataError(
+            f"the data cache in {folder} cannot be written: {error.strerror or error}. Set POSTTRAIN_CACHE to another folder"
+        ) from error
+    return *_load(place), note
+
+
+class _DamagedError(Exception):
+    pass
+
+
+def _load(place: Path) -> tuple[pa.Table, Reading]:
+    rows = place / "rows.arrow"
+    try:
+        facts = json.loads((place / "facts.json").read_text())
+        with rows.open("rb") as stream:
+            actual = hashlib.file_digest(stream, "sha256").hexdigest()
+        if actual != facts["sha256"]:
+            raise _DamagedError("its hash is another")
+        table = pa.ipc.open_file(pa.memory_map(str(rows))).read_all()
+        return table, Reading.from_json(facts["reading"])
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        raise _DamagedError(str(error)) from error
+
+
+def _build(place: Path, kind: str, build: Callable[[Writer], Reading]) -> None:
+    work = Path(tempfile.mkdtemp(prefix=".making-", dir=place.parent))
+    try:
+        writer = Writer(work / "rows.arrow", kind)
+        try:
+            reading = build(writer)
+        finally:
+            writer.close()
+        with (work / "rows.arrow").open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            os.fsync(stream.fileno())
+        (work / "facts.json").write_text(json.dumps({"sha256": digest, "reading": reading.to_json()}))
+        if not place.exists():  # another run may have made it meanwhile: the two are the same
+            work.rename(place)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _clean(folder: Path) -> None:
+    """Remove what killed runs have left half made."""
+    for work in folder.glob(".making-*"):
+        if time.time() - work.stat().st_mtime > LEFTOVER_SECONDS:
+            shutil.rmtree(work, ignore_errors=True)

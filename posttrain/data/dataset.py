@@ -1,0 +1,213 @@
+"""Tokenised rows as examples: memory-mapped Arrow tables, with the length limits applied as a view on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from posttrain.batch import Example, Sample
+from posttrain.data.report import Lengths
+from posttrain.errors import DataError
+
+Array = np.ndarray
+
+
+class Lists:
+    """A column of lists of int32 as numpy views on the mapped file."""
+
+    def __init__(self, column: pa.ChunkedArray):
+        chunks = [chunk for chunk in column.chunks if len(chunk)]
+        self.offsets: list[Array] = [chunk.offsets.to_numpy() for chunk in chunks]
+        self.values: list[Array] = [chunk.values.to_numpy() for chunk in chunks]
+        self.starts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
+        self.lengths: Array = np.concatenate([np.zeros(0, np.int64), *(np.diff(offsets) for offsets in self.offsets)])
+
+    def __getitem__(self, index: int) -> Array:
+        chunk = int(np.searchsorted(self.starts, index, side="right")) - 1
+        row = index - self.starts[chunk]
+        start, stop = self.offsets[chunk][row : row + 2]
+        return self.values[chunk][start:stop]
+
+    def first(self, default: Array) -> Array:
+        """The first value of each list, or the default where it is empty."""
+        out = default.copy()
+        for start, offsets, values in zip(self.starts[:-1], self.offsets, self.values, strict=True):
+            full = np.flatnonzero(np.diff(offsets))
+            out[start + full] = values[offsets[full]]
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The length settings, with `max_prompt_length` as a number."""
+
+    max_length: int
+    max_prompt_length: int | None
+    overlong: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Examples within the limits as columns of numbers, and what the limits did to the rest.
+
+    `view` has a row per example. SFT: table row, start, stop. Pair: table row, start of the prompt, start of the rejected
+    prompt, tokens of chosen, tokens of rejected. `lengths` are its physical tokens, every token counted.
+    """
+
+    view: Array
+    lengths: Array
+    dropped: int
+    truncated: int
+    split: int
+    tokens: Lengths
+    prompt_tokens: Lengths
+
+
+class Table:
+    """The rows of one or more sources, as cached. Row numbers run on from one source to the next."""
+
+    def __init__(self, tables: Sequence[pa.Table], kind: str, reads: Sequence[int]):
+        self.kind = kind
+        table = pa.concat_tables(tables)
+        offsets = np.repeat(np.cumsum([0, *reads])[:-1], [len(part) for part in tables])
+        self.row: Array = table.column("row").to_numpy() + offsets
+        names = ("tokens", "spans") if kind == "sft" else ("prompt", "chosen", "rejected", "rejected_prompt")
+        self.lists = {name: Lists(table.column(name)) for name in names}
+        if kind == "sft":
+            self.prompt: Array = table.column("prompt").to_numpy()
+        else:
+            self.two: Array = table.column("two_prompts").to_numpy()
+            self.margin: Array = table.column("margin").to_numpy()  # NaN where there is none
+
+    def fit(self, limits: Limits, documents: Array) -> Fitted:
+        """The examples that keep within the limits, by dropping or truncating, and documents by cutting them into pieces.
+
+        `documents` says which rows are plain text. Raises DataError for rows over a limit when `overlong` is error.
+        """
+        return self._fit_sft(limits, documents) if self.kind == "sft" else self._fit_pairs(limits)
+
+    def prompt_lengths(self) -> Array:
+        """Tokens of every prompt; a pair with two prompts has two."""
+        if self.kind == "sft":
+            return self.prompt
+        return np.concatenate([self.lists["prompt"].lengths, self.lists["rejected_prompt"].lengths[self.two]])
+
+    def _fit_sft(self, limits: Limits, documents: Array) -> Fitted:
+        length, prompt = self.lists["tokens"].lengths.astype(np.int64), self.prompt.astype(np.int64)
+        most = limits.max_prompt_length or np.iinfo(np.int64).max
+        over = (length > limits.max_length) | (prompt > most)
+        self._refuse(over, length, prompt, limits)
+        start, stop = np.zeros_like(length), length
+        split = over & documents
+        keep = ~over | split
+        if limits.overlong == "truncate":
+            start = np.maximum(prompt - most, 0)
+            stop = np.where(split, length, np.minimum(length, start + limits.max_length))
+            keep = np.maximum(self.lists["spans"].first(length), start + 1) < stop
+        view = np.stack([np.arange(len(length)), start, stop], axis=1)[keep]
+        if split.any():
+            view = _pieces(view, split[view[:, 0]], limits.max_length)
+        truncated = int((over & keep & ~split).sum())
+        return Fitted(
+            view,
+            view[:, 2] - view[:, 1],
+            int((~keep).sum()),
+            truncated,
+            int(split.sum()),
+            Lengths.of(length),
+            Lengths.of(prompt[prompt > 0]),
+        )
+
+    def _fit_pairs(self, limits: Limits) -> Fitted:
+        prompt, chosen, rejected = (
+            self.lists[name].lengths.astype(np.int64) for name in ("prompt", "chosen", "rejected")
+        )
+        other = np.where(self.two, self.lists["rejected_prompt"].lengths, prompt)
+        most = limits.max_prompt_length or np.iinfo(np.int64).max
+        longest = np.maximum(prompt + chosen, other + rejected)
+        longest_prompt = np.maximum(prompt, other)
+        over = (longest > limits.max_length) | (longest_prompt > most)
+        self._refuse(over, longest, longest_prompt, limits)
+        start, other_start, keep = np.zeros_like(prompt), np.zeros_like(prompt), ~over
+        new_chosen, new_rejected = chosen, rejected
+        if limits.overlong == "truncate":
+            start, other_start = np.maximum(prompt - most, 0), np.maximum(other - most, 0)
+            room, other_room = limits.max_length - (prompt - start), limits.max_length - (other - other_start)
+            new_chosen, new_rejected = np.minimum(chosen, room), np.minimum(rejected, other_room)
+            keep = (new_chosen > 0) & (new_rejected > 0)
+        view = np.stack([np.arange(len(prompt)), start, other_start, new_chosen, new_rejected], axis=1)[keep]
+        lengths = prompt - start + new_chosen + new_rejected + np.where(self.two, other - other_start, 0)
+        return Fitted(
+            view,
+            lengths[keep],
+            int((~keep).sum()),
+            int((over & keep).sum()),
+            0,
+            Lengths.of(np.concatenate([prompt + chosen, other + rejected])),
+            Lengths.of(self.prompt_lengths()),
+        )
+
+    def _refuse(self, over: Array, length: Array, prompt: Array, limits: Limits) -> None:
+        if limits.overlong != "error" or not over.any():
+            return
+        rows = [
+            f"row {self.row[i]} has {length[i]:,} tokens, {prompt[i]:,} of them prompt"
+            for i in np.flatnonzero(over)[:10]
+        ]
+        limit = f"max_length {limits.max_length:,}"
+        if limits.max_prompt_length is not None:
+            limit += f", max_prompt_length {limits.max_prompt_length:,}"
+        raise DataError(
+            f"{int(over.sum()):,} rows are over the length limits ({limit}) and data.overlong is error:\n  "
+            + "\n  ".join(rows)
+        )
+
+
+def _pieces(view: Array, split: Array, size: int) -> Array:
+    """Cut documents into pieces that overlap by one token, so that every token but a document's first is a target once."""
+    out = []
+    for (index, start, stop), cut in zip(view, split, strict=True):
+        begins = range(start, stop - 1, size - 1) if cut else (start,)
+        out += [(index, begin, min(begin + size, stop) if cut else stop) for begin in begins]
+    return np.asarray(out, np.int64).reshape(-1, 3)
+
+
+class Dataset:
+    """A sequence of `posttrain.batch.Example`. `lengths` are physical tokens per example, every token of it counted."""
+
+    def __init__(self, table: Table, fitted: Fitted, indices: Array):
+        self._table = table
+        self._view = fitted.view[indices]
+        self.lengths: Array = fitted.lengths[indices]
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def __getitem__(self, index: int) -> Example:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        return self._completion(index) if self._table.kind == "sft" else self._pair(index)
+
+    def _completion(self, index: int) -> Example:
+        table = self._table
+        at, start, stop = (int(value) for value in self._view[index])
+        trained = np.zeros(stop, bool)
+        for begin, end in table.lists["spans"][at].reshape(-1, 2):
+            trained[begin:end] = True
+        tree = Sample(table.lists["tokens"][at][start:stop], trained[start:])
+        return Example((tree,), int(table.row[at]))
+
+    def _pair(self, index: int) -> Example:
+        lists = self._table.lists
+        at, start, other_start, chosen, rejected = (int(value) for value in self._view[index])
+        prompt = lists["prompt"][at][start:]
+        leaves = (Sample(lists["chosen"][at][:chosen], True), Sample(lists["rejected"][at][:rejected], True))
+        trees: tuple[Sample, ...] = (Sample(prompt, False, leaves),)
+        if self._table.two[at]:
+            other = lists["rejected_prompt"][at][other_start:]
+            trees = (Sample(prompt, False, leaves[:1]), Sample(other, False, leaves[1:]))
+        margin = float(self._table.margin[at])
+        return Example(trees, int(self._table.row[at]), None if np.isnan(margin) else margin)

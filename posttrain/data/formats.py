@@ -1,0 +1,317 @@
+"""Data formats: one function each, from the fields of a row to the common form of `rows.py`.
+
+To add one, write a function and give it a line in `FORMATS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from posttrain.data.rows import (
+    Fields,
+    Row,
+    RowError,
+    Turns,
+    as_turns,
+    field,
+    messages_of,
+    number_or_text,
+    optional_text,
+    text_of,
+    tools_of,
+)
+from posttrain.data.templates import Template
+from posttrain.errors import DataError
+
+HH_TURN = re.compile(r"\n\n(Human|Assistant):")
+
+
+def preference(fields: Fields, template: Template) -> Row:
+    """`chosen` and `rejected` replies to `prompt`; without it, the prompt is what the two share, as in TRL."""
+    chosen, rejected = (_reply(fields, name) for name in ("chosen", "rejected"))
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise RowError("chosen and rejected must both be texts, or both lists of messages")
+    prompt = fields.get("prompt")
+    whole = not isinstance(chosen, str) and chosen[0]["role"] != "assistant"
+    margin, tools = _margin(fields), tools_of(fields.get("tools"))
+    if prompt is None or whole:
+        prompt, chosen, rejected = _common_prefix(chosen, rejected)
+    else:
+        prompt = text_of(prompt, "prompt") if isinstance(prompt, str) else messages_of(prompt, "prompt")
+        if isinstance(prompt, str) and not isinstance(chosen, str):
+            prompt = as_turns(prompt, "user")
+        elif isinstance(chosen, str) and not isinstance(prompt, str):
+            chosen, rejected = as_turns(chosen, "assistant"), as_turns(rejected, "assistant")
+    if system := optional_text(fields, "system"):
+        prompt = [{"role": "system", "content": system}, *as_turns(prompt, "user")]
+        chosen, rejected = as_turns(chosen, "assistant"), as_turns(rejected, "assistant")
+    return Row(prompt, chosen, rejected, margin=margin, tools=tools)
+
+
+def hh(fields: Fields, template: Template) -> Row:
+    """Whole transcripts `\\n\\nHuman: … \\n\\nAssistant: …`: the prompt is all before the last reply."""
+    (prompt, chosen), (other, rejected) = (_split_transcript(fields, name) for name in ("chosen", "rejected"))
+    if template.turns:
+        return Row(
+            _transcript_turns(prompt),
+            as_turns(chosen.strip(), "assistant"),
+            as_turns(rejected.strip(), "assistant"),
+            None if prompt == other else _transcript_turns(other),
+            _margin(fields),
+        )
+    return Row(prompt, chosen, rejected, None if prompt == other else other, _margin(fields))
+
+
+def prompt_completion(fields: Fields, template: Template) -> Row:
+    """`prompt` and `completion`, as texts or as messages."""
+    prompt, completion = (
+        text_of(value, name) if isinstance(value, str) else messages_of(value, name)
+        for name, value in ((name, field(fields, name)) for name in ("prompt", "completion"))
+    )
+    if isinstance(prompt, str) != isinstance(completion, str):
+        prompt, completion = as_turns(prompt, "user"), as_turns(completion, "assistant")
+    return Row(prompt, completion, tools=tools_of(fields.get("tools")))
+
+
+def messages(fields: Fields, template: Template) -> Row:
+    """`messages`: a conversation of `role` and `content`."""
+    return Row(None, messages_of(field(fields, "messages"), "messages"), tools=tools_of(fields.get("tools")))
+
+
+def sharegpt(fields: Fields, template: Template) -> Row:
+    """`conversations` of `from` and `value`; with `chosen` and `rejected` a pair, as in LLaMA-Factory."""
+    turns = messages_of(field(fields, "conversations"), "conversations")
+    if system := optional_text(fields, "system"):
+        turns = [{"role": "system", "content": system}, *turns]
+    tools = tools_of(fields.get("tools"))
+    if fields.get("chosen") is None and fields.get("rejected") is None:
+        return Row(None, turns, tools=tools)
+    chosen, rejected = (messages_of(field(fields, name), name) for name in ("chosen", "rejected"))
+    return Row(turns, chosen, rejected, margin=_margin(fields), tools=tools)
+
+
+def alpaca(fields: Fields, template: Template) -> Row:
+    """`instruction`, `input` (may be empty) and `output`."""
+    instruction = text_of(field(fields, "instruction"), "instruction")
+    given, output = optional_text(fields, "input"), text_of(field(fields, "output"), "output")
+    content = f"{instruction}\n{given}" if given else instruction
+    if not template.turns:
+        return Row(f"{content}\n", output)
+    user = {"role": "user", "content": content, "instruction": instruction, "input": given}
+    system = optional_text(fields, "system")
+    turns = [{"role": "system", "content": system}, user] if system else [user]
+    return Row(turns, as_turns(output, "assistant"))
+
+
+def problem_answer(fields: Fields, template: Template) -> Row:
+    """`problem` with `solution`, `answer` or both; either may hold the other: `… #### 72`, `\\boxed{72}`."""
+    problem = text_of(field(fields, "problem"), "problem")
+    solution = optional_text(fields, "solution")
+    answer = "" if fields.get("answer") is None else number_or_text(fields["answer"], "answer")
+    if not solution and not answer:
+        raise RowError("solution and answer are both missing or empty")
+    plain = solution or answer
+    if "####" in answer:
+        working, _, answer = answer.rpartition("####")
+        solution = solution or working.rstrip()
+    elif not answer:
+        boxed = last_boxed(solution)
+        solution, answer = (solution, boxed) if boxed else ("", solution)
+    tagged = template.name in ("tags", "r1_zero", "question_only")
+    reply = template.compose(solution, answer.strip()) if tagged else plain
+    return Row(problem, reply) if template.turns else Row(f"{problem}\n", reply)
+
+
+def text(fields: Fields, template: Template) -> Row:
+    """`text`: a plain document, all of it trained on."""
+    return Row(None, text_of(field(fields, "text"), "text"))
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format's function and columns. `aliases` are other names under which data sets have a field."""
+
+    read: Callable[[Fields, Template], Row]
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+    pairs: bool = False
+    one_of: tuple[str, ...] = ()  # at least one of these
+
+
+FORMATS: dict[str, Format] = {
+    "preference": Format(preference, ("chosen", "rejected"), ("prompt", "system", "margin", "tools"), pairs=True),
+    "hh": Format(hh, ("chosen", "rejected"), ("margin",), pairs=True),
+    "sharegpt": Format(sharegpt, ("conversations",), ("chosen", "rejected", "system", "tools", "margin"), pairs=True),
+    "messages": Format(messages, ("messages",), ("tools",)),
+    "alpaca": Format(alpaca, ("instruction", "output"), ("input", "system")),
+    "prompt_completion": Format(prompt_completion, ("prompt", "completion"), ("tools",)),
+    "problem_answer": Format(
+        problem_answer,
+        ("problem",),
+        ("solution", "answer"),
+        (
+            ("question", "problem"),
+            ("prompt", "problem"),
+            ("generated_solution", "solution"),
+            ("expected_answer", "answer"),
+        ),
+        one_of=("solution", "answer"),
+    ),
+    "text": Format(text, ("text",)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A format and where a data set has its fields."""
+
+    name: str
+    columns: tuple[tuple[str, str], ...]  # field of the format, column of the data
+
+    def read(self, value: Fields, template: Template) -> Row:
+        """The row in its common form. Raises RowError when it is malformed."""
+        fields = {name: value[column] for name, column in self.columns if column in value}
+        return FORMATS[self.name].read(fields, template)
+
+
+def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: str, where: str) -> Layout:
+    """The layout for rows like these first ones, with `columns` naming the data's own names for fields.
+
+    Raises DataError when the format's columns are not there, or no format fits: it lists those that are.
+    """
+    there = {name: None for value in sample for name in value}
+    for name in ("image", "images", "video", "videos", "audio", "audios"):
+        if any(value.get(name) for value in sample):
+            raise DataError(f"{where} has a column {name!r}: posttrain trains text models only")
+    for name, column in columns.items():
+        if column not in there:
+            raise DataError(f"data.columns: {where} has no column {column!r} (for {name}); it has {_list(there)}")
+    if format == "auto":
+        format = _detect(columns, there, sample, kind, where)
+    known = FORMATS[format]
+    names = (*known.required, *known.optional)
+    if unknown := [name for name in columns if name not in names]:
+        raise DataError(f"data.columns: format {format} has no field {unknown[0]!r}; it has {_list(names)}")
+    found = _resolve(known, columns, there)
+    missing = [name for name in known.required if name not in found]
+    if missing or (known.one_of and not any(name in found for name in known.one_of)):
+        lacking = _list(missing) if missing else " or ".join(known.one_of)
+        raise DataError(
+            f"{where} has no column {lacking}, which format {format} needs; it has {_list(there)}. "
+            "Name yours with data.columns, e.g. {" + f"{(missing or known.one_of)[0]}: YOUR_COLUMN" + "}"
+        )
+    if kind == "pair" and not (known.pairs and {"chosen", "rejected"} <= found.keys()):
+        raise DataError(
+            f"{where} is read as {format}, which has no chosen and rejected: reward models and DPO need "
+            f"preference pairs (its columns: {_list(there)})"
+        )
+    return Layout(format, tuple(found.items()))
+
+
+def _resolve(known: Format, columns: dict[str, str], there: Iterable[str]) -> dict[str, str]:
+    """Each field of the format that is there, with its column: as set, under its own name, or an alias."""
+    found = {name: columns.get(name, name) for name in (*known.required, *known.optional)}
+    found = {name: column for name, column in found.items() if column in there}
+    for alias, name in known.aliases:
+        if alias in there and alias not in found.values():
+            found.setdefault(name, alias)
+    return found
+
+
+def _detect(columns: dict[str, str], there: Iterable[str], sample: list[dict], kind: str, where: str) -> str:
+    """The format told by the columns, the mapped ones under the format's names."""
+    names = {*there, *columns}
+    if kind == "sft" and "label" in names and any(isinstance(value.get("label"), bool) for value in sample):
+        raise DataError(
+            f"{where} has a boolean column `label`, as KTO's data: half of it is to be avoided, not imitated. "
+            "Set data.format to train on all of it"
+        )
+    if {"chosen", "rejected"} <= names and "conversations" not in names:
+        chosen = [value.get(columns.get("chosen", "chosen")) for value in sample]
+        transcripts = [isinstance(item, str) and item.lstrip().startswith("Human:") for item in chosen]
+        return "hh" if "prompt" not in names and sum(transcripts) * 2 > len(transcripts) else "preference"
+    if "conversations" in names:
+        return "sharegpt"
+    for format in ("messages", "alpaca", "prompt_completion", "problem_answer", "text"):
+        known = FORMATS[format]
+        found = _resolve(known, columns, names)
+        if set(known.required) <= found.keys() and (not known.one_of or set(known.one_of) & found.keys()):
+            return format
+    needs = "; ".join(
+        f"{name}: {', '.join(known.required)}{' and ' + ' or '.join(known.one_of) if known.one_of else ''}"
+        for name, known in FORMATS.items()
+    )
+    raise DataError(
+        f"{where} has the columns {_list(there)}, which fit no format. Set data.format and data.columns. {needs}"
+    )
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def last_boxed(solution: str) -> str | None:
+    """What the last balanced `\\boxed{…}` holds."""
+    start = solution.rfind("\\boxed{")
+    depth = 0
+    for index in range(start + 6, len(solution)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(solution[index], 0)
+        if depth == 0:
+            return solution[start + 7 : index]
+    return None
+
+
+def _reply(fields: Fields, name: str) -> str | Turns:
+    value = field(fields, name)
+    return text_of(value, name) if isinstance(value, str) else messages_of(value, name)
+
+
+def _margin(fields: Fields) -> float | None:
+    value = fields.get("margin")
+    if value is None:
+        return None
+    try:
+        margin = float(value)
+    except (TypeError, ValueError):
+        raise RowError(f"margin must be a number, not {value!r}") from None
+    if margin - margin != 0:
+        raise RowError(f"margin must be a finite number, not {value!r}")
+    return margin
+
+
+def _common_prefix(chosen: str | Turns, rejected: str | Turns) -> tuple[str | Turns, str | Turns, str | Turns]:
+    """Prompt and two replies from wholes that begin alike; each reply keeps at least its last item, as in TRL."""
+    shortest = min(len(chosen), len(rejected))
+    if not shortest:
+        return chosen[:0], chosen, rejected
+    end = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest - 1)
+    if end and end < shortest and chosen[end] != rejected[end] and chosen[end - 1] == " ":
+        end -= 1  # the space belongs to the word that differs
+    return chosen[:end], chosen[end:], rejected[end:]
+
+
+def _split_transcript(fields: Fields, name: str) -> tuple[str, str]:
+    """A transcript's prompt, up to and with the last `\\n\\nAssistant:`, and the reply after it."""
+    whole = text_of(field(fields, name), name)
+    prompt, mark, reply = whole.rpartition("\n\nAssistant:")
+    if not mark:
+        raise RowError(f"{name} has no `\\n\\nAssistant:` turn")
+    if "\n\nHuman:" in reply:
+        raise RowError(f"{name} does not end with the assistant's turn")
+    return prompt + mark, reply
+
+
+def _transcript_turns(prompt: str) -> Turns:
+    """The messages of a transcript that ends in the opening of the assistant's turn."""
+    pieces = HH_TURN.split(prompt)
+    if pieces[0].strip():
+        raise RowError("the transcript does not begin with `\\n\\nHuman:` or `\\n\\nAssistant:`")
+    turns: Turns = []
+    for speaker, said in zip(pieces[1:-2:2], pieces[2:-1:2], strict=True):
+        turns.append({"role": "user" if speaker == "Human" else "assistant", "content": said.strip()})
+    if not turns:
+        raise RowError("the transcript has no turn before the reply")
+    return turns

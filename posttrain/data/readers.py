@@ -1,0 +1,287 @@
+"""Local files to rows. Each row comes with its file and line, and a bad one as a problem instead of an exception."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from posttrain.errors import DataError
+
+# A line longer than this is not parsed: no row of text is, and a binary file must not fill the memory.
+LINE_BYTES = 64_000_000
+DOCUMENT_END = "<|endoftext|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One row as read: its value, or the problem that kept it from having one."""
+
+    row: int  # counted from 0 over all files of the source
+    file: str
+    line: int  # of the file, from 1; for Parquet the number of the row
+    value: dict[str, Any] | None
+    problem: str | None = None
+
+
+Parsed = tuple[int, dict[str, Any] | None, str | None]  # line, value, problem
+
+
+def read_files(files: tuple[Path, ...]) -> Iterator[Record]:
+    """The rows of all files, one after the other.
+
+    Raises DataError when a file as a whole cannot be read: not there, damaged, empty, UTF-16, not the format it is named for.
+    """
+    row = 0
+    for path in files:
+        before = row
+        try:
+            for line, value, problem in reader_of(path)(path):
+                yield Record(row, str(path), line, value, problem)
+                row += 1
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(f"{path} is a damaged or truncated gzip file ({error}): fetch it again") from error
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+        if row == before:
+            raise DataError(f"{path} has no rows: the file is empty")
+
+
+def reader_of(path: Path) -> Callable[[Path], Iterator[Parsed]]:
+    """The reader for a file by its suffix, `.gz` aside. Raises DataError for a suffix that has none."""
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
+    suffix = suffixes[-1] if suffixes else ""
+    if suffix not in READERS:
+        raise DataError(
+            f"{path} is not a data file: the name must end in {', '.join(READERS)}, or one of these and .gz"
+        )
+    return READERS[suffix]
+
+
+def _open(path: Path) -> BinaryIO:
+    """A byte stream without UTF-8's byte order mark; other encodings are refused by name."""
+    stream: BinaryIO = cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
+    start = stream.read(4)
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        stream.close()
+        raise DataError(f"{path} is UTF-16, not UTF-8: convert it, e.g. with `iconv -f UTF-16 -t UTF-8`")
+    if start[:2] == b"\x1f\x8b":
+        stream.close()
+        raise DataError(f"{path} is compressed: give it a name that ends in .gz")
+    stream.seek(3 if start[:3] == b"\xef\xbb\xbf" else 0)
+    return stream
+
+
+def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+    """Numbered lines; None for one that is too long to be a row."""
+    number = 0
+    while line := stream.readline(LINE_BYTES):
+        number += 1
+        if len(line) == LINE_BYTES and not line.endswith(b"\n"):
+            while (rest := stream.readline(LINE_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            yield number, None
+        else:
+            yield number, line
+
+
+def read_jsonl(path: Path) -> Iterator[Parsed]:
+    """One JSON object a line; lines of white space are no rows."""
+    with _open(path) as stream:
+        for number, raw in _lines(stream):
+            if raw is None:
+                yield number, None, f"a line of more than {LINE_BYTES:,} bytes"
+                continue
+            if not raw.strip():
+                continue
+            try:
+                value = _decoder.decode(raw.decode().strip())
+            except UnicodeDecodeError as error:
+                yield number, None, f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}"
+            except json.JSONDecodeError as error:
+                yield number, None, f"not JSON: {error.msg} at column {error.colno}"
+            except (ValueError, RecursionError) as error:
+                yield number, None, f"not JSON: {error}"
+            else:
+                yield number, *_object(value)
+
+
+def read_json(path: Path) -> Iterator[Parsed]:
+    """A list of objects, or an object with one list of them. A file of one object a line is read as JSONL."""
+    with _open(path) as stream:
+        raw = stream.read()
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path} line {line} is not UTF-8: byte 0x{raw[error.start]:02x}") from error
+    if not text.strip():
+        return
+    head = text.lstrip()
+    if head[0] == "{":
+        try:
+            whole = _decoder.decode(head)
+        except ValueError as error:
+            if _is_object(head.splitlines()[0]):
+                yield from read_jsonl(path)
+                return
+            raise _bad_json(path, error) from error
+        lists = [key for key, value in whole.items() if isinstance(value, list)]
+        if len(lists) != 1:
+            raise DataError(
+                f"{path} is one JSON object; it needs exactly one list of rows in it and has {', '.join(lists) or 'none'}"
+            )
+        for number, item in enumerate(whole[lists[0]], start=1):
+            yield number, *_object(item)
+    elif head[0] == "[":
+        yield from _items(path, text)
+    else:
+        raise DataError(f"{path} is not a JSON list of rows: it begins with {head[:20]!r}")
+
+
+def _items(path: Path, text: str) -> Iterator[Parsed]:
+    """The items of a JSON list, each with the line that it begins on."""
+    position, line, counted = text.index("[") + 1, 1, 0
+    try:
+        while True:
+            position = _skip_space(text, position)
+            if text[position : position + 1] == "]":
+                return
+            line += text.count("\n", counted, position)
+            counted = position
+            item, position = _decoder.raw_decode(text, position)
+            yield line, *_object(item)
+            position = _skip_space(text, position)
+            if text[position : position + 1] not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, position)
+            position += text[position] == ","
+    except (ValueError, RecursionError) as error:
+        raise _bad_json(path, error) from error
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position
+
+
+def _bad_json(path: Path, error: Exception) -> DataError:
+    where = f" line {error.lineno} column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+    message = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+    return DataError(f"{path}{where} is not JSON: {message}")
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def _object(value: object) -> tuple[dict[str, Any] | None, str | None]:
+    if isinstance(value, dict):
+        return value, None
+    return None, f"a row must be an object with named columns, not {type_name(value)}"
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return result
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_unique)
+
+
+def read_csv(path: Path) -> Iterator[Parsed]:
+    """Comma-separated values under a line of column names. A byte that is not UTF-8 becomes a lone surrogate, which no text may have."""
+    with _open(path) as stream:
+        texts = (b"" if raw is None else raw for _, raw in _lines(stream))
+        reader = csv.reader((raw.decode(errors="surrogateescape") for raw in texts), strict=True)
+        limit = csv.field_size_limit(LINE_BYTES)
+        try:
+            header = next(reader, [])
+            if len(set(header)) < len(header):
+                raise DataError(f"{path} names a column twice: {', '.join(header)}")
+            while True:
+                line = reader.line_num + 1
+                try:
+                    cells = next(reader)
+                except StopIteration:
+                    return
+                except csv.Error as error:
+                    yield line, None, f"not CSV: {error}"
+                    continue
+                if not cells:
+                    continue
+                if len(cells) != len(header):
+                    yield line, None, f"{len(cells)} values under {len(header)} column names"
+                else:
+                    yield line, dict(zip(header, cells, strict=True)), None
+        finally:
+            csv.field_size_limit(limit)
+
+
+def read_parquet(path: Path) -> Iterator[Parsed]:
+    """Apache Parquet; the line is the row's number from 1."""
+    compressed = path.suffix.lower() == ".gz"
+    if path.stat().st_size == 0:
+        return
+    try:
+        with gzip.open(path) if compressed else path.open("rb") as stream:
+            file = pq.ParquetFile(BytesIO(stream.read()) if compressed else path, memory_map=not compressed)
+            number = 0
+            for batch in file.iter_batches(batch_size=1000):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield number, value, None
+    except pa.ArrowException as error:
+        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+
+
+def read_text(path: Path) -> Iterator[Parsed]:
+    """Plain text as rows with one column `text`: documents separated by `<|endoftext|>`, at their first line."""
+    with _open(path) as stream:
+        begin, parts = 1, []
+        for number, raw in _lines(stream):
+            if raw is None:
+                yield number, None, f"a line of more than {LINE_BYTES:,} bytes"
+                continue
+            *ended, rest = raw.decode(errors="surrogateescape").split(DOCUMENT_END)
+            for piece in ended:
+                document = "".join([*parts, piece]).strip("\r\n")
+                if document:
+                    yield begin, {"text": document}, None
+                begin, parts = number, []
+            if not parts and not rest.strip():
+                begin = number + 1
+            else:
+                parts.append(rest)
+        if document := "".join(parts).strip("\r\n"):
+            yield begin, {"text": document}, None
+
+
+def type_name(value: object) -> str:
+    """What JSON calls the type of a value, with its article."""
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list"}
+    return names.get(type(value), "an object" if isinstance(value, dict) else f"a {type(value).__name__}")
+
+
+READERS: dict[str, Callable[[Path], Iterator[Parsed]]] = {
+    ".jsonl": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+    ".txt": read_text,
+}

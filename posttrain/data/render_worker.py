@@ -1,0 +1,52 @@
+"""The process that renders chat templates: a template is a program that came with a model, so it runs apart.
+
+Reads one JSON object a line from stdin and answers each with one line on stdout. transformers' sandbox keeps a template
+from reaching anything outside; this process adds limits on memory and output, and its parent one on time.
+"""
+
+import json
+import sys
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+MEMORY_BYTES = 4_000_000_000  # of address space, of which the imports take half a gigabyte
+OUTPUT_BYTES = 1_000_000
+
+
+def limit_memory() -> None:
+    """Keep a template such as `{{ 'a' * 10 ** 12 }}` from filling the machine's memory, where the platform can."""
+    if sys.platform == "linux":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+
+
+def render(job: dict) -> dict:
+    """One conversation as text, and on request the spans of characters that `{% generation %}` marks."""
+    try:
+        texts, spans = render_jinja_template(
+            conversations=[job["messages"]],
+            tools=job["tools"],
+            chat_template=job["template"],
+            add_generation_prompt=job["generate"],
+            return_assistant_tokens_mask=job["spans"],
+            **job["special_tokens"],
+        )
+    except MemoryError:
+        return {"error": "the chat template needs too much memory"}
+    except Exception as error:  # whatever a template does wrong is the answer to its job, not the end of the process
+        return {"error": f"the chat template fails: {type(error).__name__}: {str(error)[:500]}"}
+    if len(texts[0]) > OUTPUT_BYTES or len(texts[0].encode(errors="surrogatepass")) > OUTPUT_BYTES:
+        return {"error": "the chat template writes more than 1 MB"}
+    return {"text": texts[0], "spans": spans[0] if spans else []}
+
+
+def main() -> None:
+    limit_memory()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(render(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

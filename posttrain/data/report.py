@@ -1,0 +1,111 @@
+"""What became of the rows of a data set: read, used, malformed, over the limits, and how long they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+MALFORMED_SHARE = 0.01  # above it a run is refused
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """A row that could not be used."""
+
+    file: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file} line {self.line}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Numbers of tokens of sequences."""
+
+    mean: float = 0.0
+    p50: int = 0
+    p90: int = 0
+    p99: int = 0
+    max: int = 0
+    total: int = 0
+
+    @classmethod
+    def of(cls, lengths: np.ndarray) -> Lengths:
+        """The summary of an array of lengths; percentiles are lengths that occur."""
+        if not len(lengths):
+            return cls()
+        p50, p90, p99 = np.percentile(lengths, [50, 90, 99], method="higher")
+        return cls(float(lengths.mean()), int(p50), int(p90), int(p99), int(lengths.max()), int(lengths.sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What reading and tokenising one source found; kept beside its tokens in the cache."""
+
+    format: str
+    read: int
+    malformed: tuple[Malformed, ...] = ()
+    duplicates: int = 0
+    shifted: int = 0
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict) -> Reading:
+        return cls(**{**data, "malformed": tuple(Malformed(**item) for item in data["malformed"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Counts of one data set, before it is split. `tokens` are of whole sequences before any limit; a pair has two."""
+
+    name: str
+    formats: tuple[str, ...]
+    read: int
+    used: int
+    malformed: tuple[Malformed, ...]
+    duplicates: int  # rows whose tokens an earlier row has too: used all the same
+    shifted: int  # rows whose prompt alone ends in other tokens than before its completion
+    overlong_dropped: int
+    overlong_truncated: int
+    overlong_split: int  # documents cut into pieces
+    tokens: Lengths
+    prompt_tokens: Lengths
+    max_length: int
+    max_prompt_length: int | None
+    notes: tuple[str, ...] = field(default=())
+
+    def lines(self) -> list[str]:
+        """The report in words, one fact a line; facts that are zero are left out."""
+        lengths, prompt = self.tokens, self.prompt_tokens
+        out = [
+            f"{self.name}: {self.read:,} rows read as {', '.join(dict.fromkeys(self.formats))}, {self.used:,} examples used",
+            f"tokens: mean {lengths.mean:,.0f}, P50 {lengths.p50:,}, P90 {lengths.p90:,}, P99 {lengths.p99:,}, "
+            f"max {lengths.max:,} (limit {self.max_length:,})",
+        ]
+        if prompt.max:
+            limit = "" if self.max_prompt_length is None else f" (limit {self.max_prompt_length:,})"
+            out.append(
+                f"prompt tokens: mean {prompt.mean:,.0f}, P50 {prompt.p50:,}, P90 {prompt.p90:,}, P99 {prompt.p99:,}, "
+                f"max {prompt.max:,}{limit}"
+            )
+        counts = (
+            (self.overlong_dropped, "over the length limit, dropped"),
+            (self.overlong_truncated, "over the length limit, truncated"),
+            (self.overlong_split, "documents over the length limit, cut into pieces"),
+            (self.duplicates, "the same as an earlier row, used all the same"),
+            (self.shifted, "whose prompt ends in other tokens before its completion than alone"),
+            (len(self.malformed), "malformed, left out"),
+        )
+        out += [f"{count:,} rows {what}" for count, what in counts if count]
+        return [*out, *(f"  {row}" for row in self.malformed[:10]), *self.notes]
+
+
+def list_malformed(malformed: Iterable[Malformed], most: int = 10) -> str:
+    """The first malformed rows, one a line."""
+    return "\n".join(f"  {row}" for row, _ in zip(malformed, range(most), strict=False))

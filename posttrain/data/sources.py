@@ -1,0 +1,182 @@
+"""Where rows come from: a local file or folder, a data set on the Hugging Face hub or in its cache, or a built-in task."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from huggingface_hub import DatasetCard, hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from posttrain.data.readers import READERS, Record, read_files
+from posttrain.data.tasks import TASKS, Compose
+from posttrain.errors import DataError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w.-]+)?")
+
+
+class Source(Protocol):
+    """Something to read rows from, and the digest that tells whether it has changed."""
+
+    @property
+    def digest(self) -> str: ...
+
+    def read(self) -> Iterator[Record]: ...
+
+
+@dataclass(frozen=True)
+class Files:
+    """Local files, read one after the other."""
+
+    paths: tuple[Path, ...]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the files' names and contents."""
+        whole = hashlib.sha256()
+        for path in self.paths:
+            try:
+                with path.open("rb") as stream:
+                    content = hashlib.file_digest(stream, "sha256").hexdigest()
+            except OSError as error:
+                raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+            whole.update(f"{path.name} {content}\n".encode())
+        return whole.hexdigest()
+
+    def read(self) -> Iterator[Record]:
+        return read_files(self.paths)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Rows of a built-in task, drawn from the seed."""
+
+    name: str
+    split: str
+    rows: int
+    seed: int
+    compose: Compose
+
+    @property
+    def digest(self) -> str:
+        return f"{self.name} {self.split} {self.rows} {self.seed}"
+
+    def read(self) -> Iterator[Record]:
+        for row, value in enumerate(TASKS[self.name](self.split, self.rows, self.seed, self.compose)):
+            yield Record(row, self.name, row + 1, value)
+
+
+def open_source(source: str, split: str, max_rows: int | None, seed: int, compose: Compose) -> Source:
+    """Find what a `source` setting names: `builtin:…`, a path, or a hub id `owner/name` or `owner/name/subset`.
+
+    `split` picks files of a folder or hub data set; a single file has no splits and is read whole. `compose` writes the
+    answers of a built-in task as the template has them. Raises DataError when there is nothing by that name.
+    """
+    if source.startswith("builtin:"):
+        if source not in TASKS:
+            raise DataError(f"there is no built-in task {source!r}: there are {', '.join(TASKS)}")
+        if split not in ("train", "test"):
+            raise DataError(f"{source} has the splits train and test, not {split!r}")
+        return Task(source, split, max_rows or (10_000 if split == "train" else 1_000), seed, compose)
+    path = Path(source).expanduser()
+    if path.is_file():
+        return Files((path,))
+    if path.is_dir():
+        return Files(_split_files(path, split, source, None))
+    if HUB_ID.fullmatch(source) and not any(suffix in READERS for suffix in path.suffixes):
+        return Files(_hub_files(source, split))
+    raise DataError(f"{source} is not there{_near(path)}")
+
+
+def _near(path: Path) -> str:
+    """Names like the missing one, beside where it should be."""
+    folder = path.parent
+    while not folder.is_dir():
+        path, folder = folder, folder.parent
+    names = difflib.get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=3, cutoff=0.5)
+    return f": did you mean {' or '.join(str(folder / name) for name in names)}?" if names else f" (in {folder})"
+
+
+def _split_files(folder: Path, split: str, name: str, subset: str | None) -> tuple[Path, ...]:
+    """The data files of a split: by the folder's own README, or by the file names, as `datasets` finds them."""
+    from datasets import load_dataset_builder  # takes half a second to import, and a single file needs none of it
+    from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
+
+    try:
+        builder = load_dataset_builder(str(folder), name=subset)
+    except (DataFilesNotFoundError, DatasetNotFoundError, FileNotFoundError) as error:
+        raise DataError(f"{name} holds no data files ({', '.join(READERS)}, also .gz)") from error
+    except ValueError as error:  # a subset must be named, or there is none of that name
+        raise DataError(f"{name}: {error}. Name a subset as owner/name/subset") from error
+    files = {str(key): [Path(file) for file in found] for key, found in (builder.config.data_files or {}).items()}
+    if split not in files:
+        raise DataError(f"{name} has no split {split!r}: it has {', '.join(files) or 'none'}")
+    return tuple(files[split])
+
+
+def _hub_files(source: str, split: str) -> tuple[Path, ...]:
+    """The files of a split of a hub data set, from the hub's local cache or downloaded into it.
+
+    `datasets` cannot load a data set offline from the hub's own cache, and reports no line numbers; so the repository's
+    snapshot is fetched and read like a folder.
+    """
+    owner, name, *rest = source.split("/")
+    repo, subset = f"{owner}/{name}", rest[0] if rest else None
+    try:
+        folder = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=_patterns(repo, subset)))
+    except GatedRepoError as error:
+        raise DataError(
+            f"{repo} is gated: accept its terms at https://huggingface.co/datasets/{repo} and set HF_TOKEN"
+        ) from error
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+        near = _near(Path(source))
+        raise DataError(f"{repo} is not a data set on the hub, or a private one (set HF_TOKEN){near}") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
+        raise DataError(
+            f"{source} is no file or folder here{_near(Path(source))}, and as a data set of the hub it is not in the "
+            "local cache and the hub cannot be reached: connect, or fetch it first with "
+            f"`hf download --repo-type dataset {repo}`"
+        ) from error
+    except HfHubHTTPError as error:
+        raise DataError(f"{repo} cannot be fetched from the hub: {error}") from error
+    return _split_files(folder, split, source, subset)
+
+
+def _patterns(repo: str, subset: str | None) -> list[str]:
+    """Which files to fetch: those that the README lists for the subset, else every data file."""
+    every = [f"*{suffix}{end}" for suffix in READERS for end in ("", ".gz")]
+    try:
+        card = DatasetCard.load(hf_hub_download(repo, "README.md", repo_type="dataset"))
+    except LocalEntryNotFoundError:
+        return ["README.md", *every]
+    except EntryNotFoundError:
+        return every
+    configs: list[dict[str, Any]] = card.data.to_dict().get("configs") or []
+    for config in configs:
+        if config.get("config_name", "default") == (subset or "default") and config.get("data_files"):
+            return ["README.md", *_paths(config["data_files"])]
+    return ["README.md", *every]
+
+
+def _paths(data_files: str | list[Any] | dict[str, Any]) -> list[str]:
+    if isinstance(data_files, str):
+        return [data_files]
+    if isinstance(data_files, dict):
+        return (
+            _paths(data_files["path"]) if "path" in data_files else [p for v in data_files.values() for p in _paths(v)]
+        )
+    return [path for entry in data_files for path in _paths(entry)]

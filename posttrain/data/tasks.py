@@ -1,0 +1,81 @@
+"""Built-in tasks: rows without a download. Endless arithmetic with a worked solution, drawn from a seed.
+
+Train and test are disjoint by construction: a hash of the problem says which of the two it belongs to.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from posttrain.errors import DataError
+
+Compose = Callable[[str, str], str]  # (working, answer) -> a reply in the template's own form
+MOST_ROWS = 200_000  # a third of the different problems, so that drawing a new one never takes long
+
+
+def arithmetic_problems(split: str, rows: int, seed: int) -> Iterator[dict[str, str]]:
+    """Different sums and differences of two or three numbers up to 99: `problem`, `solution` (working), `answer`."""
+    if rows > MOST_ROWS:
+        raise DataError(f"builtin:arithmetic has at most {MOST_ROWS:,} rows, not {rows:,}: lower max_rows")
+    rng = np.random.default_rng([seed, zlib.crc32(split.encode())])
+    seen: set[str] = set()
+    while len(seen) < rows:
+        problem, solution, answer = _draw(rng)
+        if problem in seen or _split_of(problem) != split:
+            continue
+        seen.add(problem)
+        yield {"problem": problem, "solution": solution, "answer": str(answer)}
+
+
+def arithmetic(split: str, rows: int, seed: int, compose: Compose) -> Iterator[dict[str, Any]]:
+    """`builtin:arithmetic`: problem, solution, answer; the template's tags come around them later."""
+    return arithmetic_problems(split, rows, seed)
+
+
+def arithmetic_preference(split: str, rows: int, seed: int, compose: Compose) -> Iterator[dict[str, Any]]:
+    """`builtin:arithmetic-preference`: the right reply is `chosen`, one with a wrong last step `rejected`."""
+    rng = np.random.default_rng([seed, zlib.crc32(split.encode()), 1])
+    for row in arithmetic_problems(split, rows, seed):
+        answer = int(row["answer"])
+        wrong = answer + int(rng.choice([-11, -10, -9, -2, -1, 1, 2, 9, 10, 11]))
+        working = row["solution"].removesuffix(row["answer"]) + str(wrong)
+        yield {
+            "prompt": row["problem"],
+            "chosen": compose(row["solution"], row["answer"]),
+            "rejected": compose(working, str(wrong)),
+        }
+
+
+TASKS: dict[str, Callable[[str, int, int, Compose], Iterator[dict[str, Any]]]] = {
+    "builtin:arithmetic": arithmetic,
+    "builtin:arithmetic-preference": arithmetic_preference,
+}
+
+
+def _split_of(problem: str) -> str:
+    return "test" if zlib.crc32(problem.encode()) % 10 == 0 else "train"
+
+
+def _draw(rng: np.random.Generator) -> tuple[str, str, int]:
+    a, b, c = (int(n) for n in rng.integers(0, 100, size=3))
+    kind = rng.random()
+    if kind < 0.35:
+        return f"What is {a} + {b}?", _step(a, "+", b), a + b
+    if kind < 0.7:
+        a, b = max(a, b), min(a, b)
+        return f"What is {a} - {b}?", _step(a, "-", b), a - b
+    c = min(c, a + b)
+    return f"What is {a} + {b} - {c}?", f"{_step(a, '+', b)}\n{_step(a + b, '-', c)}", a + b - c
+
+
+def _step(a: int, sign: str, b: int) -> str:
+    """One operation, the tens of the second number first: 47 + 38 = 77 + 8 = 85."""
+    result = a + b if sign == "+" else a - b
+    tens, ones = b - b % 10, b % 10
+    if not tens or not ones:
+        return f"{a} {sign} {b} = {result}"
+    return f"{a} {sign} {b} = {a + tens if sign == '+' else a - tens} {sign} {ones} = {result}"

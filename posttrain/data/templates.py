@@ -1,0 +1,133 @@
+"""How a conversation is written: the tokenizer's chat template, one of the built-in ones, a Jinja file, or not at all.
+
+The built-in ones are ordinary chat templates. Whichever is used is put on the tokenizer, so that it is saved with the
+model and every later use writes the same text.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.config.schema import DataConfig, TagsConfig
+from posttrain.errors import DataError
+
+R1_ZERO_PREAMBLE = (
+    "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant "
+    "first thinks about the reasoning process in the mind and then provides the User with the answer. The reasoning "
+    "process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> tags, respectively, "
+    "i.e., <think> reasoning process here </think> <answer> answer here </answer>.\n"
+)
+ALPACA_PREAMBLE = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+)
+ALPACA_PREAMBLE_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The chosen template. `turns` is False when texts are used as they are."""
+
+    name: str
+    turns: bool
+    tags: TagsConfig
+
+    def compose(self, working: str, answer: str) -> str:
+        """The reply to a problem in the template's own form, from its working and its answer."""
+        if self.name == "tags":
+            tags = self.tags
+            return (
+                f"{tags.reasoning_start}{working}{tags.reasoning_end}{tags.solution_start}{answer}{tags.solution_end}"
+            )
+        if self.name == "r1_zero":
+            return f"<think> {working} </think> <answer> {answer} </answer>"
+        if self.name == "question_only":
+            return working if "\\boxed" in working else f"{working}\n\\boxed{{{answer}}}".lstrip("\n")
+        return working or answer
+
+
+def choose_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Template:
+    """The template of the settings, put on the tokenizer.
+
+    Raises DataError when the tokenizer has no chat template to use, or the file cannot be read.
+    """
+    name = data.template
+    template = Template(name, name != "none", data.tags)
+    if name == "chat":
+        if tokenizer.chat_template is None:
+            raise DataError(
+                "data.template is chat, but the tokenizer has no chat template: set data.template to none (texts as they "
+                "are), alpaca, tags, r1_zero, question_only, or a .jinja file"
+            )
+    elif name.endswith(".jinja"):
+        try:
+            tokenizer.chat_template = Path(name).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"the template {name} cannot be read: {error}") from error
+    elif name != "none":
+        tokenizer.chat_template = _builtin(name, data.tags, tokenizer)
+    return template
+
+
+def _builtin(name: str, tags: TagsConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A built-in template as Jinja, with the beginning and end of text as this tokenizer has them."""
+    parts = {"tags": _tags, "r1_zero": _r1_zero, "question_only": _question_only, "alpaca": _alpaca}[name](tags)
+    preamble, user, opening, reply_opening = parts
+    end = "{{ eos_token }}" if tokenizer.eos_token else ""
+    return (
+        f"{'{{ bos_token }}' if _begins_with_bos(tokenizer) else ''}"
+        f"{{% if messages[0].role == 'system' %}}{{{{ messages[0].content + '\\n\\n' }}}}"
+        f"{{% else %}}{preamble}{{% endif %}}"
+        "{% for message in messages %}"
+        f"{{% if message.role == 'user' %}}{user}"
+        f"{{% elif message.role == 'assistant' %}}{opening}{{% generation %}}{{{{ message.content }}}}{end}{{% endgeneration %}}"
+        "{% if not loop.last %}{{ '\\n\\n' }}{% endif %}"
+        "{% elif not loop.first %}{{ raise_exception('this template has no ' + message.role + ' turns') }}{% endif %}"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{opening}{reply_opening}{{% endif %}}"
+    )
+
+
+def _text(text: str) -> str:
+    """A literal for Jinja."""
+    return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}"
+
+
+def _tags(tags: TagsConfig) -> tuple[str, str, str, str]:
+    instructions = (
+        "You are given a problem.\nThink about the problem and provide your working out.\n"
+        f"Place it between {tags.reasoning_start} and {tags.reasoning_end}.\n"
+        f"Then, provide your solution between {tags.solution_start}{tags.solution_end}\n\n"
+    )
+    return _text(instructions), "{{ message.content + '\\n' }}", "", _text(tags.reasoning_start)
+
+
+def _r1_zero(tags: TagsConfig) -> tuple[str, str, str, str]:
+    return _text(R1_ZERO_PREAMBLE), "{{ 'User: ' + message.content + '\\n' }}", _text("Assistant: "), _text("<think>")
+
+
+def _question_only(tags: TagsConfig) -> tuple[str, str, str, str]:
+    return "", "{{ message.content + '\\n' }}", "", ""
+
+
+def _alpaca(tags: TagsConfig) -> tuple[str, str, str, str]:
+    """Stanford Alpaca's two prompts. A message that came from an Alpaca row has its instruction and input apart."""
+    preamble = (
+        f"{{% if messages[0].input %}}{_text(ALPACA_PREAMBLE_INPUT)}{{% else %}}{_text(ALPACA_PREAMBLE)}{{% endif %}}"
+        "{{ '\\n\\n' }}"
+    )
+    user = (
+        "{% if message.input %}{{ '### Instruction:\\n' + message.instruction + '\\n\\n### Input:\\n' + message.input + '\\n\\n' }}"
+        "{% else %}{{ '### Instruction:\\n' + message.content + '\\n\\n' }}{% endif %}"
+    )
+    return preamble, user, _text("### Response:\n"), ""
+
+
+def _begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer puts its beginning-of-text token before a plain text."""
+    return tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]

@@ -1,0 +1,299 @@
+"""Rows to token ids, tokenised as TRL 1.16 does: prompt and completion together, the prompt their common prefix.
+
+A completion ends in the stop token: appended to texts, and to conversations whose template ends in no
+special token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+from posttrain.data.render import Job, Renderer
+from posttrain.data.rows import Row, RowError, Turns, as_turns
+from posttrain.errors import DataError
+
+Ids = Sequence[int]
+Span = tuple[int, int]
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """An SFT example: its tokens, the spans of them that are trained, and how many are prompt."""
+
+    tokens: Ids
+    spans: tuple[Span, ...]
+    prompt: int
+    shifted: bool = False  # the end of the prompt merged with the completion, so the prompt alone reads differently
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A preference pair: prompt and replies; a prompt of its own for the rejected reply where the two differ."""
+
+    prompt: Ids
+    chosen: Ids
+    rejected: Ids
+    rejected_prompt: Ids | None
+    margin: float | None
+    shifted: bool = False
+
+
+class Tokeniser:
+    """Tokenises batches of rows for one tokenizer. `renderer` is None when texts are used as they are."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, renderer: Renderer | None, assistant_only_loss: bool):
+        self.tokenizer = tokenizer
+        self.renderer = renderer
+        self.assistant_only_loss = assistant_only_loss
+        self.stop = str(tokenizer.eos_token) if tokenizer.eos_token else ""
+        self.endings = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        if assistant_only_loss and not tokenizer.is_fast:
+            raise DataError("assistant_only_loss needs a fast tokenizer, which knows the characters of each token")
+
+    def pairs(self, rows: Sequence[Row]) -> list[Compared | RowError]:
+        """Preference pairs, all completion tokens trained."""
+        texts = self._texts(
+            [
+                part
+                for row in rows
+                for part in (
+                    (row, row.prompt, None),
+                    (row, row.prompt, row.chosen),
+                    (row, row.prompt if row.rejected_prompt is None else row.rejected_prompt, row.rejected),
+                    (row, row.rejected_prompt, None),
+                )
+                if part[1] is not None
+            ]
+        )
+        ids = iter(self._encode(texts))
+        return [self._pair(row, [next(ids) for _ in range(3 if row.rejected_prompt is None else 4)]) for row in rows]
+
+    def _pair(self, row: Row, encoded: list[Ids | RowError]) -> Compared | RowError:
+        for item in encoded:
+            if isinstance(item, RowError):
+                return item
+        prompt, chosen, rejected, *rest = cast(list[Ids], encoded)
+        other = rest[0] if rest else prompt
+        cut, other_cut = common_prefix(prompt, chosen), common_prefix(other, rejected)
+        if not rest:
+            cut = other_cut = min(cut, other_cut)
+        shifted = cut < len(prompt) or other_cut < len(other)
+        same = list(chosen[:cut]) == list(rejected[:other_cut])
+        return Compared(
+            prompt[:cut], chosen[cut:], rejected[other_cut:], None if same else other[:other_cut], row.margin, shifted
+        )
+
+    def completions(self, rows: Sequence[Row], completion_only_loss: bool) -> list[Trained | RowError]:
+        """SFT examples with a prompt: the completion is trained, or without `completion_only_loss` everything."""
+        if self.assistant_only_loss:
+            whole = self.conversations(
+                [Row(None, [*_turns(row.prompt), *_turns(row.chosen, "assistant")], tools=row.tools) for row in rows]
+            )
+        else:
+            whole = None
+        texts = self._texts([part for row in rows for part in ((row, row.prompt, None), (row, row.prompt, row.chosen))])
+        ids = self._encode(texts)
+        out: list[Trained | RowError] = []
+        for index in range(len(rows)):
+            prompt, full = ids[2 * index], ids[2 * index + 1]
+            if isinstance(prompt, RowError) or isinstance(full, RowError):
+                out.append(prompt if isinstance(prompt, RowError) else cast(RowError, full))
+                continue
+            cut = common_prefix(prompt, full)
+            spans: tuple[Span, ...] = ((cut if completion_only_loss else 0, len(full)),)
+            if whole is not None:
+                masked = whole[index]
+                if isinstance(masked, RowError):
+                    out.append(masked)
+                    continue
+                start = spans[0][0]
+                spans = tuple((max(a, start), b) for a, b in masked.spans if b > start)
+            out.append(Trained(full, spans, cut, cut < len(prompt)))
+        return out
+
+    def documents(self, rows: Sequence[Row]) -> list[Trained | RowError]:
+        """Plain texts, every token trained."""
+        texts: list[str | RowError] = [self._stopped(cast(str, row.chosen)) for row in rows]
+        return [
+            item if isinstance(item, RowError) else Trained(item, ((0, len(item)),), 0)
+            for item in self._encode(texts, plain=True)
+        ]
+
+    def conversations(self, rows: Sequence[Row]) -> list[Trained | RowError]:
+        """Whole conversations: every token trained, or with `assistant_only_loss` the assistant's turns."""
+        if not self.assistant_only_loss:
+            texts = self._texts([(row, [], row.chosen) for row in rows])
+            return [
+                item if isinstance(item, RowError) else Trained(item, ((0, len(item)),), 0)
+                for item in self._encode(texts)
+            ]
+        if self.renderer is None:
+            raise DataError(
+                "method.assistant_only_loss needs conversations, but data.template is none, which has no turns"
+            )
+        template = self.tokenizer.get_chat_template()
+        located = self._marked(rows) if GENERATION.search(template) else self._by_prefix(rows)
+        return self._masked(located)
+
+    def _texts(self, parts: Sequence[tuple[Row, str | Turns | None, str | Turns | None]]) -> list[str | RowError]:
+        """The text of each (prompt, reply); without a reply, the prompt as the model sees it before it answers."""
+        if self.renderer is None:
+            texts: list[str | RowError] = []
+            for _, prompt, reply in parts:
+                pieces = [_plain(piece) for piece in (prompt, reply) if piece is not None]
+                failed = next((piece for piece in pieces if isinstance(piece, RowError)), None)
+                text = "".join(cast(list[str], pieces)) if failed is None else ""
+                texts.append(failed or (text if reply is None else self._stopped(text)))
+            return texts
+        jobs = [
+            Job([*_turns(prompt), *([] if reply is None else _turns(reply, "assistant"))], row.tools, reply is None)
+            for row, prompt, reply in parts
+        ]
+        return [
+            RowError(done.error) if done.error else done.text if job.generate else self._ended(done.text, job)
+            for job, done in zip(jobs, self.renderer.render(jobs), strict=True)
+        ]
+
+    def _stopped(self, text: str) -> str:
+        """A completion as text, with the stop token at its end."""
+        return text if not self.stop or text.endswith(self.stop) else text + self.stop
+
+    def _ended(self, text: str, job: Job) -> str:
+        """A rendered conversation; the template's own end of turn, any special token, is as good as the stop token."""
+        if job.messages[-1]["role"] != "assistant" or text.rstrip().endswith(self.endings):
+            return text
+        return self._stopped(text)
+
+    def _encode(self, texts: Sequence[str | RowError], plain: bool | None = None) -> list[Ids | RowError]:
+        good = [text for text in texts if isinstance(text, str)]
+        plain = self.renderer is None if plain is None else plain
+        ids = iter(self._call(good, plain)["input_ids"] if good else [])
+        return [text if isinstance(text, RowError) else cast(Ids, next(ids)) for text in texts]
+
+    def _call(self, texts: list[str], special: bool) -> BatchEncoding:
+        # a template writes the beginning of the text itself, so special tokens are added to plain texts only
+        return self.tokenizer(
+            texts,
+            add_special_tokens=special,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+
+    def _marked(self, rows: Sequence[Row]) -> list[tuple[str, tuple[Span, ...]] | RowError]:
+        """Conversations with the characters that the template marks with `{% generation %}`."""
+        assert self.renderer is not None
+        jobs = [Job(cast(Turns, row.chosen), row.tools, spans=True) for row in rows]
+        return [
+            RowError(done.error) if done.error else _end_span(done.text, self._ended(done.text, job), done.spans)
+            for job, done in zip(jobs, self.renderer.render(jobs), strict=True)
+        ]
+
+    def _by_prefix(self, rows: Sequence[Row]) -> list[tuple[str, tuple[Span, ...]] | RowError]:
+        """Conversations with the characters of the assistant's turns, found by rendering the conversation up to each.
+
+        A turn begins where the opening that the template writes for the assistant ends, and ends with its end of turn.
+        Raises DataError when the conversation up to a turn is not how the whole begins.
+        """
+        assert self.renderer is not None
+        jobs, turns = [], []
+        for row in rows:
+            messages = cast(Turns, row.chosen)
+            replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            turns.append(replies)
+            jobs.append(Job(messages, row.tools))
+            for index in replies:
+                if index:
+                    jobs.append(Job(messages[:index], row.tools, generate=True))
+                jobs.append(Job(messages[: index + 1], row.tools))
+        done = iter(zip(jobs, self.renderer.render(jobs), strict=True))
+        out: list[tuple[str, tuple[Span, ...]] | RowError] = []
+        for replies in turns:
+            job, whole = next(done)
+            parts = [next(done)[1] for index in replies for _ in range(2 if index else 1)]
+            error = next((part.error for part in (whole, *parts) if part.error), None)
+            if error is None and replies and not replies[0]:
+                error = "begins with the assistant's turn, whose opening is only known after another turn"
+            if error:
+                out.append(RowError(error))
+                continue
+            spans = []
+            for before, upto in zip(parts[::2], parts[1::2], strict=True):
+                start = common_prefix(before.text, whole.text)
+                if not whole.text.startswith(upto.text) or start >= len(upto.text):
+                    raise DataError(
+                        "method.assistant_only_loss: the chat template writes earlier turns differently once later "
+                        "ones follow, so the assistant's turns cannot be told apart. Use a template with "
+                        "{% generation %} marks (data.template: FILE.jinja), or completion_only_loss to train on the last turn"
+                    )
+                spans.append((start, len(upto.text)))
+            out.append(_end_span(whole.text, self._ended(whole.text, job), tuple(spans)))
+        return out
+
+    def _masked(self, located: Sequence[tuple[str, tuple[Span, ...]] | RowError]) -> list[Trained | RowError]:
+        """Tokenise each text once, and turn spans of characters into spans of tokens."""
+        texts = [item[0] for item in located if not isinstance(item, RowError)]
+        encoded = self._call(texts, special=False) if texts else None
+        out: list[Trained | RowError] = []
+        position = 0
+        for item in located:
+            if isinstance(item, RowError) or encoded is None:
+                out.append(cast(RowError, item))
+                continue
+            tokens = cast(Ids, encoded["input_ids"][position])
+            spans = [_token_span(encoded, position, span) for span in item[1]]
+            out.append(Trained(tokens, tuple(span for span in spans if span is not None), 0))
+            position += 1
+        return out
+
+
+def common_prefix(left: Sequence, right: Sequence) -> int:
+    """Number of leading items that two sequences have in common."""
+    shortest = min(len(left), len(right))
+    if left[:shortest] == right[:shortest]:
+        return shortest
+    return next(index for index in range(shortest) if left[index] != right[index])
+
+
+def _end_span(rendered: str, ended: str, spans: tuple[Span, ...]) -> tuple[str, tuple[Span, ...]]:
+    """Let the last assistant turn own the stop token that was appended after it."""
+    if len(ended) > len(rendered) and spans:
+        spans = (*spans[:-1], (spans[-1][0], len(ended)))
+    return ended, spans
+
+
+def _token_span(encoded: BatchEncoding, row: int, span: Span) -> Span | None:
+    """The tokens of a span of characters; None when no token has any of them."""
+    start = next((t for c in range(*span) if (t := encoded.char_to_token(row, c)) is not None), None)
+    last = next((t for c in reversed(range(*span)) if (t := encoded.char_to_token(row, c)) is not None), None)
+    return None if start is None or last is None else (start, last + 1)
+
+
+def _turns(value: str | Turns | None, role: str = "user") -> Turns:
+    return [] if value is None else as_turns(value, role)
+
+
+def _plain(value: str | Turns) -> str | RowError:
+    """The text of a prompt or reply without a template: a single message is its content."""
+    if isinstance(value, str):
+        return value
+    if len(value) != 1 or value[0].get("tool_calls"):
+        return RowError("a conversation of several turns cannot be written with data.template: none")
+    return value[0]["content"]
+
+
+def first_trained(spans: Sequence[Span], length: int) -> int:
+    """Index of the first target (the very first token of a sequence never is one); `length` when there is none."""
+    return next((max(start, 1) for start, stop in spans if stop > max(start, 1)), length)
+
+
+def span_array(spans: Sequence[Span]) -> np.ndarray:
+    """Spans as a flat int32 array: start, stop, start, stop …"""
+    return np.asarray(spans, np.int32).reshape(-1)
