@@ -64,8 +64,11 @@ def curves_png(metrics: Sequence[dict[str, Any]], title: str, dark: bool = False
     columns = min(3, max(1, len(panels))) if len(panels) != 4 else 2
     rows = max(1, math.ceil(len(panels) / columns))
     layout = ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09)
-    figure = Figure(figsize=(4.2 * columns, 2.75 * rows + 0.45), dpi=130, facecolor=ground, layout=layout)
-    figure.suptitle(title, color=ink, fontsize=12, fontweight="bold")
+    figure = Figure(
+        figsize=(4.2 * columns, 2.75 * rows + (0.45 if title else 0)), dpi=130, facecolor=ground, layout=layout
+    )
+    if title:
+        figure.suptitle(title, color=ink, fontsize=12, fontweight="bold")
     steps = [line["step"] for line in metrics]
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, index + 1)
@@ -122,7 +125,7 @@ def _draw(axes: "Axes", panel: Panel, series: Series, colours: Sequence[str], in
         if whose != "train":
             few = len(steps) <= 40
             axes.plot(steps, values, "--", color=colour, lw=1.3, marker="o" if few else None, ms=3, label=label)
-        elif len(steps) >= SMOOTH_FROM:
+        elif len(steps) >= SMOOTH_FROM and not panel.small:
             axes.plot(steps, values, color=colour, lw=0.6, alpha=0.3)
             axes.plot(steps, _smooth(values), color=colour, lw=1.3, label=label)
         else:
@@ -164,12 +167,12 @@ def _keep_outliers_out(axes: "Axes", values: list[float]) -> None:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """A centred mean over about a twentieth of the points, without the highest and lowest tenth; gaps are left out."""
+    """A centred mean over about a twentieth of the points, without the highest and lowest tenth (at least one); gaps stay."""
     reach = max(2, len(values) // 40)
     smooth = []
     for index, value in enumerate(values):
         window = sorted(v for v in values[max(0, index - reach) : index + reach + 1] if math.isfinite(v))
-        trim = len(window) // 10
+        trim = max(1, len(window) // 10) if len(window) >= 5 else 0
         usual = window[trim : len(window) - trim]
         smooth.append(sum(usual) / len(usual) if math.isfinite(value) else math.nan)
     return smooth
