@@ -21,7 +21,11 @@ def load_settings(config: str | None, overrides: list[str] | None, flags: Mappin
     """The checked configuration; notes about names that were read as others go to stderr. Raises ConfigError."""
     given = list(overrides or [])
     if config is not None and "=" in config and not Path(config).is_file():
-        config, given = None, [config, *given]  # no file at all: settings alone
+        # The file comes after overrides, or there is none: settings alone make a run too.
+        given.insert(0, config)
+        config = next((text for text in given if "=" not in text), None)
+        if config is not None:
+            given.remove(config)
     loaded = load(config, given, flags)
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -83,7 +83,7 @@ def _messages(problem: Any, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath
         else:
             yield path, _type_message(given, annotation)
     else:
-        yield path, _type_message(_value_at(values, path), annotation)
+        yield path, _type_message(problem["input"], annotation)
 
 
 def _locate(loc: tuple[str | int, ...], values: Any) -> tuple[KeyPath, Any]:

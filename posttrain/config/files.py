@@ -26,6 +26,17 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's reader with the scalars of YAML 1.2: `1e-6` is a number, `no` is a word, `2024-01-01` is text."""
 
 
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's writer, which puts in quotes what YAML 1.1 or 1.2 would take for something else than text."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    # YAML counts these as line breaks, and folds them unless they are escaped.
+    style = '"' if set("\r\x85\u2028\u2029") & set(value) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 _Loader.yaml_implicit_resolvers = {}  # those of YAML 1.1, in this class only
 for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -38,13 +49,26 @@ for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("merge", r"<<", "<"),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
 
 _PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
 
 
-def read_settings(path: Path) -> Tree:
-    """The settings in a YAML or JSON file.
+def write_yaml(values: Any, flow: bool | None = False) -> str:
+    """Plain values as YAML, mappings in their order; `flow` True puts all on one line."""
+    return yaml.dump(
+        values,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=10_000 if flow else 110,
+        default_flow_style=flow,
+    )
+
+
+def read_settings(path: Path, name: str | None = None) -> Tree:
+    """The settings in a YAML or JSON file; `name` is what messages call the file (its path by default).
 
     Raises ConfigError: unreadable file, not UTF-8, bad syntax (line and column), a tag, a key twice, not a mapping.
     """
@@ -54,11 +78,12 @@ def read_settings(path: Path) -> Tree:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    name = name or str(path)
     if path.suffix.lower() == ".json":
-        return _read_json(text, path)
-    tree = _Reader(str(path)).read(text)
+        return _read_json(text, name)
+    tree = _Reader(name).read(text)
     if not isinstance(tree.values, dict):
-        raise ConfigError(f"{path} holds a {_kind(tree.values)}; a settings file is a mapping such as `method: sft`")
+        raise ConfigError(f"{name} holds a {_kind(tree.values)}; a settings file is a mapping such as `method: sft`")
     return tree
 
 
@@ -80,17 +105,17 @@ def parse_value(text: str, origin: str) -> Tree:
     return Tree({"value": value}, {**reader.origins, ("value",): origin})
 
 
-def _read_json(text: str, path: Path) -> Tree:
+def _read_json(text: str, name: str) -> Tree:
     try:
         values = json.loads(text or "{}")
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}: not valid JSON at column {error.colno}: {error.msg}") from error
+        raise ConfigError(f"{name}:{error.lineno}: not valid JSON at column {error.colno}: {error.msg}") from error
     except (RecursionError, ValueError) as error:
-        raise ConfigError(f"{path}: not usable JSON: {error}") from error
+        raise ConfigError(f"{name}: not usable JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f'{path} holds a {_kind(values)}; a settings file is a mapping such as {{"method": "sft"}}')
+        raise ConfigError(f'{name} holds a {_kind(values)}; a settings file is a mapping such as {{"method": "sft"}}')
     # JSON is YAML except for tabs between tokens (inside a JSON string a tab is written \t), so YAML finds the lines.
-    return Tree(values, _Reader(str(path)).read(text.replace("\t", " ")).origins)
+    return Tree(values, _Reader(name).read(text.replace("\t", " ")).origins)
 
 
 class _Reader:

@@ -164,9 +164,6 @@ def override(layers: Layers, assignments: Sequence[tuple[str, Any, str]]) -> Non
         tree = parse_value(raw, where) if isinstance(raw, str) else Tree({"value": raw}, {("value",): where})
         value = tree.values["value"]
         if path[0] in ("models", "evaluation", "data") and any(part.isdecimal() for part in path):
-            if path[0] == "models" and len(path) == 3 and path[2] in ALIASES["models"]:
-                layers.notes.append(f"{where}: {path[2]} is read as {'.'.join(ALIASES['models'][path[2]])}")
-                path = [*path[:2], *ALIASES["models"][path[2]]]
             indexed.append((path, value, where))
             continue
         prefix = tuple(path)
@@ -181,3 +178,6 @@ def override(layers: Layers, assignments: Sequence[tuple[str, Any, str]]) -> Non
         layers.lay(Tree(nested.values, nested.origins), every_model=True)
     for path, value, where in indexed:
         layers.put(path, value, where)
+    if indexed:
+        done = spell_out_layer(Tree(layers.values, layers.origins), layers.notes)
+        layers.values, layers.origins = done.values, done.origins

@@ -10,13 +10,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from posttrain.config.explain import explain
-from posttrain.config.files import KeyPath, Tree, read_settings
+from posttrain.config.files import KeyPath, Tree, read_settings, write_yaml
 from posttrain.config.layers import Layers, merge, override
 from posttrain.config.presets import preset_names, preset_path
 from posttrain.config.schema import RunConfig
@@ -59,13 +58,7 @@ def load(source: Path | str | None, overrides: Sequence[str] = (), flags: Mappin
 
 def dump(config: RunConfig) -> str:
     """The whole configuration as YAML that `load` reads back to an equal one."""
-    return yaml.safe_dump(
-        _escaped(config.model_dump(mode="json")),
-        sort_keys=False,
-        allow_unicode=True,
-        width=120,
-        default_flow_style=False,
-    )
+    return write_yaml(_escaped(config.model_dump(mode="json")))
 
 
 def find(source: Path | str) -> Path:
@@ -79,7 +72,8 @@ def find(source: Path | str) -> Path:
     if path.is_dir():
         raise ConfigError(f"{source} is a folder; give a YAML or JSON file in it, or a preset")
     beside = [p for p in path.parent.glob("*") if p.suffix in (".yaml", ".yml", ".json")]
-    near = get_close_matches(str(source), [*map(str, beside), *preset_names()], n=3, cutoff=0.5)
+    stems = {p.stem: str(p) for p in beside} | {name: name for name in preset_names()}
+    near = [stems[stem] for stem in get_close_matches(path.stem, stems, n=3, cutoff=0.6)]
     meant = f"; did you mean {' or '.join(near)}?" if near else ""
     presets = "" if near else f"; presets are {', '.join(preset_names())}"
     raise ConfigError(f"there is no file or preset {source}{meant}{presets}")
@@ -89,7 +83,8 @@ def _chain(path: Path, seen: tuple[Path, ...] = ()) -> Iterator[Tree]:
     """The file's settings, after those of every file it extends: the lowest layer first."""
     if path.resolve() in seen:
         raise ConfigError(" extends ".join(map(str, [*seen[seen.index(path.resolve()) :], path])) + ": a circle")
-    tree = read_settings(path)
+    preset = preset_path(path.stem) == path
+    tree = read_settings(path, f"preset {path.stem}" if preset else str(path))
     base = tree.values.pop("extends", None)
     where = tree.origins.get(("extends",), str(path))
     for name in base if isinstance(base, list) else [base] if base is not None else []:

@@ -1,12 +1,14 @@
 """Settings as text for people: starter files and the reference table of docs/config.md."""
 
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel
 
 from posttrain.config.fields import Setting, all_settings, choices, expected, full, list_choices
+from posttrain.config.files import write_yaml
 from posttrain.config.schema import EvaluationDataset, SourceConfig
 
 WIDTH = 110
@@ -83,7 +85,7 @@ def _entry(setting: Setting, value: Any, method: str) -> list[str]:
     text = f"{indent}{key}: {flow(value)}"
     comment = described(setting)
     lines = [f"{indent}# {line}" for line in _wrapped(comment, WIDTH - len(indent) - 2)]
-    if len(text) + len(comment) + 4 <= WIDTH:
+    if max(len(text), 36) + len(comment) + 4 <= WIDTH:
         lines = [f"{text.ljust(36)}  # {comment}"]
     else:
         lines.append(text)
@@ -123,7 +125,7 @@ def flow(value: Any) -> str:
         return f"{float(mantissa):g}e{int(exponent)}"
     if isinstance(value, float):
         return f"{value:g}" if value != int(value) else f"{value:.1f}"
-    text = yaml.safe_dump(value if not isinstance(value, tuple) else list(value), default_flow_style=True, width=10_000)
+    text = write_yaml(list(value) if isinstance(value, tuple) else value, flow=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
@@ -161,3 +163,16 @@ def _entries(model: type[BaseModel]) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def with_reference(document: str) -> str:
+    """The document with what stands between its two `settings` marks replaced by the settings reference."""
+    head, begin, rest = document.partition("<!-- settings: begin -->\n")
+    _, end, tail = rest.partition("<!-- settings: end -->")
+    return f"{head}{begin}\n{settings_reference()}\n{end}{tail}"
+
+
+if __name__ == "__main__":  # python -m posttrain.config.render docs/config.md
+    for name in sys.argv[1:]:
+        file = Path(name)
+        file.write_text(with_reference(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -348,7 +348,8 @@ class RunConfig(Settings):
         problems.check(
             checkpoint.best_metric is None or evaluating,
             "checkpoint.best_metric",
-            "needs an evaluation: set data.validation, e.g. {ratio: 0.05}, and evaluation.eval_steps above 0",
+            "needs an evaluation: set data.validation, e.g. {ratio: 0.05}, and evaluation.eval_steps above 0; "
+            "or set it to null",
         )
         problems.check(
             checkpoint.early_stopping_patience is None or checkpoint.best_metric is not None,

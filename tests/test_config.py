@@ -1,0 +1,284 @@
+"""Loading settings: precedence, inheritance, short forms, and saved settings that load back."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.config import ModelConfig, RunConfig, dump, learning_rate, load, preset_names
+from posttrain.config.fields import all_settings
+from posttrain.errors import ConfigError
+
+BASE = "model: gpt2\nmethod: sft\ndata: {source: rows.jsonl}\n"
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write files into the working folder: write(name=text) or write({name: text})."""
+    monkeypatch.chdir(tmp_path)
+
+    def _write(files):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text, encoding="utf-8")
+
+    return _write
+
+
+def test_a_short_file_and_the_documented_defaults(write):
+    write({"a.yaml": BASE})
+    config = load("a.yaml").config
+    assert config.models == (ModelConfig(path="gpt2"),)
+    assert (config.method.type, config.data.source, config.data.max_length) == ("sft", "rows.jsonl", 1024)
+    assert (config.training.batch_size, config.training.tokens_per_pack) == (16, 8192)
+    assert (config.evaluation.eval_steps, config.checkpoint.save_steps, config.tracking.logging_steps) == (100, 500, 10)
+
+
+def test_no_file_at_all():
+    config = load(None, ["method=dpo", "data.source=rows.jsonl"], {"model.path": "gpt2"}).config
+    assert (config.method.type, config.models[0].path) == ("dpo", "gpt2")
+
+
+def test_precedence_flag_override_file_preset_default(write):
+    write({"a.yaml": "extends: dpo-hh\ndata: {max_length: 300}\ntraining: {max_steps: 1, batch_size: 2}\n"})
+    loaded = load("a.yaml", ["training.max_steps=3", "training.batch_size=4"], {"training.max_steps": "5"})
+    config = loaded.config
+    assert config.training.max_steps == 5  # flag over override over file
+    assert config.training.batch_size == 4  # override over file
+    assert config.data.max_length == 300  # file over preset (512)
+    assert config.data.source == "Anthropic/hh-rlhf"  # preset over nothing
+    assert config.training.weight_decay == 0.0  # default
+
+
+def test_extends_is_relative_to_the_file_and_chains(write):
+    write(
+        {
+            "sub/root.yaml": BASE + "training: {max_steps: 1, weight_decay: 0.1}\n",
+            "sub/middle.yaml": "extends: root.yaml\ntraining: {max_steps: 2}\n",
+            "top.yaml": "extends: sub/middle.yaml\nseed: 7\n",
+        }
+    )
+    config = load("top.yaml").config
+    assert (config.training.max_steps, config.training.weight_decay, config.seed) == (2, 0.1, 7)
+
+
+def test_extends_a_list_the_later_over_the_earlier(write):
+    write({"a.yaml": BASE + "seed: 1\n", "b.yaml": "seed: 2\n", "c.yaml": "extends: [a.yaml, b.yaml]\n"})
+    assert load("c.yaml").config.seed == 2
+
+
+def test_extends_in_a_circle_is_named(write):
+    write({"a.yaml": "extends: b.yaml\n", "b.yaml": "extends: a.yaml\n"})
+    with pytest.raises(ConfigError, match="a circle"):
+        load("a.yaml")
+
+
+def test_extends_something_missing_names_the_line_and_the_nearest(write):
+    write({"base.yaml": BASE, "a.yaml": "seed: 1\nextends: bse.yaml\n"})
+    with pytest.raises(ConfigError, match=r"a\.yaml:2: extends: .*did you mean base\.yaml\?"):
+        load("a.yaml")
+
+
+def test_another_method_drops_the_settings_of_the_old_one(write):
+    write({"a.yaml": "model: gpt2\nmethod: {type: dpo, beta: 0.5}\ndata: {source: x}\n"})
+    assert load("a.yaml", ["method.type=sft"]).config.method.type == "sft"
+    # The order of overrides does not matter, and the same method keeps its settings.
+    method = load("a.yaml", ["method.label_smoothing=0.2", "method.type=dpo"]).config.method
+    assert method.type == "dpo" and (method.beta, method.label_smoothing) == (0.5, 0.2)
+
+
+def test_another_kind_of_validation_replaces_the_old_one(write):
+    write({"a.yaml": "model: gpt2\nmethod: sft\ndata: {source: x, validation: {ratio: 0.1}}\n"})
+    validation = load("a.yaml", ["data.validation.rows=5"]).config.data.validation
+    assert validation is not None and (validation.ratio, validation.rows) == (None, 5)
+    assert load("a.yaml", ["data.validation=null"]).config.data.validation is None
+
+
+def test_ipo_is_dpo_with_the_ipo_loss(write):
+    write({"a.yaml": "model: gpt2\nmethod: ipo\ndata: {source: x}\n"})
+    for overrides in ([], ["method.type=ipo", "method.beta=0.2"]):
+        method = load("a.yaml", overrides).config.method
+        assert method.type == "dpo" and method.loss_type == ("ipo",)
+    direct = RunConfig.model_validate({"models": [{"path": "m"}], "method": {"type": "ipo"}, "data": {"source": "x"}})
+    assert direct.method.type == "dpo" and direct.method.loss_type == ("ipo",)
+
+
+def test_aliases_are_read_with_a_note_that_names_the_line(write):
+    write({"a.yaml": "model:\n  path: gpt2\n  lora_r: 8\nmethod: {type: dpo, kl_coef: 0.3}\ndata: {source: x}\n"})
+    loaded = load("a.yaml", ["model.lora_alpha=9"])
+    lora, method = loaded.config.models[0].lora, loaded.config.method
+    assert lora is not None and (lora.r, lora.alpha) == (8, 9)
+    assert method.type == "dpo" and method.beta == 0.3
+    assert loaded.notes == [
+        "a.yaml:3: lora_r is read as lora.r",
+        "a.yaml:4: kl_coef is read as beta",
+        "override model.lora_alpha=9: lora_alpha is read as lora.alpha",
+    ]
+
+
+def test_an_alias_beside_its_own_name_is_an_error(write):
+    write({"a.yaml": "model: gpt2\nmethod: {type: dpo, beta: 0.1, kl_coef: 0.3}\ndata: {source: x}\n"})
+    with pytest.raises(ConfigError, match=r"a\.yaml:2: kl_coef is another name of beta"):
+        load("a.yaml")
+
+
+def test_models_by_number_and_all_at_once(write):
+    write({"a.yaml": "models: [gpt2, {path: opt, name: b}]\nmethod: sft\ndata: {source: x}\n"})
+    overrides = ["models.1.path=bloom", "models.0.lora=true", "models.1.lora_r=4", "model.dtype=float32"]
+    first, second = load("a.yaml", overrides).config.models
+    assert (first.path, first.dtype, first.lora is not None and first.lora.r) == ("gpt2", "float32", 16)
+    assert (second.path, second.name, second.dtype, second.lora is not None and second.lora.r) == (
+        "bloom",
+        "b",
+        "float32",
+        4,
+    )
+    with pytest.raises(ConfigError, match="there are 2 models; say which"):
+        load("a.yaml", ["model.path=x"])
+    with pytest.raises(ConfigError, match="models has entries 0 to 1, no 2"):
+        load("a.yaml", ["models.2.path=x"])
+    assert [m.path for m in load("a.yaml", ["models=[opt]"]).config.models] == ["opt"]
+
+
+def test_model_by_a_short_override_keeps_the_other_settings(write):
+    write({"a.yaml": "model: {path: gpt2, lora: {r: 4}}\nmethod: sft\ndata: {source: x}\n"})
+    for overrides in (["model=opt"], ["model.path=opt"]):
+        model = load("a.yaml", overrides).config.models[0]
+        assert model.path == "opt" and model.lora is not None and model.lora.r == 4
+    assert load("a.yaml", ["model.lora=null"]).config.models[0].lora is None
+
+
+def test_interpolation_names_settings_also_those_at_their_default(write):
+    text = "name: run-${model.path}-${seed}\ntraining: {max_steps: '${training.batch_size}'}\n"
+    write({"a.yaml": BASE + text})
+    config = load("a.yaml", ["seed=3"]).config
+    assert (config.name, config.training.max_steps) == ("run-gpt2-3", 16)
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", "${nothing.there}", "${seed", "${training.max_steps}"])
+def test_interpolation_of_anything_else_is_refused_with_the_line(write, text):
+    write({"a.yaml": BASE + f"training:\n  max_steps: '{text}'\n"})
+    with pytest.raises(ConfigError, match=r"(a\.yaml:5|cannot be read)"):
+        load("a.yaml")
+
+
+def test_an_empty_section_is_as_good_as_none(write):
+    write({"a.yaml": BASE + "training:\n  # max_steps: 5\nevaluation:\n"})
+    assert load("a.yaml").config.training.max_steps is None
+
+
+def test_json_and_numbers_of_yaml_1_2(write):
+    write({"a.json": '{\n\t"model": "gpt2", "method": "sft",\n\t"data": {"source": "x"}, "seed": 5}'})
+    assert load("a.json").config.seed == 5
+    write({"a.yaml": BASE + "training: {learning_rate: 1e-6, max_steps: 010}\nname: no\n"})
+    config = load("a.yaml").config
+    assert (config.training.learning_rate, config.training.max_steps, config.name) == (1e-6, 10, "no")
+
+
+def test_learning_rate_follows_method_and_lora(write):
+    write({"a.yaml": "models: [gpt2, {path: b, lora: true}]\nmethod: sft\ndata: {source: x}\n"})
+    expected = {"sft": [2e-5, 2e-4], "reward": [1e-5, 1e-4], "dpo": [1e-6, 1e-6]}
+    for method, rates in expected.items():
+        config = load("a.yaml", [f"method={method}"]).config
+        assert [learning_rate(config, model) for model in config.models] == rates
+    config = load("a.yaml", ["training.learning_rate=0.5"]).config
+    assert [learning_rate(config, model) for model in config.models] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_load_alone_and_with_source_and_model_replaced(name):
+    config = load(name).config
+    assert config.data.validation is not None and config.data.source.count("/") >= 1
+    replaced = load(name, ["data.source=rows.jsonl", "models=[tiny]", "training.max_steps=2"]).config
+    assert (replaced.data.source, replaced.models[0].path, replaced.training.max_steps) == ("rows.jsonl", "tiny", 2)
+
+
+def test_every_setting_has_a_description_of_one_line():
+    for setting in all_settings():
+        assert setting.description and "\n" not in setting.description, setting.path
+        assert len(setting.description) < 110, setting.path
+        assert setting.description.endswith("."), setting.path
+
+
+# --- saved settings -------------------------------------------------------------------------------------------------
+
+words = st.text(min_size=1, max_size=20)
+tricky = st.sampled_from(
+    [
+        "no",
+        "1e5",
+        "1_0",
+        "0x1F",
+        "null",
+        "~",
+        "2024-01-01",
+        "1:30",
+        "${a}",
+        "\\${a}",
+        "\\\\${",
+        "a: b",
+        "- x",
+        "true",
+        "???",
+    ]
+)
+text = words | tricky
+names = text.filter(lambda t: not set("/\\\0") & set(t) and "\n" not in t)
+floats = st.floats(min_value=1e-30, max_value=1e30, allow_nan=False)
+
+
+@st.composite
+def configs(draw):
+    """Any configuration: texts that look like something else, every method, floats of any size."""
+    method = draw(
+        st.one_of(
+            st.just({"type": "sft"}),
+            st.fixed_dictionaries({"type": st.just("reward"), "center_rewards_coefficient": st.none() | floats}),
+            st.fixed_dictionaries({"type": st.just("dpo"), "beta": floats, "ref_model": st.none() | text}),
+        )
+    )
+    validation = st.none() | st.fixed_dictionaries({"source": text, "split": text, "max_rows": st.integers(1, 10**30)})
+    data = draw(
+        st.fixed_dictionaries(
+            {
+                "source": text
+                | st.lists(st.fixed_dictionaries({"source": text, "weight": floats}), min_size=1, max_size=2),
+                "columns": st.dictionaries(text, text, max_size=3),
+                "system_prompt": st.none() | st.text(),
+                "validation": validation,
+                "max_prompt_length": st.sampled_from([None, 5, "p90"]),
+            }
+        )
+    )
+    lora = st.none() | st.fixed_dictionaries(
+        {"target_modules": st.just("auto") | st.lists(text, max_size=2), "alpha": floats}
+    )
+    model = draw(st.fixed_dictionaries({"path": text, "name": st.none() | names, "lora": lora}))
+    training = draw(st.fixed_dictionaries({"learning_rate": st.none() | floats, "adam_epsilon": floats}))
+    name = draw(st.none() | names)
+    return RunConfig.model_validate(
+        {"name": name, "models": [model], "method": method, "data": data, "training": training}
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(config=configs())
+def test_a_dumped_configuration_loads_back_equal(config, tmp_path_factory):
+    path = tmp_path_factory.mktemp("dump") / "config.yaml"
+    path.write_text(dump(config), encoding="utf-8")
+    loaded = load(path)
+    assert loaded.config == config
+    assert loaded.notes == []
+
+
+def test_importing_and_asking_for_help_loads_no_torch():
+    code = (
+        "import sys, posttrain.config, posttrain.cli\n"
+        "for args in (['--help'], ['config', 'list'], ['config', 'show', 'sft'], ['train', '--help']):\n"
+        "    posttrain.cli.main(args)\n"
+        "print([name for name in ('torch', 'transformers', 'datasets', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

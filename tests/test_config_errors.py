@@ -1,0 +1,257 @@
+"""Wrong settings: each is refused with its file, line, path, and what was probably meant."""
+
+import json
+import re
+
+import pytest
+from pydantic import ValidationError
+
+from posttrain.config import DPOMethod, load
+from posttrain.config.methods import F_DIVERGENCE_LOSSES, LABEL_SMOOTHING_LOSSES, PreferenceLoss
+from posttrain.errors import ConfigError
+from posttrain.losses import F_DIVERGENCES, PREFERENCE_LOSSES
+
+GOOD = {"model": "gpt2", "method": "sft", "data": {"source": "rows.jsonl"}}
+
+
+def refused(tmp_path, text, name="a.yaml", overrides=()):
+    """The message for a file with this text, with the folder's path taken out."""
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    return str(caught.value).replace(f"{tmp_path}/", "")
+
+
+def refused_values(tmp_path, **sections):
+    """The message for settings given as Python values."""
+    return refused(tmp_path, json.dumps({**GOOD, **sections}), "a.json")
+
+
+DPO = "model: gpt2\ndata: {source: x}\nmethod:\n  type: dpo\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "training:\n  max_step: 3\n",
+            "a.yaml:5: training.max_step is not a setting; did you mean training.max_steps?",
+        ),
+        ("max_steps: 3\n", "a.yaml:4: max_steps is not a setting; did you mean training.max_steps?"),
+        ("traning: {}\n", "a.yaml:4: traning is not a setting; did you mean training?"),
+        ("training: {lr: 1}\n", "a.yaml:4: training.lr is not a setting; write training.learning_rate"),
+        ("training:\n  batch_size: 0\n", "a.yaml:5: training.batch_size is 0; it must be a whole number of 1 or more"),
+        ("training: {batch_size: true}\n", "training.batch_size is true; it must be a whole number of 1 or more"),
+        ("training: {batch_size: 1.5}\n", "training.batch_size is 1.5; it must be a whole number of 1 or more"),
+        (
+            "training: {learning_rate: .inf}\n",
+            "training.learning_rate is inf; it must be a number of 0 or more or null",
+        ),
+        ("training: {optimizer: adam}\n", "training.optimizer is 'adam'; did you mean adamw? it is one of adamw"),
+        ("training: 5\n", "a.yaml:4: training is 5; it must be a mapping with batch_size, tokens_per_pack"),
+        ("training: {warmup_steps: 1.5}\n", "training.warmup_steps is 1.5; give a share below 1, or a whole number"),
+        ("seed: -1\n", "seed is -1; it must be a whole number of 0 or more"),
+        ("name: a/b\n", "name is 'a/b'; it must be text that can name a folder or null"),
+        ("name: 2024\n", "name is 2024; it must be text"),
+        ("evaluation: {eval_steps: 0}\n", "evaluation.eval_steps is 0; give 1 or more, or -1"),
+        ("devices: {type: cpu, ids: [0]}\n", "devices.ids number GPUs, but type is cpu"),
+        ("checkpoint: {best_metric: eval_loss}\n", "checkpoint.best_metric needs an evaluation: set data.validation"),
+        (
+            "checkpoint: {best_metric: loss}\n",
+            "checkpoint.best_metric is 'loss'; it must be text that begins with eval_",
+        ),
+        ("checkpoint: {early_stopping_patience: 2}\n", "early_stopping_patience needs checkpoint.best_metric"),
+        ("evaluation: {num_batches: 2}\n", "evaluation.num_batches has nothing to evaluate on"),
+        ("training: {tokens_per_pack: 512}\n", "tokens_per_pack is 512, but an example may have 1024 tokens"),
+    ],
+)
+def test_one_wrong_setting(tmp_path, text, message):
+    assert message in refused(tmp_path, "model: gpt2\nmethod: sft\ndata: {source: x}\n" + text)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"format": "alpca"}, "data.format is 'alpca'; did you mean alpaca? it is one of auto, preference"),
+        ({"max_length": "abc"}, "data.max_length is 'abc'; it must be a whole number of 1 or more"),
+        ({"max_prompt_length": "p0"}, "it must be a whole number of 1 or more or text such as p90 or null"),
+        ({"max_prompt_length": 1024}, "data.max_prompt_length is 1024, which leaves no room for a completion"),
+        ({"validation": {"ratio": 2}}, "data.validation.ratio is 2; it must be a number above 0 and below 1 or null"),
+        ({"validation": {"ratio": 0.1, "rows": 2}}, "needs one of ratio, rows and source, not ratio and rows"),
+        ({"validation": {}}, "data.validation needs one of ratio, rows and source, not none"),
+        ({"validation": {"rows": 2, "split": "dev"}}, "data.validation.split goes with source only"),
+        ({"source": []}, "data.source is a list; it must be text or a list of mappings with source, split"),
+        (
+            {"source": [{"source": "x", "weigt": 2}]},
+            "data.source.0.weigt is not a setting; did you mean data.source.0.weight",
+        ),
+        ({"template": "chatt"}, "data.template is 'chatt'; it is one of chat, tags"),
+        ({"tags": {"solution_start": "<a>"}}, "data.tags are read by template: tags only, not by chat"),
+    ],
+)
+def test_wrong_data_settings(tmp_path, data, message):
+    assert message in refused_values(tmp_path, data={**GOOD["data"], **data})
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"type": "dppo"}, "method.type is 'dppo'; did you mean dpo? it is one of sft, reward, dpo, ipo"),
+        ({}, "method.type is missing"),
+        ({"type": "sft", "beta": 1}, "method.beta is not a setting of sft, but of dpo"),
+        ({"type": "dpo", "bta": 1}, "method.bta is not a setting of dpo; did you mean method.beta?"),
+        ({"type": "dpo", "loss_type": "sigmod"}, "did you mean sigmoid? it is one of sigmoid, hinge"),
+        ({"type": "dpo", "loss_type": ["sigmoid", "hing"]}, "method.loss_type.1 is 'hing'; did you mean hinge?"),
+        ({"type": "dpo", "loss_type": []}, "method.loss_type is a list"),
+        ({"type": "dpo", "loss_weights": [1, 2]}, "method.loss_weights has 2 weights for 1 losses"),
+        ({"type": "dpo", "loss_type": ["hinge", "hinge"]}, "method.loss_type names a loss twice"),
+        ({"type": "dpo", "loss_type": "robust", "label_smoothing": 0.5}, "needs less than 0.5"),
+        ({"type": "dpo", "loss_type": "exo_pair"}, "exo_pair takes its logarithm and needs more than 0"),
+        ({"type": "dpo", "loss_type": "hinge", "label_smoothing": 0.1}, "is read by aot, aot_unpaired, exo_pair"),
+        ({"type": "dpo", "discopop_tau": 0.1}, "method.discopop_tau is read by discopop only, not by sigmoid"),
+        ({"type": "dpo", "f_alpha_divergence_coef": 0.1}, "is read by f_divergence_type: alpha_divergence only"),
+        ({"type": "dpo", "f_divergence_type": "forward_kl", "loss_type": "aot"}, "not for aot"),
+        ({"type": "dpo", "use_ref_model": False, "loss_type": "bco_pair"}, "bco_pair cannot do without a reference"),
+        ({"type": "dpo", "use_ref_model": False, "precompute_ref_log_probs": True}, "there is no reference to compute"),
+        ({"type": "dpo", "use_ref_model": False, "ref_model": "x"}, "names a reference, but use_ref_model is false"),
+        (
+            {"type": "sft", "completion_only_loss": True, "assistant_only_loss": True},
+            "is at odds with completion_only_loss",
+        ),
+        ({"type": "reward", "center_rewards_coefficient": -1}, "must be a number of 0 or more or null"),
+    ],
+)
+def test_wrong_method_settings(tmp_path, method, message):
+    assert message in refused_values(tmp_path, method=method)
+
+
+def test_the_checks_of_losses_agree_with_the_losses_themselves():
+    """Which loss reads which setting is told by the losses; the configuration, torch-free, repeats it."""
+    reads = {name: loss.reads for name, loss in PREFERENCE_LOSSES.items()}
+    assert set(PreferenceLoss.__args__) == set(reads)
+    assert set(DPOMethod.model_fields["f_divergence_type"].annotation.__args__) == set(F_DIVERGENCES)
+    assert {name for name, settings in reads.items() if "label_smoothing" in settings} == LABEL_SMOOTHING_LOSSES
+    # `sft` takes no score but tolerates any: TRL's list has it, so that it can be mixed in.
+    assert {name for name, settings in reads.items() if "score" in settings} | {"sft"} == F_DIVERGENCE_LOSSES
+    assert {name for name, settings in reads.items() if "discopop_tau" in settings} == {"discopop"}
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "aot", "discopop", "sft"])
+def test_losses_of_a_difference_do_without_a_reference(loss):
+    assert DPOMethod(loss_type=(loss,), use_ref_model=False).use_ref_model is False
+
+
+def test_pairs_need_twice_the_tokens_and_a_format_with_pairs(tmp_path):
+    message = refused_values(tmp_path, method="dpo", data={"source": "x", "max_length": 5000, "format": "text"})
+    assert "training.tokens_per_pack is 8192, but a pair may have 10000 tokens" in message
+    assert "data.format is text, which has no chosen and rejected" in message
+    with pytest.raises(ValidationError):  # in Python too, not only from files
+        DPOMethod(loss_weights=(1.0, 2.0))
+
+
+def test_all_mistakes_are_listed_in_the_order_of_the_lines(tmp_path):
+    text = "seeed: 1\nmodel: gpt2\nmethod: {type: sft, beta: 1}\ndata:\n  sorce: x\n  format: hhh\n"
+    lines = refused(tmp_path, text).splitlines()
+    assert lines[0] == "4 settings are wrong:"
+    assert [re.match(r"  a\.yaml:(\d+)", line).group(1) for line in lines[1:]] == ["1", "3", "5", "6"]
+
+
+def test_missing_things_say_what_to_write(tmp_path):
+    message = refused(tmp_path, "")
+    assert "models is missing; name one" in message
+    assert "method is missing; choose one of sft, reward, dpo, ipo" in message
+    assert "data is missing; say what to train on" in message
+
+
+def test_models_in_one_folder_are_refused(tmp_path):
+    message = refused(tmp_path, "models: [a/gpt2, b/gpt2]\nmethod: sft\ndata: {source: x}\n")
+    assert message == "a.yaml:1: models.1.path would use the same folder 'gpt2' as an earlier model; give it a name"
+
+
+def test_the_line_is_that_of_the_file_that_says_it(tmp_path):
+    (tmp_path / "base.yaml").write_text("model: gpt2\nmethod: sft\n\ntraining: {max_step: 1}\n")
+    message = refused(tmp_path, "extends: base.yaml\ndata: {source: x}\ntraining: {batch_sise: 1}\n")
+    assert "base.yaml:4: training.max_step" in message and "a.yaml:3: training.batch_sise" in message
+    message = refused(tmp_path, "extends: base.yaml\n", overrides=["data.sorce=x"])
+    assert "override data.sorce=x: data.sorce is not a setting; did you mean data.source?" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: gpt2\nmethod: sft\nmethod: dpo\n", "a.yaml:3: method is given twice, first on line 2; keep one"),
+        ("training:\n\tmax_steps: 3\n", "a.yaml:2: not valid YAML at column 1: the line is indented with a tab"),
+        ("model: gpt2\n  method: sft\n", "a.yaml:2: not valid YAML at column 9"),
+        ("model: [gpt2\n", "not valid YAML"),
+        (
+            "model: !!python/object/apply:os.system [ls]\n",
+            "a.yaml:1: the YAML tag !!python/object/apply:os.system is refused",
+        ),
+        ("model: !load x\n", "a.yaml:1: the YAML tag !load is refused"),
+        ("seed: !!int abc\n", "a.yaml:1: 'abc' is no !!int"),
+        ("- a\n- b\n", "a.yaml holds a list; a settings file is a mapping"),
+        ("just text\n", "a.yaml holds a text; a settings file is a mapping"),
+        ("a: &a {<<: *a}\n", "not"),
+        ("base: &b {x: 1}\nmodel: {<<: *b}\n", "a.yaml:2: `<<` is not supported; use `extends: other.yaml`"),
+        ("a: &a [*a]\n", "a.yaml"),
+        (
+            "a: &a [x,x,x,x,x,x,x,x,x]\n"
+            + "".join(f"{c}: &{c} [{','.join(['*' + p] * 9)}]\n" for p, c in zip("abcdefg", "bcdefgh", strict=True)),
+            "aliases multiply",
+        ),
+        ("model: \x00gpt2\n", "a.yaml is not plain text"),
+        (b"model: gpt2\xff\n", "a.yaml is not UTF-8 text (byte 11)"),
+        ("a: " + "[" * 3000, "a.yaml"),
+        ("model: gpt2\nmodels: [gpt2]\n", "a.yaml:2: both model and models are given; keep one"),
+    ],
+)
+def test_bad_yaml(tmp_path, text, message):
+    assert message in refused(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model": "gpt2",\n "seed": }', "a.json:2: not valid JSON at column 10"),
+        ('{"seed": 1,\n\t"seed": 2}', "a.json:2: seed is given twice, first on line 1; keep one"),
+        ("[1]", "a.json holds a list"),
+        (
+            '{"model": "m", "method": "sft",\n\n"data": {"source": "x"}, "sed": 1}',
+            "a.json:3: sed is not a setting; did you mean seed?",
+        ),
+    ],
+)
+def test_bad_json(tmp_path, text, message):
+    assert message in refused(tmp_path, text, "a.json")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.max_steps", "'training.max_steps' is not an override such as training.max_steps=200"),
+        ("b.yaml", "one configuration file is taken"),
+        ("=3", "'=3' is not an override"),
+        ("training..x=3", "'training..x' is not the path of a setting"),
+        ("data.validation={ratio: 0.1", "does not close its bracket"),
+        ("training.max_steps=a", "override training.max_steps=a: training.max_steps is 'a'; it must be"),
+        ("evaluation.datasets.0.name=x", "evaluation.datasets is not a list with entries to change"),
+        ("seed.a=3", "seed is a mapping"),
+    ],
+)
+def test_bad_overrides(tmp_path, override, message):
+    assert message in refused(tmp_path, json.dumps(GOOD), "a.json", [override])
+
+
+def test_missing_file_and_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("")
+    for source, message in {
+        "mne.yaml": "there is no file or preset mne.yaml; did you mean mine.yaml?",
+        "dpo-hhh": "there is no file or preset dpo-hhh; did you mean dpo-hh?",
+        "zzzzzzzz": "there is no file or preset zzzzzzzz; presets are dpo-hh, ",
+        ".": ". is a folder",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load(source)
+        assert message in str(caught.value)
