@@ -58,8 +58,9 @@ def fingerprint(facts: dict[str, Any]) -> str:
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of all that decides which tokens a text becomes: the serialised backend, special tokens and template."""
     whole = hashlib.sha256()
-    if tokenizer.is_fast:
-        whole.update(tokenizer.backend_tokenizer.to_str().encode(errors="surrogatepass"))  # pyright: ignore[reportAttributeAccessIssue]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        whole.update(backend.to_str().encode(errors="surrogatepass"))
     else:
         whole.update(f"{type(tokenizer).__qualname__} {sorted(tokenizer.get_vocab().items())}".encode())
     whole.update(f"{tokenizer.special_tokens_map} {tokenizer.chat_template}".encode(errors="surrogatepass"))
@@ -88,8 +89,8 @@ def cached(
 ) -> tuple[pa.Table, Reading, str | None]:
     """The table under a fingerprint, memory-mapped, built when it is not there.
 
-    Also gives what reading found, and a note when a damaged table was built again. Raises DataError when the folder cannot
-    be written.
+    Also gives what reading found, and a note when a damaged table was built again. Raises DataError when the folder
+    cannot be written.
     """
     place = folder / "data" / key
     note = None
@@ -106,9 +107,13 @@ def cached(
         _build(place, kind, build)
     except OSError as error:
         raise DataError(
-            f"the data cache in {folder} cannot be written: {error.strerror or error}. Set POSTTRAIN_CACHE to another folder"
+            f"the data cache in {folder} cannot be written: {error.strerror or error}. "
+            "Set POSTTRAIN_CACHE to another folder"
         ) from error
-    return *_load(place), note
+    try:
+        return *_load(place), note
+    except _DamagedError as damage:
+        raise DataError(f"the data cache in {folder} does not keep what is written to it ({damage})") from damage
 
 
 class _DamagedError(Exception):

@@ -53,8 +53,8 @@ class Limits:
 class Fitted:
     """Examples within the limits as columns of numbers, and what the limits did to the rest.
 
-    `view` has a row per example. SFT: table row, start, stop. Pair: table row, start of the prompt, start of the rejected
-    prompt, tokens of chosen, tokens of rejected. `lengths` are its physical tokens, every token counted.
+    `view` has a row per example. SFT: table row, start, stop. Pair: table row, start of the prompt, start of the
+    rejected prompt, tokens of chosen, tokens of rejected. `lengths` are its physical tokens, every token counted.
     """
 
     view: Array
@@ -83,7 +83,7 @@ class Table:
             self.margin: Array = table.column("margin").to_numpy()  # NaN where there is none
 
     def fit(self, limits: Limits, documents: Array) -> Fitted:
-        """The examples that keep within the limits, by dropping or truncating, and documents by cutting them into pieces.
+        """The examples within the limits, by dropping or truncating; documents are cut into pieces.
 
         `documents` says which rows are plain text. Raises DataError for rows over a limit when `overlong` is error.
         """
@@ -167,7 +167,7 @@ class Table:
 
 
 def _pieces(view: Array, split: Array, size: int) -> Array:
-    """Cut documents into pieces that overlap by one token, so that every token but a document's first is a target once."""
+    """Cut documents into pieces that overlap by one token: every token but a document's first is a target once."""
     out = []
     for (index, start, stop), cut in zip(view, split, strict=True):
         begins = range(start, stop - 1, size - 1) if cut else (start,)

@@ -22,7 +22,7 @@ MOST_TOKENS = 400  # of one node; the middle of a longer one is left out
 def explore(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, rows: int, console: Console) -> None:
     """Print counts and lengths, then the first `rows` training examples token by token.
 
-    Trained tokens stand between ⟦ and ⟧ and have a background where there is colour; `·` ends a token where there is none.
+    Trained tokens stand between ⟦ and ⟧; where there is colour they have a background, and each token its own shade.
     """
     for report in prepared.reports.values():
         for line in report.lines():
@@ -80,8 +80,8 @@ def tokens_text(node: Sample, tokenizer: PreTrainedTokenizerBase) -> Text:
     trained = np.broadcast_to(np.asarray(node.trained, bool), len(ids))
     half = MOST_TOKENS // 2
     shown = list(range(len(ids))) if len(ids) <= MOST_TOKENS else [*range(half), *range(len(ids) - half, len(ids))]
-    text, before, number = Text(), False, 0
-    for index, piece in _pieces([ids[i] for i in shown], tokenizer):
+    text, before = Text(), False
+    for number, (index, piece) in enumerate(_pieces([ids[i] for i in shown], tokenizer)):
         at = shown[index]
         if len(ids) > MOST_TOKENS and index == half:
             text.append(("⟧" if before else "") + f" … {len(ids) - MOST_TOKENS:,} tokens … ")
@@ -90,12 +90,11 @@ def tokens_text(node: Sample, tokenizer: PreTrainedTokenizerBase) -> Text:
             text.append("⟦" if trained[at] else "⟧")
         before = bool(trained[at])
         text.append(piece, style=SHADES[number % 2] if before else PLAIN[number % 2])
-        number += 1
     text.append("⟧" if before else "")
     return text
 
 
-def _pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, str]]:
+def _pieces(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, str]]:
     """Each token's text, in order; bytes of one character that are apart come together with the last of them."""
     begin = 0
     for index in range(len(ids)):

@@ -35,7 +35,7 @@ SAMPLE = 100  # rows that tell the format
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Data ready for a recipe. `reports` has one entry for `train` and one for each validation set with a source of its own."""
+    """Data ready for a recipe. `reports` has `train`, and each validation set with a source of its own."""
 
     kind: Kind
     train: Dataset
@@ -77,8 +77,8 @@ def prepare(
     where a row has a prompt and everything elsewhere. The template is put on the tokenizer. `validation` holds the set
     under `data.validation` as "validation" and the further ones under their names. The same seed gives the same split.
 
-    Raises DataError: a source or column that is not there, more than 1 % malformed rows, a row with nothing to train, rows
-    over the limits when `overlong` is error, or nothing left to use.
+    Raises DataError: a source or column that is not there, more than 1 % malformed rows, a row with nothing to train,
+    rows over the limits when `overlong` is error, or nothing left to use.
     """
     template = choose_template(data, tokenizer)
     reader = _Reader(
@@ -284,8 +284,8 @@ class _Reader:
     def _refuse_implicit(self, record: Record, layout: Layout) -> None:
         if "prompt" not in dict(layout.columns):
             raise DataError(
-                "the pair has no prompt, only texts that begin alike, so a chat template cannot tell the turns apart: name the "
-                "prompt's column with data.columns: {prompt: YOUR_COLUMN}, or set data.template: none"
+                "the pair has no prompt, only texts that begin alike, so a chat template cannot tell the turns apart: "
+                "name the prompt's column with data.columns: {prompt: YOUR_COLUMN}, or set data.template: none"
             )
 
     def _tokenise(
@@ -306,8 +306,8 @@ def _columns(record: Record, item: Trained | Compared) -> dict[str, Any]:
     if isinstance(item, Trained):
         if first_trained(item.spans, len(item.tokens)) >= len(item.tokens):
             raise DataError(
-                f"{where} has nothing to train: of its {len(item.tokens)} tokens none is a target (an assistant turn, a "
-                "completion, or any token after the first)"
+                f"{where} has nothing to train: of its {len(item.tokens)} tokens none is a target (an assistant "
+                "turn, a completion, or any token after the first)"
             )
         return {
             "row": record.row,

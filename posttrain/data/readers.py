@@ -39,7 +39,7 @@ Parsed = tuple[int, dict[str, Any] | None, str | None]  # line, value, problem
 def read_files(files: tuple[Path, ...]) -> Iterator[Record]:
     """The rows of all files, one after the other.
 
-    Raises DataError when a file as a whole cannot be read: not there, damaged, empty, UTF-16, not the format it is named for.
+    Raises DataError when a file as a whole cannot be read: not there, damaged, empty, UTF-16, or not what its name says.
     """
     row = 0
     for path in files:
@@ -69,7 +69,8 @@ def reader_of(path: Path) -> Callable[[Path], Iterator[Parsed]]:
 
 def _open(path: Path) -> BinaryIO:
     """A byte stream without UTF-8's byte order mark; other encodings are refused by name."""
-    stream: BinaryIO = cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
+    opener = gzip.open if path.suffix.lower() == ".gz" else open
+    stream = cast(BinaryIO, opener(path, "rb"))
     start = stream.read(4)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         stream.close()
@@ -138,7 +139,7 @@ def read_json(path: Path) -> Iterator[Parsed]:
         lists = [key for key, value in whole.items() if isinstance(value, list)]
         if len(lists) != 1:
             raise DataError(
-                f"{path} is one JSON object; it needs exactly one list of rows in it and has {', '.join(lists) or 'none'}"
+                f"{path} is one JSON object; it needs one list of rows in it and has {', '.join(lists) or 'none'}"
             )
         for number, item in enumerate(whole[lists[0]], start=1):
             yield number, *_object(item)
@@ -205,7 +206,10 @@ _decoder = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def read_csv(path: Path) -> Iterator[Parsed]:
-    """Comma-separated values under a line of column names. A byte that is not UTF-8 becomes a lone surrogate, which no text may have."""
+    """Comma-separated values under a line of column names.
+
+    A byte that is not UTF-8 becomes a lone surrogate, which no text may have.
+    """
     with _open(path) as stream:
         texts = (b"" if raw is None else raw for _, raw in _lines(stream))
         reader = csv.reader((raw.decode(errors="surrogateescape") for raw in texts), strict=True)

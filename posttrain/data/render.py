@@ -35,7 +35,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The text, with the character spans of `{% generation %}` blocks; or why the template refused this conversation."""
+    """The text, with the character spans of `{% generation %}` blocks; or why the template refused."""
 
     text: str
     spans: tuple[tuple[int, int], ...] = ()
@@ -105,8 +105,8 @@ class Renderer:
         except queue.Empty:
             self.process.kill()
             raise DataError(
-                f"the chat template takes more than {seconds:g} seconds for one conversation: it is damaged or hostile; "
-                "choose another with data.template"
+                f"the chat template takes more than {seconds:g} seconds for one conversation: "
+                "it is damaged or hostile; choose another with data.template"
             ) from None
         if not line:
             raise DataError(

@@ -82,9 +82,9 @@ class Report:
 
     def lines(self) -> list[str]:
         """The report in words, one fact a line; facts that are zero are left out."""
-        lengths, prompt = self.tokens, self.prompt_tokens
+        lengths, prompt, formats = self.tokens, self.prompt_tokens, ", ".join(dict.fromkeys(self.formats))
         out = [
-            f"{self.name}: {self.read:,} rows read as {', '.join(dict.fromkeys(self.formats))}, {self.used:,} examples used",
+            f"{self.name}: {self.read:,} rows read as {formats}, {self.used:,} examples used",
             f"tokens: mean {lengths.mean:,.0f}, P50 {lengths.p50:,}, P90 {lengths.p90:,}, P99 {lengths.p99:,}, "
             f"max {lengths.max:,} (limit {self.max_length:,})",
         ]

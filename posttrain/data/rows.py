@@ -53,7 +53,7 @@ Fields = Mapping[str, Any]
 
 
 def text_of(value: object, name: str) -> str:
-    """A text that a tokenizer can take. Raises RowError for other types, NUL, lone surrogates, and a million characters."""
+    """A text that a tokenizer can take. Raises RowError for other types, NUL, lone surrogates, a million characters."""
     if not isinstance(value, str):
         raise RowError(f"{name} must be a text, not {type_name(value)}")
     if len(value) > TEXT_LIMIT:

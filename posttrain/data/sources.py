@@ -1,4 +1,4 @@
-"""Where rows come from: a local file or folder, a data set on the Hugging Face hub or in its cache, or a built-in task."""
+"""Where rows come from: a local file or folder, a data set of the Hugging Face hub or its cache, a built-in task."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ def choose_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Tem
     if name == "chat":
         if tokenizer.chat_template is None:
             raise DataError(
-                "data.template is chat, but the tokenizer has no chat template: set data.template to none (texts as they "
-                "are), alpaca, tags, r1_zero, question_only, or a .jinja file"
+                "data.template is chat, but the tokenizer has no chat template: set data.template to none (texts as "
+                "they are), alpaca, tags, r1_zero, question_only, or a .jinja file"
             )
     elif name.endswith(".jinja"):
         try:
@@ -86,7 +86,8 @@ def _builtin(name: str, tags: TagsConfig, tokenizer: PreTrainedTokenizerBase) ->
         f"{{% else %}}{preamble}{{% endif %}}"
         "{% for message in messages %}"
         f"{{% if message.role == 'user' %}}{user}"
-        f"{{% elif message.role == 'assistant' %}}{opening}{{% generation %}}{{{{ message.content }}}}{end}{{% endgeneration %}}"
+        f"{{% elif message.role == 'assistant' %}}{opening}"
+        f"{{% generation %}}{{{{ message.content }}}}{end}{{% endgeneration %}}"
         "{% if not loop.last %}{{ '\\n\\n' }}{% endif %}"
         "{% elif not loop.first %}{{ raise_exception('this template has no ' + message.role + ' turns') }}{% endif %}"
         f"{{% endfor %}}{{% if add_generation_prompt %}}{opening}{reply_opening}{{% endif %}}"
@@ -122,7 +123,8 @@ def _alpaca(tags: TagsConfig) -> tuple[str, str, str, str]:
         "{{ '\\n\\n' }}"
     )
     user = (
-        "{% if message.input %}{{ '### Instruction:\\n' + message.instruction + '\\n\\n### Input:\\n' + message.input + '\\n\\n' }}"
+        "{% if message.input %}{{ '### Instruction:\\n' + message.instruction }}"
+        "{{ '\\n\\n### Input:\\n' + message.input + '\\n\\n' }}"
         "{% else %}{{ '### Instruction:\\n' + message.content + '\\n\\n' }}{% endif %}"
     )
     return preamble, user, _text("### Response:\n"), ""

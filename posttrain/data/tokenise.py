@@ -231,7 +231,8 @@ class Tokeniser:
                     raise DataError(
                         "method.assistant_only_loss: the chat template writes earlier turns differently once later "
                         "ones follow, so the assistant's turns cannot be told apart. Use a template with "
-                        "{% generation %} marks (data.template: FILE.jinja), or completion_only_loss to train on the last turn"
+                        "{% generation %} marks (data.template: FILE.jinja), or completion_only_loss to train "
+                        "on the last turn"
                     )
                 spans.append((start, len(upto.text)))
             out.append(_end_span(whole.text, self._ended(whole.text, job), tuple(spans)))
