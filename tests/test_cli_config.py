@@ -199,6 +199,7 @@ def test_every_setting_has_a_flag_with_its_description_in_help(run):
         (["train", "good.yaml", "--max-steps", "many"], 1, "--training.max-steps: training.max_steps is 'many'"),
         (["train", "good.yaml", "other.yaml"], 1, "'other.yaml' is not an override"),
         (["train", "good.yaml", "--model-index", "one"], 2, "model-index"),
+        (["train", "good.yaml", "--resume", "--overwrite"], 2, "give one of them"),
         (["config", "new", "dppo"], 1, "there is no method dppo; did you mean dpo?"),
         (["config", "new"], 2, "Missing argument"),
         (["confg"], 2, "No such command 'confg'"),
@@ -208,6 +209,12 @@ def test_mistakes_are_one_message_without_a_stack_trace(run, args, status, messa
     got, _, err = run(*args)
     assert (got, err.count("error:")) == (status, 1)
     assert message in err and "Traceback" not in err
+
+
+def test_no_arguments_show_the_help(run):
+    assert "train" in run()[1]
+    status, out, err = run("config")
+    assert (status, err) == (2, "") and "schema" in out
 
 
 def test_debug_shows_the_stack_trace(run):

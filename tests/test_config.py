@@ -1,16 +1,28 @@
 """Loading settings: precedence, inheritance, short forms, and saved settings that load back."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.config import ModelConfig, RunConfig, dump, learning_rate, load, preset_names
+from posttrain.config import (
+    EvaluationDataset,
+    ModelConfig,
+    RunConfig,
+    SourceConfig,
+    dump,
+    learning_rate,
+    load,
+    preset_names,
+)
 from posttrain.config.fields import all_settings
 from posttrain.errors import ConfigError
 
+ROOT = Path(__file__).parent.parent / "posttrain"
 BASE = "model: gpt2\nmethod: sft\ndata: {source: rows.jsonl}\n"
 
 
@@ -200,6 +212,18 @@ def test_every_setting_has_a_description_of_one_line():
         assert setting.description and "\n" not in setting.description, setting.path
         assert len(setting.description) < 110, setting.path
         assert setting.description.endswith("."), setting.path
+
+
+def test_every_setting_is_read_by_the_code_outside_the_configuration():
+    """No dead knobs: each setting's name is read as an attribute somewhere below posttrain/, config and cli aside."""
+    read = set()
+    for path in ROOT.rglob("*.py"):
+        if path.relative_to(ROOT).parts[0] not in ("config", "cli"):
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            read |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+    entries = [*SourceConfig.model_fields, *EvaluationDataset.model_fields]
+    names = {setting.path.rsplit(".", 1)[-1] for setting in all_settings()} | set(entries)
+    assert names <= read, f"never read: {sorted(names - read)}"
 
 
 # --- saved settings -------------------------------------------------------------------------------------------------

@@ -99,6 +99,8 @@ def test_wrong_data_settings(tmp_path, data, message):
     [
         ({"type": "dppo"}, "method.type is 'dppo'; did you mean dpo? it is one of sft, reward, dpo, ipo"),
         ({}, "method.type is missing"),
+        ({"type": "grpo"}, "method.type is 'grpo'; it is one of sft, reward, dpo, ipo"),
+        (["sft", "dpo"], "method is a list; it must be one of sft, reward, dpo, ipo, or a mapping with type"),
         ({"type": "sft", "beta": 1}, "method.beta is not a setting of sft, but of dpo"),
         ({"type": "dpo", "bta": 1}, "method.bta is not a setting of dpo; did you mean method.beta?"),
         ({"type": "dpo", "loss_type": "sigmod"}, "did you mean sigmoid? it is one of sigmoid, hinge"),
@@ -184,6 +186,9 @@ def test_the_line_is_that_of_the_file_that_says_it(tmp_path):
         ("training:\n\tmax_steps: 3\n", "a.yaml:2: not valid YAML at column 1: the line is indented with a tab"),
         ("model: gpt2\n  method: sft\n", "a.yaml:2: not valid YAML at column 9"),
         ("model: [gpt2\n", "not valid YAML"),
+        ("model: a: b\n", "a.yaml:1: not valid YAML at column 9: mapping values are not allowed here (text that holds"),
+        ("data:\n  source: x\n training: 1\n", "is the line indented like its neighbours?"),
+        ("model: {lora: 4, lora_r: 3}\n", "a.yaml:1: lora_r means lora.r, but lora is given too and is no mapping"),
         (
             "model: !!python/object/apply:os.system [ls]\n",
             "a.yaml:1: the YAML tag !!python/object/apply:os.system is refused",

@@ -33,7 +33,8 @@ def guarded(run: Callable[[], object], debug: bool) -> int:
     except PosttrainError as error:
         return _report(str(error), FAILURE, debug)
     except typer.TyperException as error:  # what typer says of the command line
-        return _report(error.format_message(), error.exit_code, debug)
+        message = error.format_message()
+        return _report(message, error.exit_code, debug) if message else error.exit_code  # no message: help was shown
     except Exception as error:
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             return _report(MEMORY_KNOBS, FAILURE, debug)

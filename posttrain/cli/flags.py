@@ -177,5 +177,5 @@ def _unknown_flag(typed: str, declared: set[str]) -> str:
     name = typed.replace("-", "_")
     if name in HINTS:
         return f"there is no flag --{typed}; {HINTS[name]}"
-    near = get_close_matches(typed.replace("_", "-"), [*declared, *_spellings()], n=1, cutoff=0.6)
+    near = get_close_matches(typed.replace("_", "-"), [*declared, *_spellings()], n=1, cutoff=0.7)
     return f"there is no flag --{typed}" + (f"; did you mean --{near[0]}?" if near else "; see --help")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from posttrain.cli.errors import UsageError
 from posttrain.cli.settings import Config, Overrides, load_settings
 from posttrain.errors import RunError
 
@@ -34,6 +35,8 @@ def train(
 
     Precedence: flag, a.b=c, file, what the file extends, default. With `--resume PATH` the file may be left out.
     """
+    if overwrite and resume is not None:
+        raise UsageError("--resume goes on with a run and --overwrite deletes it; give one of them")
     checkpoint = Path(resume) if resume else None
     if config is None and checkpoint is not None:
         config = str(saved_config(checkpoint))

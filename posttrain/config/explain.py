@@ -72,16 +72,15 @@ def _messages(problem: Any, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath
         for inner, message in conflict.problems:
             keys = [int(key) if key.isdecimal() else key for key in inner.split(".") if key]
             yield (*path, *keys), message
+    elif path == ("method",) and not isinstance(_value_at(values, path), dict):
+        kinds = ", ".join((*METHODS, "ipo"))
+        yield path, f"is {_show(problem['input'])}; it must be one of {kinds}, or a mapping with type and its settings"
     elif problem["type"].startswith("union_tag"):
-        given = _value_at(values, path)
-        if isinstance(given, dict):
-            kind = given.get("type")
-            yield (
-                (*path, "type"),
-                f"is {_show(kind)}; {did_you_mean(kind, (*METHODS, 'ipo'))}" if "type" in given else "is missing",
-            )
-        else:
-            yield path, _type_message(given, annotation)
+        method = _value_at(values, path)
+        kind = (
+            f"is {_show(method['type'])}; {did_you_mean(method['type'], (*METHODS, 'ipo'))}" if "type" in method else ""
+        )
+        yield (*path, "type"), kind or "is missing"
     else:
         yield path, _type_message(problem["input"], annotation)
 
@@ -186,7 +185,7 @@ def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
 def did_you_mean(given: Any, words: Iterable[str]) -> str:
     """The nearest word, if one is near, and all there are."""
     words = list(words)
-    near = get_close_matches(str(given).lower(), words, n=1, cutoff=0.5)
+    near = get_close_matches(str(given).lower(), words, n=1, cutoff=0.6)
     meant = f"did you mean {near[0]}? " if near else ""
     return f"{meant}it is one of {', '.join(words)}"
 

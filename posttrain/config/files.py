@@ -52,6 +52,12 @@ for _tag, _pattern, _first in (
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
 
+_SYNTAX_HINTS = {
+    "mapping values are not allowed": " (text that holds `: ` goes in quotes)",
+    "expected <block end>": " (is the line indented like its neighbours?)",
+    "expected ',' or": " (a bracket is not closed)",
+    "cannot start any token": " (text that begins with this character goes in quotes)",
+}
 _PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
 
 
@@ -186,7 +192,9 @@ class _Reader:
         place = f"{self.name}:{mark.line + 1}: not valid YAML at column {mark.column + 1}"
         if "\t" in line[: len(line) - len(line.lstrip())]:
             return f"{place}: the line is indented with a tab; indent with spaces"
-        return f"{place}: {error.problem or error.context}" + (f"\n    {line.strip()[:100]}" if line.strip() else "")
+        problem = error.problem or error.context or ""
+        hint = next((hint for sign, hint in _SYNTAX_HINTS.items() if sign in problem), "")
+        return f"{place}: {problem}{hint}" + (f"\n    {line.strip()[:100]}" if line.strip() else "")
 
 
 def _scalar(text: str, kind: str) -> Any:

@@ -112,6 +112,8 @@ def spell_out_layer(layer: Tree, notes: list[str]) -> Tree:
             del values[section]  # a heading with everything under it commented out
     if "model" in values:
         values["model"] = _spell_out_model(values["model"], ("model",), origins, notes)
+    if isinstance(values.get("models"), str | dict):
+        values["models"] = [values["models"]]
     if isinstance(values.get("models"), list):
         values["models"] = [
             _spell_out_model(model, ("models", index), origins, notes) for index, model in enumerate(values["models"])
@@ -143,6 +145,10 @@ def _rename(
         dotted = ".".join(target)
         node = result
         for key in target[:-1]:
+            if not isinstance(node.get(key), dict | None):
+                raise ConfigError(
+                    f"{where}: {alias} means {dotted}, but {key} is given too and is no mapping; keep one"
+                )
             node[key] = dict(node[key]) if isinstance(node.get(key), dict) else {}
             node = node[key]
         if target[-1] in node:
