@@ -43,7 +43,8 @@ class Example:
 
     trees: tuple[Sample, ...]
     row: int
-    margin: float | None = None
+    margin: float | None = None  # reward models: by how much chosen is better
+    reference: tuple[float, ...] | None = None  # log-probability of each sequence under the reference, if precomputed
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ class Scorer(nn.Module):
         hidden_N = hidden_states(self.model, pack, pack.source_N)
         causal = base_of(self.model)
         head = causal.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
         cap = logit_softcap(causal.config)
         return Scores(*ChunkedScores.apply(hidden_N, head.weight, head.bias, pack.target_N, temperature, cap))
 
@@ -53,7 +54,8 @@ class RewardScorer(nn.Module):
 
     def forward(self, pack: Pack) -> torch.Tensor:
         hidden_S = hidden_states(self.model, pack, pack.last_S)
-        return base_of(self.model).score(hidden_S).squeeze(-1).float()
+        head = base_of(self.model).get_submodule("score")
+        return head(hidden_S).squeeze(-1).float()
 
 
 def hidden_states(model: nn.Module, pack: Pack, index: torch.Tensor) -> torch.Tensor:
@@ -136,6 +138,7 @@ class ChunkedScores(torch.autograd.Function):
             log_p = logits.sub_(log_z_N[rows, None])
             if grad_entropy_N is None:
                 grad_logits = log_p.exp_()
+                assert grad_logprob_N is not None  # one of the two has a gradient, or this would not run
                 grad_logits *= -grad_logprob_N[rows, None]
             else:
                 grad_logits = -log_p.exp() * grad_entropy_N[rows, None] * (log_p + entropy_N[rows, None])

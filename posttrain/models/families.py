@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from peft import PeftModel
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -43,7 +44,9 @@ FAMILIES: dict[str, Family] = {  # by config.json's model_type
 
 def base_of(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper (whose layers are already in it), or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(base, PreTrainedModel)
+    return base
 
 
 def backbone_of(base: PreTrainedModel) -> nn.Module:

@@ -18,11 +18,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as hf_logging
 
 from posttrain.config.schema import DevicesConfig, ModelConfig
 from posttrain.errors import ModelError
 from posttrain.models.attention import NAME as PACKED
 from posttrain.models.families import FAMILIES
+
+# Their bars flash by on every load and save; ours say what a person waits for.
+hf_logging.disable_progress_bar()
 
 Head = Literal["lm", "reward"]
 
@@ -64,7 +68,7 @@ def load_model(model: ModelConfig, head: Head, dtype: torch.dtype, device: torch
     """
     adapter = _adapter_config(model)
     base = model if adapter is None else model.model_copy(update={"path": adapter["base_model_name_or_path"]})
-    config = _load_config(base)
+    config = load_config(base)
     _refuse_vision(base, config)
     auto: Any = AutoModelForCausalLM
     if head == "reward":
@@ -88,7 +92,8 @@ def load_model(model: ModelConfig, head: Head, dtype: torch.dtype, device: torch
         loaded = _merge_adapter(loaded, model)
     if use_packed(model, loaded):
         loaded.set_attn_implementation(PACKED)
-    return loaded.to(device).eval()
+    torch.nn.Module.to(loaded, device)
+    return loaded.eval()
 
 
 def use_packed(model: ModelConfig, loaded: PreTrainedModel) -> bool:
@@ -108,7 +113,7 @@ def is_reward_model(model: ModelConfig) -> bool:
     adapter = _adapter_config(model)
     if adapter is not None:
         return adapter.get("task_type") == "SEQ_CLS"
-    architectures = _load_config(model).architectures or []
+    architectures = load_config(model).architectures or []
     return any(name.endswith("ForSequenceClassification") for name in architectures)
 
 
@@ -120,7 +125,8 @@ def _source(model: ModelConfig) -> dict[str, Any]:
     return {"revision": model.revision or "main", "trust_remote_code": model.trust_remote_code}
 
 
-def _load_config(model: ModelConfig) -> PreTrainedConfig:
+def load_config(model: ModelConfig) -> PreTrainedConfig:
+    """The model's config.json."""
     with _clear_errors(model, "config.json"):
         return AutoConfig.from_pretrained(model.path, **_source(model))
 

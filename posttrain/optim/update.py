@@ -1,0 +1,67 @@
+"""One optimizer step over the packs of a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from posttrain.batch import Pack
+from posttrain.optim.adamw import AdamW
+
+Metrics = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a batch is trained on. Every pack gives its share: shares add up to the batch's loss and metrics.
+
+    `of(pack)` returns the share of the loss, with its graph, and the shares of the metrics; `count` is what the batch's
+    mean is over (tokens, pairs), counted before the first backward, so that packing never changes a gradient. Metrics
+    named `min_…` and `max_…` combine as such.
+    """
+
+    of: Callable[[Pack], tuple[torch.Tensor, Metrics]]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What an update did: the batch's metrics with `loss` and `grad_norm`, and whether the weights took the step."""
+
+    metrics: dict[str, float]
+    applied: bool
+
+
+def update(packs: Iterable[Pack], objective: Objective, optimizer: AdamW, learning_rate: float) -> Updated:
+    """Sum the packs' gradients and take one step. A gradient that is not finite leaves weights and state unchanged."""
+    total: Metrics = {}
+    for pack in packs:
+        loss, metrics = objective.of(pack)
+        loss.backward()
+        add(total, {"loss": loss.detach(), **metrics})
+    grad_norm = optimizer.step(learning_rate)
+    return Updated(to_floats(total) | {"grad_norm": grad_norm}, applied=math.isfinite(grad_norm))
+
+
+def add(total: Metrics, share: Metrics) -> None:
+    """Add a pack's shares to the batch's metrics so far, in place; on the device, without waiting for it."""
+    for name, value in share.items():
+        if name not in total:
+            total[name] = value
+        elif name.startswith("min_"):
+            total[name] = torch.minimum(total[name], value)
+        elif name.startswith("max_"):
+            total[name] = torch.maximum(total[name], value)
+        else:
+            total[name] = total[name] + value
+
+
+def to_floats(metrics: Metrics) -> dict[str, float]:
+    """All metrics in one transfer from the device."""
+    if not metrics:
+        return {}
+    values = torch.stack([value.float() for value in metrics.values()]).tolist()
+    return dict(zip(metrics, values, strict=True))

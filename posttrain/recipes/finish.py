@@ -1,0 +1,68 @@
+"""What a run leaves behind when it is done: results.json, curves.png, report.html, and a summary on the console."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import torch
+
+from posttrain.recipes.job import Job
+from posttrain.recipes.loop import Loop
+from posttrain.store.curves import write_curves
+from posttrain.store.progress import duration
+from posttrain.store.report import Text, write_report
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+log = logging.getLogger("posttrain")
+
+
+def finish(job: Job, loop: Loop, seconds: float) -> None:
+    """Write the run's final numbers, its picture and its report."""
+    run, lines = job.run, job.run.read_metrics()
+    state = loop.state
+    results = {
+        "method": job.config.method.type,
+        "model": job.model.path,
+        "steps": state.step,
+        "num_tokens": state.num_tokens,
+        "skipped_steps": state.skipped,
+        "train_runtime": round(state.seconds, 3),
+        "tokens_per_second": round(state.num_tokens / state.seconds, 1) if state.seconds else 0.0,
+        "peak_memory_gib": round(peak_memory(job.device) / 2**30, 3),
+        "start": last_values(lines[::-1]),
+        "final": last_values(lines),
+    }
+    if state.best is not None:
+        results["best"] = {str(job.config.checkpoint.best_metric): state.best}
+    run.write_results(results)
+    run.set_counters({"skipped_steps": state.skipped})
+    run.set_state("finished")
+    title = f"{job.config.method.type} of {job.model.folder_name}"
+    write_curves(lines, run.folder / "curves.png", title)
+    reports = [Text(f"Data: {name}", "\n".join(r.lines()), code=True) for name, r in loop.data.reports.items()]
+    write_report(run.folder, title, reports)
+    log.info("done in %s: %s", duration(seconds), run.folder)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most this process has held, on the GPU where it computes on one."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if resource is None:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def last_values(lines: list[dict[str, Any]]) -> dict[str, float]:
+    """The last value of every metric, leaving out what is no measurement."""
+    values: dict[str, float] = {}
+    for line in lines:
+        values |= {k: v for k, v in line.items() if k not in ("step", "epoch", "time") and v is not None}
+    return values

@@ -1,0 +1,146 @@
+"""What a recipe starts from: one model's settings, its run folder, its device; and the parts it builds from them."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from posttrain.batch import Example, Pack, pack
+from posttrain.config import learning_rate
+from posttrain.config.schema import ModelConfig, RunConfig
+from posttrain.data import Prepared, prepare
+from posttrain.data.prepare import Kind
+from posttrain.models.families import backbone_of, base_of
+from posttrain.models.load import Head, compute_dtype, device_of, load_model, load_tokenizer
+from posttrain.models.lora import add_lora
+from posttrain.optim.adamw import AdamW
+from posttrain.store.run import Run
+
+log = logging.getLogger("posttrain")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One model to train. `checkpoint` is where a resumed run goes on from."""
+
+    config: RunConfig
+    model: ModelConfig
+    run: Run
+    device: torch.device
+    dtype: torch.dtype
+    tokenizer: PreTrainedTokenizerBase
+    checkpoint: Path | None
+
+    @classmethod
+    def start(cls, config: RunConfig, model: ModelConfig, run: Run, checkpoint: Path | None) -> Job:
+        """Seed every generator, choose the device, load the tokenizer."""
+        random.seed(config.seed)
+        np.random.seed(config.seed)
+        torch.manual_seed(config.seed)
+        device = device_of(config.devices)
+        return cls(config, model, run, device, compute_dtype(model, device), load_tokenizer(model), checkpoint)
+
+    def data(self, kind: Kind) -> Prepared:
+        """The training and validation sets, tokenised (or found in the cache); what was dropped goes to the log."""
+        method = self.config.method
+        targets = method.model_dump(include={"completion_only_loss", "assistant_only_loss"})
+        datasets = self.config.evaluation.datasets
+        prepared = prepare(self.config.data, self.tokenizer, kind, datasets=datasets, seed=self.config.seed, **targets)
+        for report in prepared.reports.values():
+            for line in report.lines():
+                log.info(line)
+        return prepared
+
+    def policy(self, head: Head) -> nn.Module:
+        """The model to train, as published or as the checkpoint has it; in evaluation mode, trained weights marked.
+
+        Full fine-tuning loads float32, so that the optimizer's masters are exact.
+        """
+        dtype = self.dtype if self.model.lora else torch.float32
+        if self.model.lora is None:
+            source = self.model if self.checkpoint is None else self.saved(self.checkpoint)
+            policy: nn.Module = load_model(source, head, dtype, self.device)
+        else:
+            base = load_model(self.model, head, dtype, self.device)
+            if self.checkpoint is None:
+                policy = add_lora(base, self.model.lora, head)
+            else:
+                policy = PeftModel.from_pretrained(
+                    base, str(self.checkpoint), is_trainable=True, autocast_adapter_dtype=False
+                )
+        if head == "reward":
+            set_pad_token(base_of(policy), self.tokenizer)
+        if self.checkpoints_gradients():
+            enable_gradient_checkpointing(policy)
+        return policy.eval()
+
+    def optimizer(self, policy: nn.Module) -> AdamW:
+        training = self.config.training
+        return AdamW(
+            policy,
+            self.dtype,
+            betas=(training.adam_beta1, training.adam_beta2),
+            eps=training.adam_epsilon,
+            weight_decay=training.weight_decay,
+            max_grad_norm=training.max_grad_norm,
+        )
+
+    def pack(self, examples: Sequence[Example], keep_last: bool = False) -> list[Pack]:
+        """A batch's packs. On a GPU they are padded to one width, so that the attention kernel is compiled once."""
+        return pack(examples, self.config.training.tokens_per_pack, keep_last, pad=self.device.type == "cuda")
+
+    def learning_rate(self) -> float:
+        return learning_rate(self.config, self.model)
+
+    def saved(self, folder: Path) -> ModelConfig:
+        """This model's settings with the weights of a folder of our own making."""
+        return self.model.model_copy(update={"path": str(folder), "revision": None})
+
+    def checkpoints_gradients(self) -> bool:
+        """`auto` recomputes activations on a GPU only, where memory is scarcer than arithmetic."""
+        wanted = self.config.training.gradient_checkpointing
+        return self.device.type == "cuda" if wanted == "auto" else wanted
+
+
+def enable_gradient_checkpointing(policy: nn.Module) -> None:
+    """Recompute each layer's activations in backward.
+
+    transformers does so only in layers that are in training mode; here that flag is set on the layers alone, so that
+    dropout, which lives in modules below them, stays as the recipe wants it.
+    """
+    base = base_of(policy)
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    if hasattr(base, "enable_input_require_grads") and isinstance(policy, PeftModel):
+        base.enable_input_require_grads()
+
+
+def set_training_mode(policy: nn.Module, dropout: bool) -> None:
+    """Training mode with the model's own dropout, or evaluation mode in which checkpointing still works."""
+    policy.train(dropout)
+    if dropout:
+        return
+    for layer in backbone_of(base_of(policy)).modules():
+        if getattr(layer, "gradient_checkpointing", False):
+            layer.training = True
+            if isinstance(getattr(layer, "dropout", None), float):
+                layer.__dict__["dropout"] = 0.0  # OPT's layers apply it themselves
+
+
+def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let transformers find a row's last token, whose hidden state the reward head reads, in a padded batch.
+
+    It takes the last token that is not padding, so padding must not look like the end of a completion.
+    """
+    candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, 0, 1]
+    pad = next(id for id in candidates if id is not None and id != tokenizer.eos_token_id)
+    model.config.pad_token_id = pad
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)

@@ -1,0 +1,295 @@
+"""What every recipe's loop shares: the order of the data, logging, evaluation, checkpoints, stopping, resuming.
+
+A recipe owns the `for`; the loop says which examples come next and does, after each step, what the settings ask for.
+Everything that decides the next step is in the checkpoint, so that a resumed run goes on to the bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from posttrain.batch import Example, Pack
+from posttrain.config import dump
+from posttrain.data import Dataset, Prepared
+from posttrain.errors import RunError, VitalSignError
+from posttrain.optim.adamw import AdamW
+from posttrain.optim.schedules import schedule, warmup_count
+from posttrain.optim.update import Metrics, Objective, add, to_floats, update
+from posttrain.recipes.job import Job, set_training_mode
+from posttrain.recipes.vital import MovedWeights
+from posttrain.store.files import load_json, load_tensors, restore_rng, rng_state, save_json, save_tensors
+from posttrain.store.progress import TrainingProgress, progress
+
+log = logging.getLogger("posttrain")
+
+MAX_SKIPPED_IN_A_ROW = 5
+ObjectiveOf = Callable[[list[Example]], tuple[list[Pack], Objective]]
+
+
+@dataclass(slots=True)
+class State:
+    """Where the loop stands, beside weights, optimizer and random generators."""
+
+    step: int = 0
+    num_tokens: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    evaluated: bool = False  # at this step
+    best: float | None = None
+    evaluations_since_best: int = 0
+    seconds: float = 0.0
+    window: dict[str, float] = field(default_factory=dict)  # sums since the last log line
+    window_steps: int = 0
+
+
+class Loop:
+    """The steps of one run over `data.train`."""
+
+    def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared, dropout: bool):
+        self.job, self.policy, self.optimizer, self.data, self.dropout = job, policy, optimizer, data, dropout
+        training = job.config.training
+        self.batch_size = training.batch_size
+        self.steps_per_epoch = math.ceil(len(data.train) / self.batch_size)
+        self.total = training.max_steps or math.ceil(training.num_train_epochs * self.steps_per_epoch)
+        self.warmup = warmup_count(training.warmup_steps, self.total)
+        self.peak_rate = job.learning_rate()
+        self.state = State()
+        self.stop: str | None = None
+        self._order: tuple[int, np.ndarray] | None = None
+        self._moved: MovedWeights | None = None
+        if job.checkpoint is not None:
+            self._restore(job.checkpoint)
+        self.progress = TrainingProgress(
+            self.total,
+            start_step=self.state.step,
+            logging_steps=job.config.tracking.logging_steps,
+            shown=("loss", "mean_token_accuracy", "rewards/margins", "accuracy"),
+        )
+
+    # Steps
+
+    def steps(self) -> Iterator[tuple[int, list[Example]]]:
+        """Each step's number, from 1, and its examples. After the body of the step: log, save, stop when asked."""
+        first = self.state.step + 1
+        set_training_mode(self.policy, self.dropout)
+        self._moved = MovedWeights(self.policy, self.optimizer)
+        with self.progress, self._signals():
+            for step in range(first, self.total + 1):
+                if self._patience_is_over():
+                    log.info("stopped early: %s has not improved", self.job.config.checkpoint.best_metric)
+                    break
+                began = time.perf_counter()
+                yield step, self._examples(step)
+                self.state.seconds += time.perf_counter() - began
+                self._after_step()
+
+    def _examples(self, step: int) -> list[Example]:
+        epoch, batch = divmod(step - 1, self.steps_per_epoch)
+        order = self._epoch_order(epoch)
+        rows = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+        return [self.data.train[int(row)] for row in rows]
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        """A pure function of seed and epoch, so that a resumed run needs no data position but the step."""
+        if self._order is None or self._order[0] != epoch:
+            size = len(self.data.train)
+            rng = np.random.default_rng([self.job.config.seed, epoch])
+            shuffle = self.job.config.data.shuffle
+            self._order = epoch, rng.permutation(size) if shuffle else np.arange(size)
+        return self._order[1]
+
+    def update(self, packs: list[Pack], objective: Objective) -> None:
+        """One optimizer step at the schedule's learning rate. A step that is not finite is skipped and counted."""
+        state, step = self.state, self.state.step + 1
+        done = update(packs, objective, self.optimizer, self.rate(step))
+        if done.applied:
+            state.skipped_in_a_row = 0
+            for name, value in done.metrics.items():
+                state.window[name] = state.window.get(name, 0.0) + value
+            state.window_steps += 1
+        else:
+            self._count_skipped(step, done.metrics)
+        tokens = sum(pack.num_tokens for pack in packs)
+        state.step, state.evaluated = step, False
+        state.num_tokens += tokens
+        self.progress.step(step, tokens, done.metrics)
+        if self._moved is not None and done.applied and self.rate(step) > 0 and done.metrics["grad_norm"] > 0:
+            self._moved.check(self.rate(step), done.metrics["grad_norm"])
+            self._moved = None
+
+    def rate(self, step: int) -> float:
+        kind = self.job.config.training.lr_scheduler_type
+        return self.peak_rate * schedule(kind, step - 1, self.total, self.warmup)
+
+    def _count_skipped(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.state.skipped += 1
+        self.state.skipped_in_a_row += 1
+        bad = ", ".join(name for name, value in metrics.items() if not math.isfinite(value))
+        log.warning("step %d skipped, weights unchanged: not finite: %s", step, bad)
+        if self.state.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise VitalSignError(
+                f"{MAX_SKIPPED_IN_A_ROW} steps in a row were not finite ({bad}), the last is step {step}: "
+                "lower training.learning_rate, or look for broken rows with `posttrain explore`"
+            )
+
+    def _after_step(self) -> None:
+        state, config = self.state, self.job.config
+        last = state.step == self.total or self._patience_is_over()
+        if state.step % config.tracking.logging_steps == 0 or last:
+            self._log()
+        if state.step % config.checkpoint.save_steps == 0 or last or self.stop:
+            self.save_checkpoint()
+        self._leave_if_asked()
+
+    def _log(self) -> None:
+        state = self.state
+        metrics = {name: value / state.window_steps for name, value in state.window.items()}
+        metrics |= {
+            "learning_rate": self.rate(state.step),
+            "epoch": state.step / self.steps_per_epoch,
+            "num_tokens": state.num_tokens,
+        }
+        if state.skipped:
+            metrics["skipped_steps"] = state.skipped
+        self.job.run.log(state.step, metrics)
+        state.window, state.window_steps = {}, 0
+
+    # Evaluation
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether this step (0 is before training) is to be evaluated and has not been yet."""
+        settings, step = self.job.config.evaluation, self.state.step
+        if settings.eval_steps == -1 or not self.data.validation or self.state.evaluated:
+            return False
+        if step == 0:
+            return settings.at_start
+        return step % settings.eval_steps == 0 or step == self.total
+
+    def evaluate(self, objective_of: ObjectiveOf) -> dict[str, float]:
+        """Measure every validation set without gradients, log it, keep the model if it is the best so far."""
+        set_training_mode(self.policy, dropout=False)
+        metrics = {"epoch": self.state.step / self.steps_per_epoch}
+        for name, dataset in self.data.validation.items():
+            prefix = "eval_" if name == "validation" else f"eval_{name}_"
+            measured = self._measure(name, dataset, objective_of)
+            metrics |= {f"{prefix}{key}": value for key, value in measured.items()}
+        set_training_mode(self.policy, self.dropout)
+        self.state.evaluated = True
+        self.job.run.log(self.state.step, metrics)
+        self.progress.validation(self.state.step, metrics)
+        self._keep_best(metrics)
+        return metrics
+
+    @torch.no_grad()
+    def _measure(self, name: str, dataset: Dataset, objective_of: ObjectiveOf) -> dict[str, float]:
+        """Means over a data set: every batch's means weigh by what they are over (tokens, pairs)."""
+        limit = self.job.config.evaluation.num_batches
+        size = len(dataset) if limit is None else min(len(dataset), limit * self.batch_size)
+        total: dict[str, float] = {}
+        count = 0
+        for start in progress(range(0, size, self.batch_size), f"evaluating {name}"):
+            packs, objective = objective_of([dataset[i] for i in range(start, min(start + self.batch_size, size))])
+            batch: Metrics = {}
+            for pack in packs:
+                loss, metrics = objective.of(pack)
+                add(batch, {"loss": loss, **metrics})
+            for key, value in to_floats(batch).items():
+                if key.startswith(("min_", "max_")):
+                    total[key] = (min if key.startswith("min_") else max)(total.get(key, value), value)
+                else:
+                    total[key] = total.get(key, 0.0) + value * objective.count
+            count += objective.count
+            if self.stop:
+                self.save_checkpoint()
+                self._leave_if_asked()
+        return {k: v if k.startswith(("min_", "max_")) else v / count for k, v in total.items()}
+
+    def _keep_best(self, metrics: Mapping[str, float]) -> None:
+        name = self.job.config.checkpoint.best_metric
+        if name is None:
+            return
+        if name not in metrics:
+            raise RunError(f"checkpoint.best_metric is {name}, but the evaluation gives {', '.join(sorted(metrics))}")
+        value, best = metrics[name], self.state.best
+        if not math.isfinite(value):
+            log.warning("step %d: %s is not finite, so it is not the best", self.state.step, name)
+        elif best is None or (value < best if name.endswith("loss") else value > best):
+            self.state.best, self.state.evaluations_since_best = value, 0
+            self.job.run.save_model(self.job.run.best, self.state.step, self._write_model)
+            return
+        self.state.evaluations_since_best += 1
+
+    def _patience_is_over(self) -> bool:
+        patience = self.job.config.checkpoint.early_stopping_patience
+        return patience is not None and self.state.evaluations_since_best >= patience
+
+    # Saving, stopping, resuming
+
+    def save_checkpoint(self) -> None:
+        """The model, the optimizer, the generators and where the loop stands; whole or not at all."""
+
+        def write(folder: Path) -> None:
+            self._write_model(folder)
+            tensors, facts = rng_state()
+            save_tensors(folder / "optimizer.safetensors", self.optimizer.state())
+            save_tensors(folder / "rng.safetensors", tensors)
+            state = {"loop": asdict(self.state), "rng": facts, "data": self.data.fingerprint}
+            save_json(folder / "state.json", state)
+            (folder / "config.yaml").write_text(dump(self.job.config), encoding="utf-8")
+
+        self.job.run.save_checkpoint(self.state.step, write, self.job.config.checkpoint.save_total_limit)
+
+    def _restore(self, checkpoint: Path) -> None:
+        saved = load_json(checkpoint / "state.json")
+        if saved["data"] != self.data.fingerprint:
+            raise RunError(
+                f"{checkpoint}: the training data is not what this run began with (another file, split, template or "
+                "tokenizer): give it back, or start a new run"
+            )
+        self.state = State(**saved["loop"])
+        self.optimizer.load_state(load_tensors(checkpoint / "optimizer.safetensors"))
+        restore_rng(load_tensors(checkpoint / "rng.safetensors"), saved["rng"])
+        log.info("resumed from %s at step %d", checkpoint.name, self.state.step)
+
+    def _write_model(self, folder: Path) -> None:
+        self.policy.save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+        self.job.tokenizer.save_pretrained(folder)
+
+    def save_final(self) -> None:
+        """`final/`: the model as transformers or PEFT load it, with its tokenizer and template."""
+        self.job.run.save_model(self.job.run.final, self.state.step, self._write_model)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM finish the step, save a checkpoint and leave; a second SIGINT leaves at once."""
+
+        def ask(number: int, frame: object) -> None:
+            if self.stop and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.stop = signal.Signals(number).name
+            log.warning("%s: finishing the step, then saving a checkpoint (again to leave at once)", self.stop)
+
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _leave_if_asked(self) -> None:
+        if self.stop == "SIGINT":
+            raise KeyboardInterrupt("stopped by Ctrl-C; go on with --resume")
+        if self.stop:
+            raise SystemExit(128 + signal.SIGTERM)

@@ -1,0 +1,125 @@
+"""Direct preference optimisation and its kin: pairs of completions, and how much the policy prefers the chosen one.
+
+    DPO (arXiv 2305.18290, equation 7):
+    loss = - log sigma(beta [log pi(chosen)/ref(chosen) - log pi(rejected)/ref(rejected)])
+
+Every `loss_type` is a function of the pairs' summed log-probabilities (posttrain/losses/preference.py). The reference
+is the policy as it was before training, another model, or none; policy and reference are scored with dropout off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from posttrain.batch import Example, Pack
+from posttrain.config import DPOMethod
+from posttrain.losses import Pairs, couples_batch, loss_coefficients, preference_loss, preference_metrics
+from posttrain.optim.update import Objective
+from posttrain.recipes.job import Job
+from posttrain.recipes.loop import Loop
+from posttrain.recipes.reference import Reference, make_reference
+from posttrain.recipes.vital import check_margins, check_packing
+from posttrain.scoring import Scorer
+
+
+def train(job: Job) -> Loop:
+    method = job.config.method
+    assert isinstance(method, DPOMethod)
+    data = job.data("pair")
+    policy = job.policy("lm")
+    optimizer = job.optimizer(policy)
+    scorer = Scorer(policy)
+    reference, data = make_reference(job, method, scorer, data)
+
+    def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
+        packs = job.pack(examples)
+        chosen_tokens = sum(int(pack.length_S()[0::2].sum()) for pack in packs)
+        tokens = sum(len(pack.target_N) for pack in packs)
+        loss_of = partial(
+            preference_loss,
+            loss_type=method.loss_type,
+            loss_weights=method.loss_weights,
+            beta=method.beta,
+            label_smoothing=method.label_smoothing,
+            f_divergence_type=method.f_divergence_type,
+            f_alpha_divergence_coef=method.f_alpha_divergence_coef,
+            discopop_tau=method.discopop_tau,
+            num_pairs=len(examples),
+            num_chosen_tokens=chosen_tokens,
+        )
+        if couples_batch(method.loss_type) and len(packs) > 1:
+            loss_of = couple(loss_of, packs, scorer, reference, examples, job.device)
+
+        def share(pack: Pack):
+            pack = pack.to(job.device)
+            scores = scorer(pack)
+            pairs = pairs_of(pack, pack.sum_by_sequence(scores.logprob_N), reference(pack, examples))
+            metrics = {k: v / len(examples) for k, v in preference_metrics(pairs, method.beta).items()}
+            metrics["entropy"] = scores.entropy_N.detach().sum() / tokens
+            metrics["mean_token_accuracy"] = scores.top1_N[pack.sequence_N % 2 == 0].sum() / chosen_tokens
+            return loss_of(pairs).sum() / len(examples), metrics
+
+        return packs, Objective(share, len(examples))
+
+    loop = Loop(job, policy, optimizer, data, dropout=False)
+    if loop.evaluation_due:
+        loop.evaluate(objective_of)
+    for step, examples in loop.steps():
+        packs, objective = objective_of(examples)
+        if step == 1:
+            check_packing(scorer, packs, examples)
+            if method.use_ref_model and method.ref_model is None:
+                check_margins(scorer, reference, packs, examples)
+        loop.update(packs, objective)
+        if loop.evaluation_due:
+            loop.evaluate(objective_of)
+    return loop
+
+
+def pairs_of(pack: Pack, policy_S: torch.Tensor, reference_S: torch.Tensor) -> Pairs:
+    """A pack's sequences as pairs: they come as chosen, rejected, chosen, rejected …"""
+    length_S = pack.length_S()
+    return Pairs(
+        chosen_P=policy_S[0::2],
+        rejected_P=policy_S[1::2],
+        ref_chosen_P=reference_S[0::2],
+        ref_rejected_P=reference_S[1::2],
+        chosen_length_P=length_S[0::2],
+        rejected_length_P=length_S[1::2],
+    )
+
+
+@torch.no_grad()
+def couple(
+    loss_of: Callable[[Pairs], torch.Tensor],
+    packs: list[Pack],
+    scorer: Scorer,
+    reference: Reference,
+    examples: list[Example],
+    device: torch.device,
+) -> Callable[[Pairs], torch.Tensor]:
+    """A loss for losses that look at all pairs of the step at once, when they come in several packs.
+
+    Scores every pack once without gradients, takes the loss and its derivative by each log-probability over the whole
+    step, and gives a function whose value is the pack's share of the loss and whose gradient is the step's exact one.
+    """
+    parts: list[Pairs] = []
+    for pack in packs:
+        moved = pack.to(device)
+        parts.append(pairs_of(moved, moved.sum_by_sequence(scorer(moved).logprob_N), reference(moved, examples)))
+    whole = Pairs(*(torch.cat([getattr(p, name) for p in parts]) for name in Pairs.__dataclass_fields__))
+    loss_P, (to_chosen_P, to_rejected_P) = loss_coefficients(
+        lambda chosen_P, rejected_P: loss_of(whole.with_policy(chosen_P, rejected_P)), whole.chosen_P, whole.rejected_P
+    )
+    sizes = [len(part) for part in parts]
+    shares = iter(zip(loss_P.split(sizes), to_chosen_P.split(sizes), to_rejected_P.split(sizes), strict=True))
+
+    def share(pairs: Pairs) -> torch.Tensor:
+        value_P, chosen_P, rejected_P = next(shares)
+        linear_P = chosen_P * pairs.chosen_P + rejected_P * pairs.rejected_P
+        return value_P + linear_P - linear_P.detach()
+
+    return share

@@ -1,0 +1,72 @@
+"""What a resumed run may change, and where it goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import RunConfig, load
+from posttrain.errors import RunError
+
+# How long to train, and how often to log, save and evaluate; where the folder lies and what computes.
+CHANGEABLE = (
+    "name",
+    "output_dir",
+    "training.max_steps",
+    "training.num_train_epochs",
+    "evaluation.eval_steps",
+    "evaluation.at_start",
+    "evaluation.num_batches",
+    "checkpoint",
+    "tracking",
+    "devices",
+)
+
+
+def run_folder_of(path: Path) -> Path:
+    """The run folder that `path` is, or that the checkpoint `path` lies in."""
+    for folder in (path, path.parent):
+        if (folder / "run.json").is_file():
+            return folder
+    raise RunError(f"{path} is neither a run folder nor a checkpoint in one")
+
+
+def saved_settings(folder: Path, given: RunConfig) -> RunConfig:
+    """The settings to go on with in `folder`: those given, for the model that the folder is of."""
+    saved = load(folder / "config.yaml").config
+    name = saved.models[0].folder_name
+    mine = [model for model in given.models if model.folder_name == name]
+    if not mine:
+        raise RunError(f"{folder} is a run of the model {name}, which the given config does not have")
+    return given.model_copy(update={"models": (mine[0],), "name": saved.name, "output_dir": saved.output_dir})
+
+
+def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
+    """Raise RunError when the settings differ from the checkpoint's in anything that would make another run of it."""
+    saved = _flat(load(checkpoint / "config.yaml").config.model_dump(mode="json"))
+    given = _flat(config.model_dump(mode="json"))
+    changed = [
+        f"{path}: {saved.get(path)} -> {given.get(path)}"
+        for path in sorted(saved.keys() | given.keys())
+        if saved.get(path) != given.get(path) and not _may_change(path)
+    ]
+    if changed:
+        raise RunError(
+            f"{checkpoint} was made with other settings ({'; '.join(changed)}). A resumed run may change step and "
+            "epoch counts, logging, saving and evaluation intervals; for anything else start a new run"
+        )
+
+
+def _may_change(path: str) -> bool:
+    return any(path == allowed or path.startswith(f"{allowed}.") for allowed in CHANGEABLE)
+
+
+def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}; lists by index."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else None
+    if items is None:
+        return {prefix: data}
+    flat: dict[str, Any] = {}
+    for key, value in items:
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat

@@ -1,0 +1,63 @@
+"""Reward model: a scalar head on the last token, trained so that chosen completions score above rejected ones.
+
+    loss = - log sigma(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
+
+Bradley and Terry's model of a preference, as in InstructGPT (arXiv 2203.02155, equation 1); the margin is the data's
+own where it has one (Llama 2, arXiv 2307.09288), the centering coefficient c is `center_rewards_coefficient`. Rewards
+are computed with dropout off.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from posttrain.batch import Example, Pack
+from posttrain.config import RewardMethod
+from posttrain.losses import bradley_terry, global_mean, reward_metrics, reward_range
+from posttrain.optim.update import Objective
+from posttrain.recipes.job import Job
+from posttrain.recipes.loop import Loop
+from posttrain.recipes.vital import check_reward_packing
+from posttrain.scoring import RewardScorer
+
+
+def train(job: Job) -> Loop:
+    method = job.config.method
+    assert isinstance(method, RewardMethod)
+    data = job.data("pair")
+    policy = job.policy("reward")
+    optimizer = job.optimizer(policy)
+    scorer = RewardScorer(policy)
+
+    def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
+        packs = job.pack(examples, keep_last=True)
+
+        def share(pack: Pack):
+            reward_S = scorer(pack.to(job.device))
+            chosen_P, rejected_P = reward_S[0::2], reward_S[1::2]
+            loss_P = bradley_terry(chosen_P, rejected_P, margins(pack, examples), method.center_rewards_coefficient)
+            sums = reward_metrics(chosen_P, rejected_P)
+            metrics = {name: value / len(examples) for name, value in sums.items()}
+            return global_mean(loss_P, len(examples)), metrics | reward_range(chosen_P, rejected_P)
+
+        return packs, Objective(share, len(examples))
+
+    loop = Loop(job, policy, optimizer, data, dropout=False)
+    if loop.evaluation_due:
+        loop.evaluate(objective_of)
+    for step, examples in loop.steps():
+        packs, objective = objective_of(examples)
+        if step == 1:
+            check_reward_packing(scorer, packs, examples)
+        loop.update(packs, objective)
+        if loop.evaluation_due:
+            loop.evaluate(objective_of)
+    return loop
+
+
+def margins(pack: Pack, examples: list[Example]) -> torch.Tensor | None:
+    """The margins (P) of a pack's pairs, 0 for a row without one; None where no row has any."""
+    values = [examples[group].margin for group in pack.group_S[0::2].tolist()]
+    if all(value is None for value in values):
+        return None
+    return torch.tensor([value or 0.0 for value in values], device=pack.tokens_T.device)

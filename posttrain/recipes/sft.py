@@ -1,0 +1,50 @@
+"""Supervised fine-tuning: the negative log-likelihood of the target tokens, mean over the step's targets.
+
+    loss = - (1 / N) sum_n log p(target_n | what comes before it)
+
+N counts the targets of the whole step, so packing and accumulation change nothing. Which tokens are targets is decided
+where the data is tokenised (completion, assistant turns or all).
+"""
+
+from __future__ import annotations
+
+from posttrain.batch import Example, Pack
+from posttrain.losses import global_mean, nll
+from posttrain.optim.update import Objective
+from posttrain.recipes.job import Job
+from posttrain.recipes.loop import Loop
+from posttrain.recipes.vital import check_packing
+from posttrain.scoring import Scorer
+
+
+def train(job: Job) -> Loop:
+    data = job.data("sft")
+    policy = job.policy("lm")
+    optimizer = job.optimizer(policy)
+    scorer = Scorer(policy)
+
+    def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
+        packs = job.pack(examples)
+        targets = sum(len(pack.target_N) for pack in packs)
+
+        def share(pack: Pack):
+            scores = scorer(pack.to(job.device))
+            loss = global_mean(nll(scores.logprob_N), targets)
+            return loss, {
+                "entropy": global_mean(scores.entropy_N.detach(), targets),
+                "mean_token_accuracy": global_mean(scores.top1_N, targets),
+            }
+
+        return packs, Objective(share, targets)
+
+    loop = Loop(job, policy, optimizer, data, dropout=True)
+    if loop.evaluation_due:
+        loop.evaluate(objective_of)
+    for step, examples in loop.steps():
+        packs, objective = objective_of(examples)
+        if step == 1:
+            check_packing(scorer, packs, examples)
+        loop.update(packs, objective)
+        if loop.evaluation_due:
+            loop.evaluate(objective_of)
+    return loop

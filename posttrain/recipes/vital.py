@@ -1,0 +1,143 @@
+"""Vital signs: what must hold in every healthy run. A failure stops the run and says which sign failed and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from posttrain.batch import Example, Pack, sequences
+from posttrain.errors import VitalSignError
+from posttrain.models.families import base_of
+from posttrain.optim.adamw import AdamW
+from posttrain.scoring import RewardScorer, Scorer
+
+# Largest difference of one token's log-probability (nats) that rounding explains: float32 sums in another order, and
+# bfloat16's 8 bits through tens of layers.
+ROUNDING = {torch.float32: 2e-3, torch.bfloat16: 0.5}
+SEQUENCES_CHECKED = 2
+
+
+def check_packing(scorer: Scorer, packs: Sequence[Pack], examples: Sequence[Example]) -> float:
+    """A pack gives the log-probabilities that transformers itself gives, one sequence at a time.
+
+    Looks at the first sequences of the first pack. Returns the largest difference; VitalSignError above rounding.
+    """
+
+    def packed(pack: Pack) -> list[torch.Tensor]:
+        logprob_N = scorer(pack).logprob_N
+        return [logprob_N[pack.sequence_N == s] for s in range(pack.num_sequences)]
+
+    def plain(ids_L: torch.Tensor, trained_L: torch.Tensor) -> torch.Tensor:
+        logits = base_of(scorer.model)(input_ids=ids_L[None, :-1], use_cache=False).logits[0].float()
+        return logits.log_softmax(-1).gather(1, ids_L[1:, None]).squeeze(1)[trained_L[1:]]
+
+    return _compare(scorer, packs, examples, packed, plain, "a log-probability")
+
+
+def check_reward_packing(scorer: RewardScorer, packs: Sequence[Pack], examples: Sequence[Example]) -> float:
+    """A pack gives the rewards that transformers' own sequence classifier gives, one sequence at a time."""
+
+    def packed(pack: Pack) -> list[torch.Tensor]:
+        return list(scorer(pack)[:, None])
+
+    def plain(ids_L: torch.Tensor, trained_L: torch.Tensor) -> torch.Tensor:
+        return base_of(scorer.model)(input_ids=ids_L[None], use_cache=False).logits[0].float()
+
+    return _compare(scorer, packs, examples, packed, plain, "a reward")
+
+
+@torch.no_grad()
+def _compare(
+    scorer: nn.Module,
+    packs: Sequence[Pack],
+    examples: Sequence[Example],
+    packed: Callable[[Pack], list[torch.Tensor]],
+    plain: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    what: str,
+) -> float:
+    pack = packs[0].to(next(scorer.parameters()).device)
+    base = base_of(scorer.model)  # pyright: ignore[reportArgumentType]
+    modes = {module: module.training for module in scorer.modules()}
+    implementation = base.config._attn_implementation or "eager"
+    scorer.eval()
+    example = examples[int(pack.group_S[0])]
+    paths = [path for tree in example.trees for path in sequences(tree)][:SEQUENCES_CHECKED]
+    try:
+        got = packed(pack)
+        base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
+        device = pack.tokens_T.device
+        want = [plain(*(torch.from_numpy(a.copy()).to(device) for a in path)) for path in paths]
+    finally:
+        base.set_attn_implementation(implementation)
+        for module, mode in modes.items():
+            module.training = mode
+    # not `max`, which would pass over NaN
+    worst = float(torch.cat([(g - w).abs() for g, w in zip(got, want, strict=False)]).amax())
+    tolerance = ROUNDING[_dtype(scorer)]
+    if not worst <= tolerance:
+        raise VitalSignError(
+            f"packed = unpacked fails: {what} of the first batch differs by {worst:.3g} from plain transformers "
+            f"(tolerance {tolerance}). The attention of `{base.config.model_type}` does not take packs as it should: "
+            "set models.0.attention: eager, and report this model"
+        )
+    return worst
+
+
+@torch.no_grad()
+def check_margins(
+    scorer: Scorer, reference: Callable[[Pack, list[Example]], torch.Tensor], packs: list[Pack], examples: list[Example]
+) -> float:
+    """Before the first update the policy is its reference, so every log-ratio, and with it every margin, is 0.
+
+    Returns the largest log-ratio per token (nats) of the first pack; raises VitalSignError above rounding.
+    """
+    pack = packs[0].to(next(scorer.parameters()).device)
+    policy_S = pack.sum_by_sequence(scorer(pack).logprob_N)
+    worst = float(((policy_S - reference(pack, examples)).abs() / pack.length_S().clamp(min=1)).amax())
+    if not worst <= ROUNDING[_dtype(scorer)] / 10:
+        raise VitalSignError(
+            f"margins are not 0 at the start: policy and reference differ by {worst:.3g} nats a token on the first "
+            "batch, though no update has been made. The reference is not the model the policy starts from (other "
+            "weights, an active adapter, or dropout in one of them); if that is meant, name it with method.ref_model"
+        )
+    return worst
+
+
+class MovedWeights:
+    """After the first update, some trained tensor has moved and no frozen one has."""
+
+    def __init__(self, policy: nn.Module, optimizer: AdamW):
+        self.frozen = {name: p for name, p in policy.named_parameters() if not p.requires_grad}
+        self.trained = optimizer.masters
+        self.before = fingerprints(self.frozen), fingerprints(self.trained)
+
+    def check(self, learning_rate: float, grad_norm: float) -> None:
+        """Raise VitalSignError when that does not hold after an update with a rate and a gradient above zero."""
+        frozen, trained = fingerprints(self.frozen), fingerprints(self.trained)
+        moved = [name for name in frozen if frozen[name] != self.before[0][name]]
+        if moved:
+            raise VitalSignError(
+                f"a frozen tensor moved in the first update: {moved[0]} ({len(moved)} in all). "
+                "It shares memory with a trained one, or something else writes to it"
+            )
+        if trained == self.before[1]:
+            raise VitalSignError(
+                f"no trained tensor moved in the first update, at learning rate {learning_rate:.1e} and gradient norm "
+                f"{grad_norm:.1e}: the rate is below what float32 can add, or the optimizer holds other tensors"
+            )
+
+
+def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """A number per tensor that changes, but for rare chance, when any of its bits does: the sum of its words."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return {
+        name: int(t.detach().contiguous().view(words[t.element_size()]).sum(dtype=torch.int64))
+        for name, t in tensors.items()
+    }
+
+
+def _dtype(scorer: nn.Module) -> torch.dtype:
+    """The coarsest dtype of the weights: what rounding depends on."""
+    return torch.bfloat16 if any(p.dtype == torch.bfloat16 for p in scorer.parameters()) else torch.float32
