@@ -24,7 +24,7 @@ from posttrain.data.render import rendering
 from posttrain.data.report import MALFORMED_SHARE, Malformed, Reading, Report, list_malformed
 from posttrain.data.rows import Row, RowError, as_turns, without_think
 from posttrain.data.sources import Source, open_source
-from posttrain.data.templates import Template, choose_template
+from posttrain.data.templates import Template, choose_template, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained, span_array
 from posttrain.errors import DataError
 
@@ -228,6 +228,7 @@ class _Reader:
             bar = stack.enter_context(Progress(f"tokenising {name}", self.progress))
             renderer = None
             if self.template.turns and layout.name != "text":
+                require_chat_template(self.tokenizer)
                 renderer = stack.enter_context(rendering(self.tokenizer))
             tokeniser = Tokeniser(self.tokenizer, renderer, self.assistant_only_loss)
             for batch in _batches(itertools.chain(head, records)):

@@ -39,7 +39,7 @@ Parsed = tuple[int, dict[str, Any] | None, str | None]  # line, value, problem
 def read_files(files: tuple[Path, ...]) -> Iterator[Record]:
     """The rows of all files, one after the other.
 
-    Raises DataError when a file as a whole cannot be read: not there, damaged, empty, UTF-16, or not what its name says.
+    Raises DataError when a file as a whole cannot be read: not there, damaged, empty, UTF-16, not what its name says.
     """
     row = 0
     for path in files:

@@ -55,24 +55,27 @@ class Template:
 def choose_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Template:
     """The template of the settings, put on the tokenizer.
 
-    Raises DataError when the tokenizer has no chat template to use, or the file cannot be read.
+    Raises DataError when the file cannot be read.
     """
     name = data.template
     template = Template(name, name != "none", data.tags)
-    if name == "chat":
-        if tokenizer.chat_template is None:
-            raise DataError(
-                "data.template is chat, but the tokenizer has no chat template: set data.template to none (texts as "
-                "they are), alpaca, tags, r1_zero, question_only, or a .jinja file"
-            )
-    elif name.endswith(".jinja"):
+    if name.endswith(".jinja"):
         try:
             tokenizer.chat_template = Path(name).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"the template {name} cannot be read: {error}") from error
-    elif name != "none":
+    elif name not in ("chat", "none"):
         tokenizer.chat_template = _builtin(name, data.tags, tokenizer)
     return template
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises DataError when there is no chat template to write conversations with."""
+    if tokenizer.chat_template is None:
+        raise DataError(
+            "data.template is chat, but the tokenizer has no chat template: set data.template to none (texts as "
+            "they are), alpaca, tags, r1_zero, question_only, or a .jinja file"
+        )
 
 
 def _builtin(name: str, tags: TagsConfig, tokenizer: PreTrainedTokenizerBase) -> str:
