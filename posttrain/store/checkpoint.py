@@ -29,16 +29,16 @@ def save_checkpoint(
     """Save `checkpoint-{step}` with the files that `write(temporary_folder)` makes; returns its path.
 
     Once it is safe on the disk, the oldest checkpoints beyond `limit` (at least 1; None keeps all) are deleted: never
-    the one just saved, never one in `keep`.
+    the one just saved or the newest, never one in `keep`.
     Raises RunError when it cannot be written, for instance on a full disk; earlier checkpoints are then intact.
     """
     target = run_dir / f"checkpoint-{step}"
     save_folder(target, step, write)
     if limit is not None:
-        protected = {path.resolve() for path in keep} | {target.resolve()}
-        excess = len(list_checkpoints(run_dir)) - max(limit, 1)
-        removable = [path for path in list_checkpoints(run_dir) if path.resolve() not in protected]
-        for path in removable[: max(excess, 0)]:
+        existing = list_checkpoints(run_dir)
+        protected = {path.resolve() for path in (target, existing[-1], *keep)}
+        removable = [path for path in existing if path.resolve() not in protected]
+        for path in removable[: max(len(existing) - limit, 0)]:
             remove_folder(path)
     return target
 

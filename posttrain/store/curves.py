@@ -167,7 +167,7 @@ def _keep_outliers_out(axes: "Axes", values: list[float]) -> None:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """A centred mean over about a twentieth of the points, without the highest and lowest tenth (at least one); gaps stay."""
+    """A centred mean over about a twentieth of the points, without the highest and lowest tenth."""
     reach = max(2, len(values) // 40)
     smooth = []
     for index, value in enumerate(values):

@@ -22,7 +22,8 @@ def save_json(path: Path, data: Any) -> None:
     Raises RunError for NaN and infinities (JSON has none) and for keys that are not text.
     """
     _check_exact(data, path.name)
-    write_file(path, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    write_file(path, text.encode(errors="backslashreplace"))  # a lone surrogate becomes JSON's own escape
 
 
 def load_json(path: Path) -> Any:
