@@ -95,10 +95,21 @@ def test_show_prints_what_loads_back(run, tmp_path):
 
 
 def test_schema_is_json_schema_and_every_setting_is_described(run):
-    schema = json.loads(run("config", "schema")[1])
-    assert {"models", "method", "data"} <= set(schema["properties"])
-    assert schema["$defs"]["TrainingConfig"]["properties"]["max_steps"]["description"]
-    assert schema["$defs"]["TrainingConfig"]["additionalProperties"] is False
+    text = run("config", "schema")[1]
+    schema = json.loads(text)
+    groups = schema["$defs"]
+    assert schema["additionalProperties"] is False and groups["TrainingConfig"]["additionalProperties"] is False
+    assert groups["TrainingConfig"]["properties"]["batch_size"]["minimum"] == 1
+    # What a file may say in short is allowed, and nothing must be in it: a file may extend another.
+    assert {"model", "models", "extends", "method", "data"} <= set(schema["properties"])
+    assert schema["properties"]["method"]["anyOf"][0] == {"enum": ["sft", "reward", "dpo", "ipo"]}
+    assert "lora_r" in groups["ModelConfig"]["properties"] and "kl_coef" in groups["DPOMethod"]["properties"]
+    assert '"required"' not in text and '"ge"' not in text
+    for setting in all_settings():
+        node = schema
+        for key in setting.path.replace("method.", "DPOMethod.").split(".") if setting.methods == ("dpo",) else []:
+            node = groups[key] if key in groups else node["properties"][key]
+        assert node is schema or node["description"] == setting.description
 
 
 # --- flags ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,10 @@ from posttrain.config import (
     load,
     preset_names,
 )
-from posttrain.config.fields import all_settings
+from posttrain.config.fields import all_settings, choices
+from posttrain.config.methods import METHOD_NAMES, METHODS
+from posttrain.config.render import EXAMPLES
+from posttrain.config.schema import LEARNING_RATES
 from posttrain.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent / "posttrain"
@@ -212,6 +215,12 @@ def test_every_setting_has_a_description_of_one_line():
         assert setting.description and "\n" not in setting.description, setting.path
         assert len(setting.description) < 110, setting.path
         assert setting.description.endswith("."), setting.path
+
+
+def test_the_methods_are_told_alike_everywhere():
+    (kind,) = [setting for setting in all_settings() if setting.path == "method.type"]
+    assert tuple(choices(kind.annotation)) == METHOD_NAMES == tuple(EXAMPLES)
+    assert set(LEARNING_RATES) == set(METHODS)
 
 
 def test_every_setting_is_read_by_the_code_outside_the_configuration():

@@ -12,10 +12,10 @@ from rich.table import Table
 from posttrain.cli.flags import SettingsCommand, with_settings
 from posttrain.cli.settings import Config, Overrides, load_settings
 from posttrain.config import dump, preset_names
+from posttrain.config.editor import json_schema
 from posttrain.config.explain import did_you_mean
 from posttrain.config.presets import preset_summary
 from posttrain.config.render import EXAMPLES, starter
-from posttrain.config.schema import json_schema
 from posttrain.errors import ConfigError
 
 app = typer.Typer(help="Starter files, presets, the resolved settings, the schema.", no_args_is_help=True)

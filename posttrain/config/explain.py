@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from posttrain.config.base import SettingsConflict
 from posttrain.config.fields import all_settings, choices, expected, models_in, step
 from posttrain.config.files import KeyPath
-from posttrain.config.methods import METHODS
+from posttrain.config.methods import METHOD_NAMES, METHODS
 from posttrain.config.schema import RunConfig
 
 # What users of TRL and transformers write -> what to write here.
@@ -73,13 +73,11 @@ def _messages(problem: Any, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath
             keys = [int(key) if key.isdecimal() else key for key in inner.split(".") if key]
             yield (*path, *keys), message
     elif path == ("method",) and not isinstance(_value_at(values, path), dict):
-        kinds = ", ".join((*METHODS, "ipo"))
-        yield path, f"is {_show(problem['input'])}; it must be one of {kinds}, or a mapping with type and its settings"
+        names = ", ".join(METHOD_NAMES)
+        yield path, f"is {_show(problem['input'])}; it must be one of {names}, or a mapping with type and its settings"
     elif problem["type"].startswith("union_tag"):
         method = _value_at(values, path)
-        kind = (
-            f"is {_show(method['type'])}; {did_you_mean(method['type'], (*METHODS, 'ipo'))}" if "type" in method else ""
-        )
+        kind = f"is {_show(method['type'])}; {did_you_mean(method['type'], METHOD_NAMES)}" if "type" in method else ""
         yield (*path, "type"), kind or "is missing"
     else:
         yield path, _type_message(problem["input"], annotation)
@@ -130,7 +128,7 @@ def _dotted(path: KeyPath, values: Mapping[str, Any]) -> str:
 def _missing_hint(path: KeyPath) -> str:
     return {
         ("models",): "; name one, e.g. `model: openai-community/gpt2`",
-        ("method",): f"; choose one of {', '.join((*METHODS, 'ipo'))}, e.g. `method: sft`",
+        ("method",): f"; choose one of {', '.join(METHOD_NAMES)}, e.g. `method: sft`",
         ("data",): "; say what to train on, e.g. `data: {source: rows.jsonl}`",
         ("data", "source"): "; give a hub id, a file or a folder",
     }.get(path, "")

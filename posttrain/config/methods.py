@@ -184,4 +184,5 @@ def spell_out(method: Any) -> Any:
 
 AnyMethod = SFTMethod | RewardMethod | DPOMethod
 METHODS: dict[str, type[AnyMethod]] = {"sft": SFTMethod, "reward": RewardMethod, "dpo": DPOMethod}
+METHOD_NAMES = (*METHODS, "ipo")
 Method = Annotated[Annotated[AnyMethod, Field(discriminator="type")], BeforeValidator(spell_out)]

@@ -1,6 +1,6 @@
 """Every setting of a run, with its default and one line about it. The only source of both; imports no torch."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -373,8 +373,3 @@ def learning_rate(config: RunConfig, model: ModelConfig) -> float:
         return config.training.learning_rate
     full, lora = LEARNING_RATES[config.method.type]
     return full if model.lora is None else lora
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON Schema of a configuration file, for editors."""
-    return RunConfig.model_json_schema()

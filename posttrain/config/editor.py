@@ -1,0 +1,59 @@
+"""JSON Schema of settings files, for editors: what a file may say, short forms included."""
+
+from typing import Any
+
+from posttrain.config.layers import ALIASES
+from posttrain.config.methods import METHOD_NAMES
+from posttrain.config.schema import RunConfig
+
+# pydantic writes a bound after a validator under its own name.
+_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema with what loading adds to it: `model`, `extends`, texts for models and methods, other names.
+
+    Nothing is required, since `extends`, overrides and flags may bring what a file lacks.
+    """
+    schema = _readable(RunConfig.model_json_schema())
+    groups, properties = schema["$defs"], schema["properties"]
+    entry = {"$ref": "#/$defs/ModelConfig"}
+    model = {
+        "anyOf": [{"type": "string"}, entry],
+        "description": "The model to train: a hub id, a folder, or its settings.",
+    }
+    properties["models"]["items"] = model
+    properties["model"] = model
+    properties["extends"] = {
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+        "description": "File or preset, or a list of them, under this file.",
+    }
+    description = properties["method"]["description"]
+    methods = [{"$ref": f"#/$defs/{name}"} for name in ("SFTMethod", "RewardMethod", "DPOMethod")]
+    properties["method"] = {"anyOf": [{"enum": list(METHOD_NAMES)}, *methods], "description": description}
+    kind = groups["DPOMethod"]["properties"]["type"]
+    groups["DPOMethod"]["properties"]["type"] = {"enum": ["dpo", "ipo"], "description": kind["description"]}
+    losses = groups["DPOMethod"]["properties"]["loss_type"]
+    groups["DPOMethod"]["properties"]["loss_type"] = {
+        "anyOf": [losses["items"], {"type": "array", "items": losses["items"], "minItems": 1}],
+        "description": losses["description"],
+    }
+    groups["ModelConfig"]["properties"]["lora"]["anyOf"].append({"type": "boolean"})
+    for section, group in (("models", "ModelConfig"), ("method", "DPOMethod")):
+        for alias, target in ALIASES[section].items():
+            groups[group]["properties"][alias] = {"description": f"Another name of {'.'.join(target)}."}
+    return schema
+
+
+def _readable(node: Any) -> Any:
+    """The schema with JSON Schema's names of bounds, without titles (they repeat the names) and requirements."""
+    if isinstance(node, list):
+        return [_readable(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {
+        key: value
+        for key, value in node.items()
+        if not (key == "title" and isinstance(value, str)) and not (key == "required" and isinstance(value, list))
+    }
+    return {_BOUNDS.get(key, key): _readable(value) for key, value in kept.items()}
