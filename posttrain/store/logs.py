@@ -1,6 +1,7 @@
 """Where messages of the logger `posttrain` go: the console, and each open run's `training.log`."""
 
 import logging
+import re
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from posttrain.store.atomic import LineFile, cannot_write
 from posttrain.store.provenance import redact
 
 LOGGER = "posttrain"
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # not tab, not newline
 QUIET_LOGGER = "posttrain.progress"  # for training.log only: the console shows progress by itself
 
 
@@ -29,7 +31,7 @@ class RunLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._file.write(redact(self.format(record)))
+            self._file.write(harmless(self.format(record)))
         except OSError as error:
             self.close()
             print(f"{self.path} is given up: {error.strerror}", file=sys.stderr)
@@ -58,7 +60,7 @@ class ConsoleLog(logging.Handler):
         text = label + record.getMessage()
         if self._debug and record.exc_info:
             text += "\n" + logging.Formatter().formatException(record.exc_info)
-        print(redact(text), file=sys.stderr)
+        print(harmless(text), file=sys.stderr)
 
 
 def attach(handler: logging.Handler) -> None:
@@ -67,3 +69,8 @@ def attach(handler: logging.Handler) -> None:
     logger.addHandler(handler)
     if logger.level == logging.NOTSET or logger.level > handler.level:
         logger.setLevel(handler.level)
+
+
+def harmless(text: str) -> str:
+    """Text from anywhere (data, models, errors) made fit to show: without secrets, escapes and surrogates."""
+    return CONTROL.sub("\ufffd", redact(text))

@@ -75,9 +75,7 @@ class TrainingProgress:
 
     def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the numbers of a validation at `step`, on a line of their own."""
-        values = "  ".join(
-            f"{name} {_show(value)}" for name, value in metrics.items() if isinstance(value, int | float)
-        )
+        values = "  ".join(f"{name} {_show(value)}" for name, value in metrics.items())
         line = f"validation at step {step}  {values}"
         log.info(line)
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -14,9 +14,9 @@ import yaml
 from posttrain.store.atomic import write_file
 from posttrain.store.curves import curves_png
 from posttrain.store.files import load_json
+from posttrain.store.logs import harmless
 from posttrain.store.metrics import read_metrics
 from posttrain.store.progress import duration
-from posttrain.store.provenance import redact
 from posttrain.store.report_style import CSS
 from posttrain.store.run import RunInfo, read_run
 
@@ -215,11 +215,9 @@ def _number(value: float) -> str:
 
 
 def _text(text: str) -> str:
-    """Any text made harmless: secrets hidden, control characters shown as such, markup escaped, cut when endless."""
+    """Any text as HTML: markup escaped, what is not fit to show replaced, cut when endless."""
     more = len(text) - LONGEST
-    text = redact(text[:LONGEST]) + (f" … ({more:,} more characters)" if more > 0 else "")
-    text = "".join(c if c.isprintable() or c in "\n\t" or c.isspace() else "\ufffd" for c in text)
-    return html.escape(text)
+    return html.escape(harmless(text[:LONGEST])) + (f" … ({more:,} more characters)" if more > 0 else "")
 
 
 def _data(png: bytes) -> str:

@@ -1,0 +1,317 @@
+"""The run folder: who may write there, what it tells, what it never tells, and how it reads after a resume."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain.errors import DataError, RunError
+from posttrain.store.checkpoint import list_checkpoints, newest_complete, saved_step
+from posttrain.store.logs import ConsoleLog
+from posttrain.store.metrics import read_metrics
+from posttrain.store.run import Run, find_runs, read_run
+
+CONFIG = "name: toy\nmethod: {type: sft}\n"
+
+
+def nothing(folder: Path) -> None:
+    (folder / "state.json").write_text("{}")
+
+
+def facts(folder: Path) -> dict:
+    return json.loads((folder / "run.json").read_text())
+
+
+# Life of a run
+
+
+def test_a_run_from_start_to_end(tmp_path):
+    folder = tmp_path / "runs" / "toy"
+    with Run.create(folder, CONFIG, {"seed": 3, "data": {"train": "ab12"}}) as run:
+        assert facts(folder)["state"] == "running" and facts(folder)["ended"] is None
+        run.log(1, {"loss": torch.tensor(0.5), "epoch": 0.25, "rewards/margins": 0.1})
+        run.log(1, {"eval_loss": 0.75})
+        run.save_checkpoint(1, nothing, limit=2)
+        run.save_model(run.best, 1, nothing)
+        run.set_counters({"dropped": 2})
+        run.set_counters({"skipped": 0})
+        run.write_results({"accuracy": 0.1 + 0.2})
+        assert run.config_yaml == CONFIG
+    first, second = read_metrics(folder)
+    assert list(first) == ["step", "epoch", "time", "loss", "rewards/margins"]
+    assert (first["step"], first["loss"], second["eval_loss"]) == (1, 0.5, 0.75)
+    info = read_run(folder)
+    assert (info.state, info.reason, info.last["eval_loss"]) == ("finished", None, 0.75)
+    assert info.counters == {"dropped": 2, "skipped": 0}
+    assert info.provenance["seed"] == 3 and info.provenance["data"] == {"train": "ab12"}
+    assert info.provenance["versions"]["torch"] == torch.__version__
+    assert info.started <= (info.ended or "")
+    assert json.loads((folder / "results.json").read_text()) == {"accuracy": 0.30000000000000004}
+    assert saved_step(run.best) == 1 and run.checkpoints == [folder / "checkpoint-1"]
+    assert find_runs(tmp_path / "runs") == [folder]
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "reason"),
+    [
+        (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),
+        (SystemExit("SIGTERM"), "interrupted", "SIGTERM"),
+        (DataError("row 3 is empty"), "failed", "row 3 is empty"),
+        (ZeroDivisionError("oh"), "failed", "ZeroDivisionError: oh"),
+    ],
+)
+def test_how_a_run_ended_is_recorded(tmp_path, error, state, reason):
+    with pytest.raises(type(error)), Run.create(tmp_path / "x", CONFIG, {}) as run:
+        raise error
+    assert (read_run(run.folder).state, read_run(run.folder).reason) == (state, reason)
+    log = (run.folder / "training.log").read_text()
+    assert ("Traceback" in log) == isinstance(error, ZeroDivisionError)
+    assert (reason in log) == (state == "failed")
+
+
+def test_a_state_set_by_hand_stays(tmp_path):
+    with Run.create(tmp_path / "x", CONFIG, {}) as run:
+        run.set_state("interrupted", "asked to")
+    assert (read_run(run.folder).state, read_run(run.folder).reason) == ("interrupted", "asked to")
+
+
+def test_messages_go_to_the_log_while_the_run_is_open(tmp_path, capsys):
+    logger = logging.getLogger("posttrain")
+    console = ConsoleLog()
+    try:
+        with Run.create(tmp_path / "a", CONFIG, {}):
+            logger.info("in a")
+            logger.warning("odd \ud800 \x1b[31m text")
+            logging.getLogger("posttrain.progress").info("step 1/2")
+        with Run.create(tmp_path / "b", CONFIG, {}):
+            logger.info("in b")
+            logger.debug("too fine")
+    finally:
+        console.close()
+        logger.removeHandler(console)
+    a, b = ((tmp_path / name / "training.log").read_text() for name in "ab")
+    assert "INFO in a\n" in a and "WARNING odd � �[31m text\n" in a and "INFO step 1/2\n" in a and "in b" not in a
+    assert "INFO in b\n" in b and "too fine" not in b
+    shown = capsys.readouterr().err
+    assert "in a\n" in shown and "warning: odd � �[31m text" in shown and "step 1/2" not in shown
+
+
+# Who may write there
+
+
+def test_an_occupied_folder_is_refused_and_untouched(tmp_path):
+    folder = tmp_path / "x"
+    with Run.create(folder, CONFIG, {}) as run:
+        run.log(1, {"loss": 1.0})
+        run.save_checkpoint(1, nothing, limit=None)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(RunError, match=r"holds a run already: .*--resume.*--overwrite.*another name"):
+        Run.create(folder, CONFIG, {})
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    with Run.create(folder, "name: new\n", {}, overwrite=True) as run:
+        assert run.read_metrics() == [] and run.checkpoints == [] and run.config_yaml == "name: new\n"
+
+
+def test_overwrite_deletes_nothing_but_a_run(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    with pytest.raises(RunError, match="not a run folder"):
+        Run.create(tmp_path / "thesis", CONFIG, {}, overwrite=True)
+    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.txt"]
+    for nest in ("group/a", "group/b"):
+        Run.create(tmp_path / nest, CONFIG, {}).close()
+    with pytest.raises(RunError, match=r"holds other runs \(a, b\)"):
+        Run.create(tmp_path / "group", CONFIG, {}, overwrite=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="is a file"):
+        Run.create(tmp_path / "file", CONFIG, {}, overwrite=True)
+    (tmp_path / "empty").mkdir()
+    Run.create(tmp_path / "empty", CONFIG, {}).close()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from posttrain.store.run import Run
+with Run.create(Path(sys.argv[1]), "name: x", {}) as run:
+    run.log(1, {"loss": 1.0})
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_two_processes_cannot_share_a_folder(tmp_path):
+    folder = tmp_path / "x"
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        assert read_run(folder).state == "running"
+        for start in (lambda: Run.open(folder), lambda: Run.create(folder, CONFIG, {}, overwrite=True)):
+            with pytest.raises(RunError, match=f"in use by process {child.pid} on "):
+                start()
+        assert read_metrics(folder)[0]["loss"] == 1.0
+        child.send_signal(signal.SIGKILL)
+    assert read_run(folder).state == "killed"
+    with Run.open(folder) as run:
+        assert read_run(folder).state == run.state == "running"
+    assert read_run(folder).state == "finished"
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(RunError, match="there is no run folder"):
+        Run.open(tmp_path / "none")
+    with pytest.raises(RunError, match="not a run folder"):
+        Run.open(tmp_path)
+    Run.create(tmp_path / "x", CONFIG, {}).close()
+    (tmp_path / "x" / "config.yaml").unlink()
+    with pytest.raises(RunError, match=r"no config\.yaml.*--overwrite"):
+        Run.open(tmp_path / "x")
+    (tmp_path / "x" / "run.json").write_text('{"state": ')
+    for use in (Run.open, read_run):
+        with pytest.raises(RunError, match=r"run\.json is damaged"):
+            use(tmp_path / "x")
+    Run.create(tmp_path / "x", CONFIG, {}, overwrite=True).close()  # no failed attempt kept the lock
+
+
+# Resume
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in read_metrics(folder)]
+
+
+def test_a_resumed_run_reads_as_if_never_interrupted(tmp_path):
+    def train(run: Run, start: int, stop: int) -> None:
+        for step in range(start + 1, stop + 1):
+            run.log(step, {"loss": 1 / step})
+            if step % 4 == 0:
+                run.save_checkpoint(step, nothing, limit=2)
+
+    with Run.create(tmp_path / "whole", CONFIG, {}) as run:
+        train(run, 0, 12)
+    with pytest.raises(KeyboardInterrupt), Run.create(tmp_path / "cut", CONFIG, {}) as run:
+        train(run, 0, 10)
+        raise KeyboardInterrupt
+    with open(tmp_path / "cut" / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 11, "lo')  # a kill cut this line short
+    (tmp_path / "cut" / "checkpoint-12.tmp-123").mkdir()
+    with Run.open(tmp_path / "cut") as run:
+        newest, _ = newest_complete(run.folder)
+        run.rewind(saved_step(newest))
+        assert losses(run.folder) == [(step, 1 / step) for step in range(1, 9)]
+        train(run, saved_step(newest), 12)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    names = [sorted(path.name for path in (tmp_path / run).iterdir()) for run in ("cut", "whole")]
+    assert names[0] == names[1]
+    assert len(facts(tmp_path / "cut")["resumes"]) == 1
+    assert "checkpoint-12.tmp-123" in (tmp_path / "cut" / "training.log").read_text()
+
+
+def test_rewinding_past_a_damaged_checkpoint(tmp_path):
+    with Run.create(tmp_path / "x", CONFIG, {}) as run:
+        for step in (1, 2, 3):
+            run.log(step, {"loss": 1.0})
+            run.save_checkpoint(step, nothing, limit=3)
+    (run.folder / "checkpoint-3" / "state.json").write_text("[]")
+    with Run.open(tmp_path / "x") as run:
+        newest, skipped = newest_complete(run.folder)
+        assert newest.name == "checkpoint-2" and "checkpoint-3" in skipped[0]
+        run.rewind(2)
+        assert [path.name for path in list_checkpoints(run.folder)] == ["checkpoint-1", "checkpoint-2"]
+        assert (run.folder / "checkpoint-3.set-aside").is_dir()
+        assert [line["step"] for line in run.read_metrics()] == [1, 2]
+
+
+def test_a_line_cut_short_is_not_joined_to_the_next(tmp_path):
+    with Run.create(tmp_path / "x", CONFIG, {}) as run:
+        run.log(1, {"loss": 1.0})
+    with open(run.folder / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 2')
+    assert losses(run.folder) == [(1, 1.0)]
+    with Run.open(run.folder) as run:
+        run.log(2, {"loss": 2.0})
+    assert losses(run.folder) == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    with Run.create(tmp_path / "x", CONFIG, {}) as run:
+        for step in (1, 2, 3):
+            run.log(step, {"loss": 1.0})
+    path = run.folder / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"st\xffp": 2'))
+    with pytest.raises(RunError, match=r"metrics\.jsonl, line 2 is damaged"):
+        read_metrics(run.folder)
+    with pytest.raises(RunError, match=r"metrics\.jsonl, line 2 is damaged"):
+        Run.open(run.folder)
+    assert path.read_bytes().count(b"\n") == 3
+
+
+def test_what_is_not_finite_becomes_null_and_what_is_no_number_is_refused(tmp_path):
+    with Run.create(tmp_path / "x", CONFIG, {}) as run:
+        run.log(1, {"loss": float("nan"), "grad_norm": torch.tensor(float("inf"))})
+        with pytest.raises(TypeError, match="metric note must be a number"):
+            run.log(2, {"note": "text"})
+        with pytest.raises(RunError, match=r"results\.json: loss is nan"):
+            run.write_results({"loss": float("nan")})
+    (line,) = read_metrics(run.folder)
+    assert line["loss"] is None and line["grad_norm"] is None
+
+
+# Secrets
+
+
+def test_no_secret_is_written_anywhere(tmp_path, monkeypatch):
+    token, key, other = "hf_" + "AbC1" * 9, "0123456789abcdef" * 2, "s3cr3t-pa55word"
+    monkeypatch.setenv("HF_TOKEN", "plain-looking-token-1")
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    secrets = [token, key, other, "plain-looking-token-1", "given-on-the-line", "spaced-one"]
+    command = ["posttrain", "train", f"data.source=https://me:{other}@host/x", f"--note={token}", f"x={key}"]
+    command += ["hub.token=given-on-the-line", "--api-key", "spaced-one", "training.tokens_per_pack=4096", "seed=1"]
+    monkeypatch.setattr(sys, "argv", command)
+    config = f"name: toy\nnote: {token}\nurl: https://me:{other}@host/x\n"
+    with pytest.raises(DataError), Run.create(tmp_path / "x", config, {"note": ["plain-looking-token-1"]}) as run:
+        logging.getLogger("posttrain").info("logging in with %s", key)
+        run.write_results({"who": token})
+        raise DataError(f"https://me:{other}@host/x is gone")
+    with Run.open(tmp_path / "x") as run:
+        run.write_config(config)
+    for path in (tmp_path / "x").rglob("*"):
+        text = path.read_text() if path.is_file() else ""
+        assert not [secret for secret in secrets if secret in text], f"{path.name} holds a secret"
+    shown = read_run(tmp_path / "x").provenance["command"]
+    assert "training.tokens_per_pack=4096 seed=1" in shown and "@host/x" in shown and "hub.token=***" in shown
+
+
+# Speed and weight
+
+
+def test_reading_a_run_imports_neither_torch_nor_matplotlib(tmp_path):
+    with Run.create(tmp_path / "x", CONFIG, {}) as run:
+        run.log(1, {"loss": 1.0})
+    code = (
+        "import sys; from pathlib import Path; from posttrain.store.run import find_runs, read_run; "
+        "print([read_run(f).state for f in find_runs(Path(sys.argv[1]))]); "
+        "print([m for m in ('torch', 'matplotlib', 'transformers', 'numpy', 'rich') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["['finished']", "[]"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_log_without_room_is_given_up_and_said_once(tmp_path, capsys):
+    folder = tmp_path / "x"
+    folder.mkdir()
+    Run.create(folder, CONFIG, {}).close()
+    (folder / "training.log").unlink()
+    (folder / "training.log").symlink_to("/dev/full")
+    with Run.open(folder) as run:
+        logging.getLogger("posttrain").info("one")
+        logging.getLogger("posttrain").info("two")
+        run.log(1, {"loss": 1.0})
+    assert capsys.readouterr().err.count("No space left on device") == 1
+    assert read_run(folder).state == "finished"

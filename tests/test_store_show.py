@@ -1,0 +1,227 @@
+"""What people see: progress, curves, the report."""
+
+import io
+import re
+import struct
+import warnings
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from posttrain.errors import RunError
+from posttrain.store.curves import _series, curves_png, write_curves
+from posttrain.store.progress import TrainingProgress, duration, progress
+from posttrain.store.report import Facts, Picture, Table, Text, curves, write_report
+from posttrain.store.run import Run
+
+# Progress
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def console(terminal: bool) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=terminal, width=120, legacy_windows=False), out
+
+
+def test_lines_without_a_terminal():
+    shown, out = console(False)
+    clock = Clock()
+    names = ("loss", "rewards/margins")
+    with TrainingProgress(40, start_step=20, logging_steps=10, shown=names, console=shown, clock=clock) as bar:
+        for step in range(21, 41):
+            clock.now += 2.0
+            bar.step(step, 3000, {"loss": 1 / step, "rewards/margins": 0.25, "secret": 1} if step % 5 == 0 else {})
+        bar.validation(40, {"eval_loss": 0.125, "eval_accuracy": None})
+    # 3000 tokens in 2 s; at step 30, ten more steps of 2 s
+    assert out.getvalue().splitlines() == [
+        "step 30/40  loss 0.03333  margins 0.25  1.5k tokens/s  ETA 20s",
+        "step 40/40  loss 0.025  margins 0.25  1.5k tokens/s  ETA 0s",
+        "validation at step 40  eval_loss 0.125  eval_accuracy none",
+    ]
+
+
+def test_speed_is_that_of_the_last_minute():
+    clock = Clock()
+    bar = TrainingProgress(10_000, console=console(False)[0], clock=clock)
+    assert bar.tokens_per_second == 0 and bar.seconds_left is None
+    for step in range(1, 201):
+        clock.now += 10.0 if step <= 100 else 1.0  # slow at first: compiling, a cold disk
+        bar.step(step, 500, {})
+    assert bar.tokens_per_second == pytest.approx(500) and bar.seconds_left == pytest.approx(9800)
+
+
+def test_a_bar_on_a_terminal():
+    shown, out = console(True)
+    with TrainingProgress(20, console=shown) as bar:
+        for step in range(1, 21):
+            bar.step(step, 10, {"loss": 0.5})
+        bar.validation(20, {"eval_loss": 0.25})
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert "20/20" in text and "loss 0.5" in text and "validation at step 20  eval_loss 0.25" in text
+    assert "step 10/20" not in text  # no lines beside the bar
+
+
+def test_short_work_shows_nothing_and_long_work_does(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("posttrain.store.progress.time.monotonic", clock)
+
+    def work(count: int, seconds: float):
+        for item in range(count):
+            clock.now += seconds
+            yield item
+
+    shown, out = console(False)
+    assert list(progress(work(10, 0.1), "quick", console=shown)) == list(range(10))
+    assert out.getvalue() == ""
+    assert sum(progress(work(200, 0.5), "hashing", total=200, console=shown)) == sum(range(200))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 4 and lines[0] == "hashing: 4 of 200 (2%)", lines
+    shown, out = console(True)
+    list(progress([1, 2, 3], "quick", console=shown))
+    assert out.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (59.6, "1m 00s"), (200, "3m 20s"), (7500, "2h 05m"), (273600, "3d 04h")]
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+# Curves
+
+
+def measured(steps: int) -> list[dict]:
+    lines: list[dict] = [{"step": 0, "eval_loss": 0.7, "eval_rewards/accuracies": 0.5}]
+    for step in range(1, steps + 1):
+        line = {"step": step, "epoch": step / steps, "time": 1.0, "loss": 1 / step, "grad_norm": 2.0}
+        lines.append(line | {"learning_rate": 1e-6, "rewards/accuracies": 0.5, "rewards/margins": step / steps})
+    return [*lines, {"step": steps, "eval_loss": 0.6, "eval_helpful_loss": 0.5, "eval_rewards/accuracies": 0.75}]
+
+
+def size_of(png: bytes) -> tuple[int, int]:
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", png[16:24])
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        [],
+        [{"step": 1, "loss": 2.0}],
+        [{"step": 1, "loss": None}, {"step": 2, "loss": None}],
+        [{"step": 1, "num_tokens": 3}],
+        measured(500),
+    ],
+    ids=["nothing", "one point", "never finite", "nothing known", "many"],
+)
+def test_curves_of_any_run(tmp_path, metrics):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write_curves(metrics, tmp_path / "curves.png", "toy $x$ <b>")
+        dark = curves_png(metrics, "toy", dark=True)
+    light = (tmp_path / "curves.png").read_bytes()
+    assert size_of(light)[0] >= 500 and dark != light
+    if len(metrics) > 100:
+        assert size_of(light)[0] > 1500  # three panels wide
+    assert write_curves(metrics, tmp_path / "again.png", "toy $x$ <b>") is None
+    assert (tmp_path / "again.png").read_bytes() == light
+
+
+def test_curves_put_every_name_where_it_belongs():
+    series = _series(
+        [
+            {"step": 1, "loss": 1.0, "mean_token_accuracy": 0.1, "eval_mean_token_accuracy": 0.2, "accuracy": 0.3},
+            {"step": 1, "eval_my_data_rewards/margins": 0.4, "eval_accuracy": 0.5, "eval_runtime": 9.0, "odd": 1.0},
+        ]
+    )
+    assert {name: {whose: values for whose, (_, values) in of.items()} for name, of in series.items()} == {
+        "loss": {"train": [1.0]},
+        "mean_token_accuracy": {"train": [0.1], "validation": [0.2]},
+        "accuracy": {"train": [0.3], "validation": [0.5]},
+        "rewards/margins": {"my_data": [0.4]},
+    }
+
+
+# The report
+
+
+class Page(HTMLParser):
+    """Collects the tags, their addresses and the text of a page, and checks that tags close in order."""
+
+    VOID = ("meta", "source", "img")
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "srcset", "href")]
+        assert not [name for name, _ in attrs if name.startswith("on")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+HOSTILE = "</td></table><script>alert('x')</script><img src=http://evil/x onerror=go()>\x00\x1b[31m\ud800&amp;"
+
+
+def test_a_report_of_a_run(tmp_path):
+    config = "method: {type: dpo}\nmodel: {path: toy/model, lora: {r: 8}}\ndata: {source: hh}\n"
+    with Run.create(tmp_path / "x", config, {"seed": 1, "note": HOSTILE[:60]}) as run:
+        for line in measured(30):
+            run.log(line["step"], line)
+        run.write_results({"train_runtime": 7500.0, "best": {"step": 30, "eval_loss": 0.6}})
+        run.set_counters({"dropped": 3})
+        run.set_state("finished")
+        samples = Table("Before <and> after", ["prompt", HOSTILE], [["2+2?", HOSTILE], ["3+3?", "y" * 30_000]], HOSTILE)
+        path = write_report(run.folder, HOSTILE, [Facts("Data", {"rows": {"kept": 1234567}}), samples])
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.open == []
+    assert not {"script", "link", "iframe", "object", "form"} & set(page.tags)
+    assert page.tags.count("img") == 1 and page.tags.count("picture") == 1
+    assert all(address.startswith(("#", "data:image/png;base64,")) for address in page.addresses)
+    for expected in ("dpo", "toy/model", "r 8", "finished", "2h 05m", "best.eval_loss", "1,234,567", "rows.kept"):
+        assert expected in page.text, expected
+    assert (
+        page.text.count("<script>alert('x')</script>") == 6
+    )  # as text: title, heading, header, cell, note, provenance
+    assert "(10,000 more characters)" in page.text and "\x00" not in page.text and "\x1b" not in page.text
+    assert "validation loss0.6" in page.text  # the card
+
+
+def test_a_report_without_a_run(tmp_path):
+    sections = [
+        curves(measured(5), "Reward model"),
+        Picture("Plain", curves_png([], "")),
+        Text("Next", "posttrain train dpo"),
+        Text("Code", "a:\n  b", code=True),
+        Table("Nothing", ["x"], []),
+    ]
+    page = Page(write_report(tmp_path, "Quickstart", sections).read_text(encoding="utf-8"))
+    assert page.tags.count("img") == 2 and page.tags.count("source") == 1 and "pre" in page.tags
+    assert "Nothing" not in page.text and "Provenance" not in page.text
+
+
+def test_a_report_that_cannot_be_written(tmp_path):
+    with pytest.raises(RunError, match="cannot write"):
+        write_report(Path(tmp_path / "none"), "x", [])
