@@ -197,13 +197,13 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
         raise DataError(f"data.columns: format {format} has no field {unknown[0]!r}; it has {_list(names)}")
     found = _resolve(known, columns, there)
     missing = [name for name in known.required if name not in found]
-    if missing or (known.one_of and not any(name in found for name in known.one_of)):
+    if missing or (known.one_of and not any(found.get(name) in there for name in known.one_of)):
         lacking = _list(missing) if missing else " or ".join(known.one_of)
         raise DataError(
             f"{where} has no column {lacking}, which format {format} needs; it has {_list(there)}. "
             "Name yours with data.columns, e.g. {" + f"{(missing or known.one_of)[0]}: YOUR_COLUMN" + "}"
         )
-    if kind == "pair" and not (known.pairs and {"chosen", "rejected"} <= found.keys()):
+    if kind == "pair" and not (known.pairs and all(found.get(name) in there for name in ("chosen", "rejected"))):
         raise DataError(
             f"{where} is read as {format}, which has no chosen and rejected: reward models and DPO need "
             f"preference pairs (its columns: {_list(there)})"
@@ -212,11 +212,15 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
 
 
 def _resolve(known: Format, columns: dict[str, str], there: Iterable[str]) -> dict[str, str]:
-    """Each field of the format that is there, with its column: as set, under its own name, or an alias."""
-    found = {name: columns.get(name, name) for name in (*known.required, *known.optional)}
-    found = {name: column for name, column in found.items() if column in there}
+    """Each field of the format with its column: as set, under its own name, or an alias.
+
+    A required one is left out when it is not among those that are `there`; an optional one may come in a later row.
+    """
+    named = [name for name in known.required if columns.get(name, name) in there]
+    aliased = {name for alias, name in known.aliases if alias in there and name not in there and name not in columns}
+    found = {name: columns.get(name, name) for name in (*named, *known.optional) if name not in aliased}
     for alias, name in known.aliases:
-        if alias in there and alias not in found.values():
+        if name in aliased and alias not in found.values():
             found.setdefault(name, alias)
     return found
 
@@ -238,7 +242,7 @@ def _detect(columns: dict[str, str], there: Iterable[str], sample: list[dict], k
     for format in ("messages", "alpaca", "prompt_completion", "problem_answer", "text"):
         known = FORMATS[format]
         found = _resolve(known, columns, names)
-        if set(known.required) <= found.keys() and (not known.one_of or set(known.one_of) & found.keys()):
+        if set(known.required) <= found.keys() and (not known.one_of or {found.get(n) for n in known.one_of} & names):
             return format
     needs = "; ".join(
         f"{name}: {', '.join(known.required)}{' and ' + ' or '.join(known.one_of) if known.one_of else ''}"

@@ -91,7 +91,7 @@ def messages_of(value: object, name: str) -> Turns:
     """Messages in one form, from `role`/`content` or ShareGPT's `from`/`value`, contents as texts or lists of parts."""
     items = [value] if isinstance(value, dict) else value
     if not isinstance(items, list):
-        raise RowError(f"{name} must be a list of messages, not {type_name(value)}")
+        raise RowError(f"{name} must be a text or a list of messages, not {type_name(value)}")
     if not items:
         raise RowError(f"{name} is an empty list of messages")
     return [_message(item, f"{name}[{index}]") for index, item in enumerate(items)]

@@ -113,7 +113,10 @@ def _near(path: Path) -> str:
 
 def _split_files(folder: Path, split: str, name: str, subset: str | None) -> tuple[Path, ...]:
     """The data files of a split: by the folder's own README, or by the file names, as `datasets` finds them."""
-    from datasets import load_dataset_builder  # takes half a second to import, and a single file needs none of it
+    from datasets import (
+        get_dataset_config_names,
+        load_dataset_builder,
+    )  # takes half a second to import, and a single file needs none of it
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
 
     try:
@@ -121,7 +124,10 @@ def _split_files(folder: Path, split: str, name: str, subset: str | None) -> tup
     except (DataFilesNotFoundError, DatasetNotFoundError, FileNotFoundError) as error:
         raise DataError(f"{name} holds no data files ({', '.join(READERS)}, also .gz)") from error
     except ValueError as error:  # a subset must be named, or there is none of that name
-        raise DataError(f"{name}: {error}. Name a subset as owner/name/subset") from error
+        subsets = get_dataset_config_names(str(folder))
+        raise DataError(
+            f"{name} must name one of its subsets, as owner/name/{subsets[0]}: {', '.join(subsets)}"
+        ) from error
     files = {str(key): [Path(file) for file in found] for key, found in (builder.config.data_files or {}).items()}
     if split not in files:
         raise DataError(f"{name} has no split {split!r}: it has {', '.join(files) or 'none'}")

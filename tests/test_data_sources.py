@@ -1,0 +1,251 @@
+"""Files of every kind, good and bad, and the hub's cache."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_tokenizer import byte_tokenizer
+
+from posttrain.config.schema import DataConfig
+from posttrain.data import prepare
+from posttrain.data.readers import read_files
+from posttrain.data.sources import open_source
+from posttrain.errors import DataError
+
+ROWS = [{"prompt": f"Name a number after {n}. ", "completion": f"{n + 1} é\n"} for n in range(4)]
+
+
+def written(path: Path, rows: list[dict]) -> None:
+    """A file of rows in the form that its name says."""
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), path.with_name(name))
+        content = path.with_name(name).read_bytes()
+    elif name.endswith(".csv"):
+        cells = ["prompt,completion"] + ['"{prompt}","{completion}"'.format(**row) for row in rows]
+        content = ("\r\n".join(cells) + "\r\n").encode()
+    elif name.endswith(".jsonl"):
+        content = "\n".join(json.dumps(row) for row in rows).encode()
+    else:
+        content = json.dumps(rows, indent=1).encode()
+    path.write_bytes(gzip.compress(content) if path.name.endswith(".gz") else content)
+
+
+@pytest.mark.parametrize("gz", ["", ".gz"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, suffix, gz):
+    path = tmp_path / f"rows{suffix}{gz}"
+    written(path, ROWS)
+    records = list(read_files((path,)))
+    assert [record.value for record in records] == ROWS
+    assert [record.row for record in records] == [0, 1, 2, 3]
+
+
+def test_lines_are_those_of_the_file(tmp_path):
+    (tmp_path / "a.jsonl").write_text('\ufeff{"text": "one"}\n\n{"text": "three"}\n', encoding="utf-8")
+    (tmp_path / "b.json").write_text('[\n {"text": "two"},\n\n {"text":\n "four"}\n]\n')
+    (tmp_path / "c.csv").write_text('text,other\n"two\nlines",1\nfour,2\n')
+    (tmp_path / "d.txt").write_text("one\nstill one<|endoftext|>\n\nthree<|endoftext|>")
+    found = {path.name: [(r.line, r.value["text"]) for r in read_files((path,))] for path in sorted(tmp_path.iterdir())}
+    assert found == {
+        "a.jsonl": [(1, "one"), (3, "three")],
+        "b.json": [(2, "two"), (4, "four")],
+        "c.csv": [(2, "two\nlines"), (4, "four")],
+        "d.txt": [(1, "one\nstill one"), (4, "three")],
+    }
+
+
+def test_json_with_one_list_in_it_and_json_lines_under_the_name_of_json(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"version": 1, "data": ROWS}))
+    (tmp_path / "b.json").write_text("\n".join(json.dumps(row) for row in ROWS))
+    for path in tmp_path.iterdir():
+        assert [record.value for record in read_files((path,))] == ROWS
+
+
+BAD_FILES = {
+    "empty.jsonl": (b"", "empty"),
+    "empty.json": (b" \n", "empty"),
+    "empty.csv": (b"prompt,completion\n", "empty"),
+    "empty.parquet": (b"", "empty"),
+    "blank.jsonl": (b"\n\n  \n", "empty"),
+    "utf16.jsonl": ('{"text": "a"}'.encode("utf-16"), "UTF-16"),
+    "plain.jsonl": (gzip.compress(b"{}"), r"\.gz"),
+    "cut.jsonl.gz": (gzip.compress(b'{"text": "a long enough line"}\n' * 99)[:-20], "gzip"),
+    "not.jsonl.gz": (b'{"text": "a"}', "gzip"),
+    "latin.json": ('[\n{"text": "\xe9"}]'.encode("latin-1"), "line 2 is not UTF-8: byte 0xe9"),
+    "comma.json": (b'[\n{"a": 1},\n{"a": 2\n]', "line 4"),
+    "deep.json": (b"[" + b"[" * 100_000, "deep.json"),
+    "scalar.json": (b"12", "not a JSON list"),
+    "two.json": (b'{"a": [1], "b": [2]}', "one list"),
+    "twice.csv": (b"a,a\n1,2\n", "column twice"),
+    "bytes.parquet": (b"PAR1 no", "Parquet"),
+    "rows.xlsx": (b"PK", r"\.jsonl, \.json, \.csv"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, name):
+    content, reason = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=reason) as error:
+        list(read_files((tmp_path / name,)))
+    assert name in str(error.value)
+
+
+def test_a_missing_file_names_near_matches(tmp_path):
+    (tmp_path / "train.jsonl").write_text("{}")
+    with pytest.raises(DataError, match=r"did you mean .*train\.jsonl"):
+        open_source(str(tmp_path / "trian.jsonl"), "train", None, 0, str.join)
+    with pytest.raises(DataError, match="builtin:arithmetic"):
+        open_source("builtin:algebra", "train", None, 0, str.join)
+
+
+def test_folder_with_splits(tmp_path):
+    for split, count in (("train", 3), ("test", 1)):
+        written(tmp_path / f"{split}.jsonl.gz", ROWS[:count])
+    (tmp_path / "LICENSE").write_text("free")
+    assert len(list(open_source(str(tmp_path), "train", None, 0, str.join).read())) == 3
+    assert len(list(open_source(str(tmp_path), "test", None, 0, str.join).read())) == 1
+    with pytest.raises(DataError, match="no split 'dev': it has train, test"):
+        open_source(str(tmp_path), "dev", None, 0, str.join)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="no data files"):
+        open_source(str(tmp_path / "none"), "train", None, 0, str.join)
+
+
+def hub_cache(folder: Path, repo: str, files: dict[str, bytes]) -> None:
+    """Lay files out as the hub's cache has a downloaded data set."""
+    place = folder / "hub" / f"datasets--{repo.replace('/', '--')}"
+    for name, content in files.items():
+        path = place / "snapshots" / "0123456789abcdef0123456789abcdef01234567" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0123456789abcdef0123456789abcdef01234567")
+
+
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train*}
+  - {split: test, path: main/test*}
+- config_name: other
+  data_files: other/*.jsonl
+---
+"""
+
+
+def test_hub_data_sets_load_from_the_local_cache(tmp_path):
+    """In a process of its own, since the hub's library reads its settings when it is imported."""
+    lines = {count: "\n".join(json.dumps(row) for row in ROWS[:count]).encode() for count in (1, 2, 3)}
+    hub_cache(tmp_path, "someone/plain", {"data/train.jsonl.gz": gzip.compress(lines[3]), "test.jsonl": lines[1]})
+    hub_cache(
+        tmp_path,
+        "someone/subsets",
+        {
+            "README.md": CARD.encode(),
+            "main/train.jsonl": lines[2],
+            "main/test.jsonl": lines[1],
+            "other/a.jsonl": lines[3],
+        },
+    )
+    code = """
+from posttrain.data.sources import open_source
+from posttrain.errors import DataError
+for source, split in (("someone/plain", "train"), ("someone/subsets/main", "train"), ("someone/subsets/main", "test"),
+                      ("someone/subsets/other", "train"), ("someone/subsets", "train"), ("someone/absent", "train")):
+    try:
+        print(len(list(open_source(source, split, None, 0, str.join).read())))
+    except DataError as error:
+        print(error)
+"""
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    *counts, subset, absent = done.stdout.splitlines()
+    assert counts == ["3", "2", "1", "3"]
+    assert subset == "someone/subsets must name one of its subsets, as owner/name/main: main, other"
+    assert "not in the local cache" in absent and "hf download --repo-type dataset someone/absent" in absent
+
+
+MALFORMED = [
+    '{"prompt": "no chosen", "rejected": "b"}',
+    '{"prompt": "p", "chosen": null, "rejected": "b"}',
+    '{"prompt": "p", "chosen": 3, "rejected": "b"}',
+    '{"prompt": "p", "chosen": {"a": 1}, "rejected": "b"}',
+    '{"prompt": ["p"], "chosen": "a", "rejected": "b"}',
+    '{"prompt": "p", "chosen": "same", "rejected": "same"}',
+    '{"prompt": "p", "chosen": "nul \\u0000", "rejected": "b"}',
+    '{"prompt": "p", "chosen": "lone \\ud800", "rejected": "b"}',
+    '{"prompt": "p", "chosen": "a", "chosen": "twice", "rejected": "b"}',
+    '{"prompt": "p", "chosen": "a", "rejected": "b"',
+    "not JSON at all",
+    "[1, 2]",
+    '"text"',
+    "{}",
+    '{"prompt": "", "chosen": "", "rejected": ""}',
+    '{"prompt": "p", "chosen": "a", "rejected": "b", "margin": "much"}',
+    '{"prompt": "p", "chosen": [], "rejected": []}',
+    '{"prompt": "p", "chosen": [{"role": "robot", "content": "a"}], "rejected": "b"}',
+    '{"prompt": "p", "chosen": ' + "[" * 5_000 + ', "rejected": "b"}',
+    '{"prompt": "p", "chosen": "a", "rejected": ' + "9" * 5_000 + "}",
+]
+
+
+def malformed_file(path: Path, good: int) -> list[int]:
+    """50 malformed rows spread over good ones; returns their lines."""
+    bad = [line.encode() for line in MALFORMED]
+    bad += [
+        b'{"prompt": "\xff", "chosen": "a", "rejected": "b"}',
+        b'{"prompt": "p", "chosen": "' + b"x" * 10_000_000 + b'"}',
+    ]
+    bad += [json.dumps({"prompt": "p", "chosen": "y" * 10_000_000, "rejected": "b"}).encode()]
+    bad = (bad * 3)[:50]
+    every = max(good // 50, 1)
+    lines, at = [], []
+    for number in range(good):
+        lines.append(json.dumps({"prompt": f"p{number}", "chosen": "a", "rejected": "b"}).encode())
+        if number % every == 0 and len(at) < 50:
+            lines.append(bad[len(at)])
+            at.append(len(lines))
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return at
+
+
+def test_fifty_malformed_rows_are_counted_with_their_lines(tmp_path):
+    at = malformed_file(tmp_path / "rows.jsonl", good=5_000)
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"), template="none")
+    prepared = prepare(data, byte_tokenizer(), "pair", cache_dir=tmp_path / "cache", progress=False)
+    assert [row.line for row in prepared.report.malformed] == at
+    assert len(at) == 50 and len(prepared.train) == 5_000 and prepared.report.read == 5_050
+    reasons = [row.reason for row in prepared.report.malformed]
+    for part in ("missing", "null", "not a number", "NUL", "surrogate", "twice", "not JSON", "the same", "not UTF-8"):
+        assert any(part in reason for reason in reasons), part
+    assert max(len(reason) for reason in reasons) < 300
+
+
+def test_more_than_one_in_a_hundred_is_refused(tmp_path):
+    malformed_file(tmp_path / "rows.jsonl", good=4_000)
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"), template="none")
+    with pytest.raises(DataError, match="50 of 4,050 rows are malformed, more than 1%") as error:
+        prepare(data, byte_tokenizer(), "pair", cache_dir=tmp_path / "cache", progress=False)
+    assert str(error.value).count("rows.jsonl line ") == 10
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+
+
+def test_bad_rows_of_csv_and_text(tmp_path):
+    good = "".join(f"p{n},c\n" for n in range(300))
+    (tmp_path / "a.csv").write_bytes(f"prompt,completion\n{good}".encode() + b"one cell\n\xff,bytes\n")
+    prepared = prepare(
+        DataConfig(source=str(tmp_path / "a.csv"), template="none"),
+        byte_tokenizer(),
+        "sft",
+        cache_dir=tmp_path / "cache",
+    )
+    assert [(row.line, row.reason[:8]) for row in prepared.report.malformed] == [(302, "1 values"), (303, "prompt i")]
