@@ -211,6 +211,7 @@ def test_every_setting_has_a_flag_with_its_description_in_help(run):
         (["train", "good.yaml", "other.yaml"], 1, "'other.yaml' is not an override"),
         (["train", "good.yaml", "--model-index", "one"], 2, "model-index"),
         (["train", "good.yaml", "--resume", "--overwrite"], 2, "give one of them"),
+        (["train", "good.yaml", "--model-index", "1"], 2, "--model-index 1: there are models 0 to 0"),
         (["config", "new", "dppo"], 1, "there is no method dppo; did you mean dpo?"),
         (["config", "new"], 2, "Missing argument"),
         (["confg"], 2, "No such command 'confg'"),

@@ -41,10 +41,13 @@ def train(
     if config is None and checkpoint is not None:
         config = str(saved_config(checkpoint))
     settings = load_settings(config, overrides, flags)
+    if model_index is not None and not 0 <= model_index < len(settings.models):
+        raise UsageError(f"--model-index {model_index}: there are models 0 to {len(settings.models) - 1}")
     from posttrain import recipes  # imports torch, which takes seconds
 
     if dry_run:
-        recipes.plan(settings)
+        models = settings.models if model_index is None else (settings.models[model_index],)
+        recipes.plan(settings.model_copy(update={"models": models}))
         return 0
     return recipes.train(
         settings, resume=checkpoint or resume is not None, overwrite=overwrite, model_index=model_index
