@@ -1,4 +1,7 @@
-"""Fixtures for every test: where the real data is, and no model hub."""
+"""Fixtures for every test: where the real data is, a small model with its tokenizer, and no model hub.
+
+One thread: two workers of the suite on two cores would otherwise wait for one another at every barrier.
+"""
 
 import os
 from pathlib import Path
@@ -7,6 +10,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 
@@ -17,3 +21,35 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"needs the real data in {SHARED.name}/ beside the checkout")
     return SHARED
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch) -> None:
+    """Tokenised data goes to a folder of the test session, never to the user's own cache."""
+    monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="session")
+def scratch_model(shared, tmp_path_factory) -> Path:
+    """A tiny Qwen3 with random weights and the minimind tokenizer (with its chat template)."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-qwen3"
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "minimind6400")
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=48,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

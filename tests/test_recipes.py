@@ -1,0 +1,302 @@
+"""The three recipes on real data, through the settings a user writes: what they compute, leave behind, and refuse."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from posttrain import recipes
+from posttrain.config import load
+from posttrain.errors import PosttrainError, RunError
+
+HH = {"format": "hh", "template": "none", "max_rows": 24, "max_length": 400}
+
+
+def run(tmp_path: Path, *overrides: str, resume=False, overwrite=False, **sections) -> Path:
+    """Train with settings given as a nested dict and overrides; returns the run folder."""
+    settings = {"name": "run", "output_dir": str(tmp_path), **sections}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(settings))
+    config = load(file, overrides).config
+    assert recipes.train(config, resume=resume, overwrite=overwrite) == 0
+    return tmp_path / config.name
+
+
+def dpo(shared, path, **sections):
+    settings = {
+        "model": {"path": str(path), **sections.pop("model", {})},
+        "method": {"type": "dpo", **sections.pop("method", {})},
+        "data": {"source": str(shared / "data/hh-harmless"), **HH, **sections.pop("data", {})},
+        "training": {
+            "batch_size": 4, "max_steps": 3, "tokens_per_pack": 4096, "learning_rate": 1e-3, "warmup_steps": 0,
+            **sections.pop("training", {}),
+        },
+        "tracking": {"logging_steps": 1},
+    }  # fmt: skip
+    return settings | sections
+
+
+def metrics(folder: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    name = "adapter_model.safetensors" if (folder / "adapter_config.json").exists() else "model.safetensors"
+    return load_file(folder / name)
+
+
+def test_dpo_leaves_a_whole_run_folder(tmp_path, shared):
+    model = shared / "models/stories260K"
+    folder = run(
+        tmp_path,
+        **dpo(shared, model, data={"validation": {"rows": 4}}, checkpoint={"best_metric": "eval_loss"}),
+    )
+    for name in (
+        "run.json",
+        "config.yaml",
+        "metrics.jsonl",
+        "training.log",
+        "curves.png",
+        "results.json",
+        "report.html",
+    ):
+        assert (folder / name).stat().st_size > 100, name
+    losses = metrics(folder, "loss")
+    print(losses, metrics(folder, "eval_loss"))
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and metrics(folder, "rewards/margins")[0] == 0
+    assert metrics(folder, "eval_loss")[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert len(metrics(folder, "eval_loss")) == 2
+    assert json.loads((folder / "run.json").read_text())["state"] == "finished"
+    for saved in (folder / "final", folder / "best", folder / "checkpoint-3"):
+        trained = AutoModelForCausalLM.from_pretrained(saved)
+        assert AutoTokenizer.from_pretrained(saved).eos_token is not None
+    before = AutoModelForCausalLM.from_pretrained(model)
+    assert not torch.equal(trained.model.norm.weight, before.model.norm.weight)
+
+
+def test_a_saved_config_replays_the_run(tmp_path, shared):
+    settings = dpo(shared, shared / "models/stories260K")
+    first = run(tmp_path, **settings)
+    config = load(first / "config.yaml", ["name=again"]).config
+    assert recipes.train(config) == 0
+    assert metrics(first, "loss") == metrics(tmp_path / "again", "loss")
+    a, b = weights(first / "final"), weights(tmp_path / "again/final")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("loss_type", [["sigmoid"], ["aot", "sft"], ["kto_pair"]])
+def test_packs_do_not_change_the_update(tmp_path, shared, loss_type):
+    """One pack or many: the same losses and weights, also for losses that couple the pairs of a batch."""
+    results = []
+    for name, tokens in (("whole", 8192), ("split", 800)):
+        settings = dpo(shared, shared / "models/stories260K", method={"loss_type": loss_type})
+        settings["training"] |= {"tokens_per_pack": tokens, "batch_size": 6}
+        folder = run(tmp_path, f"name={name}", **settings)
+        results.append((metrics(folder, "loss"), metrics(folder, "grad_norm"), weights(folder / "final")))
+    (loss_a, norm_a, a), (loss_b, norm_b, b) = results
+    assert loss_a == pytest.approx(loss_b, rel=1e-4)
+    assert norm_a == pytest.approx(norm_b, rel=1e-3)
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-3 * 1e-3 + 1e-5)
+
+
+@pytest.mark.parametrize("variant", ["adapter off", "frozen copy", "precomputed", "named", "none"])
+def test_references_agree(tmp_path, shared, variant):
+    """Every way to hold a reference gives the same first losses; without one the loss differs from the start."""
+    model = shared / "models/stories260K"
+    method, lora = {}, None
+    if variant == "adapter off":
+        lora = {"r": 4, "alpha": 8, "dropout": 0.0}
+    elif variant == "precomputed":
+        method = {"precompute_ref_log_probs": True}
+    elif variant == "named":
+        method = {"ref_model": str(model)}
+    elif variant == "none":
+        method = {"use_ref_model": False}
+    folder = run(tmp_path, **dpo(shared, model, method=method, model={"lora": lora}))
+    losses = metrics(folder, "loss")
+    print(variant, losses)
+    if variant == "none":
+        assert abs(losses[0] - math.log(2)) > 0.1
+    else:
+        assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
+    if variant in ("precomputed", "named"):
+        plain = run(tmp_path, "name=plain", **dpo(shared, model))
+        assert losses == pytest.approx(metrics(plain, "loss"), abs=1e-4)
+    if variant == "precomputed":
+        again = run(tmp_path, "name=again", **dpo(shared, model, method=method))
+        assert metrics(again, "loss") == losses
+        assert "computing the reference" in (folder / "training.log").read_text()
+        assert "computing the reference" not in (again / "training.log").read_text()
+
+
+def test_lora_checkpoints_hold_the_adapter_only_and_load_with_peft(tmp_path, shared):
+    model = shared / "models/stories260K"
+    folder = run(tmp_path, **dpo(shared, model, model={"lora": {"r": 4, "alpha": 8}}))
+    for saved in (folder / "final", folder / "checkpoint-3"):
+        assert not (saved / "model.safetensors").exists()
+        base = AutoModelForCausalLM.from_pretrained(model)
+        adapted = PeftModel.from_pretrained(base, saved)
+        tensors = {k: v for k, v in adapted.state_dict().items() if "lora_B" in k}
+        assert tensors and all(v.abs().max() > 0 for v in tensors.values())
+
+
+SFT_DATA = {
+    "alpaca": ("data/sft-demo/alpaca_en_demo.json", {}),
+    "messages": ("data/sft-demo/reason_tool_use_demo_50.jsonl", {"max_length": 2048}),
+    "gsm8k": ("data/gsm8k/train.jsonl", {"template": "tags"}),
+    "text": ("data/tinystories/sample.txt", {"template": "none"}),
+}
+
+
+@pytest.mark.parametrize("name", SFT_DATA)
+def test_sft_on_real_data(tmp_path, shared, scratch_model, name):
+    path, extra = SFT_DATA[name]
+    folder = run(
+        tmp_path,
+        model=str(scratch_model),
+        method="sft",
+        data={"source": str(shared / path), "max_rows": 12, **extra},
+        training={"batch_size": 4, "max_steps": 2, "learning_rate": 1e-3, "warmup_steps": 0},
+        tracking={"logging_steps": 1},
+    )
+    losses = metrics(folder, "loss")
+    print(name, losses)
+    assert losses[0] == pytest.approx(math.log(6400), abs=0.3) and losses[1] < losses[0]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "final")
+    if extra.get("template") == "tags":
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "1+1?"}], tokenize=False, add_generation_prompt=True
+        )
+        assert text.endswith("<start_working_out>")
+
+
+def test_sft_loss_is_the_mean_over_the_targets(tmp_path, shared, scratch_model):
+    """The first loss equals transformers' own cross-entropy over the same examples, one by one."""
+    from posttrain.batch import sequences
+    from posttrain.data import prepare
+    from posttrain.models.load import load_tokenizer
+
+    sections = {
+        "model": str(scratch_model),
+        "method": "sft",
+        "data": {"source": str(shared / "data/sft-demo/alpaca_en_demo.json"), "max_rows": 5, "shuffle": False},
+        "training": {"batch_size": 5, "max_steps": 1, "tokens_per_pack": 2048},
+    }
+    folder = run(tmp_path, **sections)
+    config = load(tmp_path / "config.json").config
+    data = prepare(config.data, load_tokenizer(config.models[0]), "sft")
+    model = AutoModelForCausalLM.from_pretrained(scratch_model)
+    total = count = 0
+    for i in range(len(data.train)):
+        [(ids, trained)] = sequences(data.train[i].trees[0])
+        logits = model(torch.tensor(ids)[None].long()).logits[0, :-1]
+        nll = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]).long(), reduction="none")
+        total += float(nll[torch.tensor(trained[1:])].sum())
+        count += int(trained[1:].sum())
+    assert metrics(folder, "loss")[0] == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 4, "alpha": 8}])
+def test_reward_model_loads_as_a_sequence_classifier(tmp_path, shared, scratch_model, lora):
+    """`final/` gives, in plain transformers and PEFT, the rewards that training saw."""
+    data = {"source": str(shared / "data/hh-harmless"), **HH, "validation": {"rows": 4}}
+    folder = run(
+        tmp_path,
+        model={"path": str(scratch_model), "lora": lora},
+        method="reward",
+        data=data,
+        training={"batch_size": 4, "max_steps": 3, "learning_rate": 1e-3, "warmup_steps": 0},
+        tracking={"logging_steps": 1},
+    )
+    assert metrics(folder, "loss")[0] == pytest.approx(math.log(2), abs=0.2)
+    assert {"accuracy", "margin", "min_reward", "mean_reward", "max_reward"} <= set(
+        json.loads((folder / "metrics.jsonl").read_text().splitlines()[1])
+    )
+    if lora:
+        base = AutoModelForSequenceClassification.from_pretrained(scratch_model, num_labels=1)
+        model = PeftModel.from_pretrained(base, folder / "final").eval()
+        assert float(model.get_base_model().score.weight.std()) == pytest.approx(0.02, rel=0.5)
+    else:
+        model = AutoModelForSequenceClassification.from_pretrained(folder / "final").eval()
+        assert model.config.num_labels == 1
+    from posttrain.batch import sequences
+    from posttrain.data import prepare
+    from posttrain.models.load import load_tokenizer
+
+    config = load(tmp_path / "config.json").config
+    held_out = prepare(config.data, load_tokenizer(config.models[0]), "pair", seed=0).validation["validation"]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "final")
+    rows = [
+        torch.tensor(ids).long() for i in range(len(held_out)) for t in held_out[i].trees for ids, _ in sequences(t)
+    ]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(r) for r in rows], batch_first=True)
+    with torch.no_grad():
+        rewards = model(padded, attention_mask=mask).logits[:, 0]
+    got = metrics(folder, "eval_mean_reward")[-1]
+    assert got == pytest.approx(float(rewards.mean()), abs=1e-4)
+
+
+def test_many_models_and_a_failure_in_between(tmp_path, shared, scratch_model):
+    sections = dpo(shared, "unused")
+    del sections["model"]
+    models = [
+        {"path": str(shared / "models/stories260K")},
+        {"path": str(tmp_path / "absent")},
+        {"path": str(scratch_model)},
+    ]
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({"name": "many", "output_dir": str(tmp_path), "models": models, **sections}))
+    with pytest.raises(PosttrainError, match="1 of 3 models failed: absent"):
+        recipes.train(load(file).config)
+    states = {p.parent.name: json.loads(p.read_text())["state"] for p in (tmp_path / "many").glob("*/run.json")}
+    assert states == {"stories260K": "finished", "absent": "failed", "tiny-qwen3": "finished"}
+    recipes.train(load(file).config, overwrite=True, model_index=2)
+
+
+def test_an_existing_run_folder_is_refused(tmp_path, shared):
+    sections = dpo(shared, shared / "models/stories260K")
+    folder = run(tmp_path, **sections)
+    before = (folder / "metrics.jsonl").read_text()
+    with pytest.raises(RunError, match=r"--resume.*--overwrite"):
+        run(tmp_path, **sections)
+    assert (folder / "metrics.jsonl").read_text() == before
+    run(tmp_path, overwrite=True, **sections)
+
+
+def test_bfloat16_keeps_float32_masters(tmp_path, shared):
+    folder = run(tmp_path, **dpo(shared, shared / "models/stories260K", model={"dtype": "bfloat16"}))
+    assert weights(folder / "final")["model.norm.weight"].dtype == torch.bfloat16
+    state = load_file(folder / "checkpoint-3/optimizer.safetensors")
+    assert state["model.norm.weight|master"].dtype == torch.float32
+    assert metrics(folder, "loss")[0] == pytest.approx(math.log(2), abs=1e-3)
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path, shared):
+    sections = dpo(shared, shared / "models/stories260K")
+    plain = run(tmp_path, "name=plain", **sections)
+    saving = run(tmp_path, "name=saving", "training.gradient_checkpointing=true", **sections)
+    assert metrics(plain, "loss") == pytest.approx(metrics(saving, "loss"), abs=1e-6)
+
+
+def test_early_stopping_keeps_the_best(tmp_path, shared):
+    """With a learning rate that ruins the model, validation never improves on the start, and patience ends the run."""
+    sections = dpo(shared, shared / "models/stories260K", data={"validation": {"rows": 4}, "max_rows": 40})
+    sections["training"] |= {"learning_rate": 0.3, "max_steps": 30}
+    sections |= {
+        "evaluation": {"eval_steps": 1},
+        "checkpoint": {"best_metric": "eval_loss", "early_stopping_patience": 3},
+    }
+    folder = run(tmp_path, **sections)
+    results = json.loads((folder / "results.json").read_text())
+    losses = metrics(folder, "eval_loss")
+    print(losses)
+    assert results["steps"] < 30 and results["best"]["eval_loss"] == min(losses)
+    assert len(losses) - 1 - losses.index(min(losses)) == 3

@@ -1,0 +1,148 @@
+"""A resumed run is the uninterrupted one: weights, optimizer, metrics and order, to the bit, on CPU."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from posttrain import recipes
+from posttrain.config import load
+from posttrain.errors import RunError
+from posttrain.recipes.loop import Loop
+
+CLOCK = ("time",)  # the only thing in a line of metrics that two equal runs may differ in
+
+
+def settings(shared, scratch_model, method: str, **training):
+    """13 rows in batches of 4: epochs end in a short batch, and the interruption falls into the second."""
+    data = {
+        "sft": {"source": str(shared / "data/sft-demo/alpaca_en_demo.json"), "max_rows": 15},
+        "reward": {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "none", "max_rows": 17},
+        "dpo": {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "none", "max_rows": 17},
+    }[method]
+    return {
+        "name": "run",
+        "model": {"path": str(scratch_model), "lora": {"r": 4, "dropout": 0.2} if method == "sft" else None},
+        "method": method,
+        "data": {**data, "max_length": 600, "validation": {"rows": 3}},
+        "training": {"batch_size": 4, "num_train_epochs": 2, "learning_rate": 1e-3, **training},
+        "evaluation": {"eval_steps": 3},
+        "checkpoint": {"save_steps": 2, "save_total_limit": None, "best_metric": "eval_loss"},
+        "tracking": {"logging_steps": 2},
+    }
+
+
+def start(folder: Path, sections: dict, *overrides: str, resume=False):
+    file = folder / "config.json"
+    folder.mkdir(exist_ok=True)
+    file.write_text(json.dumps(sections | {"output_dir": str(folder)}))
+    return recipes.train(load(file, overrides).config, resume=resume)
+
+
+def numbers(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in CLOCK} for line in lines]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    last = max((p for p in a.glob("checkpoint-*")), key=lambda p: int(p.name.split("-")[1]))
+    for file in sorted(last.glob("*.safetensors")):
+        one, two = load_file(file), load_file(b / last.name / file.name)
+        assert one.keys() == two.keys()
+        different = [name for name in one if not torch.equal(one[name], two[name])]
+        assert not different, f"{file.name}: {different}"
+    assert numbers(a) == numbers(b)
+
+
+@pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
+def test_resumed_equals_uninterrupted(tmp_path, shared, scratch_model, monkeypatch, method):
+    """Killed after step 5, in the second epoch; it goes on from checkpoint-4."""
+    sections = settings(shared, scratch_model, method)
+    start(tmp_path / "whole", sections)
+
+    after_step = Loop._after_step
+
+    def crash(self):
+        after_step(self)
+        if self.state.step == 5:
+            raise RuntimeError("power cut")
+
+    monkeypatch.setattr(Loop, "_after_step", crash)
+    with pytest.raises(RuntimeError, match="power cut"):
+        start(tmp_path / "broken", sections)
+    state = json.loads((tmp_path / "broken/run/run.json").read_text())
+    assert state["state"] == "failed" and "power cut" in state["reason"]
+    monkeypatch.setattr(Loop, "_after_step", after_step)
+    assert start(tmp_path / "broken", sections, resume=True) == 0
+    assert_same_run(tmp_path / "whole/run", tmp_path / "broken/run")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_run_goes_on(tmp_path, shared, scratch_model, monkeypatch, number):
+    sections = settings(shared, scratch_model, "dpo")
+    start(tmp_path / "whole", sections)
+    update = Loop.update
+
+    def interrupted(self, packs, objective):
+        update(self, packs, objective)
+        if self.state.step == 3:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(Loop, "update", interrupted)
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+        start(tmp_path / "broken", sections)
+    assert (tmp_path / "broken/run/checkpoint-3").is_dir()
+    assert json.loads((tmp_path / "broken/run/run.json").read_text())["state"] == "interrupted"
+    monkeypatch.setattr(Loop, "update", update)
+    start(tmp_path / "broken", sections, resume=True)
+    assert_same_run(tmp_path / "whole/run", tmp_path / "broken/run")
+
+
+def test_a_finished_run_can_be_extended(tmp_path, shared, scratch_model):
+    """With a constant learning rate, 4 steps and then 7 are 7 steps."""
+    sections = settings(shared, scratch_model, "dpo", lr_scheduler_type="constant")
+    sections |= {"evaluation": {"eval_steps": -1}, "checkpoint": {"save_steps": 2, "save_total_limit": None}}
+    start(tmp_path / "whole", sections, "training.max_steps=7")
+    start(tmp_path / "two", sections, "training.max_steps=4")
+    start(tmp_path / "two", sections, "training.max_steps=7", "tracking.logging_steps=1", resume=True)
+    a, b = tmp_path / "whole/run/checkpoint-7", tmp_path / "two/run/checkpoint-7"
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        one, two = load_file(a / name), load_file(b / name)
+        assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_resume_refuses_other_settings_and_other_data(tmp_path, shared, scratch_model):
+    sections = settings(shared, scratch_model, "dpo", max_steps=2)
+    start(tmp_path, sections)
+    with pytest.raises(RunError, match=r"method.beta: 0.1 -> 0.5"):
+        start(tmp_path, sections, "method.beta=0.5", resume=True)
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{i}?", "chosen": " yes", "rejected": " no"} for i in range(12)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    sections["data"] = {"source": str(file), "format": "preference", "template": "none"}
+    start(tmp_path, sections, "name=other")
+    file.write_text("\n".join(map(json.dumps, rows[::-1])))
+    with pytest.raises(RunError, match="training data is not what this run began with"):
+        start(tmp_path, sections, "name=other", resume=True)
+
+
+def test_a_damaged_checkpoint_falls_back_one_and_a_missing_one_is_named(tmp_path, shared, scratch_model):
+    sections = settings(shared, scratch_model, "dpo", max_steps=4)
+    start(tmp_path, sections)
+    run = tmp_path / "run"
+    before = numbers(run)
+    file = run / "checkpoint-4/model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-7] ^= 4
+    file.write_bytes(data)
+    start(tmp_path, sections, resume=True)
+    log = (run / "training.log").read_text()
+    assert "checkpoint-4 is damaged" in log and "model.safetensors" in log and "resumed from checkpoint-2" in log
+    assert numbers(run) == before
+    config = load(run / "config.yaml").config
+    with pytest.raises(RunError, match=r"no checkpoint .*checkpoint-3.*checkpoint-2, checkpoint-4"):
+        recipes.train(config, resume=run / "checkpoint-3")
+    assert recipes.train(config, resume=run) == 0
