@@ -112,7 +112,7 @@ KILL_EVERYWHERE = """
 import os, shutil, signal, sys
 from pathlib import Path
 from posttrain.store.atomic import recover
-from posttrain.store.checkpoint import list_checkpoints, newest_complete, save_checkpoint
+from posttrain.store.checkpoint import list_checkpoints, newest_complete, save_checkpoint, verify
 
 os.fsync = lambda descriptor: None  # slow, and no matter here: what a killed process wrote stays with the system
 BOUNDARIES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.scandir"}
@@ -146,6 +146,7 @@ while True:
     newest, skipped = newest_complete(work)
     assert not skipped, (point, skipped)
     assert not leftovers(work), (point, leftovers(work))
+    assert not any(map(verify, list_checkpoints(work))), point
     found[int(newest.name.removeprefix("checkpoint-"))] += 1
     if status == 0:
         break

@@ -126,13 +126,13 @@ def size_of(png: bytes) -> tuple[int, int]:
 def test_curves_of_any_run(tmp_path, metrics):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        write_curves(metrics, tmp_path / "curves.png", "toy $x$ <b>")
+        write_curves(metrics, tmp_path / "curves.png", "toy $\\frac$ <b>")
         dark = curves_png(metrics, "toy", dark=True)
     light = (tmp_path / "curves.png").read_bytes()
     assert size_of(light)[0] >= 500 and dark != light
     if len(metrics) > 100:
         assert size_of(light)[0] > 1500  # three panels wide
-    assert write_curves(metrics, tmp_path / "again.png", "toy $x$ <b>") is None
+    assert write_curves(metrics, tmp_path / "again.png", "toy $\\frac$ <b>") is None
     assert (tmp_path / "again.png").read_bytes() == light
 
 
@@ -202,9 +202,7 @@ def test_a_report_of_a_run(tmp_path):
     assert all(address.startswith(("#", "data:image/png;base64,")) for address in page.addresses)
     for expected in ("dpo", "toy/model", "r 8", "finished", "2h 05m", "best.eval_loss", "1,234,567", "rows.kept"):
         assert expected in page.text, expected
-    assert (
-        page.text.count("<script>alert('x')</script>") == 6
-    )  # as text: title, heading, header, cell, note, provenance
+    assert page.text.count("<script>alert('x')</script>") == 6  # title, heading, header, cell, note, provenance
     assert "(10,000 more characters)" in page.text and "\x00" not in page.text and "\x1b" not in page.text
     assert "validation loss0.6" in page.text  # the card
 

@@ -68,7 +68,7 @@ def curves_png(metrics: Sequence[dict[str, Any]], title: str, dark: bool = False
         figsize=(4.2 * columns, 2.75 * rows + (0.45 if title else 0)), dpi=130, facecolor=ground, layout=layout
     )
     if title:
-        figure.suptitle(title, color=ink, fontsize=12, fontweight="bold")
+        figure.suptitle(_plain(title), color=ink, fontsize=12, fontweight="bold")
     steps = [line["step"] for line in metrics]
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, index + 1)
@@ -124,13 +124,13 @@ def _draw(axes: "Axes", panel: Panel, series: Series, colours: Sequence[str], in
         colour = colours[index % len(colours)]
         if whose != "train":
             few = len(steps) <= 40
-            axes.plot(steps, values, "--", color=colour, lw=1.3, marker="o" if few else None, ms=3, label=label)
+            axes.plot(steps, values, "--", color=colour, lw=1.3, marker="o" if few else None, ms=3, label=_plain(label))
         elif len(steps) >= SMOOTH_FROM and not panel.small:
             axes.plot(steps, values, color=colour, lw=0.6, alpha=0.3)
-            axes.plot(steps, _smooth(values), color=colour, lw=1.3, label=label)
+            axes.plot(steps, _smooth(values), color=colour, lw=1.3, label=_plain(label))
         else:
             single = sum(map(math.isfinite, values)) == 1
-            axes.plot(steps, values, color=colour, lw=1.3, marker="o" if single else None, ms=3, label=label)
+            axes.plot(steps, values, color=colour, lw=1.3, marker="o" if single else None, ms=3, label=_plain(label))
     axes.set_title(panel.title, color=ink, fontsize=10, loc="left")
     if panel.share:
         axes.set_ylim(-0.03, 1.03)
@@ -176,6 +176,11 @@ def _smooth(values: list[float]) -> list[float]:
         usual = window[trim : len(window) - trim]
         smooth.append(sum(usual) / len(usual) if math.isfinite(value) else math.nan)
     return smooth
+
+
+def _plain(text: str) -> str:
+    """Names may hold a $, which matplotlib would read as the start of a formula."""
+    return text.replace("$", r"\$")
 
 
 def _say(figure: "Figure", text: str, ink: str) -> None:
