@@ -279,15 +279,8 @@ class _Reader:
         if self.data.system_prompt is not None and layout.name != "text":
             row = _with_system(row, self.data.system_prompt)
         if layout.name == "preference" and self.template.turns and isinstance(row.prompt, str):
-            self._refuse_implicit(record, layout)
+            _refuse_implicit(record.value, layout)
         return row
-
-    def _refuse_implicit(self, record: Record, layout: Layout) -> None:
-        if "prompt" not in dict(layout.columns):
-            raise DataError(
-                "the pair has no prompt, only texts that begin alike, so a chat template cannot tell the turns apart: "
-                "name the prompt's column with data.columns: {prompt: YOUR_COLUMN}, or set data.template: none"
-            )
 
     def _tokenise(
         self, tokeniser: Tokeniser, rows: list[Row], layout: Layout
@@ -299,6 +292,14 @@ class _Reader:
         if any(row.prompt is None for row in rows):
             return tokeniser.conversations(rows)
         return tokeniser.completions(rows, self.completion_only_loss is not False)
+
+
+def _refuse_implicit(value: dict[str, Any], layout: Layout) -> None:
+    if value.get(dict(layout.columns)["prompt"]) is None:
+        raise DataError(
+            "the pair has no prompt, only texts that begin alike, so a chat template cannot tell the turns apart: "
+            "name the prompt's column with data.columns: {prompt: YOUR_COLUMN}, or set data.template: none"
+        )
 
 
 def _columns(record: Record, item: Trained | Compared) -> dict[str, Any]:

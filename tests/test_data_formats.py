@@ -1,0 +1,199 @@
+"""Each format's rows in the common form, and how a format is told by its columns."""
+
+import pytest
+
+from posttrain.config.schema import TagsConfig
+from posttrain.data.formats import FORMATS, find_layout, last_boxed
+from posttrain.data.readers import read_files
+from posttrain.data.rows import RowError, messages_of, without_think
+from posttrain.data.templates import Template
+from posttrain.errors import DataError
+
+TEXTS, TURNS = (Template(name, name != "none", TagsConfig()) for name in ("none", "chat"))
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def read(name, fields, template=TEXTS):
+    return FORMATS[name].read(fields, template)
+
+
+def test_preference_without_prompt_shares_what_begins_alike():
+    row = read("preference", {"chosen": "Q: one two", "rejected": "Q: one three"})
+    assert (row.prompt, row.chosen, row.rejected) == ("Q: one t", "wo", "hree")
+    row = read("preference", {"chosen": "Say yes", "rejected": "Say no"})
+    assert (row.prompt, row.chosen, row.rejected) == ("Say", " yes", " no")
+    turns = [user("hi"), assistant("yes")]
+    row = read("preference", {"prompt": "hi", "chosen": turns, "rejected": [user("hi"), assistant("no")]})
+    assert (row.prompt, row.chosen, row.rejected) == (turns[:1], turns[1:], [assistant("no")])
+
+
+def test_preference_mixes_of_text_and_messages():
+    row = read(
+        "preference", {"prompt": "hi", "chosen": [assistant("a")], "rejected": [assistant("b")], "margin": "0.5"}
+    )
+    assert (row.prompt, row.margin) == ([user("hi")], 0.5)
+    row = read("preference", {"prompt": [user("hi")], "chosen": "a", "rejected": "b", "system": "Be."})
+    assert row.prompt == [{"role": "system", "content": "Be."}, user("hi")] and row.chosen == [assistant("a")]
+    with pytest.raises(RowError, match="both be texts"):
+        read("preference", {"chosen": "a", "rejected": [assistant("b")]})
+
+
+HH = {"chosen": "\n\nHuman: one\n\nAssistant: two\n\nHuman: three\n\nAssistant: good"}
+HH["rejected"] = HH["chosen"].replace("good", "bad")
+
+
+def test_hh_splits_before_the_last_reply():
+    row = read("hh", HH)
+    assert (row.prompt, row.chosen, row.rejected) == (HH["chosen"][: -len(" good")], " good", " bad")
+    row = read("hh", HH, TURNS)
+    assert row.prompt == [user("one"), assistant("two"), user("three")]
+    assert (row.chosen, row.rejected, row.rejected_prompt) == ([assistant("good")], [assistant("bad")], None)
+
+
+def test_hh_keeps_two_prompts_that_differ():
+    other = HH["rejected"].replace("two", "zwei")
+    assert read("hh", {**HH, "rejected": other}).rejected_prompt == other[: -len(" bad")]
+    row = read("hh", {**HH, "rejected": other}, TURNS)
+    assert row.rejected_prompt == [user("one"), assistant("zwei"), user("three")]
+
+
+@pytest.mark.parametrize(
+    ("transcript", "reason"),
+    [
+        ("no turns", "no `"),
+        ("\n\nAssistant: b\n\nHuman: c", "does not end"),
+        ("\n\nAssistant: b", "no turn"),
+    ],
+)
+def test_hh_that_is_no_transcript(transcript, reason):
+    with pytest.raises(RowError, match=reason):
+        read("hh", {"chosen": transcript, "rejected": transcript}, TURNS)
+
+
+def test_alpaca():
+    fields = {"instruction": "Add.", "input": "1 2", "output": "3"}
+    assert read("alpaca", fields).prompt == "Add.\n1 2\n"
+    assert read("alpaca", {**fields, "input": None}).prompt == "Add.\n"
+    row = read("alpaca", fields, TURNS)
+    assert row.prompt[0]["content"] == "Add.\n1 2" and row.chosen == [assistant("3")]
+
+
+def test_sharegpt_and_parts():
+    turns = [{"from": "system", "value": "Be."}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
+    assert read("sharegpt", {"conversations": turns}).chosen == [
+        {"role": "system", "content": "Be."},
+        user("hi"),
+        assistant("yo"),
+    ]
+    row = read("sharegpt", {"conversations": turns[:2], "chosen": turns[2], "rejected": {"from": "gpt", "value": "no"}})
+    assert (row.prompt[-1], row.chosen, row.rejected) == (user("hi"), [assistant("yo")], [assistant("no")])
+    parts = [{"type": "text", "text": "a"}, {"type": "reasoning", "value": "r"}, {"type": "text", "value": "b"}]
+    parts.append({"type": "tool_call", "value": '{"name": "f", "arguments": {"x": 1}}'})
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert messages_of([{"role": "assistant", "content": parts}], "m") == [
+        {"role": "assistant", "content": "ab", "reasoning_content": "r", "tool_calls": [call]}
+    ]
+
+
+def test_images_are_refused():
+    with pytest.raises(DataError, match="text models only"):
+        messages_of([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "messages")
+    with pytest.raises(DataError, match="text models only"):
+        find_layout("auto", {}, [{"messages": [], "images": ["a.png"]}], "sft", "rows")
+
+
+PROBLEMS = [
+    # fields, plain reply, tagged reply
+    ({"question": "Q", "answer": "1+1\n#### 2"}, "1+1\n#### 2", ("1+1", "2")),
+    ({"problem": "Q", "solution": "so \\boxed{\\frac{1}{2}}."}, "so \\boxed{\\frac{1}{2}}.", None),
+    ({"problem": "Q", "solution": "steps", "answer": 142.0}, "steps", ("steps", "142")),
+    ({"problem": "Q", "generated_solution": "s", "expected_answer": "7"}, "s", ("s", "7")),
+    ({"problem": "Q", "answer": "7"}, "7", ("", "7")),
+    ({"problem": "Q", "solution": "7"}, "7", ("", "7")),
+]
+
+
+@pytest.mark.parametrize(("fields", "plain", "tagged"), PROBLEMS)
+def test_problem_answer(fields, plain, tagged):
+    layout = find_layout("auto", {}, [fields], "sft", "rows")
+    assert layout.name == "problem_answer"
+    row = layout.read(fields, TEXTS)
+    assert (row.prompt, row.chosen) == ("Q\n", plain)
+    working, answer = tagged or (fields["solution"], "\\frac{1}{2}")
+    row = layout.read(fields, Template("tags", True, TagsConfig()))
+    assert row.chosen == f"<start_working_out>{working}<end_working_out><SOLUTION>{answer}</SOLUTION>"
+
+
+def test_last_boxed_is_balanced():
+    assert last_boxed("\\boxed{1} or \\boxed{a{b}{c}} end") == "a{b}{c}"
+    assert last_boxed("\\boxed{open {") is None and last_boxed("none") is None
+
+
+def test_think_is_stripped_from_the_assistant_only():
+    assert without_think("<think>a\nb</think>\n\nc <think>d</think>e") == "c e"
+    turns = [user("<think>kept</think>"), {**assistant("<think>x</think>y"), "reasoning_content": "z"}]
+    assert without_think(turns) == [user("<think>kept</think>"), assistant("y")]
+
+
+DETECTED = {
+    "hh-harmless/test.jsonl.gz": ("pair", "hh"),
+    "preference-demo/dpo_en_demo.json": ("pair", "sharegpt"),
+    "sft-demo/alpaca_en_demo.json": ("sft", "alpaca"),
+    "sft-demo/reason_tool_use_demo_50.jsonl": ("sft", "messages"),
+    "gsm8k/train.jsonl": ("sft", "problem_answer"),
+    "math/math500.jsonl": ("sft", "problem_answer"),
+    "math/amc.json": ("sft", "problem_answer"),
+    "math/minerva_math.jsonl": ("sft", "problem_answer"),
+    "tinystories/sample.txt": ("sft", "text"),
+}
+
+
+@pytest.mark.parametrize("name", DETECTED)
+def test_formats_of_real_data_are_told_and_every_row_read(shared, name):
+    kind, format = DETECTED[name]
+    values = [record.value for record in read_files((shared / "data" / name,))]
+    layout = find_layout("auto", {}, values[:100], kind, name)
+    assert layout.name == format
+    for value in values:
+        layout.read(value, TURNS)
+
+
+@pytest.mark.parametrize(
+    ("format", "columns", "kind", "message"),
+    [
+        ("auto", {}, "sft", "has the columns better, q, worse, which fit no format"),
+        (
+            "preference",
+            {},
+            "pair",
+            "no column chosen, rejected, which format preference needs; it has better, q",
+        ),
+        ("preference", {"chosen": "best"}, "pair", "no column 'best' .for chosen.; it has better, q, worse"),
+        ("preference", {"win": "better"}, "pair", "format preference has no field 'win'; it has chosen, rejected"),
+        ("problem_answer", {"problem": "q"}, "sft", "no column solution or answer"),
+        ("prompt_completion", {"prompt": "q", "completion": "better"}, "pair", "need preference pairs"),
+    ],
+)
+def test_wrong_columns_say_which_there_are(format, columns, kind, message):
+    with pytest.raises(DataError, match=message):
+        find_layout(format, columns, [{"better": "a", "q": "b", "worse": "c"}], kind, "rows.jsonl")
+
+
+def test_columns_name_the_data_own_columns():
+    value = {"q": "Q", "better": "a", "worse": "b"}
+    columns = {"prompt": "q", "chosen": "better", "rejected": "worse"}
+    layout = find_layout("auto", columns, [value], "pair", "rows")
+    row = layout.read(value, TEXTS)
+    assert (layout.name, row.prompt, row.chosen, row.rejected) == ("preference", "Q", "a", "b")
+
+
+def test_kto_rows_are_not_imitated_unasked():
+    with pytest.raises(DataError, match="KTO"):
+        find_layout("auto", {}, [{"messages": [], "label": False}], "sft", "rows")

@@ -1,0 +1,217 @@
+"""Templates: the built-in ones, the sandbox they are rendered in, and which tokens of a conversation are trained."""
+
+import json
+import time
+
+import pytest
+from data_tokenizer import CHATML, byte_tokenizer
+from transformers import AutoTokenizer
+
+from posttrain.config.schema import DataConfig, TagsConfig
+from posttrain.data import prepare
+from posttrain.data.render import Job, rendering
+from posttrain.data.templates import choose_template
+from posttrain.errors import DataError
+
+TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+
+
+def rendered(template, messages, tokenizer=None, **more):
+    tokenizer = tokenizer or byte_tokenizer()
+    choose_template(DataConfig(source="x", template=template, **more), tokenizer)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+    return prompt, whole
+
+
+def test_tags():
+    reply = "<start_working_out>2+2=4<end_working_out><SOLUTION>4</SOLUTION>"
+    prompt, whole = rendered("tags", [TURNS[0], {"role": "assistant", "content": reply}])
+    assert prompt.endswith("2+2?\n<start_working_out>") and "between <SOLUTION></SOLUTION>" in prompt
+    assert whole == prompt.removesuffix("<start_working_out>") + reply + "<|im_end|>"
+    prompt, _ = rendered("tags", TURNS, tags=TagsConfig(reasoning_start='{{ "<a>" }}'))
+    assert prompt.endswith('{{ "<a>" }}')
+
+
+def test_r1_zero():
+    prompt, whole = rendered("r1_zero", [TURNS[0], {"role": "assistant", "content": "<think> x"}])
+    assert prompt.startswith("A conversation between User and Assistant.")
+    assert prompt.endswith("User: 2+2?\nAssistant: <think>") and whole == prompt + " x<|im_end|>"
+
+
+def test_question_only():
+    assert rendered("question_only", TURNS) == ("2+2?\n", "2+2?\n4<|im_end|>")
+
+
+def test_alpaca():
+    prompt, whole = rendered("alpaca", TURNS)
+    assert prompt.endswith("completes the request.\n\n### Instruction:\n2+2?\n\n### Response:\n")
+    assert whole == prompt + "4<|im_end|>"
+    message = {"role": "user", "content": "Add.\n2 2", "instruction": "Add.", "input": "2 2"}
+    prompt, _ = rendered("alpaca", [message, TURNS[1]])
+    assert "provides further context" in prompt
+    assert prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n2 2\n\n### Response:\n")
+
+
+def test_a_system_message_takes_the_place_of_the_preamble():
+    prompt, _ = rendered("r1_zero", [{"role": "system", "content": "Be brief."}, *TURNS])
+    assert prompt == "Be brief.\n\nUser: 2+2?\nAssistant: <think>"
+
+
+def test_text_begins_as_the_tokenizer_begins_it(shared):
+    """stories260K puts <s> before a text, so the template must: it is tokenised without special tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "stories260K")
+    assert rendered("question_only", TURNS, tokenizer)[1] == "<s>2+2?\n4</s>"
+
+
+def test_the_template_is_saved_with_the_tokenizer(tmp_path):
+    tokenizer = byte_tokenizer()
+    choose_template(DataConfig(source="x", template="tags"), tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
+    with pytest.raises(DataError, match=r"missing\.jinja"):
+        choose_template(DataConfig(source="x", template="missing.jinja"), tokenizer)
+
+
+HOSTILE = {
+    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "2 seconds"),
+    "power": ("{{ 10 ** (10 ** 10) }}", "2 seconds|memory"),
+    "size": ("{{ 'a' * 2000000 }}", "1 MB"),
+    "memory": ("{{ 'a' * 10 ** 11 }}", "memory"),
+    "escape": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+    "file": ("{% include '/etc/passwd' %}", "fails"),
+    "syntax": ("{% if %}", "TemplateSyntaxError"),
+    "refuses": ("{{ raise_exception('no such roles') }}", "no such roles"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_templates_end_in_an_error(name, tmp_path):
+    template, reason = HOSTILE[name]
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"))
+    start = time.monotonic()
+    with pytest.raises(DataError, match=reason):
+        prepare(data, byte_tokenizer(template), "sft", cache_dir=tmp_path)
+    assert time.monotonic() - start < 2 + 8, "the limit of two seconds, and starting the process on a busy machine"
+
+
+def test_rendering_is_that_of_transformers(shared):
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "qwen3")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": "é"}}}]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    turns = [
+        *TURNS,
+        TURNS[0],
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call], "name": None},
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "<think>\nso\n</think>\n\nfive ✓"},
+    ]
+    with rendering(tokenizer) as renderer:
+        jobs = [Job(turns), Job(turns, tools), Job(turns[:3], generate=True)]
+        texts = [done.text for done in renderer.render(jobs)]
+    assert texts == [
+        tokenizer.apply_chat_template(turns, tokenize=False),
+        tokenizer.apply_chat_template(turns, tools=tools, tokenize=False),
+        tokenizer.apply_chat_template(turns[:3], tokenize=False, add_generation_prompt=True),
+    ]
+
+
+def trained_text(prepared, tokenizer, index=0):
+    """The trained tokens of an example as text, runs of them apart."""
+    (tree,) = prepared.train[index].trees
+    runs, before = [], False
+    for token, trained in zip(tree.tokens, tree.trained, strict=True):
+        if trained and not before:
+            runs.append([])
+        if trained:
+            runs[-1].append(int(token))
+        before = trained
+    return [tokenizer.decode(run) for run in runs]
+
+
+SAID = (("system", "s"), ("user", "a"), ("assistant", "é one"), ("user", "b"), ("assistant", "two"))
+CONVERSATION = json.dumps({"messages": [{"role": role, "content": content} for role, content in SAID]}) + "\n"
+UNENDED = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_assistant_only_loss_without_marks(tmp_path):
+    """The assistant's turns are found by rendering up to each; they are trained with their end of turn."""
+    (tmp_path / "rows.jsonl").write_text(CONVERSATION)
+    tokenizer = byte_tokenizer(CHATML)
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"))
+    prepared = prepare(data, tokenizer, "sft", assistant_only_loss=True, cache_dir=tmp_path)
+    assert trained_text(prepared, tokenizer) == ["é one<|im_end|>\n", "two<|im_end|>\n"]
+    whole = prepare(data, tokenizer, "sft", cache_dir=tmp_path)
+    assert list(whole.train[0].trees[0].tokens) == list(prepared.train[0].trees[0].tokens)
+    last = prepare(data, tokenizer, "sft", completion_only_loss=True, cache_dir=tmp_path)
+    assert trained_text(last, tokenizer) == ["two<|im_end|>\n"]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(CONVERSATION)
+    rewriting = CHATML.replace("message.content", "(message.content if loop.last else '(old)')")
+    with pytest.raises(DataError, match="writes earlier turns differently"):
+        prepare(
+            DataConfig(source=str(tmp_path / "rows.jsonl")),
+            byte_tokenizer(rewriting),
+            "sft",
+            assistant_only_loss=True,
+            cache_dir=tmp_path,
+        )
+
+
+def test_nothing_to_train_is_an_error_with_the_row(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(CONVERSATION + '{"messages": [{"role": "user", "content": "b"}]}\n')
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"))
+    with pytest.raises(DataError, match=r"rows\.jsonl line 2 \(row 1\) has nothing to train"):
+        prepare(data, byte_tokenizer(CHATML), "sft", assistant_only_loss=True, cache_dir=tmp_path)
+
+
+def test_stop_token_is_appended_unless_it_is_there(tmp_path):
+    rows = '{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "b<|im_end|>"}\n'
+    (tmp_path / "rows.jsonl").write_text(rows + '{"prompt": "a", "completion": ""}\n')
+    tokenizer = byte_tokenizer()
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"), template="none")
+    prepared = prepare(data, tokenizer, "sft", cache_dir=tmp_path)
+    assert [trained_text(prepared, tokenizer, i) for i in range(3)] == [
+        ["b<|im_end|>"],
+        ["b<|im_end|>"],
+        ["<|im_end|>"],
+    ]
+    unended = byte_tokenizer(UNENDED)
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"))
+    assert trained_text(prepare(data, unended, "sft", cache_dir=tmp_path), unended) == ["b<|im_end|>"]
+
+
+def test_a_tokenizer_without_stop_token(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    tokenizer = byte_tokenizer(stop=False)
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"), template="none")
+    assert trained_text(prepare(data, tokenizer, "sft", cache_dir=tmp_path), tokenizer) == ["b"]
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": ""}\n')
+    with pytest.raises(DataError, match="nothing to train"):
+        prepare(data, tokenizer, "sft", cache_dir=tmp_path)
+
+
+def test_no_chat_template_says_what_else_there_is(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.raises(DataError, match=r"no chat template: set data\.template to none"):
+        prepare(DataConfig(source=str(tmp_path / "rows.jsonl")), byte_tokenizer(), "sft", cache_dir=tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"chosen": "a b", "rejected": "a c"}\n')
+    with pytest.raises(DataError, match="the pair has no prompt"):
+        prepare(DataConfig(source=str(tmp_path / "rows.jsonl")), byte_tokenizer(CHATML), "pair", cache_dir=tmp_path)
+
+
+def test_system_prompt_is_put_where_there_is_none(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    tokenizer = byte_tokenizer(CHATML)
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"), system_prompt="Be.")
+    tree = prepare(data, tokenizer, "sft", cache_dir=tmp_path).train[0].trees[0]
+    assert tokenizer.decode(tree.tokens).startswith("<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\na")
+    (tmp_path / "rows.jsonl").write_text(CONVERSATION)
+    tree = prepare(data, tokenizer, "sft", cache_dir=tmp_path).train[0].trees[0]
+    assert tokenizer.decode(tree.tokens).startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na")
