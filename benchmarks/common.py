@@ -1,0 +1,109 @@
+"""What both sides of a benchmark share: the model folder and the rows, so that weights, text and order are the same."""
+
+import gzip
+import json
+import resource
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
+
+SHARED = Path(__file__).resolve().parents[1].parent / "shared"
+
+BATCH_SIZE = 8
+PAIRS = 96  # the first so many of HH harmless; the longest has 589 tokens, so a max_length of 1024 cuts nothing
+MAX_LENGTH = 1024
+THREADS = 2
+
+ALPACA_PROMPT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+ALPACA_PROMPT_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+
+
+def make_models(folder: Path, seed: int = 0) -> dict[str, Path]:
+    """Folders of the random model and its tokenizer: `policy` (causal LM), `reward` (scalar head); made when missing.
+
+    Qwen3 architecture, 31.7M parameters, float32, every random number from `seed`. Both share their backbone weights.
+    """
+    folders = {"policy": folder / "policy", "reward": folder / "reward"}
+    if all((path / "model.safetensors").exists() for path in folders.values()):
+        return folders
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "minimind6400")
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=512,
+        num_hidden_layers=8,
+        intermediate_size=1536,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(seed)
+    policy = Qwen3ForCausalLM(config)
+    config.num_labels = 1
+    reward = Qwen3ForSequenceClassification(config)
+    reward.model.load_state_dict(policy.model.state_dict())
+    torch.nn.init.normal_(reward.score.weight, std=0.02)
+    for model, path in zip((policy, reward), folders.values(), strict=True):
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    return folders
+
+
+def preference_rows(count: int = PAIRS) -> list[dict[str, str]]:
+    """The first `count` pairs of HH harmless as prompt, chosen, rejected; the prompt ends in the last `Assistant:`."""
+    rows = []
+    with gzip.open(SHARED / "data" / "hh-harmless" / "train.jsonl.gz", "rt", encoding="utf-8") as lines:
+        for number, line in zip(range(count), lines, strict=False):
+            row = json.loads(line)
+            prompt, chosen, rejected = split_transcripts(row["chosen"], row["rejected"])
+            if not (chosen and rejected and prompt):
+                raise ValueError(f"hh-harmless, row {number}: the two transcripts do not share their prompt")
+            rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    return rows
+
+
+def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Prompt, chosen and rejected reply of two transcripts; empty strings when they differ before the last reply."""
+    marker = "\n\nAssistant:"
+    end, other_end = (text.rindex(marker) + len(marker) for text in (chosen, rejected))
+    if chosen[:end] != rejected[:other_end]:
+        return "", "", ""
+    return chosen[:end], chosen[end:], rejected[other_end:]
+
+
+def sft_rows() -> list[dict[str, str]]:
+    """The 999 rows of the Alpaca demo as prompt (Alpaca's template) and completion."""
+    rows = json.loads((SHARED / "data" / "sft-demo" / "alpaca_en_demo.json").read_text(encoding="utf-8"))
+    return [
+        {
+            "prompt": (ALPACA_PROMPT_INPUT if row["input"] else ALPACA_PROMPT).format(**row),
+            "completion": row["output"],
+        }
+        for row in rows
+    ]
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
+    """Write the rows as JSONL, for the side that reads files; returns the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def peak_memory_gb() -> float:
+    """The most resident memory this process has had so far, in GB (1e9 bytes)."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

@@ -1,0 +1,148 @@
+"""TRL's side of the benchmark: `python -m benchmarks.trl_side dpo --models DIR --steps 12 --output trl-dpo.json`.
+
+TRL 1.16 with its defaults, except: float32 on the CPU, no gradient checkpointing, constant learning rate, the file's
+order, one log a step. The JSON has each step's loss and seconds, the seconds from the first step's begin to the last
+step's end (loading and tokenising excluded), tokens fed, and the peak of the process's memory (loading included).
+"""
+
+import argparse
+import json
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+import trl
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from benchmarks.common import (
+    BATCH_SIZE,
+    MAX_LENGTH,
+    THREADS,
+    make_models,
+    peak_memory_gb,
+    preference_rows,
+    sft_rows,
+)
+
+LEARNING_RATES = {"dpo": 1e-6, "reward": 1e-5, "sft": 2e-5}
+MICRO_BATCHES = {"dpo": BATCH_SIZE, "reward": BATCH_SIZE, "sft": 1}  # rows a forward; TRL's default is the whole batch
+
+# SFT is compared with TRL at its fastest correct setting. All of these are correct on the CPU: on a two-layer model with
+# large weights the first batch's loss equals one-by-one evaluation to 1e-6, because transformers 5.23 makes a block mask
+# from the position ids where SDPA gets no attention mask (without boundaries the loss would be off by 0.06 to 0.09).
+# Seconds for the first 7,742 tokens (three steps of eight rows), best of several on a busy two-core machine, and peak:
+#   plain, 8 rows a forward          34    5.2 GB   half of it is padding
+#   padding_free, 8 rows             17    3.5 GB   the dense mask pays for attention between rows
+#   padding_free, 4 rows             12    2.7 GB
+#   padding_free, 2 rows             10    2.0 GB
+#   padding_free or plain, 1 row     10    1.7 GB   the setting taken: eight rows accumulated, same losses
+#   packed (bfd), 8 packs of 1024    46    7.1 GB   8,142 tokens in one step; other batches, so losses differ
+SFT_MODES = {
+    "plain": {},
+    "padding_free": {"padding_free": True, "max_length": None},
+    "packed": {"packing": True, "packing_strategy": "bfd"},
+}
+
+
+class Clock(TrainerCallback):
+    """Seconds of each optimizer step, data loading and logging between steps included."""
+
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        if not self.marks:
+            self.marks.append(time.perf_counter())
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.marks.append(time.perf_counter())
+
+
+def build(arguments: argparse.Namespace, folder: str, clock: Clock):
+    """The TRL trainer of the method, ready to train."""
+    trainer_class, config_class, model, rows = {
+        "dpo": (trl.DPOTrainer, trl.DPOConfig, "policy", preference_rows),
+        "reward": (trl.RewardTrainer, trl.RewardConfig, "reward", preference_rows),
+        "sft": (trl.SFTTrainer, trl.SFTConfig, "policy", sft_rows),
+    }[arguments.method]
+    micro_batch = arguments.micro_batch or MICRO_BATCHES[arguments.method]
+    if BATCH_SIZE % micro_batch:
+        raise SystemExit(f"--micro-batch {micro_batch} does not divide the batch of {BATCH_SIZE}")
+    settings = {"max_length": MAX_LENGTH} | (SFT_MODES[arguments.sft_mode] if arguments.method == "sft" else {})
+    config = config_class(
+        output_dir=folder,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=BATCH_SIZE // micro_batch,
+        max_steps=arguments.steps,
+        learning_rate=arguments.learning_rate or LEARNING_RATES[arguments.method],
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        model_init_kwargs={"dtype": "float32"},
+        **settings,
+    )
+    path = str(make_models(arguments.models)[model])
+    return trainer_class(model=path, args=config, train_dataset=Dataset.from_list(rows()), callbacks=[clock])
+
+
+def measure(arguments: argparse.Namespace) -> dict:
+    """Train and return the measurements."""
+    clock, after_imports = Clock(), peak_memory_gb()
+    with TemporaryDirectory() as folder:
+        trainer = build(arguments, folder, clock)
+        before_training = peak_memory_gb()
+        trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "side": f"trl {trl.__version__}",
+        "method": arguments.method,
+        "sft_mode": arguments.sft_mode if arguments.method == "sft" else None,
+        "micro_batch": trainer.args.per_device_train_batch_size,
+        "attention": trainer.model.config._attn_implementation,
+        "steps": len(logs),
+        "learning_rate": trainer.args.learning_rate,
+        "threads": torch.get_num_threads(),
+        "losses": [entry["loss"] for entry in logs],
+        "grad_norms": [entry["grad_norm"] for entry in logs],
+        "tokens": int(logs[-1]["num_tokens"]),
+        "seconds": clock.marks[-1] - clock.marks[0],
+        "step_seconds": [after - before for before, after in pairwise(clock.marks)],
+        "memory_after_imports_gb": after_imports,
+        "memory_before_training_gb": before_training,
+        "memory_peak_gb": peak_memory_gb(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("method", choices=LEARNING_RATES)
+    parser.add_argument("--models", type=Path, required=True, help="folder of the random models; made when missing")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--learning-rate", type=float, help="default: posttrain's for the method")
+    parser.add_argument("--sft-mode", choices=SFT_MODES, default="padding_free")
+    parser.add_argument(
+        "--micro-batch", type=int, help="rows a forward, a divisor of the batch; the rest is accumulated"
+    )
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    result = measure(arguments)
+    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{result['side']} {result['method']}: {result['seconds']:.1f} s, {result['memory_peak_gb']:.2f} GB")
+
+
+if __name__ == "__main__":
+    main()
