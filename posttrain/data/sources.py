@@ -166,7 +166,7 @@ def _patterns(repo: str, subset: str | None) -> list[str]:
     """Which files to fetch: those that the README lists for the subset, else every data file."""
     every = [f"*{suffix}{end}" for suffix in READERS for end in ("", ".gz")]
     try:
-        card = DatasetCard.load(hf_hub_download(repo, "README.md", repo_type="dataset"))
+        card = DatasetCard.load(hf_hub_download(repo, "README.md", repo_type="dataset"), ignore_metadata_errors=True)
     except LocalEntryNotFoundError:
         return ["README.md", *every]
     except EntryNotFoundError:

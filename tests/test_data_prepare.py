@@ -1,0 +1,302 @@
+"""The whole way from settings to examples: limits, splits, mixtures, the cache, the built-in task, `explore`."""
+
+import json
+from io import StringIO
+
+import numpy as np
+import pytest
+from data_tokenizer import CHATML, byte_tokenizer
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from posttrain.batch import pack, sequences
+from posttrain.config.schema import DataConfig, EvaluationDataset
+from posttrain.data import arithmetic_problems, explore, prepare
+from posttrain.errors import DataError
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def completions(tmp_path):
+    """Rows whose prompt and completion (with its stop token) have 1..20 tokens each."""
+    rows = [{"prompt": "p" * n, "completion": "c" * (n - 1)} for n in range(1, 21)]
+    return write(tmp_path / "completions.jsonl", rows)
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    rows = [{"prompt": "p" * n, "chosen": "c" * n, "rejected": "r" * (2 * n), "margin": n / 2} for n in range(1, 21)]
+    return write(tmp_path / "pairs.jsonl", rows)
+
+
+def run(tmp_path, kind="sft", tokenizer=None, options=None, **settings):
+    data = DataConfig(**{"template": "none", **settings})
+    return prepare(data, tokenizer or byte_tokenizer(), kind, cache_dir=tmp_path / "cache", **(options or {}))
+
+
+def rows_of(dataset):
+    return [dataset[index].row for index in range(len(dataset))]
+
+
+def test_lengths_are_physical_tokens_and_pack_takes_them(tmp_path, pairs):
+    prepared = run(tmp_path, "pair", source=pairs)
+    example = prepared.train[4]
+    assert (example.row, example.margin, prepared.train.lengths[4]) == (4, 2.5, 5 + 6 + 11)
+    assert len(list(sequences(example.trees[0]))) == 2
+    examples = [prepared.train[index] for index in range(len(prepared.train))]
+    (packed,) = pack(examples, 10_000, keep_last=True)
+    assert packed.num_tokens == prepared.train.lengths.sum()
+
+
+def test_two_prompts_become_two_trees(tmp_path):
+    said = "\n\nHuman: a\n\nAssistant: {}\n\nHuman: b\n\nAssistant: {}"
+    rows = [{"chosen": said.format("x", "good"), "rejected": said.format(y, "bad")} for y in ("x", "y")]
+    prepared = run(tmp_path, "pair", source=write(tmp_path / "hh.jsonl", rows))
+    assert [len(prepared.train[index].trees) for index in (0, 1)] == [1, 2]
+    tokenizer = byte_tokenizer()
+    texts = [tokenizer.decode(ids) for tree in prepared.train[1].trees for ids, _ in sequences(tree)]
+    assert texts == [said.format("x", "good<|im_end|>"), said.format("y", "bad<|im_end|>")]
+    assert prepared.train.lengths[1] == sum(len(tokenizer(text).input_ids) for text in texts)
+
+
+@pytest.mark.parametrize(("overlong", "used", "dropped", "truncated"), [("drop", 10, 10, 0), ("truncate", 19, 1, 9)])
+def test_overlong_rows_are_counted(tmp_path, completions, overlong, used, dropped, truncated):
+    prepared = run(tmp_path, source=completions, max_length=20, overlong=overlong)
+    report = prepared.report
+    assert (report.used, report.overlong_dropped, report.overlong_truncated) == (used, dropped, truncated)
+    assert prepared.train.lengths.max() == 20
+    assert all(np.any(prepared.train[index].trees[0].trained) for index in range(used))
+
+
+def test_overlong_error_lists_the_rows(tmp_path, completions):
+    with pytest.raises(DataError, match=r"10 rows are over the length limits .*\n  row 10 has 22 tokens, 11 of them"):
+        run(tmp_path, source=completions, max_length=20, overlong="error")
+
+
+def test_prompt_limit_cuts_the_prompt_from_the_left(tmp_path):
+    source = write(
+        tmp_path / "rows.jsonl", [{"prompt": "abcdef", "completion": "xyz"}, {"prompt": "ab", "completion": "x"}]
+    )
+    kept = run(tmp_path, source=source, max_prompt_length=3, overlong="truncate").train[0].trees[0]
+    assert byte_tokenizer().decode(kept.tokens) == "defxyz<|im_end|>" and list(kept.trained) == [False] * 3 + [True] * 4
+    assert rows_of(run(tmp_path, source=source, max_prompt_length=3).train) == [1]
+
+
+def test_prompt_limit_from_a_percentile(tmp_path, completions, pairs):
+    prepared = run(tmp_path, source=completions, max_prompt_length="p90")
+    expected = int(np.percentile(np.arange(1, 21), 90, method="higher"))
+    assert prepared.report.max_prompt_length == expected == 19 and prepared.report.overlong_dropped == 1
+    assert run(tmp_path, "pair", source=pairs, max_prompt_length="p50").report.used == 11
+
+
+def test_truncated_pairs(tmp_path, pairs):
+    prepared = run(tmp_path, "pair", source=pairs, max_length=10, max_prompt_length=6, overlong="truncate")
+    for index in range(len(prepared.train)):
+        (tree,) = prepared.train[index].trees
+        chosen, rejected = (len(child.tokens) for child in tree.children)
+        row = prepared.train[index].row + 1
+        prompt = min(row, 6)
+        assert (len(tree.tokens), chosen, rejected) == (
+            prompt,
+            min(row + 1, 10 - prompt),
+            min(2 * row + 1, 10 - prompt),
+        )
+        assert prepared.train.lengths[index] == prompt + chosen + rejected
+    assert prepared.report.used == 20
+
+
+def test_long_documents_are_cut_so_that_every_token_is_a_target_once(tmp_path):
+    text = "".join(chr(97 + n % 26) for n in range(99))
+    (tmp_path / "a.txt").write_text(text + "<|endoftext|>short")
+    prepared = run(tmp_path, source=str(tmp_path / "a.txt"), max_length=10, template="chat")
+    assert prepared.report.overlong_split == 1 and prepared.train.lengths.max() == 10
+    targets = [
+        int(token)
+        for index in range(len(prepared.train))
+        for token in prepared.train[index].trees[0].tokens[1:]
+        if prepared.train[index].row == 0
+    ]
+    assert byte_tokenizer().decode(targets) == text[1:] + "<|im_end|>"
+
+
+def test_nothing_left_is_an_error_with_the_report(tmp_path):
+    long = write(tmp_path / "long.jsonl", [{"prompt": "pp", "completion": "c"}] * 20)
+    with pytest.raises(DataError, match=r"no row can be used:\n(.*\n)*.*20 rows over the length limit, dropped"):
+        run(tmp_path, source=long, max_length=2)
+
+
+@pytest.mark.parametrize(("validation", "count"), [({"ratio": 0.25}, 5), ({"rows": 3}, 3), ({"ratio": 0.01}, 1)])
+def test_split_is_disjoint_and_follows_the_seed(tmp_path, completions, validation, count):
+    splits = [run(tmp_path, source=completions, validation=validation, options={"seed": seed}) for seed in (0, 0, 1)]
+    held_out = [rows_of(split.validation["validation"]) for split in splits]
+    assert len(held_out[0]) == count and held_out[0] == held_out[1] != held_out[2]
+    assert sorted(rows_of(splits[0].train) + held_out[0]) == list(range(20))
+    assert splits[0].fingerprint == splits[1].fingerprint != splits[2].fingerprint
+    with pytest.raises(DataError, match="leaves none to train on"):
+        run(tmp_path, source=completions, validation={"rows": 20})
+
+
+def test_validation_from_other_sources(tmp_path, completions):
+    other = write(tmp_path / "other.jsonl", [{"prompt": "q", "completion": "d"}] * 5)
+    further = (EvaluationDataset(name="again", source=completions, max_rows=4),)
+    prepared = run(
+        tmp_path, source=completions, validation={"source": other, "max_rows": 2}, options={"datasets": further}
+    )
+    assert {name: len(data) for name, data in prepared.validation.items()} == {"validation": 2, "again": 4}
+    assert list(prepared.reports) == ["train", "validation", "again"] and len(prepared.train) == 20
+    clash = (EvaluationDataset(name="validation", source=other),)
+    with pytest.raises(DataError, match="give it another"):
+        run(tmp_path, source=completions, validation={"rows": 1}, options={"datasets": clash})
+
+
+def test_mixed_sources_and_weights(tmp_path, completions):
+    other = write(tmp_path / "other.jsonl", [{"instruction": f"i{n}", "output": "d"} for n in range(8)])
+    parts = [
+        {"source": completions, "max_rows": 4, "weight": 2.5},
+        {"source": other, "weight": 0.5},
+        {"source": other, "max_rows": 1},
+    ]
+    prepared = run(tmp_path, source=parts)
+    counts = np.bincount(rows_of(prepared.train), minlength=13)
+    assert prepared.report.formats == ("prompt_completion", "alpaca", "alpaca")
+    assert sorted(counts[:4]) == [2, 2, 3, 3] and sorted(counts[4:12]) == [0] * 4 + [1] * 4 and counts[12] == 1
+    assert rows_of(run(tmp_path, source=parts).train) == rows_of(prepared.train)
+    split = run(tmp_path, source=parts, validation={"rows": 6})
+    assert not set(rows_of(split.train)) & set(rows_of(split.validation["validation"]))
+    assert len(run(tmp_path, source=parts, max_rows=5).train) == 4 * 2 + 2 + 0
+
+
+def test_max_rows_takes_the_first(tmp_path, completions):
+    prepared = run(tmp_path, source=completions, max_rows=3)
+    assert rows_of(prepared.train) == [0, 1, 2] and prepared.report.read == 3
+
+
+def test_preference_rows_for_sft_are_their_chosen(tmp_path, pairs):
+    tree = run(tmp_path, source=pairs, max_rows=3).train[2].trees[0]
+    assert byte_tokenizer().decode(tree.tokens) == "pppccc<|im_end|>" and list(tree.trained) == [False] * 3 + [True] * 4
+
+
+def test_duplicates_are_counted_and_used(tmp_path):
+    rows = [{"prompt": "a", "completion": c} for c in ("b", "b", "c", "b")]
+    prepared = run(tmp_path, source=write(tmp_path / "rows.jsonl", rows))
+    assert prepared.report.duplicates == 2 and len(prepared.train) == 4
+
+
+def test_cache_is_used_and_follows_content_settings_and_tokenizer(tmp_path, completions):
+    def entries():
+        return {path.parent.name for path in (tmp_path / "cache").rglob("rows.arrow")}
+
+    first = run(tmp_path, source=completions)
+    (entry,) = entries()
+    written = (tmp_path / "cache" / "data" / entry / "rows.arrow").stat().st_mtime_ns
+    again = run(
+        tmp_path, source=completions, max_length=30, validation={"rows": 2}
+    )  # limits and splits need no new tokens
+    assert entries() == {entry} and again.fingerprint != first.fingerprint
+    assert (tmp_path / "cache" / "data" / entry / "rows.arrow").stat().st_mtime_ns == written
+    run(tmp_path, source=completions, strip_think=True)
+    run(tmp_path, source=completions, max_rows=5)
+    other = byte_tokenizer()
+    other.eos_token = "<|endoftext|>"
+    run(tmp_path, source=completions, tokenizer=other)
+    run(tmp_path, source=completions, options={"completion_only_loss": False})
+    run(tmp_path, source=completions, template="question_only")
+    assert len(entries()) == 6
+    with open(completions, "a") as file:
+        file.write('{"prompt": "new", "completion": "row"}\n')
+    assert len(run(tmp_path, source=completions).train) == 21 and len(entries()) == 7
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "facts", "gone"])
+def test_damaged_cache_is_made_again_with_a_note(tmp_path, completions, damage):
+    before = run(tmp_path, source=completions)
+    (path,) = (tmp_path / "cache").rglob("rows.arrow")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "flip":
+        path.write_bytes(content)
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif damage == "facts":
+        path.with_name("facts.json").write_text("{")
+    else:
+        path.unlink()
+    after = run(tmp_path, source=completions)
+    assert "were damaged" in "\n".join(after.report.lines()) and not before.report.notes
+    assert rows_of(after.train) == list(range(20)) and after.fingerprint == before.fingerprint
+    assert not run(tmp_path, source=completions).report.notes
+
+
+def test_cache_that_cannot_be_written(tmp_path, completions):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with pytest.raises(DataError, match="POSTTRAIN_CACHE"):
+        run(tmp_path, source=completions)
+
+
+def test_arithmetic_is_right_and_its_splits_are_disjoint():
+    train, test = ({row["problem"]: row for row in arithmetic_problems(split, 2_000, 0)} for split in ("train", "test"))
+    assert len(train) == len(test) == 2_000 and not train.keys() & test.keys()
+    for row in train.values():
+        expression = row["problem"].removeprefix("What is ").removesuffix("?")
+        assert int(row["answer"]) == eval(expression)
+        for step in row["solution"].split("\n"):
+            values = [eval(part) for part in step.split(" = ")]
+            assert len(set(values)) == 1, step
+        assert row["solution"].endswith(f"= {row['answer']}")
+    assert list(arithmetic_problems("train", 5, 1)) != list(arithmetic_problems("train", 5, 0))
+
+
+def test_arithmetic_with_tags(tmp_path):
+    tokenizer = byte_tokenizer()
+    prepared = run(tmp_path, tokenizer=tokenizer, source="builtin:arithmetic", template="tags", max_rows=20)
+    tree = prepared.train[0].trees[0]
+    text, trained = tokenizer.decode(tree.tokens), tokenizer.decode(np.asarray(tree.tokens)[tree.trained])
+    assert text.endswith(trained) and "<start_working_out>" + trained in text
+    assert trained.endswith("</SOLUTION><|im_end|>") and trained.count("<SOLUTION>") == 1
+
+
+def test_arithmetic_preferences_differ_in_the_answer(tmp_path):
+    tokenizer = byte_tokenizer()
+    source = "builtin:arithmetic-preference"
+    prepared = run(tmp_path, "pair", tokenizer, source=source, template="tags", max_rows=50)
+    for index in range(50):
+        (tree,) = prepared.train[index].trees
+        chosen, rejected = (tokenizer.decode(child.tokens) for child in tree.children)
+        right, wrong = (reply.split("<SOLUTION>")[1].split("<")[0] for reply in (chosen, rejected))
+        assert int(right) != int(wrong) and f"= {wrong}<end_working_out>" in rejected
+
+
+@pytest.mark.parametrize(("kind", "colour"), [("sft", False), ("pair", True)])
+def test_explore_fits_eighty_columns_and_marks_what_is_trained(tmp_path, pairs, kind, colour):
+    prepared = run(tmp_path, kind, byte_tokenizer(CHATML), source=pairs, template="chat", validation={"rows": 2})
+    out = StringIO()
+    console = Console(file=out, width=80, force_terminal=colour, color_system="truecolor" if colour else None)
+    explore(prepared, byte_tokenizer(CHATML), 2, console)
+    text = out.getvalue()
+    assert ("\x1b[" in text) == colour
+    if not colour:
+        assert max(map(len, text.splitlines())) <= 80
+        assert "20 rows read as preference, 20 examples used" in text and "validation" in text
+        assert "⟦c<|im_end|>↵\n⟧" in text and "assistant↵\n⟦" in text
+
+
+def test_explore_shows_characters_of_several_tokens(tmp_path):
+    source = write(tmp_path / "rows.jsonl", [{"prompt": "é ✓", "completion": "日本\t\u0007"}])
+    out = StringIO()
+    explore(run(tmp_path, source=source), byte_tokenizer(), 1, Console(file=out, width=80))
+    assert "é ✓⟦日本→\\x07<|im_end|>⟧" in out.getvalue()
+
+
+def test_hh_harmless(shared, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "minimind6400")
+    folder = str(shared / "data" / "hh-harmless")
+    data = DataConfig(source=folder, template="none", validation={"source": folder})
+    first = prepare(data, tokenizer, "pair", cache_dir=tmp_path)
+    assert (first.report.read, first.reports["validation"].read) == (1_600, 300)
+    assert first.report.malformed == () and first.report.used + first.report.overlong_dropped == 1_600
+    two = sum(len(first.train[index].trees) == 2 for index in range(len(first.train)))
+    assert 1 <= two <= 10
