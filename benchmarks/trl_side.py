@@ -35,8 +35,8 @@ LEARNING_RATES = {"dpo": 1e-6, "reward": 1e-5, "sft": 2e-5}
 MICRO_BATCHES = {"dpo": BATCH_SIZE, "reward": BATCH_SIZE, "sft": 1}  # rows a forward; TRL's default is the whole batch
 
 # SFT is compared with TRL at its fastest correct setting. All of these are correct on the CPU: on a two-layer model
-# with large weights the first batch's loss equals one-by-one evaluation to 1e-6, because transformers 5.23 makes a block
-# mask from the position ids where SDPA gets no attention mask (without boundaries the loss is off by 0.06 to 0.09).
+# with large weights the first batch's loss equals one-by-one evaluation to 1e-6, because transformers 5.23 makes a
+# block mask from the position ids where SDPA gets no attention mask; without it the loss would be off by 0.06 or more.
 # Seconds of the first three steps of eight rows (7,742 tokens), the best of a few on a busy two-core machine, and peak:
 #   plain, 8 rows a forward          34    5.2 GB   half of it is padding
 #   padding_free, 8 rows             17    3.5 GB   the dense mask pays for attention between rows
