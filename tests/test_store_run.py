@@ -212,6 +212,17 @@ def test_a_resumed_run_reads_as_if_never_interrupted(tmp_path):
     assert "checkpoint-12.tmp-123" in (tmp_path / "cut" / "training.log").read_text()
 
 
+def test_metrics_are_on_the_disk_before_the_checkpoint_that_follows_them(tmp_path, monkeypatch):
+    events: list[int | str] = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda file: (events.append(os.fstat(file).st_ino), fsync(file)))
+    monkeypatch.setattr(os, "rename", lambda old, new: (events.append(Path(new).name), rename(old, new)))
+    with Run.create(tmp_path / "x", CONFIG, {}) as run:
+        run.log(1, {"loss": 1.0})
+        run.save_checkpoint(1, nothing, limit=None)
+    assert (run.folder / "metrics.jsonl").stat().st_ino in events[: events.index("checkpoint-1")]
+
+
 def test_rewinding_past_a_damaged_checkpoint(tmp_path):
     with Run.create(tmp_path / "x", CONFIG, {}) as run:
         for step in (1, 2, 3):
