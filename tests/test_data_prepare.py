@@ -10,6 +10,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from posttrain.batch import pack, sequences
+from posttrain.cli import main
 from posttrain.config.schema import DataConfig, EvaluationDataset
 from posttrain.data import arithmetic_problems, explore, prepare
 from posttrain.errors import DataError
@@ -300,3 +301,14 @@ def test_hh_harmless(shared, tmp_path):
     assert first.report.malformed == () and first.report.used + first.report.overlong_dropped == 1_600
     two = sum(len(first.train[index].trees) == 2 for index in range(len(first.train)))
     assert 1 <= two <= 10
+
+
+def test_explore_on_the_command_line(tmp_path, monkeypatch, capsys):
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path / "cache"))
+    command = ["explore", "method=sft", f"model.path={tmp_path / 'model'}", "data.source=builtin:arithmetic"]
+    assert main([*command, "data.template=tags", "data.max_rows=20", "--rows", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "20 rows read as problem_answer" in shown and "⟦" in shown and list(tmp_path.rglob("rows.arrow"))
+    assert main([*command, "data.template=chat"]) != 0
+    assert "the tokenizer has no chat template" in capsys.readouterr().err
