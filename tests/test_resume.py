@@ -123,6 +123,7 @@ def test_resume_refuses_other_settings_and_other_data(tmp_path, shared, scratch_
     rows = [{"prompt": f"{i}?", "chosen": " yes", "rejected": " no"} for i in range(12)]
     file.write_text("\n".join(map(json.dumps, rows)))
     sections["data"] = {"source": str(file), "format": "preference", "template": "none"}
+    sections["checkpoint"] = {}
     start(tmp_path, sections, "name=other")
     file.write_text("\n".join(map(json.dumps, rows[::-1])))
     with pytest.raises(RunError, match="training data is not what this run began with"):

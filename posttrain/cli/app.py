@@ -2,7 +2,7 @@
 
 import typer
 
-from posttrain.cli import config, explore, train
+from posttrain.cli import config, explore, score, train
 from posttrain.cli.flags import SettingsCommand, with_settings
 
 EPILOG = "--debug, anywhere on the command line, shows the stack trace of an error."
@@ -21,5 +21,6 @@ def build() -> typer.Typer:
     app.command("train", cls=SettingsCommand, epilog=EPILOG)(with_settings(train.train))
     app.command("plan", cls=SettingsCommand, epilog=EPILOG)(with_settings(train.plan))
     app.command("explore", cls=SettingsCommand, epilog=EPILOG)(with_settings(explore.explore))
+    app.command("score", epilog=EPILOG)(score.score)
     app.add_typer(config.app, name="config", rich_help_panel="Settings")
     return app

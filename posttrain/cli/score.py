@@ -1,0 +1,55 @@
+"""`posttrain score`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    str, typer.Argument(help="Hub id or folder: a causal model, a reward model, or a LoRA adapter of one.")
+]
+File = Annotated[Path, typer.Argument(help="JSONL, JSON, CSV or Parquet; also .gz.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; default: FILE.scored.jsonl.")]
+Format = Annotated[
+    str, typer.Option("--format", help="How a row is laid out, as data.format; auto: told by its columns.")
+]
+Template = Annotated[
+    str | None, typer.Option("--template", help="As data.template; default: chat if there is one, else none.")
+]
+MaxLength = Annotated[int, typer.Option("--max-length", min=2, help="Longest row in tokens; a longer one is an error.")]
+TokensPerPack = Annotated[int, typer.Option("--tokens-per-pack", min=2, help="The memory knob, as in training.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
+
+
+def score(
+    model: Model,
+    file: File,
+    output: Output = None,
+    format: Format = "auto",
+    template: Template = None,
+    max_length: MaxLength = 4096,
+    tokens_per_pack: TokensPerPack = 8192,
+    dtype: Dtype = "auto",
+) -> None:
+    """Score a file's completions: log-probabilities by a causal model, rewards by a reward model.
+
+    Rows come out in the order they came in, with all their fields and `logprob` and `logprobs`, or `reward`; rows with
+    chosen and rejected get both (`chosen_reward`, `rejected_reward`).
+    """
+    from posttrain.config import load
+
+    overrides = [f"data.max_length={max_length}", f"data.format={format}", "data.overlong=error", "data.shuffle=false"]
+    flags = {"model.path": model, "model.dtype": dtype, "method.type": "sft", "data.source": str(file)}
+    flags |= {"training.tokens_per_pack": max(tokens_per_pack, 2 * max_length)}
+    config = load(None, overrides, flags).config
+    from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
+    from posttrain.recipes.score import score as score_file
+
+    if template is None:
+        template = "chat" if load_tokenizer(config.models[0]).chat_template else "none"
+    data = config.data.model_copy(update={"template": template})
+    target = output or file.with_name(f"{file.name}.scored.jsonl")
+    means = score_file(config.models[0], file, target, data, config.devices, config.training.tokens_per_pack)
+    for name, value in means.items():
+        print(f"mean {name}: {value:.4f}" if name != "accuracy" else f"chosen above rejected: {value:.1%}")
+    print(f"written: {target}")

@@ -1,0 +1,101 @@
+"""`posttrain score`: log-probabilities or rewards of the rows of a file, in its order, each row with all its fields."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.batch import pack
+from posttrain.config import DataConfig, DevicesConfig, ModelConfig
+from posttrain.data import prepare
+from posttrain.data.prepare import Kind
+from posttrain.data.readers import Record, read_files
+from posttrain.errors import DataError
+from posttrain.models.load import compute_dtype, device_of, is_reward_model, load_model, load_tokenizer
+from posttrain.scoring import RewardScorer, Scorer
+from posttrain.store.atomic import write_file
+from posttrain.store.progress import progress
+
+log = logging.getLogger("posttrain")
+
+BATCH = 32  # rows laid out at a time
+
+
+def score(
+    model: ModelConfig, file: Path, output: Path, data: DataConfig, devices: DevicesConfig, tokens_per_pack: int
+) -> dict[str, float]:
+    """Score every row of `file` and write the rows with their scores to `output` as JSONL; returns means.
+
+    A causal model gives `logprob` (nats, summed over the completion) and `logprobs` (each of its tokens), a reward
+    model `reward`; for rows with chosen and rejected, both of each (`chosen_logprob`, `rejected_logprob` …). A row that
+    cannot be read keeps its place, with `error`.
+    """
+    reward = is_reward_model(model)
+    device = device_of(devices)
+    tokenizer = load_tokenizer(model)
+    records = list(read_files((file,)))
+    kind = _kind(records, data)
+    prepared = prepare(data, tokenizer, kind)
+    dataset = prepared.train
+    problems = {(row.file, row.line): row.reason for row in prepared.report.malformed}
+    loaded = load_model(model, "reward" if reward else "lm", compute_dtype(model, device), device)
+    scorer: RewardScorer | Scorer = RewardScorer(loaded) if reward else Scorer(loaded)
+
+    scores: dict[int, list[dict[str, Any]]] = {}
+    order = np.argsort(-dataset.lengths, kind="stable")
+    starts = range(0, len(order), BATCH)
+    for start in progress(starts, f"scoring {file.name}"):
+        rows = order[start : start + BATCH]
+        examples = [dataset[int(i)] for i in rows]
+        for packed in pack(examples, tokens_per_pack, keep_last=reward):
+            for group, values in zip(packed.group_S.tolist(), _values(scorer, packed.to(device)), strict=True):
+                scores.setdefault(examples[group].row, []).append(values)
+
+    names = ("chosen_", "rejected_") if kind == "pair" else ("",)
+    lines, found = [], []
+    for record in records:
+        row = dict(record.value or {})
+        if record.row in scores:
+            for prefix, values in zip(names, scores[record.row], strict=True):
+                row |= {prefix + key: value for key, value in values.items()}
+            found.append(row)
+        else:
+            row["error"] = problems.get((record.file, record.line), "the row could not be read")
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    write_file(output, "".join(lines))
+    if len(found) < len(records):
+        log.warning(
+            "%d of %d rows could not be scored: see their field `error`", len(records) - len(found), len(records)
+        )
+    key = "reward" if reward else "logprob"
+    means = {prefix + key: float(np.mean([row[prefix + key] for row in found])) for prefix in names}
+    if kind == "pair":
+        means["accuracy"] = float(np.mean([row[f"chosen_{key}"] > row[f"rejected_{key}"] for row in found]))
+    return means
+
+
+@torch.no_grad()
+def _values(scorer: RewardScorer | Scorer, packed) -> Iterator[dict[str, Any]]:
+    """The scores of each sequence of a pack."""
+    if isinstance(scorer, RewardScorer):
+        for value in scorer(packed).tolist():
+            yield {"reward": value}
+        return
+    logprob_N = scorer(packed).logprob_N
+    for logprobs in logprob_N.split(packed.length_S().tolist()):
+        yield {"logprob": float(logprobs.sum()), "logprobs": logprobs.tolist()}
+
+
+def _kind(records: list[Record], data: DataConfig) -> Kind:
+    """Pairs when the rows have a chosen and a rejected completion under the names that the settings give them."""
+    first = next((record.value for record in records if record.value is not None), None)
+    if first is None:
+        raise DataError(f"{records[0].file} has no readable row: {records[0].problem}")
+    names = [data.columns.get(name, name) for name in ("chosen", "rejected")]
+    return "pair" if all(name in first for name in names) else "sft"

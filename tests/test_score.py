@@ -1,0 +1,89 @@
+"""`posttrain score`: rows out as they came in, with the numbers of plain transformers."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from posttrain.cli import main
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_logprobs_equal_transformers(tmp_path, shared, capsys):
+    rows = [
+        {"prompt": "Once upon a time", "completion": c, "n": i}
+        for i, c in enumerate([" there was a cat.", " Lily ran", ""])
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    model = shared / "models/stories260K"
+    assert main(["score", str(model), str(file), "--template", "none"]) == 0
+    print(capsys.readouterr().out)
+    out = read(tmp_path / "rows.jsonl.scored.jsonl")
+    plain, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    for row, scored in zip(rows, out, strict=True):
+        assert {k: scored[k] for k in row} == row
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        ids = torch.tensor(tokenizer(row["prompt"] + row["completion"])["input_ids"] + [tokenizer.eos_token_id])
+        with torch.no_grad():
+            logprobs = plain(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+        want = logprobs[len(prompt) - 1 :]
+        torch.testing.assert_close(torch.tensor(scored["logprobs"]), want, rtol=0, atol=1e-5)
+        assert scored["logprob"] == pytest.approx(float(want.sum()), abs=1e-4)
+
+
+def test_rewards_of_pairs_and_a_bad_row(tmp_path, shared, scratch_model):
+    """A reward model gives both rewards of a pair; a row that cannot be read keeps its place and says why."""
+    folder = tmp_path / "reward"
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(scratch_model, num_labels=1)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (scratch_model / name).exists():
+            shutil.copy(scratch_model / name, folder / name)
+    rows = [{"prompt": f"{i} + 1?", "chosen": f"{i + 1}", "rejected": "no"} for i in range(120)]
+    lines = [json.dumps(row) for row in rows]
+    lines[57] = '{"prompt": "broken'
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(lines))
+    output = tmp_path / "out.jsonl"
+    assert main(["score", str(folder), str(file), "--output", str(output)]) == 0
+    out = read(output)
+    assert len(out) == 120 and "error" in out[57] and "chosen_reward" not in out[57]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for i in (0, 119):
+        chat = [{"role": "user", "content": rows[i]["prompt"]}, {"role": "assistant", "content": rows[i]["chosen"]}]
+        ids = torch.tensor(tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False))
+        with torch.no_grad():
+            want = float(model(ids[None]).logits)
+        assert out[i]["chosen_reward"] == pytest.approx(want, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere/at/all", "rows.jsonl"], "no such folder"),
+        (["MODEL", "absent.jsonl"], "cannot be read"),
+        (["MODEL", "rows.jsonl", "--format", "alpacca"], "alpaca"),
+        (["MODEL", "rows.jsonl", "--template", "none", "--max-length", "3"], "over the length limits"),
+        (["MODEL", "rows.jsonl"], "neither"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, shared, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Once", "completion": " upon a time"}\n')
+    if message == "neither":
+        (tmp_path / "rows.jsonl").write_text('{"question": "Once"}\n')
+        message = "question"
+    arguments = [str(shared / "models/stories260K") if a == "MODEL" else a for a in arguments]
+    assert main(["score", *arguments]) == 1
+    error = capsys.readouterr().err
+    print(error)
+    assert message in error and "Traceback" not in error
+    assert not list(tmp_path.glob("*.scored.jsonl"))
