@@ -1,36 +1,24 @@
-"""From the data settings to examples ready to pack: read, check, tokenise into the cache, apply the limits, split."""
+"""From the data settings to examples ready to pack: read each data set, hold out validation rows, mix by weight."""
 
 from __future__ import annotations
 
-import itertools
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.config.schema import DataConfig, EvaluationDataset
 from posttrain.data import cache
-from posttrain.data.dataset import Dataset, Fitted, Limits, Table
-from posttrain.data.formats import Layout, find_layout
-from posttrain.data.progress import Progress
-from posttrain.data.readers import Record
-from posttrain.data.render import rendering
-from posttrain.data.report import MALFORMED_SHARE, Malformed, Reading, Report, list_malformed
-from posttrain.data.rows import Row, RowError, as_turns, without_think
-from posttrain.data.sources import Source, open_source
-from posttrain.data.templates import Template, choose_template, require_chat_template
-from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained, span_array
+from posttrain.data.dataset import Dataset
+from posttrain.data.reading import Kind, Loaded, Part, Reader
+from posttrain.data.report import Report
+from posttrain.data.templates import choose_template
 from posttrain.errors import DataError
 
-Kind = Literal["sft", "pair"]
-BATCH = 256  # rows tokenised at a time
-SAMPLE = 100  # rows that tell the format
+__all__ = ["Kind", "Prepared", "prepare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +35,6 @@ class Prepared:
     def report(self) -> Report:
         """The report of the training source, before validation rows are held out of it."""
         return self.reports["train"]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One source of a data set as the settings name it."""
-
-    source: str
-    split: str
-    max_rows: int | None
-    weight: float = 1.0
 
 
 def prepare(
@@ -81,7 +59,7 @@ def prepare(
     rows over the limits when `overlong` is error, or nothing left to use.
     """
     template = choose_template(data, tokenizer)
-    reader = _Reader(
+    reader = Reader(
         data,
         tokenizer,
         template,
@@ -110,8 +88,8 @@ def prepare(
         given = data.validation
         further.insert(0, ("validation", Part(given.source or "", given.split, given.max_rows)))
     for name, part in further:
-        if name in validation:
-            raise DataError(f"evaluation.datasets has the name {name!r}, which data.validation uses: give it another")
+        if name in validation or name in loaded:
+            raise DataError(f"evaluation.datasets has the name {name!r}, which is taken: give it another")
         one = loaded[name] = reader.load(name, [part], whole.limits, None)
         validation[name] = Dataset(one.table, one.fitted, np.arange(len(one.fitted.view)))
     facts = {
@@ -126,271 +104,6 @@ def prepare(
     return Prepared(kind, train, validation, reports, cache.fingerprint(facts))
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    table: Table
-    fitted: Fitted
-    limits: Limits
-    ends: list[int]  # table row after each part's last
-    keys: list[str]
-    report: Report
-
-
-class _Reader:
-    """Loads data sets that share the settings of one `prepare`."""
-
-    def __init__(
-        self,
-        data: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        template: Template,
-        kind: Kind,
-        completion_only_loss: bool | None,
-        assistant_only_loss: bool,
-        folder: Path,
-        seed: int,
-        progress: bool,
-    ):
-        self.data = data
-        self.tokenizer = tokenizer
-        self.template = template
-        self.kind: Kind = kind
-        self.completion_only_loss = completion_only_loss
-        self.assistant_only_loss = assistant_only_loss
-        self.folder = folder
-        self.seed = seed
-        self.progress = progress
-        self.settings = {
-            "tokenizer": cache.tokenizer_fingerprint(tokenizer),
-            "template": [template.name, template.turns, template.tags.model_dump()],
-            "format": data.format,
-            "columns": data.columns,
-            "system_prompt": data.system_prompt,
-            "strip_think": data.strip_think,
-            "kind": kind,
-            "completion_only_loss": completion_only_loss,
-            "assistant_only_loss": assistant_only_loss,
-        }
-
-    def load(self, name: str, parts: Sequence[Part], limits: Limits | None, max_rows: int | None) -> _Loaded:
-        """Tokenise each part or find it in the cache, and apply the limits to all of them together.
-
-        `limits` are those of the training data; None derives them from this data, which is the training data.
-        """
-        tables, readings, keys, notes = [], [], [], []
-        left = max_rows
-        for part in parts:
-            rows = part.max_rows if left is None else min(left, part.max_rows or left)
-            if left is not None and left == 0:
-                break
-            table, reading, key, note = self._part(part, rows)
-            tables.append(table)
-            readings.append(reading)
-            keys.append(key)
-            notes += [note] if note else []
-            left = None if left is None else left - reading.read
-        table = Table(tables, self.kind, [reading.read for reading in readings])
-        limits = limits or self._limits(table)
-        documents = np.repeat([reading.format == "text" for reading in readings], [len(part) for part in tables])
-        fitted = table.fit(limits, documents)
-        report = _report(name, readings, fitted, limits, notes)
-        if not len(fitted.view):
-            raise DataError("no row can be used:\n  " + "\n  ".join(report.lines()))
-        ends = [int(end) for end in np.cumsum([len(part) for part in tables])]
-        return _Loaded(table, fitted, limits, ends, keys, report)
-
-    def _limits(self, table: Table) -> Limits:
-        given = self.data.max_prompt_length
-        if isinstance(given, str):  # p90: the length that 90 % of the prompts do not exceed
-            lengths = table.prompt_lengths()
-            given = max(1, int(np.percentile(lengths, int(given[1:]), method="higher"))) if len(lengths) else None
-        return Limits(self.data.max_length, given, self.data.overlong)
-
-    def _part(self, part: Part, max_rows: int | None) -> tuple[pa.Table, Reading, str, str | None]:
-        source = open_source(part.source, part.split, max_rows, self.seed, self.template.compose)
-        key = cache.fingerprint({**self.settings, "source": source.digest, "max_rows": max_rows})
-        table, reading, note = cache.cached(
-            self.folder, key, self.kind, lambda writer: self._read(part.source, source, max_rows, writer)
-        )
-        return table, reading, key, note
-
-    def _read(self, name: str, source: Source, max_rows: int | None, writer: cache.Writer) -> Reading:
-        """Read a source to its end and write its tokens."""
-        records = itertools.islice(source.read(), max_rows)
-        head = list(itertools.islice(records, SAMPLE))
-        good = [record.value for record in head if record.value is not None]
-        if not good:
-            bad = [Malformed(record.file, record.line, record.problem or "") for record in head]
-            raise DataError(f"{name} has no readable row:\n{list_malformed(bad)}")
-        layout = find_layout(self.data.format, self.data.columns, good, self.kind, name)
-        read, shifted, malformed, seen = 0, 0, [], _Seen()
-        with ExitStack() as stack:
-            bar = stack.enter_context(Progress(f"tokenising {name}", self.progress))
-            renderer = None
-            if self.template.turns and layout.name != "text":
-                require_chat_template(self.tokenizer)
-                renderer = stack.enter_context(rendering(self.tokenizer))
-            tokeniser = Tokeniser(self.tokenizer, renderer, self.assistant_only_loss)
-            for batch in _batches(itertools.chain(head, records)):
-                read += len(batch)
-                rows, records_of = [], []
-                for record in batch:
-                    try:
-                        rows.append(self._row(record, layout))
-                        records_of.append(record)
-                    except RowError as error:
-                        malformed.append(Malformed(record.file, record.line, str(error)))
-                    except DataError as error:
-                        raise DataError(f"{record.file} line {record.line}: {error}") from error
-                columns = []
-                for record, item in zip(records_of, self._tokenise(tokeniser, rows, layout), strict=True):
-                    if isinstance(item, RowError):
-                        malformed.append(Malformed(record.file, record.line, str(item)))
-                        continue
-                    columns.append(_columns(record, item))
-                    shifted += item.shifted
-                    seen.add(item)
-                writer.write(columns)
-                bar.advance(len(batch))
-        malformed.sort(key=lambda row: (row.file, row.line))
-        if len(malformed) > MALFORMED_SHARE * read:
-            raise DataError(
-                f"{name}: {len(malformed):,} of {read:,} rows are malformed, more than {MALFORMED_SHARE:.0%}. "
-                f"The first:\n{list_malformed(malformed)}"
-            )
-        return Reading(layout.name, read, tuple(malformed), seen.duplicates, shifted)
-
-    def _row(self, record: Record, layout: Layout) -> Row:
-        """A record in the common form, with the settings that change texts applied."""
-        if record.value is None:
-            raise RowError(record.problem)
-        row = layout.read(record.value, self.template)
-        if self.kind == "sft" and row.rejected is not None:
-            row = Row(row.prompt, row.chosen, tools=row.tools)
-        if self.data.strip_think:
-            rejected = None if row.rejected is None else without_think(row.rejected)
-            row = replace(row, chosen=without_think(row.chosen), rejected=rejected)
-        if row.rejected is not None and row.rejected == row.chosen and row.rejected_prompt is None:
-            raise RowError("chosen and rejected are the same")
-        if not row.prompt and not row.chosen:
-            raise RowError("prompt and completion are both empty" if row.prompt is not None else "the text is empty")
-        if self.completion_only_loss and row.prompt is None and layout.name != "text":
-            row = _last_turn_as_completion(row)
-        if self.data.system_prompt is not None and layout.name != "text":
-            row = _with_system(row, self.data.system_prompt)
-        if layout.name == "preference" and self.template.turns and isinstance(row.prompt, str):
-            _refuse_implicit(record.value, layout)
-        return row
-
-    def _tokenise(
-        self, tokeniser: Tokeniser, rows: list[Row], layout: Layout
-    ) -> Sequence[Trained | Compared | RowError]:
-        if self.kind == "pair":
-            return tokeniser.pairs(rows)
-        if layout.name == "text":
-            return tokeniser.documents(rows)
-        if any(row.prompt is None for row in rows):
-            return tokeniser.conversations(rows)
-        return tokeniser.completions(rows, self.completion_only_loss is not False)
-
-
-def _refuse_implicit(value: dict[str, Any], layout: Layout) -> None:
-    if value.get(dict(layout.columns)["prompt"]) is None:
-        raise DataError(
-            "the pair has no prompt, only texts that begin alike, so a chat template cannot tell the turns apart: "
-            "name the prompt's column with data.columns: {prompt: YOUR_COLUMN}, or set data.template: none"
-        )
-
-
-def _columns(record: Record, item: Trained | Compared) -> dict[str, Any]:
-    """An example as a row of the cache. Raises DataError when none of its tokens is a target."""
-    where = f"{record.file} line {record.line} (row {record.row})"
-    if isinstance(item, Trained):
-        if first_trained(item.spans, len(item.tokens)) >= len(item.tokens):
-            raise DataError(
-                f"{where} has nothing to train: of its {len(item.tokens)} tokens none is a target (an assistant "
-                "turn, a completion, or any token after the first)"
-            )
-        return {
-            "row": record.row,
-            "tokens": np.asarray(item.tokens, np.int32),
-            "spans": span_array(item.spans),
-            "prompt": item.prompt,
-        }
-    other = item.prompt if item.rejected_prompt is None else item.rejected_prompt
-    for name, prompt, reply in (("chosen", item.prompt, item.chosen), ("rejected", other, item.rejected)):
-        if not len(reply) or len(prompt) + len(reply) < 2:
-            raise DataError(f"{where} has nothing to train: {name} comes to {len(reply)} tokens")
-    return {
-        "row": record.row,
-        "prompt": np.asarray(item.prompt, np.int32),
-        "chosen": np.asarray(item.chosen, np.int32),
-        "rejected": np.asarray(item.rejected, np.int32),
-        "rejected_prompt": np.asarray(item.rejected_prompt or [], np.int32),
-        "two_prompts": item.rejected_prompt is not None,
-        "margin": item.margin,
-    }
-
-
-class _Seen:
-    """Counts examples whose tokens an earlier one has."""
-
-    def __init__(self) -> None:
-        self.hashes: set[int] = set()
-        self.duplicates = 0
-
-    def add(self, item: Trained | Compared) -> None:
-        tokens = item.tokens if isinstance(item, Trained) else [*item.prompt, -1, *item.chosen, -1, *item.rejected]
-        value = hash(tuple(tokens))
-        self.duplicates += value in self.hashes
-        self.hashes.add(value)
-
-
-def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
-    while batch := list(itertools.islice(records, BATCH)):
-        yield batch
-
-
-def _last_turn_as_completion(row: Row) -> Row:
-    messages = row.chosen
-    if isinstance(messages, str) or len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise RowError("completion_only_loss needs the conversation to end with an assistant's turn after another")
-    return replace(row, prompt=messages[:-1], chosen=messages[-1:])
-
-
-def _with_system(row: Row, system: str) -> Row:
-    """Put a system message before the conversation, unless it has one. A text prompt becomes the user's message."""
-
-    def begin(value: Any) -> Any:
-        turns = as_turns(value, "user")
-        return turns if turns and turns[0]["role"] == "system" else [{"role": "system", "content": system}, *turns]
-
-    if row.prompt is None:
-        return replace(row, chosen=begin(row.chosen))
-    other = None if row.rejected_prompt is None else begin(row.rejected_prompt)
-    return replace(row, prompt=begin(row.prompt), rejected_prompt=other)
-
-
-def _report(name: str, readings: Sequence[Reading], fitted: Fitted, limits: Limits, notes: Sequence[str]) -> Report:
-    return Report(
-        name=name,
-        formats=tuple(reading.format for reading in readings),
-        read=sum(reading.read for reading in readings),
-        used=len(fitted.view),
-        malformed=tuple(row for reading in readings for row in reading.malformed),
-        duplicates=sum(reading.duplicates for reading in readings),
-        shifted=sum(reading.shifted for reading in readings),
-        overlong_dropped=fitted.dropped,
-        overlong_truncated=fitted.truncated,
-        overlong_split=fitted.split,
-        tokens=fitted.tokens,
-        prompt_tokens=fitted.prompt_tokens,
-        max_length=limits.max_length,
-        max_prompt_length=limits.max_prompt_length,
-        notes=tuple(notes),
-    )
-
-
 def _held_out(data: DataConfig, count: int, rng: np.random.Generator) -> np.ndarray:
     """Which examples are held out for validation, ascending: drawn without replacement from all of them."""
     given = data.validation
@@ -402,7 +115,7 @@ def _held_out(data: DataConfig, count: int, rng: np.random.Generator) -> np.ndar
     return np.sort(rng.permutation(count)[:wanted])
 
 
-def _weighted(indices: np.ndarray, whole: _Loaded, parts: Sequence[Part], seed: int) -> np.ndarray:
+def _weighted(indices: np.ndarray, whole: Loaded, parts: Sequence[Part], seed: int) -> np.ndarray:
     """Repeat or thin each part's examples by its weight: 2 has each twice, 0.5 a random half, 2.5 both."""
     table_row = whole.fitted.view[indices, 0]
     out, begin = [], 0
