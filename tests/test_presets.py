@@ -1,0 +1,54 @@
+"""Every preset trains two real steps on real data: only the hub's names and the sizes are replaced."""
+
+import json
+
+import pytest
+import yaml
+
+from posttrain.cli import main
+from posttrain.config import load, preset_names
+
+PAIRS = "data/preference-demo/dpo_en_demo.json"  # 300 rows, ShareGPT style
+# preset -> the model, the file that stands in for its data set, and the settings in which that file differs from it
+LOCAL = {
+    "dpo-hh": ("stories260K", "data/hh-harmless/train.jsonl.gz", []),
+    "dpo-many-models": ("chat", PAIRS, ["data.format=sharegpt", "data.validation.rows=2"]),
+    "dpo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
+    "dpo-ultrafeedback-lora": ("chat", PAIRS, ["data.format=sharegpt"]),
+    "ipo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
+    "reward-hh": ("stories260K", "data/hh-harmless/train.jsonl.gz", []),
+    "reward-ultrafeedback-lora": ("chat", PAIRS, ["data.format=sharegpt"]),
+    "sft": ("chat", "data/sft-demo/reason_tool_use_demo_50.jsonl", []),
+    "sft-gsm8k": ("chat", "data/gsm8k/train.jsonl", []),
+    "sft-lora": ("chat", "data/sft-demo/alpaca_en_demo.json", []),
+}
+SIZES = {"data.max_rows": 12, "training.batch_size": 2, "training.max_steps": 2}
+SIZES |= {"tracking.logging_steps": 1}
+
+
+def test_every_preset_is_here():
+    assert sorted(LOCAL) == sorted(preset_names())
+
+
+@pytest.mark.parametrize("preset", LOCAL)
+def test_two_steps(preset, shared, scratch_model, tmp_path, capsys):
+    kind, data, differs = LOCAL[preset]
+    model = scratch_model if kind == "chat" else shared / "models" / kind
+    overrides = {"name": "run", "output_dir": tmp_path, "data.source": shared / data} | SIZES
+    models = load(preset).config.models
+    for index in range(len(models)):  # names, because here all models are one folder
+        overrides |= {f"models.{index}.path": model, f"models.{index}.name": f"model-{index}"}
+    arguments = ["train", preset, *(f"{key}={value}" for key, value in overrides.items()), *differs]
+    status = main(arguments)
+    assert status == 0, capsys.readouterr().err
+
+    for index in range(len(models)):
+        run = tmp_path / "run" / f"model-{index}" if len(models) > 1 else tmp_path / "run"
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+        print(preset, index, losses)
+        assert [step for step, _ in losses] == [1, 2]
+        assert any((run / "final").glob("*model.safetensors"))
+        assert json.loads((run / "run.json").read_text())["state"] == "finished"
+        settings = yaml.safe_load((run / "config.yaml").read_text())
+        assert settings["models"][0]["path"] == str(model) and (run / "best").is_dir()
