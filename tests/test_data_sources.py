@@ -221,7 +221,7 @@ def malformed_file(path: Path, good: int) -> list[int]:
 def test_fifty_malformed_rows_are_counted_with_their_lines(tmp_path):
     at = malformed_file(tmp_path / "rows.jsonl", good=5_000)
     data = DataConfig(source=str(tmp_path / "rows.jsonl"), template="none")
-    prepared = prepare(data, byte_tokenizer(), "pair", cache_dir=tmp_path / "cache", progress=False)
+    prepared = prepare(data, byte_tokenizer(), "pair", cache_dir=tmp_path / "cache")
     assert [row.line for row in prepared.report.malformed] == at
     assert len(at) == 50 and len(prepared.train) == 5_000 and prepared.report.read == 5_050
     reasons = [row.reason for row in prepared.report.malformed]
@@ -234,7 +234,7 @@ def test_more_than_one_in_a_hundred_is_refused(tmp_path):
     malformed_file(tmp_path / "rows.jsonl", good=4_000)
     data = DataConfig(source=str(tmp_path / "rows.jsonl"), template="none")
     with pytest.raises(DataError, match="50 of 4,050 rows are malformed, more than 1%") as error:
-        prepare(data, byte_tokenizer(), "pair", cache_dir=tmp_path / "cache", progress=False)
+        prepare(data, byte_tokenizer(), "pair", cache_dir=tmp_path / "cache")
     assert str(error.value).count("rows.jsonl line ") == 10
     assert not list((tmp_path / "cache").rglob("*.arrow"))
 

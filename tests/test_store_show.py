@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from posttrain.errors import RunError
+from posttrain.progress import progress
 from posttrain.store.curves import _series, curves_png, write_curves
-from posttrain.store.progress import TrainingProgress, duration, progress
+from posttrain.store.progress import TrainingProgress, duration
 from posttrain.store.report import Facts, Picture, Table, Text, curves, write_report
 from posttrain.store.run import Run
 
@@ -71,7 +72,7 @@ def test_a_bar_on_a_terminal():
 
 def test_short_work_shows_nothing_and_long_work_does(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("posttrain.store.progress.time.monotonic", clock)
+    monkeypatch.setattr("posttrain.progress.time.monotonic", clock)
 
     def work(count: int, seconds: float):
         for item in range(count):

@@ -15,21 +15,9 @@ def explore(config: Config = None, overrides: Overrides = None, rows: Rows = 3, 
     settings = load_settings(config, overrides, flags)
     from rich.console import Console  # these import torch, which takes seconds
 
-    from posttrain.config.methods import SFTMethod
     from posttrain.data import explore as show
-    from posttrain.data import prepare
+    from posttrain.data import prepare_run
     from posttrain.models.load import load_tokenizer
 
     tokenizer = load_tokenizer(settings.models[0])
-    method = settings.method
-    sft = method if isinstance(method, SFTMethod) else None
-    prepared = prepare(
-        settings.data,
-        tokenizer,
-        "pair" if sft is None else "sft",
-        completion_only_loss=None if sft is None else sft.completion_only_loss,
-        assistant_only_loss=sft is not None and sft.assistant_only_loss,
-        datasets=settings.evaluation.datasets,
-        seed=settings.seed,
-    )
-    show(prepared, tokenizer, rows, Console())
+    show(prepare_run(settings, tokenizer), tokenizer, rows, Console())

@@ -2,8 +2,18 @@
 
 from posttrain.data.dataset import Dataset
 from posttrain.data.explore import explore
-from posttrain.data.prepare import Prepared, prepare
+from posttrain.data.prepare import Prepared, prepare, prepare_run
 from posttrain.data.report import Lengths, Malformed, Report
 from posttrain.data.tasks import arithmetic_problems
 
-__all__ = ["Dataset", "Lengths", "Malformed", "Prepared", "Report", "arithmetic_problems", "explore", "prepare"]
+__all__ = [
+    "Dataset",
+    "Lengths",
+    "Malformed",
+    "Prepared",
+    "Report",
+    "arithmetic_problems",
+    "explore",
+    "prepare",
+    "prepare_run",
+]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config.schema import DataConfig, EvaluationDataset
+from posttrain.config.schema import DataConfig, EvaluationDataset, RunConfig
 from posttrain.data import cache
 from posttrain.data.dataset import Dataset
 from posttrain.data.reading import Kind, Loaded, Part, Reader
@@ -37,6 +37,14 @@ class Prepared:
         return self.reports["train"]
 
 
+def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Prepared:
+    """The data of a run: what its method trains on, and every validation set."""
+    method = config.method
+    targets = method.model_dump(include={"completion_only_loss", "assistant_only_loss"})
+    kind = "sft" if method.type == "sft" else "pair"
+    return prepare(config.data, tokenizer, kind, datasets=config.evaluation.datasets, seed=config.seed, **targets)
+
+
 def prepare(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -47,7 +55,6 @@ def prepare(
     datasets: Sequence[EvaluationDataset] = (),
     cache_dir: Path | None = None,
     seed: int = 0,
-    progress: bool = True,
 ) -> Prepared:
     """Read and tokenise everything that `data` names, and the further evaluation `datasets`.
 
@@ -68,7 +75,6 @@ def prepare(
         assistant_only_loss,
         cache_dir or cache.default_folder(),
         seed,
-        progress,
     )
     parts = (
         [Part(data.source, data.split, data.max_rows)]

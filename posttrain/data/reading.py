@@ -17,7 +17,6 @@ from posttrain.config.schema import DataConfig
 from posttrain.data import cache
 from posttrain.data.dataset import Fitted, Limits, Table
 from posttrain.data.formats import Layout, find_layout
-from posttrain.data.progress import Progress
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering
 from posttrain.data.report import MALFORMED_SHARE, Malformed, Reading, Report, list_malformed
@@ -26,6 +25,7 @@ from posttrain.data.sources import Source, open_source
 from posttrain.data.templates import Template, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained, span_array
 from posttrain.errors import DataError
+from posttrain.progress import progress
 
 Kind = Literal["sft", "pair"]
 BATCH = 256  # rows tokenised at a time
@@ -67,7 +67,6 @@ class Reader:
         assistant_only_loss: bool,
         folder: Path,
         seed: int,
-        progress: bool,
     ):
         self.data = data
         self.tokenizer = tokenizer
@@ -77,7 +76,6 @@ class Reader:
         self.assistant_only_loss = assistant_only_loss
         self.folder = folder
         self.seed = seed
-        self.progress = progress
         self.settings = {
             "tokenizer": cache.tokenizer_fingerprint(tokenizer),
             "template": [template.name, template.turns, template.tags.model_dump()],
@@ -143,13 +141,12 @@ class Reader:
         layout = find_layout(self.data.format, self.data.columns, good, self.kind, name)
         read, shifted, malformed, seen = 0, 0, [], _Seen()
         with ExitStack() as stack:
-            bar = stack.enter_context(Progress(f"tokenising {name}", self.progress))
             renderer = None
             if self.template.turns and layout.name != "text":
                 require_chat_template(self.tokenizer)
                 renderer = stack.enter_context(rendering(self.tokenizer))
             tokeniser = Tokeniser(self.tokenizer, renderer, self.assistant_only_loss)
-            for batch in _batches(itertools.chain(head, records)):
+            for batch in _batches(progress(itertools.chain(head, records), f"tokenising {name}")):
                 read += len(batch)
                 rows, records_of = [], []
                 for record in batch:
@@ -169,7 +166,6 @@ class Reader:
                     shifted += item.shifted
                     seen.add(item)
                 writer.write(columns)
-                bar.advance(len(batch))
         malformed.sort(key=lambda row: (row.file, row.line))
         if len(malformed) > MALFORMED_SHARE * read:
             raise DataError(

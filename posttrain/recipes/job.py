@@ -17,8 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from posttrain.batch import Example, Pack, pack
 from posttrain.config import learning_rate
 from posttrain.config.schema import ModelConfig, RunConfig
-from posttrain.data import Prepared, prepare
-from posttrain.data.prepare import Kind
+from posttrain.data import Prepared, prepare_run
 from posttrain.models.families import backbone_of, base_of
 from posttrain.models.load import Head, compute_dtype, device_of, load_model, load_tokenizer
 from posttrain.models.lora import add_lora
@@ -49,12 +48,9 @@ class Job:
         device = device_of(config.devices)
         return cls(config, model, run, device, compute_dtype(model, device), load_tokenizer(model), checkpoint)
 
-    def data(self, kind: Kind) -> Prepared:
+    def data(self) -> Prepared:
         """The training and validation sets, tokenised (or found in the cache); what was dropped goes to the log."""
-        method = self.config.method
-        targets = method.model_dump(include={"completion_only_loss", "assistant_only_loss"})
-        datasets = self.config.evaluation.datasets
-        prepared = prepare(self.config.data, self.tokenizer, kind, datasets=datasets, seed=self.config.seed, **targets)
+        prepared = prepare_run(self.config, self.tokenizer)
         for report in prepared.reports.values():
             for line in report.lines():
                 log.info(line)

@@ -26,10 +26,11 @@ from posttrain.errors import RunError, VitalSignError
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.schedules import schedule, warmup_count
 from posttrain.optim.update import Metrics, Objective, add, to_floats, update
+from posttrain.progress import progress
 from posttrain.recipes.job import Job, set_training_mode
 from posttrain.recipes.vital import MovedWeights
 from posttrain.store.files import load_json, load_tensors, restore_rng, rng_state, save_json, save_tensors
-from posttrain.store.progress import TrainingProgress, progress
+from posttrain.store.progress import TrainingProgress
 
 log = logging.getLogger("posttrain")
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from posttrain.batch import Example, pack
 from posttrain.config import DPOMethod, ModelConfig, RunConfig, learning_rate
-from posttrain.data import Prepared, prepare
+from posttrain.data import Prepared, prepare_run
 from posttrain.models.families import FAMILIES, base_of
 from posttrain.models.load import compute_dtype, device_of, load_config, load_tokenizer
 from posttrain.models.lora import add_lora
@@ -34,11 +34,7 @@ def plan(config: RunConfig, console: Console | None = None) -> None:
 def _table(config: RunConfig, model: ModelConfig) -> Table:
     device = device_of(config.devices)
     method = config.method
-    kind = "sft" if method.type == "sft" else "pair"
-    targets = method.model_dump(include={"completion_only_loss", "assistant_only_loss"})
-    data = prepare(
-        config.data, load_tokenizer(model), kind, datasets=config.evaluation.datasets, seed=config.seed, **targets
-    )
+    data = prepare_run(config, load_tokenizer(model))
     empty = _empty_model(config, model)
     total, trained = count(empty)
     training = config.training
@@ -56,7 +52,7 @@ def _table(config: RunConfig, model: ModelConfig) -> Table:
         table.add_row("data", line)
     for name, dataset in data.validation.items():
         table.add_row("validation", f"{name}: {len(dataset):,} examples")
-    unit = "pairs" if kind == "pair" else "examples"
+    unit = "examples" if method.type == "sft" else "pairs"
     table.add_row(
         "a step",
         f"{training.batch_size} {unit}, about {tokens:,.0f} tokens ({targets_seen:,.0f} scored) in {packs:.1f} packs",

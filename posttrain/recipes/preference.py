@@ -28,7 +28,7 @@ from posttrain.scoring import Scorer
 def train(job: Job) -> Loop:
     method = job.config.method
     assert isinstance(method, DPOMethod)
-    data = job.data("pair")
+    data = job.data()
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     scorer = Scorer(policy)

@@ -19,11 +19,11 @@ from posttrain.data.cache import default_folder
 from posttrain.errors import ModelError, RunError
 from posttrain.models.families import base_of
 from posttrain.models.load import load_model
+from posttrain.progress import progress
 from posttrain.recipes.job import Job
 from posttrain.recipes.vital import fingerprints
 from posttrain.scoring import Scorer
 from posttrain.store.files import load_tensors, save_tensors
-from posttrain.store.progress import progress
 
 log = logging.getLogger("posttrain")
 

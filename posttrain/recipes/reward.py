@@ -24,7 +24,7 @@ from posttrain.scoring import RewardScorer
 def train(job: Job) -> Loop:
     method = job.config.method
     assert isinstance(method, RewardMethod)
-    data = job.data("pair")
+    data = job.data()
     policy = job.policy("reward")
     optimizer = job.optimizer(policy)
     scorer = RewardScorer(policy)

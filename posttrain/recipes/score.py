@@ -18,9 +18,9 @@ from posttrain.data.prepare import Kind
 from posttrain.data.readers import Record, read_files
 from posttrain.errors import DataError
 from posttrain.models.load import compute_dtype, device_of, is_reward_model, load_model, load_tokenizer
+from posttrain.progress import progress
 from posttrain.scoring import RewardScorer, Scorer
 from posttrain.store.atomic import write_file
-from posttrain.store.progress import progress
 
 log = logging.getLogger("posttrain")
 

@@ -18,7 +18,7 @@ from posttrain.scoring import Scorer
 
 
 def train(job: Job) -> Loop:
-    data = job.data("sft")
+    data = job.data()
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     scorer = Scorer(policy)

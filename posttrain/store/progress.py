@@ -1,22 +1,20 @@
-"""Progress for people: a live bar on a terminal, single lines elsewhere so that a log file is not flooded."""
+"""Where a training run is, for people: a live bar on a terminal, single lines elsewhere and in the log."""
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import TextColumn
 
+from posttrain.progress import bar
 from posttrain.store.logs import QUIET_LOGGER
 
-PATIENCE_S = 2.0  # work shorter than this shows nothing
-LINE_EVERY_S = 30.0  # where there is no terminal
 SPEED_WINDOW_S = 60.0  # the stretch of time that speed and ETA look back on
 log = logging.getLogger(QUIET_LOGGER)
-Item = TypeVar("Item")
 
 
 class TrainingProgress:
@@ -42,7 +40,7 @@ class TrainingProgress:
         self._tokens = 0
         self._marks = deque([(clock(), start_step, 0)])  # time (s), step, tokens since the start
         self._values: dict[str, Any] = {}
-        self._bar = _bar(self._console, TextColumn("{task.fields[facts]}")) if self._console.is_terminal else None
+        self._bar = bar(self._console, TextColumn("{task.fields[facts]}")) if self._console.is_terminal else None
         if self._bar:
             self._task = self._bar.add_task("training", total=total_steps, completed=start_step, facts="")
 
@@ -100,40 +98,6 @@ class TrainingProgress:
         return "  ".join(parts)
 
 
-def progress(
-    items: Iterable[Item], description: str, total: int | None = None, console: Console | None = None
-) -> Iterator[Item]:
-    """Go through `items`, showing how far it is once that has taken two seconds.
-
-    `total` is the number of items, found out where `items` has a length. Without a terminal: a line every 30 seconds.
-    """
-    console = console or Console(stderr=True)
-    total = len(items) if total is None and isinstance(items, Sized) else total
-    next_line = time.monotonic() + PATIENCE_S
-    bar: Progress | None = None
-    done = 0
-    try:
-        for item in items:
-            yield item
-            done += 1
-            now = time.monotonic()
-            if bar:
-                bar.update(bar.task_ids[0], completed=done)
-            elif now < next_line:
-                continue
-            elif console.is_terminal:
-                bar = _bar(console, TimeRemainingColumn())
-                bar.add_task(description, total=total, completed=done)
-                bar.start()
-            else:
-                next_line = now + LINE_EVERY_S
-                share = f" of {total} ({done / total:.0%})" if total else ""
-                console.print(f"{description}: {done}{share}", markup=False, highlight=False, soft_wrap=True)
-    finally:
-        if bar:
-            bar.stop()
-
-
 def duration(seconds: float) -> str:
     """Seconds as people read them: 42s, 3m 20s, 2h 05m, 3d 04h."""
     whole = round(seconds)
@@ -144,18 +108,6 @@ def duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h {whole % 3600 // 60:02}m"
     return f"{whole // 86400}d {whole % 86400 // 3600:02}h"
-
-
-def _bar(console: Console, *columns: TextColumn | TimeRemainingColumn) -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        *columns,
-        console=console,
-        expand=True,
-    )
 
 
 def _count(value: float) -> str:

@@ -1,0 +1,59 @@
+"""Progress for people: a live bar on a terminal, a line now and then elsewhere, so that a log file is not flooded."""
+
+import time
+from collections.abc import Iterable, Iterator, Sized
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+PATIENCE_S = 2.0  # work shorter than this shows nothing
+LINE_EVERY_S = 30.0  # where there is no terminal
+Item = TypeVar("Item")
+
+
+def progress(
+    items: Iterable[Item], description: str, total: int | None = None, console: Console | None = None
+) -> Iterator[Item]:
+    """Go through `items`, showing how far it is once that has taken two seconds.
+
+    `total` is the number of items, found out where `items` has a length. Without a terminal: a line every 30 seconds.
+    """
+    console = console or Console(stderr=True)
+    total = len(items) if total is None and isinstance(items, Sized) else total
+    next_line = time.monotonic() + PATIENCE_S
+    shown: Progress | None = None
+    done = 0
+    try:
+        for item in items:
+            yield item
+            done += 1
+            now = time.monotonic()
+            if shown:
+                shown.update(shown.task_ids[0], completed=done)
+            elif now < next_line:
+                continue
+            elif console.is_terminal:
+                shown = bar(console, TimeRemainingColumn())
+                shown.add_task(description, total=total, completed=done)
+                shown.start()
+            else:
+                next_line = now + LINE_EVERY_S
+                share = f" of {total} ({done / total:.0%})" if total else ""
+                console.print(f"{description}: {done}{share}", markup=False, highlight=False, soft_wrap=True)
+    finally:
+        if shown:
+            shown.stop()
+
+
+def bar(console: Console, *columns: TextColumn | TimeRemainingColumn) -> Progress:
+    """A bar with a name and a count, and further columns behind them."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        *columns,
+        console=console,
+        expand=True,
+    )
