@@ -9,6 +9,7 @@ import typer
 from posttrain.errors import PosttrainError
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
+ALLOCATOR = "can't allocate memory"
 MEMORY_KNOBS = (
     "out of memory. Lower training.tokens_per_pack (the memory knob), then data.max_length or training.batch_size; "
     "set training.gradient_checkpointing=true, or train adapters only with model.lora=true"
@@ -36,12 +37,21 @@ def guarded(run: Callable[[], object], debug: bool) -> int:
         message = error.format_message()
         return _report(message, error.exit_code, debug) if message else error.exit_code  # no message: help was shown
     except Exception as error:
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        if is_out_of_memory(error):
             return _report(MEMORY_KNOBS, FAILURE, debug)
         text = " ".join(str(error).split())
         what = f"{type(error).__name__}: {text}" if text else type(error).__name__
         hint = "" if debug else " (run again with --debug for the stack trace)"
         return _report(f"unexpected {what}{hint}", FAILURE, debug)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Python's own error, torch's for accelerators, and the plain RuntimeError of torch's allocator on a CPU."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"  # not by class: this module imports no torch
+        or (isinstance(error, RuntimeError) and ALLOCATOR in str(error))
+    )
 
 
 def _report(message: str, status: int, debug: bool) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,6 +30,8 @@ from posttrain.models.families import FAMILIES
 hf_logging.disable_progress_bar()
 
 Head = Literal["lm", "reward"]
+# One of these is in every folder that a tokenizer can be loaded from.
+DESCRIPTIONS = ("config.json", "adapter_config.json", "tokenizer_config.json")
 
 
 def device_of(devices: DevicesConfig) -> torch.device:
@@ -69,7 +72,6 @@ def load_model(model: ModelConfig, head: Head, dtype: torch.dtype, device: torch
     adapter = _adapter_config(model)
     base = model if adapter is None else model.model_copy(update={"path": adapter["base_model_name_or_path"]})
     config = load_config(base)
-    _refuse_vision(base, config)
     auto: Any = AutoModelForCausalLM
     if head == "reward":
         auto, config.num_labels = AutoModelForSequenceClassification, 1
@@ -126,9 +128,11 @@ def _source(model: ModelConfig) -> dict[str, Any]:
 
 
 def load_config(model: ModelConfig) -> PreTrainedConfig:
-    """The model's config.json."""
+    """The model's config.json. Raises ModelError for models that are not for text alone."""
     with _clear_errors(model, "config.json"):
-        return AutoConfig.from_pretrained(model.path, **_source(model))
+        config = AutoConfig.from_pretrained(model.path, **_source(model))
+    _refuse_vision(model, config)
+    return config
 
 
 def _refuse_vision(model: ModelConfig, config: PreTrainedConfig) -> None:
@@ -141,7 +145,8 @@ def _refuse_vision(model: ModelConfig, config: PreTrainedConfig) -> None:
 
 def _adapter_config(model: ModelConfig) -> dict[str, Any] | None:
     path = Path(model.path) / "adapter_config.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+    with _clear_errors(model, path.name):
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def _merge_adapter(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
@@ -164,13 +169,20 @@ def _clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not folder.is_dir():
         raise ModelError(f"model {path}: no such folder")
-    if folder.is_dir() and not (folder / "config.json").is_file() and part in ("config.json", "weights"):
+    described = ("config.json",) if part in ("config.json", "weights") else (*DESCRIPTIONS,)
+    if folder.is_dir() and not any((folder / name).is_file() for name in described):
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise ModelError(f"model {path}: the folder has no config.json (it has {found})")
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ModelError(f"model {path}: {_explain(model, part, error)}") from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):  # memory that ran out, for one, is no fault of the model's
+            raise
+        raise ModelError(
+            f"model {path}: weights and config.json disagree about shapes (see the report above)"
+        ) from error
 
 
 def _explain(model: ModelConfig, part: str, error: Exception) -> str:
@@ -183,16 +195,21 @@ def _explain(model: ModelConfig, part: str, error: Exception) -> str:
     if "GatedRepoError" in kinds or "gated repo" in text:
         return "is gated: ask for access on its hub page, then set HF_TOKEN to your token"
     if "trust_remote_code" in text:
-        return "comes with its own Python code; if you trust it, set models.0.trust_remote_code: true"
+        return "comes with its own Python code; if you trust it, set model.trust_remote_code: true"
     if "safetensors" in text and not model.allow_pickle and part == "weights":
-        return (
-            "has no safetensors weights; pickled ones can run code: if you trust them, set models.0.allow_pickle: true"
-        )
+        return "has no safetensors weights; pickled ones can run code: if you trust them, set model.allow_pickle: true"
     if "RepositoryNotFoundError" in kinds:
         return "not found on the hub (or private: set HF_TOKEN); for a folder, check the path"
     if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"}:
-        return "is not in the local cache and the hub cannot be reached; give a folder, or connect once"
-    if part == "tokenizer":
+        return (
+            "is no folder here, and as a model of the hub it is not in the local cache and the hub cannot be reached: "
+            "give a folder, or connect once"
+        )
+    if "backend tokenizer" in text:
+        return "has no tokenizer: it needs tokenizer.json, or what that can be made from, beside the weights"
+    if isinstance(error, SafetensorError):
+        return f"the weights are damaged or cut short ({error}): fetch them again"
+    if part == "tokenizer" and "config.json" not in text:
         return f"has no tokenizer that transformers can load ({_first_line(error)})"
     return f"{part} cannot be loaded: {_first_line(error)}"
 
