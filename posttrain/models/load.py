@@ -192,7 +192,7 @@ def _explain(model: ModelConfig, part: str, error: Exception) -> str:
         cause = cause.__cause__ or cause.__context__
     kinds = {type(e).__name__ for e in chain}
     text = " ".join(str(e) for e in chain)
-    if "GatedRepoError" in kinds or "gated repo" in text:
+    if "GatedRepoError" in kinds or "access a gated repo" in text:
         return "is gated: ask for access on its hub page, then set HF_TOKEN to your token"
     if "trust_remote_code" in text:
         return "comes with its own Python code; if you trust it, set model.trust_remote_code: true"

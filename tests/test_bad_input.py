@@ -1,0 +1,361 @@
+"""Bad input as a user meets it, on the command line: one clear message, a non-zero status, and nothing lost."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, save_file
+from transformers import Gemma3Config
+
+from posttrain.cli import main
+
+PAIR = {"prompt": "Once", "chosen": " upon a time", "rejected": " a cat"}
+PAIRS = [{**PAIR, "prompt": f"Once {n}"} for n in range(20)]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file below a folder."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def write(path: Path, rows: list | bytes) -> None:
+    """Rows as JSON, one a line; bytes, and rows that are texts, as they are."""
+    if isinstance(rows, bytes):
+        path.write_bytes(rows)
+    else:
+        path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys, shared):
+    """Run a command that must fail; returns the one message. Input files must stay as they are."""
+    monkeypatch.chdir(tmp_path)
+    model = f"model.path={shared / 'models/stories260K'}"
+
+    def run(*arguments, verb="train", status=1) -> str:
+        settings = [model, "method=dpo", "data.source=rows.jsonl", "data.template=none", "name=run"]
+        before = {name: digest for name, digest in contents(tmp_path).items() if not name.startswith("runs/run/")}
+        assert main([verb, *settings, "training.max_steps=1", *map(str, arguments)]) == status
+        error = capsys.readouterr().err
+        print(error)
+        assert error.count("error: ") == 1 and "Traceback" not in error and "unexpected" not in error
+        error = error[error.index("error: ") :]
+        assert len(error.splitlines()) < 15
+        after = contents(tmp_path)
+        assert {name: after.get(name) for name in before} == before
+        assert not list((tmp_path / "runs").rglob("*.safetensors")), "a failed run saved a model"
+        return error
+
+    return run
+
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+MALFORMED = {
+    "bad JSON": ('{"prompt": "a",', ["not JSON", "column"]),
+    "a list": ("[1, 2]", ["must be an object with named columns, not a list"]),
+    "a column missing in one row": ({"prompt": "a", "chosen": "b"}, ["rejected is missing"]),
+    "a number for a text": ({**PAIR, "chosen": 5}, ["chosen must be a text or a list of messages, not a number"]),
+    "null": ({**PAIR, "rejected": None}, ["rejected is null"]),
+    "NUL": ({**PAIR, "chosen": "a\0b"}, ["chosen contains NUL at character 2"]),
+    "a lone surrogate": ({**PAIR, "chosen": "\ud800"}, ["chosen is not valid Unicode"]),
+    "10 MB": ({**PAIR, "chosen": "a" * 10_000_000}, ["chosen has 10,000,000 characters", "limit of 1,000,000"]),
+    "chosen = rejected": ({**PAIR, "rejected": PAIR["chosen"]}, ["chosen and rejected are the same"]),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_row_is_named_by_its_line(refused, name):
+    row, words = MALFORMED[name]
+    write(Path("rows.jsonl"), [*PAIRS[:6], row, *PAIRS[6:]])
+    error = refused()
+    for word in ("rows.jsonl line 7: ", "1 of 21 rows are malformed, more than 1%", *words):
+        assert word in error, word
+
+
+def test_a_malformed_row_among_many_is_counted_and_left_out(tmp_path, monkeypatch, shared, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(Path("rows.jsonl"), ["{broken", *PAIRS * 6])
+    arguments = ["method=dpo", "data.source=rows.jsonl", "data.template=none", "--rows", "0"]
+    assert main(["explore", f"model.path={shared / 'models/stories260K'}", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "121 rows read" in shown and "120 examples used" in shown
+    assert "1 rows malformed, left out" in shown and "rows.jsonl line 1: not JSON" in " ".join(shown.split())
+
+
+UNREADABLE = {
+    "empty": (b"", ["rows.jsonl has no rows: the file is empty"]),
+    "Latin-1": ('{"prompt": "caf\xe9", "chosen": "a", "rejected": "b"}\n'.encode("latin-1"), ["line 1", "not UTF-8"]),
+    "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), ["rows.jsonl is UTF-16, not UTF-8", "iconv"]),
+    "binary": (bytes(range(128, 256)) * 50, ["rows.jsonl line 1", "not UTF-8"]),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_an_unreadable_file(refused, name):
+    content, words = UNREADABLE[name]
+    write(Path("rows.jsonl"), content)
+    error = refused()
+    assert all(word in error for word in words)
+
+
+COLUMNS = {
+    "unknown ones": ([], ["rows.jsonl has the columns prompt, better, worse, which fit no format", "data.columns"]),
+    "the format's": (["data.format=preference"], ["has no column chosen, rejected", "it has prompt, better, worse"]),
+    "a typing error": (
+        ["data.columns={chosen: bettr, rejected: worse}"],
+        ["data.columns: ", "has no column 'bettr' (for chosen); it has prompt, better, worse"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_missing_columns_say_which_there_are(refused, name):
+    arguments, words = COLUMNS[name]
+    write(Path("rows.jsonl"), [{"prompt": "a", "better": "b", "worse": "c"}] * 3)
+    error = refused(*arguments)
+    assert all(word in error for word in words)
+
+
+def test_a_missing_file_names_its_neighbour(refused):
+    write(Path("row.jsonl"), PAIRS)
+    assert "rows.jsonl is not there: did you mean row.jsonl?" in refused()
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("method=dppo", "method.type is 'dppo'; did you mean dpo?"),
+        ("method.loss_type=sigmod", "method.loss_type.0 is 'sigmod'; did you mean sigmoid?"),
+        ("data.format=prefrence", "data.format is 'prefrence'; did you mean preference?"),
+        ("training.max_steps=many", "training.max_steps is 'many'; it must be a whole number"),
+        ("data.max_length=20000", "training.tokens_per_pack is 8192, but a pair may have 40000 tokens"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["train", "plan", "explore"])
+def test_wrong_settings(refused, verb, argument, message):
+    write(Path("rows.jsonl"), PAIRS)
+    assert message in refused(argument, verb=verb)
+    assert not Path("runs").exists()
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(tmp_path, shared):
+    """A copy of a model to break, and rows to train it on; its config.json with some keys changed."""
+    folder = tmp_path / "model"
+    shutil.copytree(shared / "models/stories260K", folder)
+    write(tmp_path / "rows.jsonl", PAIRS)
+
+    def change(**keys) -> Path:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | keys))
+        return folder
+
+    return change
+
+
+def test_lora_targets_that_match_nothing(refused, copied):
+    error = refused(f"model.path={copied()}", "model.lora={target_modules: [query, v_proj]}")
+    assert "lora.target_modules: query match no module of llama" in error
+    assert "its linear layers are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in error
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_missing_models(refused, copied, tmp_path, verb):
+    (tmp_path / "empty").mkdir()
+    assert "model no/such/folder: no such folder" in refused("model.path=no/such/folder", verb=verb)
+    arguments = ("--overwrite",) if verb == "train" else ()
+    error = refused("model.path=./empty", *arguments, verb=verb)
+    assert "model ./empty: the folder has no config.json (it has nothing)" in error
+    error = refused("model.path=Qwen/Qwen3-0.6B", *arguments, verb=verb)
+    assert "model Qwen/Qwen3-0.6B: is no folder here" in error and "not in the local cache" in error
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_a_vision_model(refused, copied, verb):
+    Gemma3Config().save_pretrained(copied())
+    error = refused("model.path=./model", verb=verb)
+    assert "(gemma3) has a vision part: posttrain trains text models only" in error
+
+
+def test_pickled_weights_need_leave(refused, copied, capsys):
+    folder = copied()
+    torch.save(load((folder / "model.safetensors").read_bytes()), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    error = refused("model.path=./model")
+    assert "has no safetensors weights; pickled ones can run code" in error and "model.allow_pickle: true" in error
+    arguments = ["method=dpo", "data.source=rows.jsonl", "data.template=none", "training.max_steps=1", "name=allowed"]
+    assert main(["train", "model.path=./model", "model.allow_pickle=true", *arguments]) == 0, capsys.readouterr().err
+    assert Path("runs/allowed/final/model.safetensors").is_file()
+
+
+def test_code_that_comes_with_a_model_is_not_run(refused, copied, tmp_path):
+    trap = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+    auto_map = {"AutoConfig": "trap.Config", "AutoModelForCausalLM": "trap.Model"}
+    folder = copied(model_type="mine", auto_map=auto_map)
+    (folder / "trap.py").write_text(trap)
+    error = refused("model.path=./model")
+    assert "comes with its own Python code; if you trust it, set model.trust_remote_code: true" in error
+    assert not (tmp_path / "ran").exists()
+
+
+def test_damaged_models(refused, copied):
+    folder = copied()
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert "model ./model: the weights are damaged or cut short" in refused("model.path=./model")
+
+    tensors = load(whole)  # of bytes: a file that is mapped must not be written to
+    del tensors["model.norm.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    error = refused("model.path=./model", "--overwrite")
+    assert "the weights lack model.norm.weight, which LlamaForCausalLM needs" in error
+
+    (folder / "tokenizer.json").unlink()
+    assert "model ./model: has no tokenizer: it needs tokenizer.json" in refused("model.path=./model", "--overwrite")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers as the hub does: gated models are forbidden, all others unknown."""
+
+    def do_HEAD(self):
+        gated = "gated" in self.path
+        self.send_response(403 if gated else 404)
+        self.send_header("X-Error-Code", "GatedRepo" if gated else "RepoNotFound")
+        self.send_header("X-Error-Message", "Access is restricted." if gated else "Repository not found")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD
+
+    def log_message(self, *arguments):
+        pass
+
+
+SEVERAL = """
+import contextlib, io, json, sys
+from posttrain.cli import main
+for arguments in json.load(sys.stdin):
+    with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()):
+        status = main(arguments)
+    print(json.dumps([status, errors.getvalue()]))
+"""
+
+
+def test_gated_and_unknown_names_on_the_hub(shared, tmp_path):
+    write(tmp_path / "rows.jsonl", PAIRS)
+    settings = ["train", "method=dpo", "training.max_steps=1", "data.template=none", "data.source=rows.jsonl"]
+    local = f"model.path={shared / 'models/stories260K'}"
+    runs = {
+        "model some/gated: is gated: ask for access on its hub page, then set HF_TOKEN": ["model.path=some/gated"],
+        "model some/unknown: not found on the hub (or private: set HF_TOKEN)": ["model.path=some/unknown"],
+        "some/gated is gated: accept its terms at https://huggingface.co/datasets/some/gated and set HF_TOKEN": [
+            local, "data.source=some/gated",
+        ],
+        "some/unknown is not a data set on the hub, or a private one (set HF_TOKEN)": [
+            local, "data.source=some/unknown",
+        ],
+    }  # fmt: skip
+    commands = [[*settings, *changes, f"name=run{n}"] for n, changes in enumerate(runs.values())]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home")}
+    try:  # a process of its own: the address of the hub is read when huggingface_hub is imported
+        done = subprocess.run(
+            [sys.executable, "-c", SEVERAL],
+            input=json.dumps(commands),
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
+        )
+    finally:
+        server.shutdown()
+        server.server_close()
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == len(runs), done.stderr
+    for message, (status, error) in zip(runs, results, strict=True):
+        print(error)
+        assert status == 1 and error.startswith(f"error: {message}") and error.count("\n") == 1
+
+
+# --- the run folder and the machine ---------------------------------------------------------------------------------
+
+
+def test_an_existing_run_folder_stays_as_it_is(refused, copied, capsys):
+    copied()
+    arguments = ["model.path=./model", "method=dpo", "data.source=rows.jsonl", "data.template=none", "name=first"]
+    assert main(["train", *arguments, "training.max_steps=1"]) == 0, capsys.readouterr().err
+    before = contents(Path("runs/first"))
+    assert "final/model.safetensors" in before
+    capsys.readouterr()
+    assert main(["train", *arguments, "training.max_steps=2"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: runs/first holds a run already: go on with it (--resume), replace it (--overwrite)")
+    assert "Traceback" not in error and contents(Path("runs/first")) == before
+    Path("papers").mkdir()
+    write(Path("papers/thesis.txt"), b"years of work")
+    assert main(["train", *arguments, "training.max_steps=1", "output_dir=.", "name=papers", "--overwrite"]) == 1
+    print(capsys.readouterr().err)
+    assert Path("papers/thesis.txt").read_bytes() == b"years of work" and len(list(Path("papers").iterdir())) == 1
+
+
+OUT_OF_MEMORY = """
+import resource, sys
+from posttrain import recipes
+from posttrain.cli import main
+
+def limit_memory(config, **rest):  # to what the process has by now and a little more: imports are not the subject
+    pages = int(open("/proc/self/statm").read().split()[0])
+    room = pages * resource.getpagesize() + 150 * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (room, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    return train(config, **rest)
+
+train, recipes.train = recipes.train, limit_memory
+sys.exit(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limit on a process's memory")
+def test_out_of_memory_names_the_knobs(shared, tmp_path):
+    rows = [{"prompt": f"Once {n}", "chosen": " upon a time" * 300, "rejected": " a cat" * 300} for n in range(8)]
+    write(tmp_path / "rows.jsonl", rows)
+    settings = [f"model.path={shared / 'models/stories260K'}", "method=dpo", "data.source=rows.jsonl", "name=run"]
+    settings += ["data.template=none", "data.max_length=8000", "training.tokens_per_pack=50000"]
+    done = subprocess.run(
+        [sys.executable, "-c", OUT_OF_MEMORY, "train", *settings],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    print(done.stderr)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: out of memory. Lower training.tokens_per_pack (the memory knob), then data.max_length" in done.stderr
+    assert "gradient_checkpointing" in done.stderr and "model.lora" in done.stderr
+    run = json.loads((tmp_path / "runs/run/run.json").read_text())
+    assert run["state"] == "failed" and "allocate memory" in run["reason"]
+
+
+def test_debug_shows_the_stack_trace(tmp_path, monkeypatch, shared, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = [f"model.path={shared / 'models/stories260K'}", "method=dpo", "data.source=rows.jsonl", "--debug"]
+    assert main(["train", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" in error and error.splitlines()[-1].startswith("error: rows.jsonl is not there")
