@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from posttrain.cli.app import build
 from posttrain.cli.errors import guarded
+from posttrain.store.logs import ConsoleLog
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -12,4 +13,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"] or ["--help"]
-    return guarded(lambda: build()(args, prog_name="posttrain", standalone_mode=False), debug)
+    console = ConsoleLog(debug)
+    try:
+        return guarded(lambda: build()(args, prog_name="posttrain", standalone_mode=False), debug)
+    finally:
+        console.close()

@@ -25,8 +25,8 @@ def guarded(run: Callable[[], object], debug: bool) -> int:
     try:
         status = run()
         return status if isinstance(status, int) else 0
-    except KeyboardInterrupt:
-        return _report("interrupted", INTERRUPTED, debug)
+    except KeyboardInterrupt as error:
+        return _report(str(error) or "interrupted", INTERRUPTED, debug)
     except typer.Abort:
         return _report("interrupted", INTERRUPTED, debug)
     except UsageError as error:

@@ -45,6 +45,8 @@ def device_of(devices: DevicesConfig) -> torch.device:
         )
     if kind == "mps" and not torch.backends.mps.is_available():
         raise ModelError("devices.type is mps, but this machine has none: set devices.type: auto")
+    if devices.ids and len(devices.ids) > 1:
+        raise ModelError(f"devices.ids names {len(devices.ids)} GPUs, but one process trains on one: give a single id")
     if kind == "cuda" and devices.ids:
         return torch.device("cuda", devices.ids[0])
     return torch.device(kind)
@@ -76,7 +78,7 @@ def load_model(model: ModelConfig, head: Head, dtype: torch.dtype, device: torch
     if head == "reward":
         auto, config.num_labels = AutoModelForSequenceClassification, 1
     source = _source(base) | {"use_safetensors": None if base.allow_pickle else True}
-    with _clear_errors(base, "weights"):
+    with _clear_errors(base, "weights"), _no_report():
         loaded, info = auto.from_pretrained(
             base.path,
             config=config,
@@ -159,6 +161,17 @@ def _merge_adapter(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel
 def _some(names: set[str]) -> str:
     listed = sorted(names)
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+
+
+@contextlib.contextmanager
+def _no_report() -> Iterator[None]:
+    """Without transformers' table of missing and unexpected weights: what matters in it is an error of ours."""
+    before = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(before)
 
 
 @contextlib.contextmanager

@@ -52,11 +52,12 @@ def train(
         one = config.model_copy(update={"models": (model,), "name": name})
         try:
             train_one(one, folder, None, resume, overwrite)
-        except PosttrainError as error:
+        except Exception as error:
             if len(models) == 1:
                 raise
             failed.append(model.folder_name)
-            log.error("%s failed: %s", model.folder_name, error)
+            expected = isinstance(error, PosttrainError)
+            log.error("%s failed: %s", model.folder_name, error, exc_info=not expected)
     if failed:
         raise PosttrainError(
             f"{len(failed)} of {len(models)} models failed: {', '.join(failed)} (see the messages above)"
