@@ -16,6 +16,10 @@ MEMORY_KNOBS = (
 )
 
 
+class Interrupted(Exception):
+    """Ctrl-C with something to say: typer keeps a bare KeyboardInterrupt to itself."""
+
+
 class UsageError(PosttrainError):
     """A command line that cannot be understood."""
 
@@ -25,9 +29,9 @@ def guarded(run: Callable[[], object], debug: bool) -> int:
     try:
         status = run()
         return status if isinstance(status, int) else 0
-    except KeyboardInterrupt as error:
-        return _report(str(error) or "interrupted", INTERRUPTED, debug)
-    except typer.Abort:
+    except Interrupted as error:
+        return _report(str(error), INTERRUPTED, debug)
+    except (KeyboardInterrupt, typer.Abort):
         return _report("interrupted", INTERRUPTED, debug)
     except UsageError as error:
         return _report(str(error), USAGE, debug)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from posttrain.cli.errors import UsageError
+from posttrain.cli.errors import Interrupted, UsageError
 from posttrain.cli.settings import Config, Overrides, load_settings
 from posttrain.errors import RunError
 
@@ -49,9 +49,12 @@ def train(
         models = settings.models if model_index is None else (settings.models[model_index],)
         recipes.plan(settings.model_copy(update={"models": models}))
         return 0
-    return recipes.train(
-        settings, resume=checkpoint or resume is not None, overwrite=overwrite, model_index=model_index
-    )
+    try:
+        return recipes.train(
+            settings, resume=checkpoint or resume is not None, overwrite=overwrite, model_index=model_index
+        )
+    except KeyboardInterrupt as interrupt:
+        raise Interrupted(str(interrupt) or "interrupted") from interrupt
 
 
 def plan(config: Config = None, overrides: Overrides = None, *, flags: Mapping[str, str]) -> None:
