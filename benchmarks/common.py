@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3ForS
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 
 BATCH_SIZE = 8
+LEARNING_RATES = {"dpo": 1e-6, "reward": 1e-5, "sft": 2e-5}  # posttrain's defaults
 PAIRS = 96  # the first so many of HH harmless; the longest has 589 tokens, so a max_length of 1024 cuts nothing
 MAX_LENGTH = 1024
 THREADS = 2

@@ -18,6 +18,7 @@ import torch
 import posttrain
 from benchmarks.common import (
     BATCH_SIZE,
+    LEARNING_RATES,
     MAX_LENGTH,
     THREADS,
     make_models,
@@ -27,9 +28,11 @@ from benchmarks.common import (
     write_rows,
 )
 from posttrain import recipes
-from posttrain.config import load
+from posttrain.batch import pack
+from posttrain.config import RunConfig, load
+from posttrain.data import prepare_run
+from posttrain.models.load import load_tokenizer
 
-LEARNING_RATES = {"dpo": 1e-6, "reward": 1e-5, "sft": 2e-5}
 # Tokens a pack holds: a pack of some thousand tokens keeps the matrix products large and the activations small.
 TOKENS_PER_PACK = 2048
 
@@ -69,6 +72,7 @@ def measure(arguments: argparse.Namespace) -> dict:
         run = Path(folder) / "bench"
         results = json.loads((run / "results.json").read_text())
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        work = count_work(config)
     return {
         "side": f"posttrain {posttrain.__version__}",
         "method": arguments.method,
@@ -79,10 +83,24 @@ def measure(arguments: argparse.Namespace) -> dict:
         "losses": [line["loss"] for line in lines],
         "grad_norms": [line["grad_norm"] for line in lines],
         "tokens": results["num_tokens"],
+        "work": work,
         "seconds": results["train_runtime"],
         "memory_after_imports_gb": after_imports,
         "memory_peak_gb": peak_memory_gb(),
     }
+
+
+def count_work(config: RunConfig) -> dict[str, int]:
+    """What the run had to compute: physical tokens, scored tokens, and (query, key) pairs that attention looks at."""
+    data = prepare_run(config, load_tokenizer(config.models[0])).train
+    work = {"tokens": 0, "scored": 0, "visible": 0}
+    for step in range(config.training.max_steps or 0):
+        examples = [data[i] for i in range(step * BATCH_SIZE, min((step + 1) * BATCH_SIZE, len(data)))]
+        for one in pack(examples, config.training.tokens_per_pack, keep_last=config.method.type == "reward"):
+            work["tokens"] += one.num_tokens
+            work["scored"] += len(one.target_N)
+            work["visible"] += int((one.position_T + 1).sum())  # a token sees what is above it in its tree, and itself
+    return work
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 
 from benchmarks.common import (
     BATCH_SIZE,
+    LEARNING_RATES,
     MAX_LENGTH,
     THREADS,
     make_models,
@@ -31,7 +32,6 @@ from benchmarks.common import (
     sft_rows,
 )
 
-LEARNING_RATES = {"dpo": 1e-6, "reward": 1e-5, "sft": 2e-5}
 MICRO_BATCHES = {"dpo": BATCH_SIZE, "reward": BATCH_SIZE, "sft": 1}  # rows a forward; TRL's default is the whole batch
 
 # SFT is compared with TRL at its fastest correct setting. All of these are correct on the CPU: on a two-layer model

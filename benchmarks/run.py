@@ -1,0 +1,165 @@
+"""posttrain beside TRL 1.16 on the same work: `make bench`, or `python -m benchmarks.run dpo reward sft --rounds 3`.
+
+Both sides train the same random model on the same rows in the same order, in processes of their own, in turn; times are
+of the training loop, memory is the peak of the whole process. Prints the table and writes results/cpu.json. Leave the
+machine alone meanwhile: two threads that share their cores with something else wait for one another.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from benchmarks.common import THREADS, make_models
+
+RESULTS = Path(__file__).parent / "results"
+STEPS = {"dpo": 12, "reward": 12, "sft": 25}
+GOALS = {"dpo": (4.5, 0.4), "reward": (3.0, 0.5), "sft": (1.5, 0.6)}  # TRL's time over ours; our memory over TRL's
+LARGEST_LOSS_DIFFERENCE = 1e-3
+
+
+def matmul_rate() -> float:
+    """Float32 GFLOP/s of products shaped like the model's own (2,048 tokens through its MLP), best of several."""
+    torch.set_num_threads(THREADS)
+    x, weight = torch.randn(2048, 512), torch.randn(1536, 512)
+    best = float("inf")
+    for _ in range(30):
+        began = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        best = min(best, time.perf_counter() - began)
+    return 2 * x.numel() * len(weight) / best / 1e9
+
+
+def useful_flops(method: str, work: dict[str, int]) -> float:
+    """2 x weights used x tokens forward, twice that backward; attention counted; what is computed again is not.
+
+    The model of benchmarks/common.py: 8 layers of 3,145,728 weights, head 6,400 x 512, attention of 8 heads of 64.
+    """
+    layers, head, attention = 8 * 3_145_728, 6_400 * 512, 8 * 4 * 8 * 64
+    forward = 2 * layers * work["tokens"] + attention * work["visible"]
+    scored = 0 if method == "reward" else 2 * head * work["scored"]
+    passes = 4 if method == "dpo" else 3  # forward and backward, and DPO's reference
+    return passes * (forward + scored)
+
+
+def run_side(module: str, method: str, models: Path, folder: Path) -> dict:
+    """One side in a process of its own; its measurements."""
+    output = folder / "result.json"
+    command = [sys.executable, "-m", f"benchmarks.{module}", method, "--models", str(models)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "POSTTRAIN_CACHE": str(folder / "cache")}
+    done = subprocess.run(
+        [*command, "--steps", str(STEPS[method]), "--output", str(output)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise SystemExit(f"{module} {method} failed:\n{done.stdout}\n{done.stderr}")
+    return json.loads(output.read_text())
+
+
+def compare(method: str, models: Path, rounds: int) -> dict:
+    """Both sides in turn, `rounds` times: medians, ratios by round, and the largest difference of a step's loss."""
+    ours, theirs = [], []
+    for number in range(rounds):
+        for module, results in (("posttrain_side", ours), ("trl_side", theirs)):
+            with TemporaryDirectory() as folder:
+                results.append(run_side(module, method, models, Path(folder)))
+            last = results[-1]
+            print(f"  {method} {number + 1}/{rounds}: {last['side']} {last['seconds']:.1f} s", flush=True)
+    difference = max(
+        abs(a - b)
+        for one, two in zip(ours, theirs, strict=True)
+        for a, b in zip(one["losses"], two["losses"], strict=True)
+    )
+    times = [two["seconds"] / one["seconds"] for one, two in zip(ours, theirs, strict=True)]
+    memories = [one["memory_peak_gb"] / two["memory_peak_gb"] for one, two in zip(ours, theirs, strict=True)]
+    seconds = statistics.median(one["seconds"] for one in ours)
+    return {
+        "time_ratio": statistics.median(times),
+        "time_ratios": times,
+        "memory_ratio": statistics.median(memories),
+        "seconds": seconds,
+        "trl_seconds": statistics.median(two["seconds"] for two in theirs),
+        "memory_gb": statistics.median(one["memory_peak_gb"] for one in ours),
+        "trl_memory_gb": statistics.median(two["memory_peak_gb"] for two in theirs),
+        "largest_loss_difference": difference,
+        "gflops_per_second": useful_flops(method, ours[0]["work"]) / seconds / 1e9,
+        "posttrain": ours,
+        "trl": theirs,
+    }
+
+
+def table(results: dict[str, dict], rate: float) -> str:
+    """The comparison as Markdown."""
+    lines = [
+        "| method | TRL time ÷ ours | goal | our peak memory ÷ TRL's | goal | s, ours / TRL | GB, ours / TRL "
+        "| largest loss difference | share of matmul rate |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for method, r in results.items():
+        faster, leaner = GOALS[method]
+        spread = f"{min(r['time_ratios']):.2f} to {max(r['time_ratios']):.2f}"
+        lines.append(
+            f"| {method} | {r['time_ratio']:.2f} ({spread}) | ≥ {faster} "
+            f"| {r['memory_ratio']:.2f} | ≤ {leaner} | {r['seconds']:.1f} / {r['trl_seconds']:.1f} "
+            f"| {r['memory_gb']:.2f} / {r['trl_memory_gb']:.2f} | {r['largest_loss_difference']:.1e} "
+            f"| {r['gflops_per_second'] / rate:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def missed(results: dict[str, dict]) -> list[str]:
+    """The goals that were not reached."""
+    found = []
+    for method, r in results.items():
+        faster, leaner = GOALS[method]
+        if r["time_ratio"] < faster:
+            found.append(f"{method}: {r['time_ratio']:.2f} times as fast, goal {faster}")
+        if r["memory_ratio"] > leaner:
+            found.append(f"{method}: {r['memory_ratio']:.2f} of the memory, goal {leaner}")
+        if r["largest_loss_difference"] > LARGEST_LOSS_DIFFERENCE:
+            found.append(f"{method}: a loss differs by {r['largest_loss_difference']:.1e}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("methods", nargs="*", default=list(STEPS), metavar="METHOD", help=", ".join(STEPS))
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        models = Path(folder)
+        make_models(models)
+        rate = matmul_rate()
+        print(f"float32 matmul rate on {THREADS} threads: {rate:.0f} GFLOP/s", flush=True)
+        results = {method: compare(method, models, arguments.rounds) for method in arguments.methods}
+    path = RESULTS / "cpu.json"
+    path.parent.mkdir(exist_ok=True)
+    before = json.loads(path.read_text()) if path.exists() else {}
+    facts = {
+        "machine": {
+            "processor": platform.machine(),
+            "threads": THREADS,
+            "matmul_gflops": rate,
+            "torch": torch.__version__,
+        },
+        "methods": before.get("methods", {}) | results,
+    }
+    path.write_text(json.dumps(facts, indent=1) + "\n")
+    print(table(results, rate))
+    failures = missed(results)
+    if failures:
+        raise SystemExit("goals missed: " + "; ".join(failures))
+
+
+if __name__ == "__main__":
+    main()
