@@ -1,0 +1,265 @@
+"""The documentation is true: its commands are run, its code too, its links and the files and tests it names are there.
+
+How a command of a fenced block is run:
+- In an empty folder, in the order of the page; what an earlier command has made is there for a later one.
+- A YAML block after a line that names a file (`hh.yaml`) is that file, for all commands of the page. Every page also
+  has the files of README.md, and four rows of real preference pairs as `pairs.jsonl`.
+- Names on the hub become local: data by DATA, models by `local_model`; MODEL in a command is a local model.
+- What trains is made small by SMALL, and `checkpoint-500` is then `checkpoint-1`. All else stays as it is written.
+- A preset without further settings is trained by tests/test_presets.py; here it has to be among those.
+- `posttrain quickstart` is run by tests/test_quickstart.py; here its flags have to exist.
+A line that none of this covers fails the test.
+"""
+
+import gzip
+import importlib.util
+import itertools
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from test_presets import LOCAL, PAIRS
+
+from posttrain.cli import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+SHELL = ("bash", "sh", "console", "shell")
+HH = "data/hh-harmless/train.jsonl.gz"
+DATA = {
+    "Anthropic/hh-rlhf": (HH, "hh"),
+    "trl-lib/ultrafeedback_binarized": (PAIRS, "sharegpt"),
+    "openai/gsm8k/main": ("data/gsm8k/train.jsonl", "problem_answer"),
+}
+SMALL = {"max-steps": 2, "batch-size": 2, "max-rows": 12, "save-steps": 1, "logging-steps": 1}
+TRAINING_ONLY = {"--resume", "--overwrite", "--dry-run"}
+
+
+def blocks(page: Path) -> list[tuple[str, str, str]]:
+    """(language, content, the line before it) of every fenced block."""
+    text = page.read_text(encoding="utf-8")
+    return [(m["language"], m["body"], text[: m.start()].rstrip().rpartition("\n")[2]) for m in BLOCK.finditer(text)]
+
+
+def files(page: Path) -> dict[str, str]:
+    """The YAML files that a page shows, each in a block after a line that names it."""
+    named = [(re.search(r"`([\w-]+\.yaml)`", before), body) for kind, body, before in blocks(page) if kind == "yaml"]
+    return {found[1]: body for found, body in named if found}
+
+
+def lines(body: str) -> list[list[str]]:
+    """The commands of a block, split as a shell splits them; comments and prompts are gone."""
+    joined = body.replace("\\\n", " ").splitlines()
+    words = [shlex.split(line.removeprefix("$ "), comments=True) for line in joined]
+    return [line for line in words if line]
+
+
+def posttrain_arguments(words: list[str]) -> list[str] | None:
+    """The arguments for posttrain if that is what the command runs, however it is started."""
+    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words = words[1:]
+    for start in (["posttrain"], [".venv/bin/posttrain"], ["uv", "run", "posttrain"], ["python", "-m", "posttrain"]):
+        if words[: len(start)] == start:
+            return words[len(start) :]
+    return None
+
+
+def commands(page: Path) -> list[list[str]]:
+    return [words for language, body, _ in blocks(page) if language in SHELL for words in lines(body)]
+
+
+# --- posttrain's own commands ---------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Runs what a page says, in the order it says it, in the current folder."""
+
+    def __init__(self, page: Path, shared: Path, scratch_model: Path, capsys):
+        self.shared, self.scratch_model, self.capsys = shared, scratch_model, capsys
+        with gzip.open(shared / HH, "rt", encoding="utf-8") as rows:
+            Path("pairs.jsonl").write_text("".join(itertools.islice(rows, 4)), encoding="utf-8")
+        for name, text in (files(ROOT / "README.md") | files(page)).items():
+            Path(name).write_text(text, encoding="utf-8")
+
+    def run(self, arguments: list[str]) -> str:
+        status = main(arguments)
+        out, error = self.capsys.readouterr()
+        assert status == 0, f"posttrain {shlex.join(arguments)}\n{error}"
+        return out
+
+    def command(self, arguments: list[str]) -> None:
+        verb, *rest = arguments
+        if verb in ("train", "plan", "explore"):
+            if verb == "train" and len(rest) == 1 and not Path(rest[0]).exists():
+                assert rest[0] in LOCAL, f"{rest[0]} is no preset that tests/test_presets.py trains"
+                return
+            rest = [re.sub(r"checkpoint-\d+$", "checkpoint-1", word) for word in rest]
+            self.run([verb, *self.local(rest)])
+        elif verb == "score":
+            model = rest[0] if Path(rest[0]).exists() else str(self.shared / "models/stories260K")
+            self.run([verb, model, *rest[1:]])
+        elif verb == "quickstart":
+            flags_exist(arguments, self.run)
+        else:
+            assert verb == "config" or "--help" in arguments, f"nothing here knows how to run posttrain {verb}"
+            self.run(arguments)
+
+    def local(self, rest: list[str]) -> list[str]:
+        """The arguments with the names of the hub, and MODEL, replaced by what is here, and made small."""
+        rest = [word.replace("=MODEL", f"={self.scratch_model}") for word in rest]
+        settings = yaml.safe_load(self.run(["config", "show", *settings_only(rest)]))
+        changes = {f"--{flag}": value for flag, value in SMALL.items()}
+        source = settings["data"]["source"]
+        if source in DATA:
+            file, format = DATA[source]
+            changes |= {"--source": self.shared / file, "--format": format}
+        if settings["data"]["validation"] is not None:
+            changes["--validation"] = "{rows: 2}"
+        for model in settings["models"]:
+            if not Path(model["path"]).exists():
+                changes["--model.path"] = self.local_model(settings)
+        return [*rest, *(f"{flag}={value}" for flag, value in changes.items())]
+
+    def local_model(self, settings: dict) -> Path:
+        """The small one that was really trained; where a chat template is needed, the one that has one."""
+        return self.shared / "models/stories260K" if settings["data"]["template"] == "none" else self.scratch_model
+
+
+def settings_only(rest: list[str]) -> list[str]:
+    """The arguments without those that are no settings: `config show` then says what the settings come to."""
+    kept, words = [], iter(rest)
+    for word in words:
+        if word == "--rows":
+            next(words)
+        elif word not in TRAINING_ONLY and not Path(word).is_dir():  # the folder is that of --resume
+            kept.append(word)
+    return kept
+
+
+def flags_exist(arguments: list[str], run) -> None:
+    """Every flag of a command is in the help of its verb, or of its group."""
+    verbs = [word for word in arguments if re.fullmatch(r"[a-z]+", word)]
+    group = arguments[0] == "config" and len(verbs) > 1
+    shown = run([*(verbs[:2] if group else arguments[:1]), "--help"])
+    for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
+        name = re.sub(r"^--([\w-]+\.)*", "--", flag).replace("_", "-")
+        assert re.search(rf"{re.escape(name)}(?![\w-])", shown) or name in TRAINING_ONLY, (
+            f"{arguments[0]} has no {flag}"
+        )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_code_run(page, shared, scratch_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    reader = Reader(page, shared, scratch_model, capsys)
+    for language, body, _ in blocks(page):
+        if language == "python":
+            exec(compile(body, page.name, "exec"), {"__name__": "docs"})
+        elif language in SHELL:
+            for words in lines(body):
+                arguments = posttrain_arguments(words)
+                if arguments is not None:
+                    reader.command(arguments or ["--help"])
+                else:
+                    other_command_is_real(words)
+        else:
+            mentioned = [line for line in body.splitlines() if re.match(r"(\$ )?posttrain ", line)]
+            assert not mentioned, f"a command in a block that is not marked as bash: {mentioned}"
+
+
+def test_the_rules_find_what_is_wrong(shared, scratch_model, tmp_path, monkeypatch, capsys):
+    """A command that nobody runs, or that fails, is seen."""
+    monkeypatch.chdir(tmp_path)
+    reader = Reader(ROOT / "README.md", shared, scratch_model, capsys)
+    for wrong in (
+        ["trian", "x"],
+        ["train", "no-such-preset"],
+        ["train", "dpo-hh", "training.max_step=3"],
+        ["config", "sohw", "dpo-hh"],
+    ):
+        with pytest.raises(AssertionError):
+            reader.command(wrong)
+    for wrong in ("make breakfast", "pip install -e .[nothing]", "rm -rf /", "python -m no_such_module"):
+        with pytest.raises(AssertionError):
+            other_command_is_real(wrong.split())
+
+
+# --- other tools ----------------------------------------------------------------------------------------------------
+
+
+def other_command_is_real(words: list[str]) -> None:
+    """A command of another tool is not run: what it refers to in this project has to exist."""
+    tool, *rest = words
+    if tool == "make":
+        targets = re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        assert rest and set(rest) <= set(targets), f"the Makefile has no {rest}"
+    elif (tool, *rest[:1]) in (("pip", "install"), ("uv", "pip")) or words[:2] in (["uv", "sync"], ["uv", "venv"]):
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        extras = [extra for word in rest for extra in re.findall(r"^\.\[(.*)\]$", word)]
+        extras = [name for found in extras for name in found.split(",")]
+        extras += [name for flag, name in itertools.pairwise(rest) if flag == "--extra"]
+        assert set(extras) <= set(project["optional-dependencies"]), f"there is no extra among {extras}"
+        files = [name for flag, name in itertools.pairwise(rest) if flag in ("-c", "-r")]
+        assert all((ROOT / name).is_file() for name in files), files
+    elif words[:2] == ["python", "-m"]:
+        assert importlib.util.find_spec(rest[1]), f"there is no module {rest[1]}"
+    else:
+        assert words[:2] == ["git", "clone"], f"nothing here knows how to check: {shlex.join(words)}"
+
+
+# --- what pages say in passing --------------------------------------------------------------------------------------
+
+
+def slug(heading: str) -> str:
+    """The anchor GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page):
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?://|mailto:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = page.parent / name if name else page
+        assert path.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in [slug(heading) for heading in headings], f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_tests_that_are_named_exist(page):
+    for name, test in re.findall(r"`((?:posttrain|tests|docs|benchmarks)/[\w./-]+)(?:::(\w+))?`", page.read_text()):
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
+        if test:
+            assert f"def {test}(" in (ROOT / name).read_text(encoding="utf-8"), f"{page.name} names {name}::{test}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_passing_exist(page, monkeypatch, capsys):
+    """`posttrain verb --flag` within a sentence: there is such a verb with such flags."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(arguments: list[str]) -> str:
+        status = main(arguments)
+        out, error = capsys.readouterr()
+        assert status == 0, f"{page.name}: posttrain {shlex.join(arguments)}\n{error}"
+        return out
+
+    for code in re.findall(r"`posttrain ([^`]+)`", BLOCK.sub("", page.read_text(encoding="utf-8"))):
+        words = shlex.split(code)
+        if not words[0].startswith("--"):
+            flags_exist([word for word in words if word != "--help"], run)
+
+
+def test_something_was_found():
+    found = [words for page in PAGES for words in commands(page)]
+    assert len([words for words in found if posttrain_arguments(words) is not None]) > 25
+    assert ["make", "quickstart"] in found and ["make", "test"] in found
