@@ -96,12 +96,14 @@ def physical_length(tree: Sample, keep_last: bool = False) -> int:
     return len(tree.tokens) if keep_last else max(len(tree.tokens) - 1, 0)
 
 
-def pack(examples: Sequence[Example], tokens_per_pack: int, keep_last: bool = False, pad: bool = False) -> list[Pack]:
+def pack(
+    examples: Sequence[Example], tokens_per_pack: int, keep_last: bool = False, pad_to: int | None = None
+) -> list[Pack]:
     """Lay examples into as few packs of at most `tokens_per_pack` physical tokens as first-fit-decreasing finds.
 
     The last token of a sequence predicts nothing and is not fed, unless `keep_last` asks for its hidden state (reward
-    models). `pad` fills every pack to exactly `tokens_per_pack` with tokens that see only themselves, so that a
-    compiled kernel meets one shape. The order of examples within a pack is theirs in the list.
+    models). `pad_to` fills every pack to a multiple of it with tokens that see only themselves, so that a compiled
+    kernel meets few shapes. The order of examples within a pack is theirs in the list.
 
     Raises ValueError when one example is longer than `tokens_per_pack`: its loss needs all of it at once.
     """
@@ -122,8 +124,7 @@ def pack(examples: Sequence[Example], tokens_per_pack: int, keep_last: bool = Fa
         else:
             bins.append([index])
             room.append(tokens_per_pack - lengths[index])
-    width = tokens_per_pack if pad else None
-    return [_Layout(keep_last).build([(i, examples[i]) for i in sorted(members)], width) for members in bins]
+    return [_Layout(keep_last).build([(i, examples[i]) for i in sorted(members)], pad_to or 1) for members in bins]
 
 
 class _Layout:
@@ -141,13 +142,13 @@ class _Layout:
         self.last: list[int] = []
         self.group: list[int] = []
 
-    def build(self, members: Sequence[tuple[int, Example]], width: int | None) -> Pack:
+    def build(self, members: Sequence[tuple[int, Example]], pad_to: int) -> Pack:
         tree_start = [0]
         for group, example in members:
             for tree in example.trees:
                 self.lay(tree, group, depth=0, previous=None, path=())
                 tree_start.append(self.length)
-        padding = 0 if width is None else width - self.length
+        padding = -self.length % pad_to
         end = np.empty(self.length + padding, np.int64)
         for start, stop, node_end in self.spans:
             end[start:stop] = node_end

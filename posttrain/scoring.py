@@ -13,7 +13,7 @@ from torch import nn
 
 from posttrain.batch import Pack
 from posttrain.models.attention import PackedMask
-from posttrain.models.families import backbone_of, base_of, is_packed, logit_softcap
+from posttrain.models.families import backbone_of, base_of, is_packed, logit_scale, logit_softcap
 
 # Elements of the largest block of logits that exists at a time: 16 MB in float32, inside a CPU's cache; more on a GPU,
 # where small products leave the device idle.
@@ -41,7 +41,7 @@ class Scorer(nn.Module):
         causal = base_of(self.model)
         head = causal.get_output_embeddings()
         assert isinstance(head, nn.Linear)
-        cap = logit_softcap(causal.config)
+        temperature, cap = temperature / logit_scale(causal.config), logit_softcap(causal.config)
         return Scores(*ChunkedScores.apply(hidden_N, head.weight, head.bias, pack.target_N, temperature, cap))
 
 

@@ -92,7 +92,7 @@ def one_by_one(model, examples, temperature=1.0):
                 tokens = torch.from_numpy(ids)[None]
                 logits = model(input_ids=tokens, use_cache=False).logits[0, :-1] / temperature
                 logprob = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
-                out.append(logprob[torch.from_numpy(trained[1:])])
+                out.append(logprob[torch.from_numpy(trained[1:].copy())])
     return torch.cat(out)
 
 
@@ -169,7 +169,7 @@ def test_packs_may_be_split_or_padded(family):
     want_S = whole.sum_by_sequence(want_N)
     want_S.sin().sum().backward()
     want_grad = gradients(model)
-    packs = pack(examples, 30, pad=True)
+    packs = pack(examples, 30, pad_to=30)
     assert len(packs) > 1 and all(len(p.tokens_T) == 30 for p in packs)
     for one in packs:
         got_S = one.sum_by_sequence(Scorer(model)(one).logprob_N)
@@ -215,7 +215,7 @@ def test_flex_mask_equals_dense_mask(window):
 
     from posttrain.models.attention import PackedMask
 
-    [whole] = pack(forest(), 160, pad=True)
+    [whole] = pack(forest(), 160, pad_to=160)
     mask = PackedMask(whole)
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 160, 16), torch.randn(1, 2, 160, 16), torch.randn(1, 2, 160, 16)

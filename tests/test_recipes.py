@@ -301,3 +301,59 @@ def test_early_stopping_keeps_the_best(tmp_path, shared):
     print(losses)
     assert results["steps"] < 30 and results["best"]["eval_loss"] == min(losses)
     assert len(losses) - 1 - losses.index(min(losses)) == 3
+
+
+def test_lora_on_a_lora_folder_keeps_the_first_adapter(tmp_path, shared):
+    """The second adapter names a base that has the first one merged in: `final/` is the model that was trained."""
+    model = shared / "models/stories260K"
+    lora = {"lora": {"r": 4, "alpha": 8}}
+    first = run(tmp_path, "name=first", **dpo(shared, model, model=lora))
+    second = run(tmp_path, "name=second", **dpo(shared, first / "final", model=lora))
+    assert metrics(second, "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
+    settings = json.loads((second / "final/adapter_config.json").read_text())
+    base = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"])
+    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), first / "final").merge_and_unload()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(base.state_dict()[name], merged.state_dict()[name])
+    assert not torch.equal(base.state_dict()[name], AutoModelForCausalLM.from_pretrained(model).state_dict()[name])
+
+
+def test_resuming_many_models_starts_those_never_reached(tmp_path, shared, scratch_model):
+    sections = dpo(shared, "unused")
+    del sections["model"]
+    models = [{"path": str(shared / "models/stories260K")}, {"path": str(scratch_model)}]
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({"name": "many", "output_dir": str(tmp_path), "models": models, **sections}))
+    assert recipes.train(load(file).config, model_index=0) == 0
+    assert recipes.train(load(file).config, resume=True) == 0
+    assert (tmp_path / "many/tiny-qwen3/final/model.safetensors").exists()
+
+
+def test_margins_of_the_data_enter_the_reward_loss(tmp_path, shared):
+    """A margin of 3 on every pair lifts the first loss from log 2 to about log(1 + e^3)."""
+    rows = [{"prompt": f"Once {i}", "chosen": " a cat", "rejected": " a dog", "margin": 3.0} for i in range(8)]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    folder = run(
+        tmp_path,
+        model=str(shared / "models/stories260K"),
+        method="reward",
+        data={"source": str(source), "template": "none"},
+        training={"batch_size": 8, "max_steps": 1},
+        tracking={"logging_steps": 1},
+    )
+    assert metrics(folder, "loss")[0] == pytest.approx(math.log1p(math.exp(3)), abs=0.5)
+
+
+def test_pad_token_of_a_reward_model_leaves_the_tokenizer_as_it_was(shared):
+    """GPT-2 has one special token, its stop token: padding gets the id of a byte that no text has."""
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    from posttrain.recipes.job import set_pad_token
+
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers/gpt2")
+    model = GPT2ForSequenceClassification(GPT2Config(n_embd=8, n_layer=1, n_head=2, num_labels=1))
+    set_pad_token(model, tokenizer)
+    pad = model.config.pad_token_id
+    assert pad not in (None, tokenizer.eos_token_id) and tokenizer.decode([pad]) == "\ufffd"
+    assert tokenizer.pad_token is None

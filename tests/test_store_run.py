@@ -81,8 +81,9 @@ def test_a_state_set_by_hand_stays(tmp_path):
     assert (read_run(run.folder).state, read_run(run.folder).reason) == ("interrupted", "asked to")
 
 
-def test_messages_go_to_the_log_while_the_run_is_open(tmp_path, capsys):
+def test_messages_go_to_the_log_while_the_run_is_open(tmp_path, capsys, monkeypatch):
     logger = logging.getLogger("posttrain")
+    monkeypatch.setattr(logger, "propagate", False)  # pytest's report of a parallel run cannot hold a lone surrogate
     console = ConsoleLog()
     try:
         with Run.create(tmp_path / "a", CONFIG, {}):

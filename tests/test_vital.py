@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_equivalence import forest, make
 
-from posttrain.batch import pack
+from posttrain.batch import Example, Sample, pack
 from posttrain.errors import VitalSignError
 from posttrain.models import attention
 from posttrain.optim.adamw import AdamW
@@ -31,6 +31,25 @@ def test_packing_holds_and_a_leaking_mask_is_found(monkeypatch):
     monkeypatch.setattr(attention.PackedMask, "trees", lambda self, window: [None] * len(self.sizes))
     with pytest.raises(VitalSignError, match=r"packed = unpacked fails.*qwen3"):
         check_packing(scorer, pack(examples, 100), examples)
+
+
+def test_documents_that_see_one_another_are_found(monkeypatch):
+    """A pack of plain sequences whose trees are taken for one: the first looks right, the last does not."""
+    examples = [Example((Sample(list(range(3 + row, 15 + row)), True),), row) for row in range(3)]
+    scorer = Scorer(packed_model())
+    assert check_packing(scorer, pack(examples, 100), examples) < 1e-4
+    monkeypatch.setattr(attention.PackedMask, "__init__", one_tree(attention.PackedMask.__init__))
+    with pytest.raises(VitalSignError, match="packed = unpacked fails"):
+        check_packing(scorer, pack(examples, 100), examples)
+
+
+def one_tree(init):
+    def broken(self, whole):
+        init(self, whole)
+        self.tree_start, self.sizes = (0, whole.num_tokens), [whole.num_tokens]
+        self.end_T = torch.full_like(self.end_T, whole.num_tokens)
+
+    return broken
 
 
 def test_reward_packing(monkeypatch):

@@ -333,7 +333,8 @@ class RunConfig(Settings):
         problems.check(
             not pairs or self.data.format in PAIR_FORMATS,
             "data.format",
-            f"is {self.data.format}, which has no chosen and rejected; {self.method.type} needs preference, hh or auto",
+            f"is {self.data.format}, which has no chosen and rejected; {self.method.type} needs one of "
+            f"{', '.join(sorted(PAIR_FORMATS))}",
         )
         problems.check(
             self.method.type != "sft" or not self.method.completion_only_loss or self.data.format != "text",

@@ -31,14 +31,6 @@ class Lists:
         start, stop = self.offsets[chunk][row : row + 2]
         return self.values[chunk][start:stop]
 
-    def first(self, default: Array) -> Array:
-        """The first value of each list, or the default where it is empty."""
-        out = default.copy()
-        for start, offsets, values in zip(self.starts[:-1], self.offsets, self.values, strict=True):
-            full = np.flatnonzero(np.diff(offsets))
-            out[start + full] = values[offsets[full]]
-        return out
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -106,7 +98,9 @@ class Table:
         if limits.overlong == "truncate":
             start = np.maximum(prompt - most, 0)
             stop = np.where(split, length, np.minimum(length, start + limits.max_length))
-            keep = np.maximum(self.lists["spans"].first(length), start + 1) < stop
+            for row in map(int, np.flatnonzero(over & ~split)):
+                spans = self.lists["spans"][row].reshape(-1, 2)
+                keep[row] = (np.maximum(spans[:, 0], start[row] + 1) < np.minimum(spans[:, 1], stop[row])).any()
         view = np.stack([np.arange(len(length)), start, stop], axis=1)[keep]
         if split.any():
             view = _pieces(view, split[view[:, 0]], limits.max_length)

@@ -84,8 +84,9 @@ def prepare(
     max_rows = None if isinstance(data.source, str) else data.max_rows
     whole = reader.load("train", parts, None, max_rows)
     rng = np.random.default_rng([seed, zlib.crc32(b"validation")])
-    held_out = _held_out(data, len(whole.fitted.view), rng)
-    indices = np.setdiff1d(np.arange(len(whole.fitted.view)), held_out)
+    rows = whole.fitted.view[:, 0]
+    is_held_out = np.isin(rows, _held_out(data, np.unique(rows), rng))  # the pieces of a document stay together
+    held_out, indices = np.flatnonzero(is_held_out), np.flatnonzero(~is_held_out)
     train = Dataset(whole.table, whole.fitted, _weighted(indices, whole, parts, seed))
     validation = {"validation": Dataset(whole.table, whole.fitted, held_out)} if len(held_out) else {}
     loaded = {"train": whole}
@@ -110,15 +111,15 @@ def prepare(
     return Prepared(kind, train, validation, reports, cache.fingerprint(facts))
 
 
-def _held_out(data: DataConfig, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Which examples are held out for validation, ascending: drawn without replacement from all of them."""
-    given = data.validation
+def _held_out(data: DataConfig, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Which rows are held out for validation: drawn without replacement from all of them."""
+    given, count = data.validation, len(rows)
     if given is None or given.source is not None:
         return np.zeros(0, np.int64)
     wanted = given.rows if given.rows is not None else max(1, round((given.ratio or 0.0) * count))
     if wanted >= count:
         raise DataError(f"data.validation holds out {wanted:,} of {count:,} examples, which leaves none to train on")
-    return np.sort(rng.permutation(count)[:wanted])
+    return rng.permutation(rows)[:wanted]
 
 
 def _weighted(indices: np.ndarray, whole: Loaded, parts: Sequence[Part], seed: int) -> np.ndarray:

@@ -5,7 +5,8 @@ A query sees the keys `k <= q < end_T[k]` and, in a layer with a sliding window,
 forward down to the attention function: a `PackedMask`, whose masks are built once and shared by all layers.
 
 On CPU and MPS every tree is one call of scaled_dot_product_attention. On CUDA FlexAttention takes the whole pack with
-one BlockMask; packs padded to a fixed width compile once.
+one BlockMask; it compiles once for each width of a pack, so packs come in a few widths only (`width_step`). Attention
+dropout and heads narrower than 16, which FlexAttention lacks, go tree by tree there too.
 """
 
 from __future__ import annotations
@@ -61,14 +62,17 @@ class PackedMask:
         if window not in self._blocks:
             from torch.nn.attention.flex_attention import create_block_mask
 
-            end_T, position_T = self.end_T, self.position_T
+            end_T, position_T = self.end_T.int(), self.position_T.int()
 
             def visible(b, h, q, k):
                 mask = (k <= q) & (q < end_T[k])
                 return mask if window is None else mask & (position_T[q] - position_T[k] < window)
 
             width = len(end_T)
-            self._blocks[window] = create_block_mask(visible, None, None, width, width, device=end_T.device)
+            device = end_T.device
+            # Compiled, no (width, width) tensor exists on the way to the blocks.
+            compiled = device.type == "cuda"
+            self._blocks[window] = create_block_mask(visible, None, None, width, width, device, _compile=compiled)
         return self._blocks[window]
 
 
@@ -95,8 +99,8 @@ def packed_attention(
             "this model's attention is set to `packed`, which needs a pack: score through posttrain.scoring, "
             'or call model.set_attn_implementation("sdpa") before using it directly'
         )
-    if query.is_cuda:
-        out = _flex(query, key, value, packed, scaling, dropout, sliding_window, softcap)
+    if query.is_cuda and not dropout and query.shape[-1] >= 16:
+        out = _flex(query, key, value, packed, scaling, sliding_window, softcap)
     else:
         attend = _sdpa if softcap is None else functools.partial(_eager, softcap=softcap)
         parts = [
@@ -133,18 +137,17 @@ def _eager(q, k, v, mask, *, scaling, dropout, softcap):
 
 @functools.cache
 def _compiled_flex():
+    from torch._dynamo import config
     from torch.nn.attention.flex_attention import flex_attention
 
+    # A kernel for each width, with and without gradients, for every kind of layer. Beyond the limit torch would quietly
+    # compute the full matrix of scores instead.
+    config.recompile_limit = max(config.recompile_limit, 64)
+    config.fail_on_recompile_limit_hit = True
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _flex(q, k, v, packed, scaling, dropout, window, softcap):
-    if dropout:
-        raise ModelError(
-            f"FlexAttention has no dropout, and this model's attention asks for {dropout}: "
-            "set models.0.attention to eager, or the attention dropout of the model's config.json to 0"
-        )
-
+def _flex(q, k, v, packed, scaling, window, softcap):
     def cap(score, b, h, i, j):
         return softcap * torch.tanh(score / softcap)
 
@@ -157,6 +160,11 @@ def _flex(q, k, v, packed, scaling, dropout, window, softcap):
         scale=scaling,
         enable_gqa=k.shape[1] != q.shape[1],
     )
+
+
+def width_step(device: torch.device, tokens_per_pack: int) -> int | None:
+    """What packs are padded to a multiple of: a quarter of the budget on a GPU, in blocks of 128; nothing elsewhere."""
+    return -(-tokens_per_pack // 4 // 128) * 128 if device.type == "cuda" else None
 
 
 AttentionInterface.register(NAME, packed_attention)

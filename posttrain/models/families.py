@@ -58,6 +58,11 @@ def is_packed(base: PreTrainedModel) -> bool:
     return base.config._attn_implementation == PACKED
 
 
+def logit_scale(config: PretrainedConfig) -> float:
+    """What a family multiplies its logits by: Cohere's logit_scale, the inverse of Granite's logits_scaling, or 1."""
+    return getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+
+
 def logit_softcap(config: PretrainedConfig) -> float | None:
     """Gemma's tanh capping of the final logits."""
     return getattr(config, "final_logit_softcapping", None)

@@ -71,8 +71,7 @@ def load_model(model: ModelConfig, head: Head, dtype: torch.dtype, device: torch
     A folder with a LoRA adapter gives its base model with the adapter merged in. A reward head that the weights lack is
     drawn from a normal distribution with standard deviation 0.02.
     """
-    adapter = _adapter_config(model)
-    base = model if adapter is None else model.model_copy(update={"path": adapter["base_model_name_or_path"]})
+    base = _base_settings(model)
     config = load_config(base)
     auto: Any = AutoModelForCausalLM
     if head == "reward":
@@ -92,7 +91,7 @@ def load_model(model: ModelConfig, head: Head, dtype: torch.dtype, device: torch
         raise ModelError(f"{base.path}: the weights lack {_some(missing)}, which {type(loaded).__name__} needs")
     if head == "reward" and "score.weight" in info["missing_keys"]:
         torch.nn.init.normal_(loaded.score.weight, std=0.02)
-    if adapter is not None:
+    if base is not model:
         loaded = _merge_adapter(loaded, model)
     if use_packed(model, loaded):
         loaded.set_attn_implementation(PACKED)
@@ -130,7 +129,8 @@ def _source(model: ModelConfig) -> dict[str, Any]:
 
 
 def load_config(model: ModelConfig) -> PreTrainedConfig:
-    """The model's config.json. Raises ModelError for models that are not for text alone."""
+    """The model's config.json, for an adapter its base model's. Raises ModelError for models not for text alone."""
+    model = _base_settings(model)
     with _clear_errors(model, "config.json"):
         config = AutoConfig.from_pretrained(model.path, **_source(model))
     _refuse_vision(model, config)
@@ -143,6 +143,17 @@ def _refuse_vision(model: ModelConfig, config: PreTrainedConfig) -> None:
             raise ModelError(
                 f"{model.path} ({config.model_type}) has a {part.split('_')[0]} part: posttrain trains text models only"
             )
+
+
+def is_adapter(model: ModelConfig) -> bool:
+    """Whether the path is a folder with a PEFT adapter rather than a whole model."""
+    return _adapter_config(model) is not None
+
+
+def _base_settings(model: ModelConfig) -> ModelConfig:
+    """The settings of an adapter's base model; of any other model, its own."""
+    adapter = _adapter_config(model)
+    return model if adapter is None else model.model_copy(update={"path": adapter["base_model_name_or_path"]})
 
 
 def _adapter_config(model: ModelConfig) -> dict[str, Any] | None:

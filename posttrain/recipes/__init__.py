@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,8 @@ from posttrain.recipes.finish import finish
 from posttrain.recipes.job import Job
 from posttrain.recipes.plan import plan
 from posttrain.recipes.resume import refuse_changes, run_folder_of, saved_settings
-from posttrain.store.checkpoint import named_checkpoint, newest_complete
+from posttrain.recipes.signals import handling, leave
+from posttrain.store.checkpoint import list_checkpoints, named_checkpoint, newest_complete
 from posttrain.store.run import Run
 
 __all__ = ["plan", "train"]
@@ -51,7 +53,9 @@ def train(
             folder = folder / model.folder_name
         one = config.model_copy(update={"models": (model,), "name": name})
         try:
-            train_one(one, folder, None, resume, overwrite)
+            # Of many models, those that an interruption left without a checkpoint, or never reached, begin anew.
+            begun = not resume or len(config.models) == 1 or bool(list_checkpoints(folder))
+            train_one(one, folder, None, resume and begun, overwrite or (not begun and folder.exists()))
         except Exception as error:
             if len(models) == 1:
                 raise
@@ -68,7 +72,8 @@ def train(
 def train_one(config: RunConfig, folder: Path, checkpoint: Path | None, resume: bool, overwrite: bool = False) -> None:
     """Train the one model of `config` in `folder`, from the start or, with `resume`, from a checkpoint."""
     facts = {"seed": config.seed, "threads": torch.get_num_threads()}
-    with Run.open(folder) if resume else Run.create(folder, dump(config), facts, overwrite=overwrite) as run:
+    run = Run.open(folder) if resume else Run.create(folder, dump(config), facts, overwrite=overwrite)
+    with handling(leave, signal.SIGTERM), run:
         began = time.perf_counter()
         if resume:
             checkpoint = checkpoint or _newest(folder)

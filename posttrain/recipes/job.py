@@ -18,8 +18,9 @@ from posttrain.batch import Example, Pack, pack
 from posttrain.config import learning_rate
 from posttrain.config.schema import ModelConfig, RunConfig
 from posttrain.data import Prepared, prepare_run
+from posttrain.models.attention import width_step
 from posttrain.models.families import backbone_of, base_of
-from posttrain.models.load import Head, compute_dtype, device_of, load_model, load_tokenizer
+from posttrain.models.load import Head, compute_dtype, device_of, is_adapter, load_model, load_tokenizer
 from posttrain.models.lora import add_lora
 from posttrain.optim.adamw import AdamW
 from posttrain.store.run import Run
@@ -46,6 +47,8 @@ class Job:
         np.random.seed(config.seed)
         torch.manual_seed(config.seed)
         device = device_of(config.devices)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         return cls(config, model, run, device, compute_dtype(model, device), load_tokenizer(model), checkpoint)
 
     def data(self) -> Prepared:
@@ -66,7 +69,7 @@ class Job:
             source = self.model if self.checkpoint is None else self.saved(self.checkpoint)
             policy: nn.Module = load_model(source, head, dtype, self.device)
         else:
-            base = load_model(self.model, head, dtype, self.device)
+            base = load_model(self._base(head), head, dtype, self.device)
             if self.checkpoint is None:
                 policy = add_lora(base, self.model.lora, head)
             else:
@@ -78,6 +81,16 @@ class Job:
         if self.checkpoints_gradients():
             enable_gradient_checkpointing(policy)
         return policy.eval()
+
+    def _base(self, head: Head) -> ModelConfig:
+        """What new adapters go on. An adapter folder becomes a model of its own in `base/`, for them to name."""
+        if not is_adapter(self.model):
+            return self.model
+        folder = self.run.folder.resolve() / "base"
+        if not folder.exists():
+            merged = load_model(self.model, head, torch.float32, torch.device("cpu"))
+            self.run.save_model(folder, 0, merged.save_pretrained)
+        return self.saved(folder)
 
     def optimizer(self, policy: nn.Module) -> AdamW:
         training = self.config.training
@@ -91,8 +104,9 @@ class Job:
         )
 
     def pack(self, examples: Sequence[Example], keep_last: bool = False) -> list[Pack]:
-        """A batch's packs. On a GPU they are padded to one width, so that the attention kernel is compiled once."""
-        return pack(examples, self.config.training.tokens_per_pack, keep_last, pad=self.device.type == "cuda")
+        """A batch's packs, on a GPU of one of a few widths."""
+        tokens = self.config.training.tokens_per_pack
+        return pack(examples, tokens, keep_last, pad_to=width_step(self.device, tokens))
 
     def learning_rate(self) -> float:
         return learning_rate(self.config, self.model)
@@ -120,7 +134,10 @@ def enable_gradient_checkpointing(policy: nn.Module) -> None:
 
 
 def set_training_mode(policy: nn.Module, dropout: bool) -> None:
-    """Training mode with the model's own dropout, or evaluation mode in which checkpointing still works."""
+    """For updates: training mode with the model's own dropout, or evaluation mode in which checkpointing still works.
+
+    The choice is the recipe's, for a whole run. To measure without gradients, plain `policy.eval()` is enough.
+    """
     policy.train(dropout)
     if dropout:
         return
@@ -128,15 +145,29 @@ def set_training_mode(policy: nn.Module, dropout: bool) -> None:
         if getattr(layer, "gradient_checkpointing", False):
             layer.training = True
             if isinstance(getattr(layer, "dropout", None), float):
-                layer.__dict__["dropout"] = 0.0  # OPT's layers apply it themselves
+                layer.__dict__["dropout"] = 0.0  # OPT's layers apply it themselves; this recipe never wants it
 
 
 def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Let transformers find a row's last token, whose hidden state the reward head reads, in a padded batch.
 
-    It takes the last token that is not padding, so padding must not look like the end of a completion.
+    It takes the last token that is not padding, so padding must not look like the end of a completion. Where the
+    tokenizer has no other special token, an id that no text produces serves; the tokenizer itself stays as it is.
     """
-    candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, 0, 1]
-    pad = next(id for id in candidates if id is not None and id != tokenizer.eos_token_id)
-    model.config.pad_token_id = pad
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
+    special = [tokenizer.pad_token, *tokenizer.all_special_tokens]
+    token = next((str(token) for token in special if token not in (None, tokenizer.eos_token)), None)
+    if token is None:
+        model.config.pad_token_id = _unreachable_id(tokenizer)
+    else:
+        tokenizer.pad_token = token
+        model.config.pad_token_id = tokenizer.pad_token_id
+
+
+def _unreachable_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token of a byte that UTF-8 never has, in a byte-level vocabulary (GPT-2's and its heirs')."""
+    vocabulary = tokenizer.get_vocab()
+    for byte in (0xC0, 0xC1, *range(0xF5, 0x100)):
+        id = vocabulary.get(chr(byte))
+        if id is not None and tokenizer.decode([id]) == "\ufffd":
+            return id
+    return None

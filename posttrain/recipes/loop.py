@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from posttrain.batch import Example, Pack
-from posttrain.config import dump
 from posttrain.data import Dataset, Prepared
 from posttrain.errors import RunError, VitalSignError
 from posttrain.optim.adamw import AdamW
@@ -28,6 +27,7 @@ from posttrain.optim.schedules import schedule, warmup_count
 from posttrain.optim.update import Metrics, Objective, add, to_floats, update
 from posttrain.progress import progress
 from posttrain.recipes.job import Job, set_training_mode
+from posttrain.recipes.signals import handling
 from posttrain.recipes.vital import MovedWeights
 from posttrain.store.files import load_json, load_tensors, restore_rng, rng_state, save_json, save_tensors
 from posttrain.store.progress import TrainingProgress
@@ -94,6 +94,9 @@ class Loop:
                 yield step, self._examples(step)
                 self.state.seconds += time.perf_counter() - began
                 self._after_step()
+            if self.state.window_steps:
+                self._log()
+                self.save_checkpoint()
 
     def _examples(self, step: int) -> list[Example]:
         epoch, batch = divmod(step - 1, self.steps_per_epoch)
@@ -125,6 +128,8 @@ class Loop:
         state.step, state.evaluated = step, False
         state.num_tokens += tokens
         self.progress.step(step, tokens, done.metrics)
+        if step % self.job.config.tracking.logging_steps == 0 or step == self.total:
+            self._log()
         if self._moved is not None and done.applied and self.rate(step) > 0 and done.metrics["grad_norm"] > 0:
             self._moved.check(self.rate(step), done.metrics["grad_norm"])
             self._moved = None
@@ -145,17 +150,14 @@ class Loop:
             )
 
     def _after_step(self) -> None:
-        state, config = self.state, self.job.config
-        last = state.step == self.total or self._patience_is_over()
-        if state.step % config.tracking.logging_steps == 0 or last:
-            self._log()
-        if state.step % config.checkpoint.save_steps == 0 or last or self.stop:
+        state, every = self.state, self.job.config.checkpoint.save_steps
+        if state.step % every == 0 or state.step == self.total or self._patience_is_over() or self.stop:
             self.save_checkpoint()
         self._leave_if_asked()
 
     def _log(self) -> None:
         state = self.state
-        metrics = {name: value / state.window_steps for name, value in state.window.items()}
+        metrics = {name: value / state.window_steps for name, value in state.window.items()}  # none: all were skipped
         metrics |= {
             "learning_rate": self.rate(state.step),
             "epoch": state.step / self.steps_per_epoch,
@@ -180,7 +182,7 @@ class Loop:
 
     def evaluate(self, objective_of: ObjectiveOf) -> dict[str, float]:
         """Measure every validation set without gradients, log it, keep the model if it is the best so far."""
-        set_training_mode(self.policy, dropout=False)
+        self.policy.eval()
         metrics = {"epoch": self.state.step / self.steps_per_epoch}
         for name, dataset in self.data.validation.items():
             prefix = "eval_" if name == "validation" else f"eval_{name}_"
@@ -195,7 +197,7 @@ class Loop:
 
     @torch.no_grad()
     def _measure(self, name: str, dataset: Dataset, objective_of: ObjectiveOf) -> dict[str, float]:
-        """Means over a data set: every batch's means weigh by what they are over (tokens, pairs)."""
+        """Means over a data set: every batch's metrics weigh by what its loss is a mean over (tokens or pairs)."""
         limit = self.job.config.evaluation.num_batches
         size = len(dataset) if limit is None else min(len(dataset), limit * self.batch_size)
         total: dict[str, float] = {}
@@ -248,7 +250,7 @@ class Loop:
             save_tensors(folder / "rng.safetensors", tensors)
             state = {"loop": asdict(self.state), "rng": facts, "data": self.data.fingerprint}
             save_json(folder / "state.json", state)
-            (folder / "config.yaml").write_text(dump(self.job.config), encoding="utf-8")
+            (folder / "config.yaml").write_text(self.job.run.config_yaml, encoding="utf-8")
 
         self.job.run.save_checkpoint(self.state.step, write, self.job.config.checkpoint.save_total_limit)
 
@@ -260,6 +262,8 @@ class Loop:
                 "tokenizer): give it back, or start a new run"
             )
         self.state = State(**saved["loop"])
+        if self.state.best is not None and not self.job.run.best.exists():
+            self.state.best, self.state.evaluations_since_best = None, 0  # it was of a future given up
         self.optimizer.load_state(load_tensors(checkpoint / "optimizer.safetensors"))
         restore_rng(load_tensors(checkpoint / "rng.safetensors"), saved["rng"])
         log.info("resumed from %s at step %d", checkpoint.name, self.state.step)
@@ -282,12 +286,8 @@ class Loop:
             self.stop = signal.Signals(number).name
             log.warning("%s: finishing the step, then saving a checkpoint (again to leave at once)", self.stop)
 
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with handling(ask, signal.SIGINT, signal.SIGTERM):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _leave_if_asked(self) -> None:
         if self.stop == "SIGINT":

@@ -23,6 +23,7 @@ from posttrain.progress import progress
 from posttrain.recipes.job import Job
 from posttrain.recipes.vital import fingerprints
 from posttrain.scoring import Scorer
+from posttrain.store.checkpoint import save_folder, verify
 from posttrain.store.files import load_tensors, save_tensors
 
 log = logging.getLogger("posttrain")
@@ -89,11 +90,10 @@ class _Numbered:
 
 def _precomputed(job: Job, score: Callable[[Pack], torch.Tensor], dataset: Dataset, key: str) -> _Numbered:
     """Score a data set once, longest rows together, or take the numbers from the cache."""
-    path = default_folder() / "reference" / f"{key}.safetensors"
-    try:
-        return _Numbered(dataset, load_tensors(path)["logprob"].numpy())
-    except RunError as reason:
-        log.info("computing the reference's log-probabilities of %d rows (%s)", len(dataset), reason)
+    folder = default_folder() / "reference" / key
+    if not verify(folder):
+        return _Numbered(dataset, load_tensors(folder / "logprob.safetensors")["logprob"].numpy())
+    log.info("computing the reference's log-probabilities of %d rows", len(dataset))
     numbers = np.empty((len(dataset), 2), np.float32)
     order = np.argsort(-dataset.lengths, kind="stable")
     batches = [
@@ -103,8 +103,12 @@ def _precomputed(job: Job, score: Callable[[Pack], torch.Tensor], dataset: Datas
         for pack in job.pack([dataset[int(row)] for row in rows]):
             owner = rows[pack.group_S[0::2].numpy()]
             numbers[owner] = score(pack.to(job.device)).view(-1, 2).cpu().numpy()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_tensors(path, {"logprob": torch.from_numpy(numbers)})
+    tensors = {"logprob": torch.from_numpy(numbers)}
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        save_folder(folder, 0, lambda temporary: save_tensors(temporary / "logprob.safetensors", tensors))
+    except (OSError, RunError) as error:
+        log.warning("the reference's log-probabilities could not be cached, and are used all the same: %s", error)
     return _Numbered(dataset, numbers)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from posttrain.config import RunConfig, load
 from posttrain.errors import RunError
+from posttrain.store.provenance import redact
 
 # How long to train, and how often to log, save and evaluate; where the folder lies and what computes.
 CHANGEABLE = (
@@ -44,7 +45,7 @@ def saved_settings(folder: Path, given: RunConfig) -> RunConfig:
 def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
     """Raise RunError when the settings differ from the checkpoint's in anything that would make another run of it."""
     saved = _flat(load(checkpoint / "config.yaml").config.model_dump(mode="json"))
-    given = _flat(config.model_dump(mode="json"))
+    given = _flat(redact(config.model_dump(mode="json")))
     changed = [
         f"{path}: {saved.get(path)} -> {given.get(path)}"
         for path in sorted(saved.keys() | given.keys())

@@ -33,7 +33,8 @@ def train(job: Job) -> Loop:
         packs = job.pack(examples, keep_last=True)
 
         def share(pack: Pack):
-            reward_S = scorer(pack.to(job.device))
+            pack = pack.to(job.device)
+            reward_S = scorer(pack)
             chosen_P, rejected_P = reward_S[0::2], reward_S[1::2]
             loss_P = bradley_terry(chosen_P, rejected_P, margins(pack, examples), method.center_rewards_coefficient)
             sums = reward_metrics(chosen_P, rejected_P)

@@ -17,6 +17,7 @@ from posttrain.data import prepare
 from posttrain.data.prepare import Kind
 from posttrain.data.readers import Record, read_files
 from posttrain.errors import DataError
+from posttrain.models.attention import width_step
 from posttrain.models.load import compute_dtype, device_of, is_reward_model, load_model, load_tokenizer
 from posttrain.progress import progress
 from posttrain.scoring import RewardScorer, Scorer
@@ -53,7 +54,7 @@ def score(
     for start in progress(starts, f"scoring {file.name}"):
         rows = order[start : start + BATCH]
         examples = [dataset[int(i)] for i in rows]
-        for packed in pack(examples, tokens_per_pack, keep_last=reward):
+        for packed in pack(examples, tokens_per_pack, reward, width_step(device, tokens_per_pack)):
             for group, values in zip(packed.group_S.tolist(), _values(scorer, packed.to(device)), strict=True):
                 scores.setdefault(examples[group].row, []).append(values)
 

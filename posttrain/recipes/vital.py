@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,13 +17,13 @@ from posttrain.scoring import RewardScorer, Scorer
 # Largest difference of one token's log-probability (nats) that rounding explains: float32 sums in another order, and
 # bfloat16's 8 bits through tens of layers.
 ROUNDING = {torch.float32: 2e-3, torch.bfloat16: 0.5}
-SEQUENCES_CHECKED = 2
 
 
 def check_packing(scorer: Scorer, packs: Sequence[Pack], examples: Sequence[Example]) -> float:
     """A pack gives the log-probabilities that transformers itself gives, one sequence at a time.
 
-    Looks at the first sequences of the first pack. Returns the largest difference; VitalSignError above rounding.
+    Looks at the first and the last sequences of the first pack. Returns the largest difference; raises VitalSignError
+    above rounding.
     """
 
     def packed(pack: Pack) -> list[torch.Tensor]:
@@ -62,27 +63,35 @@ def _compare(
     modes = {module: module.training for module in scorer.modules()}
     implementation = base.config._attn_implementation or "eager"
     scorer.eval()
-    example = examples[int(pack.group_S[0])]
-    paths = [path for tree in example.trees for path in sequences(tree)][:SEQUENCES_CHECKED]
+    last = pack.num_sequences - 1
+    ends = sorted({0, min(1, last), max(last - 1, 0), last})  # the last show whether they are kept apart from the rest
+    paths = {s: _path(pack, examples, s) for s in ends}
     try:
         got = packed(pack)
         base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
         device = pack.tokens_T.device
-        want = [plain(*(torch.from_numpy(a.copy()).to(device) for a in path)) for path in paths]
+        want = {s: plain(*(torch.from_numpy(a.copy()).to(device) for a in path)) for s, path in paths.items()}
     finally:
         base.set_attn_implementation(implementation)
         for module, mode in modes.items():
             module.training = mode
     # not `max`, which would pass over NaN
-    worst = float(torch.cat([(g - w).abs() for g, w in zip(got, want, strict=False)]).amax())
+    worst = float(torch.cat([(got[s] - want[s]).abs() for s in ends]).amax())
     tolerance = ROUNDING[_dtype(scorer)]
     if not worst <= tolerance:
         raise VitalSignError(
             f"packed = unpacked fails: {what} of the first batch differs by {worst:.3g} from plain transformers "
             f"(tolerance {tolerance}). The attention of `{base.config.model_type}` does not take packs as it should: "
-            "set models.0.attention: eager, and report this model"
+            "set model.attention: eager, and report this model"
         )
     return worst
+
+
+def _path(pack: Pack, examples: Sequence[Example], sequence: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and targets of one of a pack's sequences, from the example it came from."""
+    group = int(pack.group_S[sequence])
+    paths = [path for tree in examples[group].trees for path in sequences(tree)]
+    return paths[sequence - int((pack.group_S < group).sum())]
 
 
 @torch.no_grad()

@@ -133,18 +133,25 @@ def named_checkpoint(folder: Path) -> Path:
 
 
 def set_aside_after(run_dir: Path, step: int) -> list[Path]:
-    """Rename checkpoints later than `step` to `….set-aside`, so that no resume takes them; returns the new paths.
+    """Rename checkpoints, `best` and `final` later than `step` to `….set-aside`; returns the new paths.
 
     They are damaged, or belong to a future that a run resumed at `step` no longer has.
     """
     moved = []
-    for path in reversed(list_checkpoints(run_dir)):
-        if (_step_of(path) or 0) > step:
+    models = [path for path in (run_dir / "best", run_dir / "final") if path.is_dir()]
+    for path in [*reversed(list_checkpoints(run_dir)), *models]:
+        if _made_at(path) > step:
             aside = path.with_name(f"{path.name}.set-aside")
             if aside.exists():
                 remove_folder(aside)
             moved.append(path.rename(aside))
     return moved
+
+
+def _made_at(folder: Path) -> int:
+    """The step of a checkpoint by its name, of another saved folder by its manifest."""
+    step = _step_of(folder)
+    return saved_step(folder) if step is None else step
 
 
 def _step_of(path: Path) -> int | None:

@@ -9,7 +9,7 @@ Importing this module, creating or reading a run folder needs no torch.
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -174,12 +174,10 @@ class Run:
 
     # Checkpoints
 
-    def save_checkpoint(
-        self, step: int, write: Callable[[Path], None], limit: int | None, keep: Collection[Path] = ()
-    ) -> Path:
+    def save_checkpoint(self, step: int, write: Callable[[Path], None], limit: int | None) -> Path:
         """`checkpoint.save_checkpoint` in this folder, after the metrics up to it are safe on the disk."""
         self._metrics.sync()
-        return checkpoint.save_checkpoint(self.folder, step, write, limit, keep)
+        return checkpoint.save_checkpoint(self.folder, step, write, limit)
 
     def save_model(self, folder: Path, step: int, write: Callable[[Path], None]) -> None:
         """Make or replace `run.best` or `run.final`, whole and with a manifest, from `write(temporary_folder)`."""
@@ -188,7 +186,8 @@ class Run:
     def rewind(self, step: int) -> None:
         """Make the folder read as if the run had stopped right after `step`, to resume from there.
 
-        Later checkpoints (damaged, or of the future given up) are renamed to `….set-aside`, later metrics cut away.
+        Later checkpoints (damaged, or of the future given up), `best` and `final` are renamed to `….set-aside`, later
+        metrics cut away.
         """
         moved = checkpoint.set_aside_after(self.folder, step)
         cut = self.truncate_metrics(step)
