@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from posttrain.cli.app import build
+from posttrain.cli.environment import load_tokens
 from posttrain.cli.errors import guarded
 from posttrain.store.logs import ConsoleLog
 
@@ -13,6 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"] or ["--help"]
+    load_tokens(Path(".env"))
     console = ConsoleLog(debug)
     try:
         return guarded(lambda: build()(args, prog_name="posttrain", standalone_mode=False), debug)

@@ -1,0 +1,17 @@
+"""Tokens from `.env`: HF_TOKEN (or HUGGINGFACE_TOKEN) and WANDB_API_KEY. Read into the environment, written nowhere."""
+
+import os
+from pathlib import Path
+
+NAMES = ("HF_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")
+
+
+def load_tokens(file: Path) -> None:
+    """Set those of NAMES that the file's `NAME=value` lines give and the environment does not have yet."""
+    if file.is_file():
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, separator, value = line.removeprefix("export ").partition("=")
+            if separator and name.strip() in NAMES:
+                os.environ.setdefault(name.strip(), value.strip().strip("'\""))
+    if token := os.environ.get("HUGGINGFACE_TOKEN"):
+        os.environ.setdefault("HF_TOKEN", token)  # the name that the hub's library reads

@@ -1,0 +1,30 @@
+"""Tokens come from the environment or `.env`, and the environment wins."""
+
+import os
+
+import pytest
+
+from posttrain.cli.environment import load_tokens
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for name in ("HF_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY", "OTHER_NAME"):
+        monkeypatch.setenv(name, "x")  # so that the fixture takes back what the test sets
+        monkeypatch.delenv(name)
+
+
+def test_tokens_are_read_and_nothing_else(tmp_path):
+    file = tmp_path / ".env"
+    file.write_text("# mine\nexport HUGGINGFACE_TOKEN='hf_one'\nWANDB_API_KEY = two\nOTHER_NAME=three\nbroken line\n")
+    load_tokens(file)
+    assert os.environ["HF_TOKEN"] == os.environ["HUGGINGFACE_TOKEN"] == "hf_one"
+    assert os.environ["WANDB_API_KEY"] == "two" and "OTHER_NAME" not in os.environ
+
+
+def test_the_environment_wins(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "mine")
+    (tmp_path / ".env").write_text("HF_TOKEN=other\n")
+    load_tokens(tmp_path / ".env")
+    assert os.environ["HF_TOKEN"] == "mine"
+    load_tokens(tmp_path / "absent")
