@@ -1,6 +1,7 @@
 """Each vital sign fails when, and only when, what it watches is broken."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from posttrain.batch import Example, Sample, pack
 from posttrain.errors import VitalSignError
 from posttrain.models import attention
 from posttrain.optim.adamw import AdamW
+from posttrain.recipes.preference import pairs_of
 from posttrain.recipes.vital import MovedWeights, check_margins, check_packing, check_reward_packing
 from posttrain.scoring import RewardScorer, Scorer
 
@@ -20,6 +22,10 @@ def packed_model(family="qwen3"):
     return model
 
 
+def packed_100(examples):
+    return pack(examples, 100)
+
+
 def pairs():
     return [example for example in forest() if example.row in (1, 2)]
 
@@ -27,20 +33,20 @@ def pairs():
 def test_packing_holds_and_a_leaking_mask_is_found(monkeypatch):
     examples = pairs()
     scorer = Scorer(packed_model())
-    assert check_packing(scorer, pack(examples, 100), examples) < 1e-4
+    assert check_packing(scorer, examples, packed_100) < 1e-4
     monkeypatch.setattr(attention.PackedMask, "trees", lambda self, window: [None] * len(self.sizes))
     with pytest.raises(VitalSignError, match=r"packed = unpacked fails.*qwen3"):
-        check_packing(scorer, pack(examples, 100), examples)
+        check_packing(scorer, examples, packed_100)
 
 
 def test_documents_that_see_one_another_are_found(monkeypatch):
     """A pack of plain sequences whose trees are taken for one: the first looks right, the last does not."""
     examples = [Example((Sample(list(range(3 + row, 15 + row)), True),), row) for row in range(3)]
     scorer = Scorer(packed_model())
-    assert check_packing(scorer, pack(examples, 100), examples) < 1e-4
+    assert check_packing(scorer, examples, packed_100) < 1e-4
     monkeypatch.setattr(attention.PackedMask, "__init__", one_tree(attention.PackedMask.__init__))
     with pytest.raises(VitalSignError, match="packed = unpacked fails"):
-        check_packing(scorer, pack(examples, 100), examples)
+        check_packing(scorer, examples, packed_100)
 
 
 def one_tree(init):
@@ -58,11 +64,11 @@ def test_reward_packing(monkeypatch):
     model = make("qwen3", AutoModelForSequenceClassification, num_labels=1)
     model.set_attn_implementation("packed")
     examples = pairs()
-    packs = pack(examples, 100, keep_last=True)
-    assert check_reward_packing(RewardScorer(model), packs, examples) < 1e-3
+    rewarded = partial(pack, tokens_per_pack=100, keep_last=True)
+    assert check_reward_packing(RewardScorer(model), examples, rewarded) < 1e-3
     monkeypatch.setattr(attention.PackedMask, "trees", lambda self, window: [None] * len(self.sizes))
     with pytest.raises(VitalSignError, match="a reward of the first batch"):
-        check_reward_packing(RewardScorer(model), packs, examples)
+        check_reward_packing(RewardScorer(model), examples, rewarded)
 
 
 def test_the_check_leaves_modes_and_attention_as_they_were():
@@ -70,7 +76,7 @@ def test_the_check_leaves_modes_and_attention_as_they_were():
     model.train()
     model.model.layers[0].eval()
     modes = [m.training for m in model.modules()]
-    check_packing(Scorer(model), pack(pairs(), 100), pairs())
+    check_packing(Scorer(model), pairs(), packed_100)
     assert [m.training for m in model.modules()] == modes
     assert model.config._attn_implementation == "packed"
 
@@ -78,19 +84,43 @@ def test_the_check_leaves_modes_and_attention_as_they_were():
 @pytest.mark.parametrize("change", [0.0, 1e-3, float("nan")])
 def test_margins(change):
     policy = Scorer(packed_model())
-    other = copy.deepcopy(policy)
+    reference = copy.deepcopy(policy)
     with torch.no_grad():
-        other.model.lm_head.weight[::2] += change
-    examples = pairs()
-
-    def reference(p, _):
-        return p.sum_by_sequence(other(p).logprob_N)
-
+        reference.model.lm_head.weight[::2] += change
+    [one] = pack(pairs(), 100)
+    found = pairs_of(one, *(one.sum_by_sequence(scorer(one).logprob_N) for scorer in (policy, reference)))
     if change == 0.0:
-        assert check_margins(policy, reference, pack(examples, 100), examples) == 0
+        assert check_margins(found, torch.float32) == 0
     else:
         with pytest.raises(VitalSignError, match="margins are not 0 at the start"):
-            check_margins(policy, reference, pack(examples, 100), examples)
+            check_margins(found, torch.float32)
+
+
+def test_a_run_whose_reference_is_another_model_stops(tmp_path, shared, monkeypatch):
+    """Through the recipe: the sign is read where the first update's margins are computed."""
+    import json
+
+    from posttrain import recipes
+    from posttrain.config import load
+    from posttrain.recipes import preference
+
+    make_reference = preference.make_reference
+
+    def shifted(*args):
+        reference, data = make_reference(*args)
+        return lambda one, examples: reference(one, examples) + 1.0, data
+
+    monkeypatch.setattr(preference, "make_reference", shifted)
+    settings = {
+        "name": "run",
+        "output_dir": str(tmp_path),
+        "model": str(shared / "models/stories260K"),
+        "method": "dpo",
+        "data": {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "none", "max_rows": 8},
+    }
+    (tmp_path / "c.json").write_text(json.dumps(settings))
+    with pytest.raises(VitalSignError, match="margins are not 0"):
+        recipes.train(load(tmp_path / "c.json").config)
 
 
 def step(model, optimizer, rate=1e-3):

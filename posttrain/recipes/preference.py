@@ -57,6 +57,8 @@ def train(job: Job) -> Loop:
             pack = pack.to(job.device)
             scores = scorer(pack)
             pairs = pairs_of(pack, pack.sum_by_sequence(scores.logprob_N), reference(pack, examples))
+            if loop.state.step == 0 and method.use_ref_model and method.ref_model is None:
+                check_margins(pairs, job.dtype)
             metrics = {k: v / len(examples) for k, v in preference_metrics(pairs, method.beta).items()}
             metrics["entropy"] = scores.entropy_N.detach().sum() / tokens
             metrics["mean_token_accuracy"] = scores.top1_N[pack.sequence_N % 2 == 0].sum() / chosen_tokens
@@ -70,9 +72,7 @@ def train(job: Job) -> Loop:
     for step, examples in loop.steps():
         packs, objective = objective_of(examples)
         if step == 1:
-            check_packing(scorer, packs, examples)
-            if method.use_ref_model and method.ref_model is None:
-                check_margins(scorer, reference, packs, examples)
+            check_packing(scorer, examples, job.pack)
         loop.update(packs, objective)
         if loop.evaluation_due:
             loop.evaluate(objective_of)

@@ -9,6 +9,8 @@ are computed with dropout off.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from posttrain.batch import Example, Pack
@@ -49,7 +51,7 @@ def train(job: Job) -> Loop:
     for step, examples in loop.steps():
         packs, objective = objective_of(examples)
         if step == 1:
-            check_reward_packing(scorer, packs, examples)
+            check_reward_packing(scorer, examples, partial(job.pack, keep_last=True))
         loop.update(packs, objective)
         if loop.evaluation_due:
             loop.evaluate(objective_of)

@@ -43,7 +43,7 @@ def train(job: Job) -> Loop:
     for step, examples in loop.steps():
         packs, objective = objective_of(examples)
         if step == 1:
-            check_packing(scorer, packs, examples)
+            check_packing(scorer, examples, job.pack)
         loop.update(packs, objective)
         if loop.evaluation_due:
             loop.evaluate(objective_of)

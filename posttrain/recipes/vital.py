@@ -10,19 +10,22 @@ from torch import nn
 
 from posttrain.batch import Example, Pack, sequences
 from posttrain.errors import VitalSignError
+from posttrain.losses import Pairs
 from posttrain.models.families import base_of
 from posttrain.optim.adamw import AdamW
 from posttrain.scoring import RewardScorer, Scorer
+
+PackOf = Callable[[list[Example]], list[Pack]]
 
 # Largest difference of one token's log-probability (nats) that rounding explains: float32 sums in another order, and
 # bfloat16's 8 bits through tens of layers.
 ROUNDING = {torch.float32: 2e-3, torch.bfloat16: 0.5}
 
 
-def check_packing(scorer: Scorer, packs: Sequence[Pack], examples: Sequence[Example]) -> float:
+def check_packing(scorer: Scorer, examples: Sequence[Example], pack_of: PackOf) -> float:
     """A pack gives the log-probabilities that transformers itself gives, one sequence at a time.
 
-    Looks at the first and the last sequences of the first pack. Returns the largest difference; raises VitalSignError
+    Looks at the first and the last example, packed together. Returns the largest difference; raises VitalSignError
     above rounding.
     """
 
@@ -34,10 +37,10 @@ def check_packing(scorer: Scorer, packs: Sequence[Pack], examples: Sequence[Exam
         logits = base_of(scorer.model)(input_ids=ids_L[None, :-1], use_cache=False).logits[0].float()
         return logits.log_softmax(-1).gather(1, ids_L[1:, None]).squeeze(1)[trained_L[1:]]
 
-    return _compare(scorer, packs, examples, packed, plain, "a log-probability")
+    return _compare(scorer, examples, pack_of, packed, plain, "a log-probability")
 
 
-def check_reward_packing(scorer: RewardScorer, packs: Sequence[Pack], examples: Sequence[Example]) -> float:
+def check_reward_packing(scorer: RewardScorer, examples: Sequence[Example], pack_of: PackOf) -> float:
     """A pack gives the rewards that transformers' own sequence classifier gives, one sequence at a time."""
 
     def packed(pack: Pack) -> list[torch.Tensor]:
@@ -46,26 +49,27 @@ def check_reward_packing(scorer: RewardScorer, packs: Sequence[Pack], examples: 
     def plain(ids_L: torch.Tensor, trained_L: torch.Tensor) -> torch.Tensor:
         return base_of(scorer.model)(input_ids=ids_L[None], use_cache=False).logits[0].float()
 
-    return _compare(scorer, packs, examples, packed, plain, "a reward")
+    return _compare(scorer, examples, pack_of, packed, plain, "a reward")
 
 
 @torch.no_grad()
 def _compare(
     scorer: nn.Module,
-    packs: Sequence[Pack],
     examples: Sequence[Example],
+    pack_of: PackOf,
     packed: Callable[[Pack], list[torch.Tensor]],
     plain: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     what: str,
 ) -> float:
-    pack = packs[0].to(next(scorer.parameters()).device)
+    few = [examples[0], *examples[1:][-1:]]
+    pack = pack_of(few)[0].to(next(scorer.parameters()).device)
     base = base_of(scorer.model)  # pyright: ignore[reportArgumentType]
     modes = {module: module.training for module in scorer.modules()}
     implementation = base.config._attn_implementation or "eager"
     scorer.eval()
     last = pack.num_sequences - 1
     ends = sorted({0, min(1, last), max(last - 1, 0), last})  # the last show whether they are kept apart from the rest
-    paths = {s: _path(pack, examples, s) for s in ends}
+    paths = {s: _path(pack, few, s) for s in ends}
     try:
         got = packed(pack)
         base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
@@ -95,17 +99,15 @@ def _path(pack: Pack, examples: Sequence[Example], sequence: int) -> tuple[np.nd
 
 
 @torch.no_grad()
-def check_margins(
-    scorer: Scorer, reference: Callable[[Pack, list[Example]], torch.Tensor], packs: list[Pack], examples: list[Example]
-) -> float:
+def check_margins(pairs: Pairs, dtype: torch.dtype) -> float:
     """Before the first update the policy is its reference, so every log-ratio, and with it every margin, is 0.
 
-    Returns the largest log-ratio per token (nats) of the first pack; raises VitalSignError above rounding.
+    Returns the largest log-ratio per token (nats); raises VitalSignError above what rounding in `dtype` explains.
     """
-    pack = packs[0].to(next(scorer.parameters()).device)
-    policy_S = pack.sum_by_sequence(scorer(pack).logprob_N)
-    worst = float(((policy_S - reference(pack, examples)).abs() / pack.length_S().clamp(min=1)).amax())
-    if not worst <= ROUNDING[_dtype(scorer)] / 10:
+    chosen_P = pairs.chosen_logratio_P.abs() / pairs.chosen_length_P.clamp(min=1)
+    rejected_P = pairs.rejected_logratio_P.abs() / pairs.rejected_length_P.clamp(min=1)
+    worst = float(torch.cat([chosen_P, rejected_P]).amax())
+    if not worst <= ROUNDING[dtype] / 10:
         raise VitalSignError(
             f"margins are not 0 at the start: policy and reference differ by {worst:.3g} nats a token on the first "
             "batch, though no update has been made. The reference is not the model the policy starts from (other "
