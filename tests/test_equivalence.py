@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeque
 
 from posttrain import scoring
 from posttrain.batch import Example, Sample, pack, sequences
+from posttrain.models.attention import PackedMask, packed_attention
 from posttrain.models.families import FAMILIES
 from posttrain.scoring import ChunkedScores, RewardScorer, Scorer
 
@@ -209,17 +210,34 @@ def test_chunked_scores_equal_full_logits(monkeypatch, softcap, chunk):
 
 
 @pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("pad_to", [None, 200])
+def test_nodes_equal_dense_mask(window, pad_to):
+    """Attention node by node gives what one call under the dense mask gives, at every real token, and its gradients."""
+    [whole] = pack(forest(), 1000, pad_to=pad_to)
+    mask, total = PackedMask(whole), len(whole.tokens_T)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, total, 16, requires_grad=True) for heads in (4, 2, 2))
+    got, _ = packed_attention(torch.nn.Identity(), q, k, v, None, sliding_window=window, packed=mask)
+    dense = mask.dense(window)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense, enable_gqa=True).transpose(1, 2)
+    real = slice(0, whole.num_tokens)
+    torch.testing.assert_close(got[:, real], want[:, real], rtol=1e-5, atol=1e-5)
+    weight = torch.randn_like(got)[:, real]
+    got_grad = torch.autograd.grad((got[:, real] * weight).sum(), (q, k, v))
+    want_grad = torch.autograd.grad((want[:, real] * weight).sum(), (q, k, v))
+    torch.testing.assert_close(got_grad, want_grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
 def test_flex_mask_equals_dense_mask(window):
     """The BlockMask given to FlexAttention on a GPU lets through exactly the dense reference; checked on CPU."""
     from torch.nn.attention.flex_attention import flex_attention
-
-    from posttrain.models.attention import PackedMask
 
     [whole] = pack(forest(), 160, pad_to=160)
     mask = PackedMask(whole)
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 160, 16), torch.randn(1, 2, 160, 16), torch.randn(1, 2, 160, 16)
     got = flex_attention(q, k, v, block_mask=mask.blocks(window), enable_gqa=True)
-    dense = mask.dense(0, 160, window)
+    dense = mask.dense(window)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense, enable_gqa=True)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -34,7 +34,7 @@ def test_packing_holds_and_a_leaking_mask_is_found(monkeypatch):
     examples = pairs()
     scorer = Scorer(packed_model())
     assert check_packing(scorer, examples, packed_100) < 1e-4
-    monkeypatch.setattr(attention.PackedMask, "trees", lambda self, window: [None] * len(self.sizes))
+    monkeypatch.setattr(attention.PackedMask, "__init__", one_tree(attention.PackedMask.__init__))
     with pytest.raises(VitalSignError, match=r"packed = unpacked fails.*qwen3"):
         check_packing(scorer, examples, packed_100)
 
@@ -52,8 +52,8 @@ def test_documents_that_see_one_another_are_found(monkeypatch):
 def one_tree(init):
     def broken(self, whole):
         init(self, whole)
-        self.tree_start, self.sizes = (0, whole.num_tokens), [whole.num_tokens]
         self.end_T = torch.full_like(self.end_T, whole.num_tokens)
+        self.position_T = torch.arange(whole.num_tokens)
 
     return broken
 
@@ -66,7 +66,7 @@ def test_reward_packing(monkeypatch):
     examples = pairs()
     rewarded = partial(pack, tokens_per_pack=100, keep_last=True)
     assert check_reward_packing(RewardScorer(model), examples, rewarded) < 1e-3
-    monkeypatch.setattr(attention.PackedMask, "trees", lambda self, window: [None] * len(self.sizes))
+    monkeypatch.setattr(attention.PackedMask, "__init__", one_tree(attention.PackedMask.__init__))
     with pytest.raises(VitalSignError, match="a reward of the first batch"):
         check_reward_packing(RewardScorer(model), examples, rewarded)
 

@@ -4,14 +4,16 @@ A query sees the keys `k <= q < end_T[k]` and, in a layer with a sliding window,
 `position_q - position_k < window`. The facts of one pack travel as the keyword argument `packed` from the backbone's
 forward down to the attention function: a `PackedMask`, whose masks are built once and shared by all layers.
 
-On CPU and MPS every tree is one call of scaled_dot_product_attention. On CUDA FlexAttention takes the whole pack with
-one BlockMask; it compiles once for each width of a pack, so packs come in a few widths only (`width_step`). Attention
-dropout and heads narrower than 16, which FlexAttention lacks, go tree by tree there too.
+On CPU and MPS every node of a tree is one call of scaled_dot_product_attention. On CUDA FlexAttention takes the whole
+pack with one BlockMask; it compiles once for each width of a pack, so packs come in a few widths only (`width_step`).
+Attention dropout and heads narrower than 16, which FlexAttention lacks, go node by node there too.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -24,38 +26,66 @@ from posttrain.errors import ModelError
 NAME = "packed"
 
 
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A run of tokens that see the same earlier tokens: one call of the attention kernel."""
+
+    start: int
+    stop: int
+    before: tuple[slice, ...]  # the physical tokens above it in its tree, which all of its tokens see
+
+    def mask(self, position_T: torch.Tensor, window: int | None) -> torch.Tensor | None:
+        """Which keys (those before, then its own) each of its tokens sees; None where plain causality says it all."""
+        length = self.stop - self.start
+        seen = sum(part.stop - part.start for part in self.before)
+        if not seen and (window is None or length <= window):
+            return None
+        own = torch.ones(length, seen + length, dtype=torch.bool, device=position_T.device).tril(seen)
+        if window is not None:
+            query = position_T[self.start : self.stop]
+            key = torch.cat([position_T[part] for part in self.before] + [query])
+            own &= query[:, None] - key[None, :] < window
+        return own
+
+
 class PackedMask:
     """What each query of a pack sees, in the form each kernel wants; built on demand, once per sliding window."""
 
     def __init__(self, pack: Pack):
         self.end_T = pack.end_T
         self.position_T = pack.position_T
-        # Padding, where there is any, is one tree more: its tokens see only themselves, so any split of it is right.
-        padding = len(pack.tokens_T) - pack.num_tokens
-        self.tree_start = (*pack.tree_start, len(pack.tokens_T)) if padding else pack.tree_start
-        self.sizes = [b - a for a, b in zip(self.tree_start, self.tree_start[1:], strict=False)]
-        self._trees: dict[int | None, list[torch.Tensor | None]] = {}
+        self.num_tokens = pack.num_tokens
+        self._nodes: list[Node] | None = None
+        self._masks: dict[int | None, list[torch.Tensor | None]] = {}
         self._blocks: dict[int | None, object] = {}
 
-    def dense(self, start: int, stop: int, window: int | None) -> torch.Tensor:
-        """Visibility of tokens start..stop to one another: bool (queries, keys)."""
-        index_T = torch.arange(start, stop, device=self.end_T.device)
-        visible = (index_T[None, :] <= index_T[:, None]) & (index_T[:, None] < self.end_T[None, start:stop])
+    def dense(self, window: int | None) -> torch.Tensor:
+        """Visibility of all tokens to one another, bool (queries, keys): the reference for tests."""
+        index_T = torch.arange(len(self.end_T), device=self.end_T.device)
+        visible = (index_T[None, :] <= index_T[:, None]) & (index_T[:, None] < self.end_T[None, :])
         if window is not None:
-            position_T = self.position_T[start:stop]
-            visible &= position_T[:, None] - position_T[None, :] < window
+            visible &= self.position_T[:, None] - self.position_T[None, :] < window
         return visible
 
-    def trees(self, window: int | None) -> list[torch.Tensor | None]:
-        """One mask per tree; None where plain causality says it all: a single path no longer than the window."""
-        if window not in self._trees:
-            masks: list[torch.Tensor | None] = []
-            for start, stop in zip(self.tree_start, self.tree_start[1:], strict=False):
-                chain = stop == start or bool((self.end_T[start:stop] == stop).all())
-                plain = chain and (window is None or stop - start <= window)
-                masks.append(None if plain else self.dense(start, stop, window))
-            self._trees[window] = masks
-        return self._trees[window]
+    def nodes(self) -> list[Node]:
+        """The pack cut where what is seen changes: at the start of every node of every tree. Padding is one node."""
+        if self._nodes is None:
+            end, position = self.end_T.tolist(), self.position_T.tolist()
+            total = self.num_tokens
+            new = [t for t in range(total) if t == 0 or end[t] != end[t - 1] or position[t] != position[t - 1] + 1]
+            self._nodes = []
+            for start, stop in pairwise([*new, total]):
+                above = [node for node in self._nodes if end[node.start] > start]
+                self._nodes.append(Node(start, stop, tuple(slice(node.start, node.stop) for node in above)))
+            if total < len(end):
+                self._nodes.append(Node(total, len(end), ()))
+        return self._nodes
+
+    def masks(self, window: int | None) -> list[torch.Tensor | None]:
+        """A mask per node."""
+        if window not in self._masks:
+            self._masks[window] = [node.mask(self.position_T, window) for node in self.nodes()]
+        return self._masks[window]
 
     def blocks(self, window: int | None):
         """FlexAttention's BlockMask of the whole pack."""
@@ -103,18 +133,24 @@ def packed_attention(
         out = _flex(query, key, value, packed, scaling, sliding_window, softcap)
     else:
         attend = _sdpa if softcap is None else functools.partial(_eager, softcap=softcap)
-        parts = [
-            attend(q, k, v, mask, scaling=scaling, dropout=dropout)
-            for q, k, v, mask in zip(
-                query.split(packed.sizes, dim=2),
-                key.split(packed.sizes, dim=2),
-                value.split(packed.sizes, dim=2),
-                packed.trees(sliding_window),
-                strict=True,
-            )
-        ]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        out = _by_node(attend, query, key, value, packed, sliding_window, scaling=scaling, dropout=dropout)
     return out.transpose(1, 2), None
+
+
+def _by_node(attend, query, key, value, packed, window, **settings):
+    """Every node's tokens against those above them and themselves: no product that the mask would throw away."""
+    nodes = packed.nodes()
+    sizes = [node.stop - node.start for node in nodes]
+    queries, keys, values = (tensor.split(sizes, dim=2) for tensor in (query, key, value))
+    number = {node.start: i for i, node in enumerate(nodes)}
+    parts = []
+    for node, q, k, v, mask in zip(nodes, queries, keys, values, packed.masks(window), strict=True):
+        if node.before:
+            above = [number[part.start] for part in node.before]
+            k = torch.cat([keys[i] for i in above] + [k], dim=2)
+            v = torch.cat([values[i] for i in above] + [v], dim=2)
+        parts.append(attend(q, k, v, mask, **settings))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _sdpa(q, k, v, mask, *, scaling, dropout):
