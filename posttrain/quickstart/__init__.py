@@ -1,0 +1,117 @@
+"""The whole idea on something small: a model made from nothing, fine-tuned, judged and preference-tuned in minutes.
+
+Three of four demonstrations show how the answer comes about, the fourth only states it. SFT imitates both habits. The
+preference pairs are the model's own replies, a right one beside a wrong one, and nobody says which habit is the good
+one: the reward model and DPO find out that showing the working pays.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from posttrain import recipes
+from posttrain.config import load
+from posttrain.data import arithmetic_problems
+from posttrain.errors import RunError
+from posttrain.quickstart.answers import ask, make_pairs, rewards, write_jsonl
+from posttrain.quickstart.measure import Measured, measure
+from posttrain.quickstart.model import make_model
+from posttrain.quickstart.show import Outcome, tell, write
+from posttrain.quickstart.stages import Size, settings_files
+from posttrain.store.atomic import write_file
+
+__all__ = ["Size", "quickstart"]
+
+HELD_OUT = 0.15  # share of the problems whose pairs only measure
+
+
+def quickstart(
+    folder: Path, *, seed: int = 0, overwrite: bool = False, size: Size | None = None, console: Console | None = None
+) -> dict[str, Measured]:
+    """Make, train and measure everything in `folder`; returns what each model is worth on held-out problems.
+
+    Raises RunError when the folder holds something already (with `overwrite`: something that is no quickstart).
+    """
+    size, console, began = size or Size(), console or Console(), time.perf_counter()
+    claim(folder, overwrite)
+    settings = settings_files(folder, seed, size)
+    for stage, text in settings.items():
+        write_file(folder / f"{stage}.yaml", text)
+
+    def head(number: int, title: str, why: str) -> None:
+        console.print(f"\n[bold]{number}/6  {title}[/]\n     {why}", highlight=False)
+
+    def train(stage: str) -> Path:
+        file = folder / f"{stage}.yaml"
+        console.print(f"     posttrain train {file}", style="dim", highlight=False, markup=False, soft_wrap=True)
+        recipes.train(load(file).config, overwrite=overwrite)
+        return folder / stage / "final"
+
+    head(1, "A model that knows nothing", "Random weights, and a tokenizer made on the spot.")
+    untrained = folder / "model"
+    console.print(f"     Qwen3 architecture, {make_model(untrained, seed):,} weights", highlight=False)
+
+    head(2, "SFT", "Learn to answer by imitation: three of four demonstrations show their working.")
+    write_bare_demonstrations(folder, size, seed)
+    sft = train("sft")
+
+    head(3, "Preference pairs", "Of its own replies to a problem, a right one is better than a wrong one.")
+    console.print(f"     {write_pairs(folder, sft, size, seed)}", highlight=False)
+
+    head(4, "Reward model", "Learn from the pairs to give a reply a number: how good is it?")
+    reward = train("reward")
+
+    head(5, "DPO", "Make the better reply of each pair more likely, and the worse one less.")
+    dpo = train("dpo")
+
+    head(6, "What came of it", f"{size.held_out:,} problems that no model was trained on, sampled and greedy.")
+    problems = list(arithmetic_problems("test", size.held_out, seed))
+    models = {"untrained": untrained, "SFT": sft, "DPO": dpo}
+    greedy = {name: ask(path, problems, f"{name}: most likely replies") for name, path in models.items()}
+    replies = {name: ask(path, problems, f"{name}: sampled replies", seed=seed) for name, path in models.items()}
+    scores = {name: rewards(reward, given, f"{name}: judging") for name, given in replies.items()}
+    measured = {name: measure(replies[name], greedy[name], scores[name]) for name in models}
+    outcome = Outcome(folder, seed, problems, replies, scores, measured, time.perf_counter() - began)
+    write(outcome, settings)
+    tell(outcome, console)
+    return measured
+
+
+def claim(folder: Path, overwrite: bool) -> None:
+    """Make the folder, or with `overwrite` take an earlier quickstart's, whose results go at once."""
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder} is a file: give another --output-dir")
+    if folder.is_dir() and any(folder.iterdir()):
+        if not (folder / "sft.yaml").is_file():
+            raise RunError(f"{folder} holds something that is no quickstart: give another --output-dir")
+        if not overwrite:
+            raise RunError(f"{folder} holds a quickstart: replace it (--overwrite), or give another --output-dir")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("results.json", "answers.jsonl", "curves.png", "report.html"):
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot write to {folder}: {error.strerror}") from error
+
+
+def write_bare_demonstrations(folder: Path, size: Size, seed: int) -> None:
+    """Demonstrations without a working, beside those with one that `sft.yaml` takes from `builtin:arithmetic`."""
+    rows = arithmetic_problems("train", size.bare, seed + 1)
+    write_jsonl(folder / "bare.jsonl", [{"problem": row["problem"], "answer": row["answer"]} for row in rows])
+
+
+def write_pairs(folder: Path, model: Path, size: Size, seed: int) -> str:
+    """Preference pairs from the model's own replies, for training and, of other problems, for validation."""
+    problems = list(arithmetic_problems("train", size.problems, seed + 2))
+    replies = ask(model, problems, "sampling", samples=size.samples, seed=seed)
+    cut = size.samples * round(size.problems * (1 - HELD_OUT))
+    train, test = make_pairs(replies[:cut], size.samples), make_pairs(replies[cut:], size.samples)
+    if not train or not test:
+        raise RunError(f"{model} gave no right reply to prefer: give another --seed")
+    write_jsonl(folder / "pairs" / "train.jsonl", train)
+    write_jsonl(folder / "pairs" / "test.jsonl", test)
+    right = sum(reply.right for reply in replies)
+    return f"{len(replies):,} replies, {right:,} right: {len(train):,} pairs to train on, {len(test):,} held out"

@@ -1,0 +1,127 @@
+"""Asking a model: sampled or greedy answers to problems, and whether they are right."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from posttrain.config import TagsConfig
+from posttrain.progress import progress
+from posttrain.store.atomic import write_file
+
+LONGEST = 56  # tokens of a reply; a right one has at most 45
+ROWS = 256  # replies computed at a time
+PER_PROBLEM = 2  # most pairs of one problem
+TAGS = TagsConfig()
+Problem = dict[str, str]  # problem, solution (the working), answer
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a model said to a problem. `text` begins with the tag that the prompt ends in."""
+
+    problem: str
+    text: str
+    formatted: bool  # working, then solution, each between its tags, and nothing else
+    worked: bool  # and there is a working
+    right: bool  # and the solution is the answer, to the letter
+    finished: bool  # the model stopped by itself
+
+
+PARTS = [re.escape(tag) for tag in TAGS.model_dump().values()]
+FORMAT = re.compile("{}((?:(?!{tag}).)*){}{}((?:(?!{tag}).)*){}".format(*PARTS, tag="|".join(PARTS)), re.DOTALL)
+
+
+def grade(text: str, answer: str) -> tuple[bool, bool, bool]:
+    """Whether a reply keeps the format (every tag once, in order), has a working, and gives the answer."""
+    found = FORMAT.fullmatch(text)
+    return (True, found[1] != "", found[2] == answer) if found else (False, False, False)
+
+
+@torch.inference_mode()
+def ask(
+    model: Path, problems: Sequence[Problem], what: str, *, samples: int = 1, seed: int | None = None
+) -> list[Reply]:
+    """`samples` replies to every problem, those of one problem side by side; greedy, or at temperature 1 with a seed.
+
+    The model folder is read by plain transformers: posttrain makes ordinary model folders.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    policy: Any = AutoModelForCausalLM.from_pretrained(model).eval()
+    greedy = seed is None
+    torch.manual_seed(seed or 0)
+    asked = [problem for problem in problems for _ in range(samples)]
+    replies = []
+    for start in progress(range(0, len(asked), ROWS), what):
+        rows = asked[start : start + ROWS]
+        prompts = [
+            tokenizer.apply_chat_template(turns(row["problem"]), add_generation_prompt=True, tokenize=False)
+            for row in rows
+        ]
+        batch = tokenizer(prompts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
+        out = policy.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=LONGEST,
+            do_sample=not greedy,
+            top_k=0 if not greedy else None,
+        )
+        new = out[:, batch["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+        finished = (new == tokenizer.eos_token_id).any(1).tolist()
+        for row, text, done in zip(rows, texts, finished, strict=True):
+            whole = TAGS.reasoning_start + text
+            replies.append(Reply(row["problem"], whole, *grade(whole, row["answer"]), done))
+    return replies
+
+
+@torch.inference_mode()
+def rewards(model: Path, replies: Sequence[Reply], what: str) -> list[float]:
+    """What a reward model gives each reply."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    judge = AutoModelForSequenceClassification.from_pretrained(model).eval()
+    values: list[float] = []
+    for start in progress(range(0, len(replies), ROWS), what):
+        texts = [
+            tokenizer.apply_chat_template(turns(reply.problem, reply.text), tokenize=False)
+            for reply in replies[start : start + ROWS]
+        ]
+        batch = tokenizer(texts, padding=True, padding_side="right", add_special_tokens=False, return_tensors="pt")
+        values += judge(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].tolist()
+    return values
+
+
+def turns(problem: str, reply: str | None = None) -> list[dict[str, str]]:
+    """A conversation of one question, with its reply if there is one."""
+    said = [{"role": "user", "content": problem}]
+    return said if reply is None else [*said, {"role": "assistant", "content": reply}]
+
+
+def make_pairs(replies: Sequence[Reply], samples: int) -> list[dict[str, str]]:
+    """Preferences from a model's own replies: a right one is better than a wrong one to the same problem.
+
+    As many pairs a problem as it has different right and wrong replies to match; replies that did not stop are left
+    out, since nothing says how they would have ended.
+    """
+    pairs = []
+    for start in range(0, len(replies), samples):
+        group = [reply for reply in replies[start : start + samples] if reply.finished]
+        right = dict.fromkeys(reply.text for reply in group if reply.right)
+        wrong = dict.fromkeys(reply.text for reply in group if not reply.right)
+        for chosen, rejected in zip(cycle(right), list(wrong)[:PER_PROBLEM], strict=False):
+            pairs.append({"prompt": replies[start].problem, "chosen": chosen, "rejected": rejected})
+    return pairs
+
+
+def write_jsonl(path: Path, rows: Sequence[dict[str, object]] | Sequence[dict[str, str]]) -> None:
+    """One JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

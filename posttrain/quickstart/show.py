@@ -1,0 +1,176 @@
+"""What the quickstart leaves behind and says at the end: results, picture, report, table, what to try next."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from posttrain.quickstart.answers import TAGS, Problem, Reply, write_jsonl
+from posttrain.quickstart.measure import Measured, paired, rows, telling
+from posttrain.quickstart.picture import picture
+from posttrain.store import report
+from posttrain.store.atomic import write_file
+from posttrain.store.files import load_json, save_json
+from posttrain.store.metrics import read_metrics
+from posttrain.store.progress import duration
+
+LONGEST = 60  # characters of a reply shown
+STAGES = ("sft", "reward", "dpo")
+WHAT = """\
+A model with random weights learned arithmetic. Three of four demonstrations show how the answer comes about, the \
+fourth only states it; SFT imitates both habits. Then the model answered problems several times, and right replies \
+were paired with wrong ones to the same problem. From these pairs a reward model learned to score replies, and DPO to \
+prefer the better ones. Nobody said which habit is the good one."""
+HOW = """\
+Replies are sampled at temperature 1, as those in the pairs were; greedy takes the most likely token each time, which \
+shows what a model knows rather than what it does. Behind a share stands its 95 % interval (Wilson). The mean reward \
+is the reward model's: only differences mean something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything that was measured. The mappings have an entry a model, `untrained`, `SFT` and `DPO`."""
+
+    folder: Path
+    seed: int
+    problems: Sequence[Problem]
+    replies: Mapping[str, Sequence[Reply]]
+    rewards: Mapping[str, Sequence[float]]
+    measured: Mapping[str, Measured]
+    seconds: float
+
+
+def write(outcome: Outcome, settings: Mapping[str, str]) -> None:
+    """`answers.jsonl`, `results.json`, `curves.png` and `report.html`."""
+    folder = outcome.folder
+    write_jsonl(folder / "answers.jsonl", answers(outcome))
+    results = {stage: load_json(folder / stage / "results.json") for stage in STAGES}
+    save_json(folder / "results.json", summary(outcome, results))
+    metrics = {stage: read_metrics(folder / stage) for stage in STAGES}
+    light = picture(metrics, outcome.measured, dark=False)
+    write_file(folder / "curves.png", light)
+    sections = [
+        report.Text("What happened", WHAT),
+        report.Table("Results", ["", *outcome.measured], rows(outcome.measured), HOW),
+        report.Text("In short", in_short(outcome)),
+        report.Picture("Curves", light, picture(metrics, outcome.measured, dark=True)),
+        report.Table("Examples", ["problem", "answer", *outcome.replies], examples(outcome), "Working, then solution."),
+        report.Text("What to try next", "\n".join(f"{step}\n    {why}" for step, why in next_steps(folder)), True),
+        *(report.Text(f"{stage}.yaml", text, code=True) for stage, text in settings.items()),
+        report.Facts("Made with", made_with(outcome)),
+    ]
+    report.write_report(folder, "posttrain quickstart", sections)
+
+
+def tell(outcome: Outcome, console: Console) -> None:
+    """The table, a few examples, and what to try next, in 80 columns."""
+    console.print()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", style="bold")
+    for name in outcome.measured:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows(outcome.measured):
+        table.add_row(*row)
+    console.print(table)
+    console.print("In brackets: 95 % intervals (Wilson). Sampled at temperature 1 unless greedy.", style="dim")
+    console.print(in_short(outcome), highlight=False)
+    console.print()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Examples", title_justify="left", title_style="bold")
+    table.add_column("problem", ratio=2, overflow="fold")
+    for name in outcome.replies:
+        table.add_column(name, ratio=3, overflow="fold")
+    for problem, _, *said in examples(outcome):
+        table.add_row(Text(problem), *map(Text, said))
+    console.print(table)
+    page = outcome.folder / "report.html"
+    console.print(f"Done in {duration(outcome.seconds)}. See {page}", soft_wrap=True, markup=False)
+    console.print("\n[bold]What to try next[/]")
+    for command, why in next_steps(outcome.folder):
+        console.print(f"  {command}", highlight=False, soft_wrap=True, style="cyan", markup=False)
+        console.print(f"      {why}", highlight=False)
+
+
+def answers(outcome: Outcome) -> list[dict[str, Any]]:
+    """A row a problem: every model's reply, whether it is right, and its reward."""
+    return [
+        {"problem": problem["problem"], "answer": problem["answer"]}
+        | {
+            name: {"reply": given[at].text, "right": given[at].right, "reward": outcome.rewards[name][at]}
+            for name, given in outcome.replies.items()
+        }
+        for at, problem in enumerate(outcome.problems)
+    ]
+
+
+def summary(outcome: Outcome, stages: Mapping[str, Any]) -> dict[str, Any]:
+    """`results.json`."""
+    before, after = paired(outcome.replies["SFT"], outcome.replies["DPO"])
+    models = {
+        name: asdict(model) | {"right_share": model.right.value, "right_interval": list(model.right.interval)}
+        for name, model in outcome.measured.items()
+    }
+    return {
+        "seed": outcome.seed,
+        "seconds": round(outcome.seconds, 1),
+        "models": models,
+        "only_sft_right": before,
+        "only_dpo_right": after,
+        "stages": {stage: results["final"] for stage, results in stages.items()},
+    }
+
+
+def made_with(outcome: Outcome) -> dict[str, Any]:
+    time, threads = duration(outcome.seconds), torch.get_num_threads()
+    return {"seed": outcome.seed, "time": time, "machine": platform.platform(), "CPU threads": threads}
+
+
+def in_short(outcome: Outcome) -> str:
+    """What the numbers of two models on the same problems, and of the reward model, come to."""
+    before, after = paired(outcome.replies["SFT"], outcome.replies["DPO"])
+    accuracy = load_json(outcome.folder / "reward" / "results.json")["final"]["eval_accuracy"]
+    return (
+        f"From SFT to DPO: {after:,} problems that only DPO gets right, {before:,} that only SFT does.\n"
+        f"Reward model: {accuracy:.1%} of the held-out pairs in the right order."
+    )
+
+
+def examples(outcome: Outcome) -> list[list[str]]:
+    """A few problems with the answer and every model's reply, marked as right or wrong."""
+    return [
+        [
+            outcome.problems[at]["problem"],
+            outcome.problems[at]["answer"],
+            *(f"{readable(given[at].text)} {'✓' if given[at].right else '✗'}" for given in outcome.replies.values()),
+        ]
+        for at in telling(outcome.replies, "SFT", "DPO")
+    ]
+
+
+def readable(reply: str) -> str:
+    """A reply with line breaks and an arrow instead of tags; what a model that knows nothing says is cut short."""
+    text = reply.removeprefix(TAGS.reasoning_start).removesuffix(TAGS.solution_end)
+    text = text.replace(f"{TAGS.reasoning_end}{TAGS.solution_start}", "\n→ ").strip("\n")
+    text = "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
+
+
+def next_steps(folder: Path) -> list[tuple[str, str]]:
+    """Commands that work from here."""
+    sft, dpo = (shlex.quote(str(folder / name)) for name in ("sft.yaml", "dpo.yaml"))
+    return [
+        (f"posttrain explore {sft}", "which tokens are trained, in colour"),
+        (f"posttrain train {dpo} name=ipo method.loss_type=ipo", "another preference loss"),
+        (f"posttrain train {sft} name=longer training.max_steps=4000", "a better start: train longer"),
+        (f"posttrain plan {dpo} model.lora=true", "what a run would take, here with adapters"),
+        ("posttrain config new dpo", "a commented settings file for your own model and data"),
+    ]
