@@ -54,7 +54,7 @@ def quickstart(
     untrained = folder / "model"
     console.print(f"     Qwen3 architecture, {make_model(untrained, seed):,} weights", highlight=False)
 
-    head(2, "SFT", "Learn to answer by imitation: three of four demonstrations show their working.")
+    head(2, "SFT", "Learn by imitation; three of four demonstrations show their working.")
     write_bare_demonstrations(folder, size, seed)
     sft = train("sft")
 
