@@ -1,7 +1,7 @@
 """A reward model on HH harmless, three seeds: `python -m benchmarks.reward_hh`. Writes results/reward_hh.json.
 
-1,600 training pairs, 300 test pairs, the really trained model stories260K; no pair is dropped or cut. A seed changes the
-head's start and the order of the data.
+1,600 training pairs, 300 test pairs, the really trained model stories260K; no pair is dropped or cut. A seed changes
+the head's start and the order of the data.
 """
 
 import json
