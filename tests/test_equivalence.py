@@ -14,6 +14,7 @@ from posttrain import scoring
 from posttrain.batch import Example, Sample, pack, sequences
 from posttrain.models.attention import PackedMask, packed_attention
 from posttrain.models.families import FAMILIES
+from posttrain.models.lean import lean
 from posttrain.scoring import ChunkedScores, RewardScorer, Scorer
 
 VOCAB = 61
@@ -125,6 +126,7 @@ def test_packed_equals_one_by_one(family):
     assert want_N.std() > 0.5, "the model is too flat for this test to mean anything"
 
     model.set_attn_implementation("packed" if FAMILIES[family].packed else "eager")
+    lean(model)
     got_N = Scorer(model)(whole, temperature=0.7).logprob_N
     print(f"{family}: largest log-probability error {(got_N - want_N).abs().max():.2e}")
     torch.testing.assert_close(got_N, want_N, rtol=0, atol=1e-5)
@@ -140,6 +142,7 @@ def test_rewards_equal_one_by_one(family):
     rows = [torch.from_numpy(ids)[None] for e in examples for tree in e.trees for ids, _ in sequences(tree)]
     want_S = torch.cat([model(input_ids=ids).logits[:, 0] for ids in rows])
     model.set_attn_implementation("packed" if FAMILIES[family].packed else "eager")
+    lean(model)
     [whole] = pack(examples, 1000, keep_last=True)
     assert want_S.std() > 0.1
     torch.testing.assert_close(RewardScorer(model)(whole), want_S, rtol=1e-4, atol=1e-5)
@@ -241,3 +244,42 @@ def test_flex_mask_equals_dense_mask(window):
     dense = mask.dense(window)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense, enable_gqa=True)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "mistral", "phi3", "qwen2", "qwen3"])
+def test_lean_norms_and_mlps_are_those_of_transformers(family, dtype):
+    """The same values and gradients, and less kept for backward."""
+    ids = torch.randint(3, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
+    outs, grads, kept = [], [], []
+    for change in (lambda model: None, lean):
+        model = make(family).to(dtype)
+        change(model)
+        sizes: dict[int, int] = {}
+
+        def keep(tensor, sizes=sizes):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = model(input_ids=ids, use_cache=False).logits.float()
+        (out.log_softmax(-1)[..., 5]).sum().backward()
+        outs.append(out.detach())
+        grads.append(gradients(model))
+        kept.append(sum(sizes.values()))
+    print(f"{family}: {kept[1] / kept[0]:.2f} of the memory kept for backward")
+    assert kept[1] < 0.95 * kept[0]
+    close = dict(rtol=0, atol=1e-4) if dtype == torch.float32 else dict(rtol=0.05, atol=0.1 * outs[0].std().item())
+    torch.testing.assert_close(outs[1], outs[0], **close)
+    if dtype == torch.float32:
+        assert_close_gradients(grads[1], grads[0])
+
+
+def test_lean_changes_no_module_it_does_not_know():
+    for family in ("gemma2", "gemma3_text", "gpt2"):
+        model = make(family)
+        lean(model)
+        assert not any("forward" in vars(module) for module in model.modules()), family
+    other = make("llama", hidden_act="gelu")
+    lean(other)
+    assert {type(m).__name__ for m in other.modules() if "forward" in vars(m)} == {"LlamaRMSNorm"}

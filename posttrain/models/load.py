@@ -25,6 +25,7 @@ from posttrain.config.schema import DevicesConfig, ModelConfig
 from posttrain.errors import ModelError
 from posttrain.models.attention import NAME as PACKED
 from posttrain.models.families import FAMILIES
+from posttrain.models.lean import lean
 
 # Their bars flash by on every load and save; ours say what a person waits for.
 hf_logging.disable_progress_bar()
@@ -95,6 +96,7 @@ def load_model(model: ModelConfig, head: Head, dtype: torch.dtype, device: torch
         loaded = _merge_adapter(loaded, model)
     if use_packed(model, loaded):
         loaded.set_attn_implementation(PACKED)
+    lean(loaded)
     torch.nn.Module.to(loaded, device)
     return loaded.eval()
 

@@ -1,0 +1,80 @@
+"""RMSNorm and the gated MLP of the LLaMA kin, with the same values and less kept for backward.
+
+Plain autograd keeps every intermediate of `weight * (x * rsqrt(mean(x^2) + eps))` and of `silu(gate) * up`. Here the
+norm keeps its input and one number a row, the MLP its gate and up projections; the rest is computed again, which costs
+less than writing it to memory and reading it back. `lean` gives a model's own modules these forwards: weights, names
+and files stay as transformers has them.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+# Modules whose transformers forward is exactly what is computed here (proven by tests/test_equivalence.py).
+NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Phi3RMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
+SILU = type(ACT2FN["silu"])
+MLPS = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"})
+
+
+def lean(model: PreTrainedModel) -> None:
+    """Give the model's norms and gated MLPs the forwards of this module, in place; others stay as they are."""
+    for module in model.modules():
+        name = type(module).__name__
+        if name in NORMS:
+            module.forward = MethodType(_norm, module)
+        elif name in MLPS and type(module.act_fn) is SILU:
+            module.forward = MethodType(_mlp, module)
+
+
+def _norm(self, hidden_states: Tensor) -> Tensor:
+    return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _mlp(self, x: Tensor) -> Tensor:
+    return self.down_proj(SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+class RMSNorm(torch.autograd.Function):
+    """y = weight * x / sqrt(mean(x^2) + eps) over the last dimension, in float32 inside. arXiv 1910.07467, eq. 4."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        rstd = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_() / x.shape[-1] + eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        unit = (wide * rstd).to(x.dtype)
+        return unit.mul_(weight) if unit.dtype == weight.dtype else unit * weight
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        [grad] = grad_outputs
+        x, weight, rstd = ctx.saved_tensors
+        unit = x.float() * rstd
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype)
+        grad_unit = (grad * weight).float()
+        along = torch.linalg.vecdot(grad_unit, unit)[..., None] / x.shape[-1]
+        grad_x = grad_unit.sub_(unit.mul_(along)).mul_(rstd)
+        return grad_x.to(x.dtype), grad_weight, None
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up. arXiv 2002.05202, eq. 5."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        [grad] = grad_outputs
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return grad_gate, nn.functional.silu(gate).mul_(grad)
