@@ -2,13 +2,17 @@
 
 import copy
 import math
+import sys
 
 import pytest
 import torch
 from torch import nn
 from transformers import get_scheduler
 
+from posttrain.errors import ConfigError
 from posttrain.optim.adamw import AdamW
+from posttrain.optim.adamw_8bit import AdamW8bit, eight_bit_names
+from posttrain.optim.offload import AdamWCPUOffload
 from posttrain.optim.schedules import schedule, warmup_count
 
 
@@ -70,40 +74,154 @@ def test_bfloat16_gradients_are_summed_in_float32():
     torch.testing.assert_close(optimizer.masters["0.weight"].grad, sum(grads), rtol=0, atol=0)
 
 
+def offloaded(model, dtype=torch.float32, **settings):
+    """The CPU is the model's device here: the same steps as with a GPU, but for the stream and page-locked memory."""
+    return AdamWCPUOffload(model, dtype, device=torch.device("cpu"), **settings)
+
+
+OPTIMIZERS = {"adamw": AdamW, "adamw_8bit": AdamW8bit, "adamw_cpu_offload": offloaded}
+
+
+def large_model():
+    """With matrices that have 8-bit moments, an embedding that must not, and vectors."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 130), nn.LayerNorm(130), nn.Linear(130, 64, bias=False))
+
+
+def backward_large(model, seed):
+    torch.manual_seed(seed)
+    model(torch.randint(100, (32,))).float().square().mean().backward()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_restores_to_the_bit(dtype):
-    model = small_model()
-    optimizer = AdamW(model, dtype)
+def test_state_restores_to_the_bit(kind, dtype):
+    """Two packs a step, so that gradients are summed too."""
+    model = large_model()
+    optimizer = OPTIMIZERS[kind](model, dtype)
     for step in range(3):
-        backward(model, step)
+        backward_large(model, step)
+        backward_large(model, step + 10)
         optimizer.step(1e-3)
-    other = small_model()
+    other = large_model()
     other.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
-    resumed = AdamW(other, dtype)
+    resumed = OPTIMIZERS[kind](other, dtype)
     resumed.load_state({k: v.clone() for k, v in optimizer.state().items()})
     for step in range(3, 6):
         for m, o in ((model, optimizer), (other, resumed)):
-            backward(m, step)
+            backward_large(m, step)
+            backward_large(m, step + 10)
             o.step(1e-3)
     for name, master in optimizer.masters.items():
         assert torch.equal(master, resumed.masters[name])
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
+    ours, theirs = optimizer.state(), resumed.state()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_changes_nothing(bad):
-    model = small_model()
-    optimizer = AdamW(model)
-    backward(model, 0)
+def test_a_gradient_that_is_not_finite_changes_nothing(kind, bad):
+    model = large_model()
+    optimizer = OPTIMIZERS[kind](model)
+    backward_large(model, 0)
     optimizer.step(1e-3)
     before = {k: v.clone() for k, v in (model.state_dict() | optimizer.state()).items()}
-    backward(model, 1)
-    model[0].weight.grad[0, 0] = bad
+    model[1].weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([0]), bad))
+    backward_large(model, 1)
     assert not math.isfinite(optimizer.step(1e-3))
     after = model.state_dict() | optimizer.state()
     assert all(torch.equal(before[k], after[k]) for k in before)
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_gradients_that_are_forgotten_leave_no_trace(kind):
+    """A step that is not taken: the next is as if it had never been begun."""
+    results = []
+    for begun in (True, False):
+        model = large_model()
+        optimizer = OPTIMIZERS[kind](model, torch.bfloat16)
+        if begun:
+            backward_large(model, 7)
+            optimizer.forget()
+        backward_large(model, 0)
+        optimizer.step(1e-2)
+        results.append(optimizer.state())
+    assert all(torch.equal(results[0][k], results[1][k]) for k in results[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packs", [1, 3])
+def test_offloaded_equals_adamw_to_the_bit(dtype, packs):
+    models = large_model(), large_model()
+    optimizers = [
+        make(m, dtype, weight_decay=0.1, max_grad_norm=0.05) for make, m in zip((AdamW, offloaded), models, strict=True)
+    ]
+    for step in range(4):
+        for model in models:
+            for part in range(packs):
+                backward_large(model, 10 * step + part)
+        norms = [optimizer.step(1e-2 / (step + 1)) for optimizer in optimizers]
+        assert norms[0] == norms[1] > 0.05
+    plain, remote = (o.state() for o in optimizers)
+    for name, master in optimizers[0].masters.items():
+        assert torch.equal(master, optimizers[1].masters[name])
+    assert all(torch.equal(plain[k], remote[k]) for k in plain)
+    for a, b in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(a, b) and a.dtype == dtype
+    other = large_model()
+    AdamW(other, dtype).load_state(remote)  # a run that began with a GPU may go on without
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), models[1].parameters(), strict=True))
+
+
+def test_8bit_equals_bitsandbytes_own_optimizer():
+    """Where both keep 8-bit moments: the same weights, to the bit. Elsewhere (embeddings, vectors) we are AdamW."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    ours, theirs = large_model(), large_model()
+    optimizer = AdamW8bit(ours, weight_decay=0.1, max_grad_norm=0)
+    assert eight_bit_names(ours) == {"1.weight", "3.weight"}
+    [embedding, *rest] = theirs.parameters()
+    reference = bitsandbytes.optim.AdamW8bit([p for p in rest if p.ndim > 1], weight_decay=0.1, eps=1e-8)
+    plain = torch.optim.AdamW([embedding], weight_decay=0.1, fused=True)
+    vectors = torch.optim.AdamW([p for p in rest if p.ndim < 2], weight_decay=0.0, fused=True)
+    for step in range(5):
+        backward_large(ours, step)
+        backward_large(theirs, step)
+        for other in (reference, plain, vectors):
+            for group in other.param_groups:
+                group["lr"] = 1e-3
+            other.step()
+            other.zero_grad()
+        optimizer.step(1e-3)
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    sizes = {k: v.nbytes for k, v in optimizer.state().items()}
+    weights = ours[1].weight.numel()
+    assert sizes["1.weight|exp_avg"] == weights and sizes["0.weight|exp_avg"] == 4 * ours[0].weight.numel()
+    assert sizes["1.weight|exp_avg_scale"] == 4 * math.ceil(weights / 256)
+
+
+def test_8bit_stays_near_adamw():
+    """Fifty steps on one batch: a loss as low, though every moment is rounded to a byte."""
+    losses = []
+    for make in (AdamW, AdamW8bit):
+        model = large_model()
+        optimizer = make(model)
+        for _ in range(50):
+            backward_large(model, 0)
+            optimizer.step(1e-3)
+        torch.manual_seed(0)
+        losses.append(float(model(torch.randint(100, (32,))).square().mean().detach()))
+    print(f"AdamW {losses[0]:.5f}, with 8-bit moments {losses[1]:.5f}")
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
+
+
+def test_8bit_without_bitsandbytes_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match=r"adamw_8bit needs bitsandbytes.*posttrain\[quantization\]"):
+        AdamW8bit(large_model())
 
 
 def test_frozen_parameters_are_left_out():

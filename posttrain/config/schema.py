@@ -195,7 +195,10 @@ class TrainingConfig(Settings):
     max_steps: Positive | None = Field(
         default=None, description="Stop after so many steps, whatever num_train_epochs says."
     )
-    optimizer: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
+    optimizer: Literal["adamw", "adamw_8bit", "adamw_cpu_offload"] = Field(
+        default="adamw",
+        description="adamw_8bit: a byte for each moment; adamw_cpu_offload: all but the weights in CPU memory.",
+    )
     gradient_checkpointing: Literal["auto"] | bool = Field(
         default="auto", description="Recompute activations in the backward pass: slower, less memory."
     )

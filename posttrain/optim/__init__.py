@@ -1,1 +1,1 @@
-"""The optimizer on float32 masters, and schedules."""
+"""Optimizers on float32 masters, schedules, and one update over the packs of a batch."""

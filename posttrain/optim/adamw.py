@@ -7,8 +7,10 @@ them, and the model's own weights are the masters rounded. In float32 the master
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class AdamW:
@@ -27,26 +29,42 @@ class AdamW:
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
     ):
-        self.max_grad_norm = max_grad_norm
+        self.betas, self.eps, self.weight_decay, self.max_grad_norm = betas, eps, weight_decay, max_grad_norm
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.masters: dict[str, torch.Tensor] = {}
-        self._hooks = []
-        for name, parameter in self.parameters.items():
-            if compute_dtype == torch.float32:
-                self.masters[name] = parameter
-                continue
-            self.masters[name] = master = parameter.detach().float().clone()
-            parameter.data = parameter.data.to(compute_dtype)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(_deliver_to(master)))
-        matrices = [m for m in self.masters.values() if m.ndim >= 2]
-        vectors = [m for m in self.masters.values() if m.ndim < 2]
-        self._adamw = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=0.0,
-            betas=betas,
-            eps=eps,
-            fused=True,
-        )
+        self.masters = {name: self._adopt(name, p, compute_dtype) for name, p in self.parameters.items()}
+        self._adamw = self._torch_adamw(self.masters)
+
+    def _torch_adamw(self, masters: Mapping[str, Tensor]) -> torch.optim.AdamW:
+        """torch's AdamW over these masters. The learning rate is given at each step."""
+        matrices = [m for m in masters.values() if m.ndim >= 2]
+        vectors = [m for m in masters.values() if m.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=True)
+
+    # What the variants of this optimizer do in their own way: where masters lie, and how a gradient gets there.
+
+    def _adopt(self, name: str, parameter: Tensor, compute_dtype: torch.dtype) -> Tensor:
+        """The parameter's master; the parameter itself becomes the master rounded to `compute_dtype`."""
+        if compute_dtype == torch.float32:
+            return parameter
+        master = parameter.detach().float().clone()
+        parameter.data = parameter.data.to(compute_dtype)
+        parameter.register_post_accumulate_grad_hook(_deliver_to(master))
+        return master
+
+    def _collect(self) -> None:
+        """Before a step: see to it that every master has its gradient."""
+
+    def _update(self, learning_rate: float) -> None:
+        """Move the masters by their gradients, which are clipped already."""
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+
+    def _publish(self, name: str) -> None:
+        """Give the model's weight the value of its master."""
+        if self.parameters[name] is not self.masters[name]:
+            self.parameters[name].copy_(self.masters[name])
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> float:
@@ -54,23 +72,25 @@ class AdamW:
 
         A norm that is not finite leaves weights and optimizer state as they were.
         """
+        self._collect()
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         value = norm.item()
         if torch.isfinite(norm):
             if self.max_grad_norm and value > self.max_grad_norm:
                 torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.max_grad_norm, norm)
-            for group in self._adamw.param_groups:
-                group["lr"] = learning_rate
-            self._adamw.step()
-            for name, parameter in self.parameters.items():
-                if parameter is not self.masters[name]:
-                    parameter.copy_(self.masters[name])
-        for master in self.masters.values():
-            master.grad = None
+            self._update(learning_rate)
+            for name in self.masters:
+                self._publish(name)
+        self.forget()
         return value
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def forget(self) -> None:
+        """Drop the gradients gathered so far."""
+        for master in self.masters.values():
+            master.grad = None
+
+    def state(self) -> dict[str, Tensor]:
         """What a resumed run needs, by parameter name: moments, step counts, and masters that are not the weights."""
         tensors = {}
         for name, master in self.masters.items():
@@ -81,23 +101,27 @@ class AdamW:
         return tensors
 
     @torch.no_grad()
-    def load_state(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Take back what `state` gave. The model's weights follow the masters."""
         for full, value in tensors.items():
             name, key = full.rsplit("|", 1)
-            master = self.masters[name]
             if key == "master":
-                master.copy_(value)
-                self.parameters[name].copy_(master)
+                self.masters[name].copy_(value)
+                self._publish(name)
             else:
-                device = "cpu" if key == "step" and not master.is_cuda else master.device
-                self._adamw.state[master][key] = value.to(device, torch.float32)
+                self._load(name, key, value)
+
+    def _load(self, name: str, key: str, value: Tensor) -> None:
+        """Take back one tensor of a parameter's moments or its step count."""
+        master = self.masters[name]
+        device = "cpu" if key == "step" and not master.is_cuda else master.device
+        self._adamw.state[master][key] = value.to(device, torch.float32)
 
 
-def _deliver_to(master: torch.Tensor):
+def _deliver_to(master: Tensor):
     """Move a parameter's fresh gradient into its float32 master's as soon as backward has it."""
 
-    def hook(parameter: torch.Tensor) -> None:
+    def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
         if master.grad is None:
             master.grad = parameter.grad.float()

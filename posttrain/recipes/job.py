@@ -23,6 +23,8 @@ from posttrain.models.families import backbone_of, base_of
 from posttrain.models.load import Head, compute_dtype, device_of, is_adapter, load_model, load_tokenizer
 from posttrain.models.lora import add_lora
 from posttrain.optim.adamw import AdamW
+from posttrain.optim.adamw_8bit import AdamW8bit
+from posttrain.optim.offload import AdamWCPUOffload
 from posttrain.store.run import Run
 
 log = logging.getLogger("posttrain")
@@ -62,12 +64,13 @@ class Job:
     def policy(self, head: Head) -> nn.Module:
         """The model to train, as published or as the checkpoint has it; in evaluation mode, trained weights marked.
 
-        Full fine-tuning loads float32, so that the optimizer's masters are exact.
+        Full fine-tuning loads float32, so that the optimizer's masters are exact; `optimizer` makes it `dtype`.
         """
         dtype = self.dtype if self.model.lora else torch.float32
+        device = torch.device("cpu") if self.offloads() and self.model.lora is None else self.device
         if self.model.lora is None:
             source = self.model if self.checkpoint is None else self.saved(self.checkpoint)
-            policy: nn.Module = load_model(source, head, dtype, self.device)
+            policy: nn.Module = load_model(source, head, dtype, device)
         else:
             base = load_model(self._base(head), head, dtype, self.device)
             if self.checkpoint is None:
@@ -93,15 +96,23 @@ class Job:
         return self.saved(folder)
 
     def optimizer(self, policy: nn.Module) -> AdamW:
+        """The optimizer over the policy's trained weights, which from now on compute in `dtype` on `device`."""
         training = self.config.training
-        return AdamW(
-            policy,
-            self.dtype,
-            betas=(training.adam_beta1, training.adam_beta2),
-            eps=training.adam_epsilon,
-            weight_decay=training.weight_decay,
-            max_grad_norm=training.max_grad_norm,
-        )
+        settings = {
+            "betas": (training.adam_beta1, training.adam_beta2),
+            "eps": training.adam_epsilon,
+            "weight_decay": training.weight_decay,
+            "max_grad_norm": training.max_grad_norm,
+        }
+        if training.optimizer == "adamw_8bit":
+            return AdamW8bit(policy, self.dtype, **settings)
+        if self.offloads():
+            return AdamWCPUOffload(policy, self.dtype, device=self.device, **settings)
+        return AdamW(policy, self.dtype, **settings)
+
+    def offloads(self) -> bool:
+        """Whether the optimizer lies in CPU memory apart from the model; on a CPU the plain one is that already."""
+        return self.config.training.optimizer == "adamw_cpu_offload" and self.device.type == "cuda"
 
     def pack(self, examples: Sequence[Example], keep_last: bool = False) -> list[Pack]:
         """A batch's packs, on a GPU of one of a few widths."""

@@ -1,0 +1,23 @@
+"""Packages that posttrain can do without: imported when a setting asks for them, named with their extra when absent."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from posttrain.errors import ConfigError
+
+
+def need(module: str, extra: str, setting: str) -> ModuleType:
+    """The optional module. Raises ConfigError, which says what to install, when it is absent or does not load."""
+    package = module.partition(".")[0]
+    try:
+        importlib.import_module(package)
+        return importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            raise ConfigError(
+                f"{setting} needs {package}, which is not installed: pip install 'posttrain[{extra}]'"
+            ) from error
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{setting} needs {package}, which is installed but does not load here: {first}") from error

@@ -1,0 +1,88 @@
+"""AdamW in the computer's own memory: masters, moments and gradients leave the GPU, which keeps the weights alone.
+
+In bfloat16 the GPU then holds 2 bytes a trained parameter, not 18 (weight 2, master 4, moments 8, gradient 4). Each
+pack's gradients cross while backward goes on, and are summed on the CPU in float32; the step is torch's fused AdamW
+there; rounded weights go back. The idea is ZeRO-Offload's (arXiv 2101.06840).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.optim.adamw import AdamW
+
+
+class AdamWCPUOffload(AdamW):
+    """AdamW whose masters, moments and gradients lie in CPU memory, wherever the model computes.
+
+    Same updates as `AdamW` and the same saved state, so that a run may go on with either.
+    """
+
+    def __init__(self, model: nn.Module, compute_dtype: torch.dtype, *, device: torch.device, **settings):
+        """`device` is where the model will compute; give it while in CPU memory, and float32 weights never fill it."""
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._buffers: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._arriving: dict[str, torch.cuda.Event | None] = {}
+        super().__init__(model, compute_dtype, **settings)
+        model.to(device)
+
+    def _adopt(self, name: str, parameter: Tensor, compute_dtype: torch.dtype) -> Tensor:
+        def in_cpu_memory(dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
+            return torch.empty_like(parameter, dtype=dtype, device="cpu", pin_memory=pin_memory, requires_grad=False)
+
+        # What crosses is in the model's dtype, which halves the traffic of bfloat16; it is page-locked, so that the GPU
+        # does not wait. One buffer serves both ways: gradients come before a step, and weights go after it.
+        self._buffers[name] = in_cpu_memory(compute_dtype, pin_memory=self._stream is not None)
+        self._sums[name] = in_cpu_memory(torch.float32)
+        master = in_cpu_memory(torch.float32).copy_(parameter.detach())
+        parameter.data = parameter.data.to(self._device, compute_dtype)
+        parameter.register_post_accumulate_grad_hook(lambda p: self._fetch(name, p))
+        return master
+
+    def _fetch(self, name: str, parameter: Tensor) -> None:
+        """Send for a parameter's fresh gradient. That of the pack before has arrived by now, and is added first."""
+        self._take(name)
+        grad = parameter.grad
+        assert grad is not None
+        arrived = None
+        if self._stream is None:
+            self._buffers[name].copy_(grad)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                self._buffers[name].copy_(grad, non_blocking=True)
+                arrived = self._stream.record_event()
+            grad.record_stream(self._stream)  # nobody is given its memory before it has been read
+        self._arriving[name] = arrived
+        parameter.grad = None
+
+    def _take(self, name: str) -> None:
+        """Add the gradient that was sent for, if there is one, to its master's."""
+        if name not in self._arriving:
+            return
+        arrived = self._arriving.pop(name)
+        if arrived is not None:
+            arrived.synchronize()
+        master = self.masters[name]
+        if master.grad is None:
+            master.grad = self._sums[name].copy_(self._buffers[name])
+        else:
+            master.grad += self._buffers[name]
+
+    @torch.no_grad()
+    def _collect(self) -> None:
+        for name in self.masters:
+            self._take(name)
+
+    def _publish(self, name: str) -> None:
+        # Rounded on this side. The buffer is next written by a gradient, in a stream that waits for this copy, or here
+        # after one has arrived.
+        self._buffers[name].copy_(self.masters[name])
+        self.parameters[name].copy_(self._buffers[name], non_blocking=True)
+
+    def forget(self) -> None:
+        self._collect()
+        super().forget()
