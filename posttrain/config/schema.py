@@ -34,6 +34,8 @@ class LoraConfig(Settings):
     target_modules: Literal["auto", "all-linear"] | tuple[Text, ...] = Field(
         default="auto", description="auto: the attention of the family; all-linear; or a list of module names."
     )
+    use_rslora: bool = Field(default=False, description="Scale by alpha / sqrt(r) instead, for large ranks.")
+    use_dora: bool = Field(default=False, description="Train each weight's magnitude apart from its direction.")
 
 
 class ModelConfig(Settings):
@@ -51,6 +53,8 @@ class ModelConfig(Settings):
         default="auto", description="auto: packed where the family is proven, else one sequence a row."
     )
     lora: LoraConfig | None = Field(default=None, description="Low-rank adapters; null: full fine-tuning.")
+    load_in_4bit: bool = Field(default=False, description="Frozen weights in 4 bits (NF4) under lora: QLoRA.")
+    use_liger_kernel: bool = Field(default=False, description="Liger's GPU kernels for norms and gated MLPs.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
     allow_pickle: bool = Field(default=False, description="Load pickled weights, which can run code.")
 
@@ -318,6 +322,12 @@ class RunConfig(Settings):
                 folder not in folders[:index],
                 f"models.{index}.path",
                 f"would use the same folder {folder!r} as an earlier model; give it a name",
+            )
+        for index, model in enumerate(self.models):
+            problems.check(
+                not model.load_in_4bit or model.lora is not None,
+                f"models.{index}.load_in_4bit",
+                "freezes the weights, so something else has to be trained: set model.lora, e.g. model.lora: true",
             )
         self._check_lengths(problems)
         self._check_evaluation(problems)

@@ -8,6 +8,8 @@ and files stay as transformers has them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 
 import torch
@@ -21,22 +23,33 @@ SILU = type(ACT2FN["silu"])
 MLPS = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"})
 
 
-def lean(model: PreTrainedModel) -> None:
-    """Give the model's norms and gated MLPs the forwards of this module, in place; others stay as they are."""
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """norm(x, weight, eps) and swiglu(gate, up), with gradients."""
+
+    norm: Callable[[Tensor, Tensor, float], Tensor]
+    swiglu: Callable[[Tensor, Tensor], Tensor]
+
+
+def lean(model: PreTrainedModel, kernels: Kernels | None = None) -> None:
+    """Give the model's norms and gated MLPs the forwards of this module, in place; others stay as they are.
+
+    `kernels` are other functions with the same values, such as Liger's for GPUs.
+    """
+    kernels = kernels or Kernels(RMSNorm.apply, SwiGLU.apply)
+
+    def norm(self, hidden_states: Tensor) -> Tensor:
+        return kernels.norm(hidden_states, self.weight, self.variance_epsilon)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down_proj(kernels.swiglu(self.gate_proj(x), self.up_proj(x)))
+
     for module in model.modules():
         name = type(module).__name__
         if name in NORMS:
-            module.forward = MethodType(_norm, module)
+            module.forward = MethodType(norm, module)
         elif name in MLPS and type(module.act_fn) is SILU:
-            module.forward = MethodType(_mlp, module)
-
-
-def _norm(self, hidden_states: Tensor) -> Tensor:
-    return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
-
-
-def _mlp(self, x: Tensor) -> Tensor:
-    return self.down_proj(SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))
+            module.forward = MethodType(mlp, module)
 
 
 class RMSNorm(torch.autograd.Function):

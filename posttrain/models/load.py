@@ -26,6 +26,7 @@ from posttrain.errors import ModelError
 from posttrain.models.attention import NAME as PACKED
 from posttrain.models.families import FAMILIES
 from posttrain.models.lean import lean
+from posttrain.models.optional import check_attention, keep_storage, kernels, quantization
 
 # Their bars flash by on every load and save; ours say what a person waits for.
 hf_logging.disable_progress_bar()
@@ -66,18 +67,26 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(model.path, **_source(model))
 
 
-def load_model(model: ModelConfig, head: Head, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_model(
+    model: ModelConfig, head: Head, dtype: torch.dtype, device: torch.device, stay: bool = False
+) -> PreTrainedModel:
     """The model with an LM head, or with one scalar output (`reward`), in evaluation mode on `device`.
 
+    With `stay` it is left in CPU memory, ready to be moved to `device`.
+
     A folder with a LoRA adapter gives its base model with the adapter merged in. A reward head that the weights lack is
-    drawn from a normal distribution with standard deviation 0.02.
+    drawn from a normal distribution with standard deviation 0.02. With `load_in_4bit` linear layers hold 4-bit weights.
     """
+    check_attention(model, device)
+    liger, stored = kernels(model, device), quantization(model, dtype)
     base = _base_settings(model)
     config = load_config(base)
     auto: Any = AutoModelForCausalLM
     if head == "reward":
         auto, config.num_labels = AutoModelForSequenceClassification, 1
     source = _source(base) | {"use_safetensors": None if base.allow_pickle else True}
+    if stored is not None:
+        source |= {"quantization_config": stored, "device_map": {"": device}}
     with _clear_errors(base, "weights"), _no_report():
         loaded, info = auto.from_pretrained(
             base.path,
@@ -96,8 +105,11 @@ def load_model(model: ModelConfig, head: Head, dtype: torch.dtype, device: torch
         loaded = _merge_adapter(loaded, model)
     if use_packed(model, loaded):
         loaded.set_attn_implementation(PACKED)
-    lean(loaded)
-    torch.nn.Module.to(loaded, device)
+    lean(loaded, liger)
+    if stored is not None:
+        keep_storage(loaded)
+    elif not stay:
+        torch.nn.Module.to(loaded, device)
     return loaded.eval()
 
 

@@ -24,6 +24,8 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig, head: Head) -> PeftModel:
         r=lora.r,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  (PEFT annotates int; the scale is a quotient)
         lora_dropout=lora.dropout,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
         target_modules=targets,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type=TaskType.CAUSAL_LM if head == "lm" else TaskType.SEQ_CLS,

@@ -25,7 +25,7 @@ class AdamWCPUOffload(AdamW):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
-        self._arriving: dict[str, torch.cuda.Event | None] = {}
+        self._arriving: dict[str, torch.Event | None] = {}
         super().__init__(model, compute_dtype, **settings)
         model.to(device)
 

@@ -67,10 +67,9 @@ class Job:
         Full fine-tuning loads float32, so that the optimizer's masters are exact; `optimizer` makes it `dtype`.
         """
         dtype = self.dtype if self.model.lora else torch.float32
-        device = torch.device("cpu") if self.offloads() and self.model.lora is None else self.device
         if self.model.lora is None:
             source = self.model if self.checkpoint is None else self.saved(self.checkpoint)
-            policy: nn.Module = load_model(source, head, dtype, device)
+            policy: nn.Module = load_model(source, head, dtype, self.device, stay=self.offloads())
         else:
             base = load_model(self._base(head), head, dtype, self.device)
             if self.checkpoint is None:
@@ -91,7 +90,8 @@ class Job:
             return self.model
         folder = self.run.folder.resolve() / "base"
         if not folder.exists():
-            merged = load_model(self.model, head, torch.float32, torch.device("cpu"))
+            whole = self.model.model_copy(update={"load_in_4bit": False, "use_liger_kernel": False})
+            merged = load_model(whole, head, torch.float32, torch.device("cpu"))
             self.run.save_model(folder, 0, merged.save_pretrained)
         return self.saved(folder)
 

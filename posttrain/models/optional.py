@@ -1,0 +1,68 @@
+"""What a model can use where it is installed: 4-bit weights by bitsandbytes, Liger's and flash-attn's GPU kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+from posttrain.config.schema import ModelConfig
+from posttrain.errors import ModelError
+from posttrain.extras import need
+from posttrain.models.lean import Kernels
+
+
+def quantization(model: ModelConfig, dtype: torch.dtype) -> BitsAndBytesConfig | None:
+    """How transformers is to store the weights of linear layers: NF4 with double quantisation, or as they are.
+
+    NF4 has a 4-bit code with a level for each equal share of a normal distribution, a scale for every 64 weights, and
+    the scales themselves in 8 bits: 4.127 bits a weight (QLoRA, Dettmers et al., arXiv 2305.14314, section 3).
+    """
+    if not model.load_in_4bit:
+        return None
+    need("bitsandbytes", "quantization", "model.load_in_4bit")
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+
+
+def keep_storage(loaded: PreTrainedModel) -> None:
+    """Keep bitsandbytes from rewriting 4-bit weights in another layout on the first forward on a CPU with bfloat16.
+
+    That layout is for generation: it has no backward, and the frozen weights of a run have to stay as they are.
+    """
+    for module in loaded.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def kernels(model: ModelConfig, device: torch.device) -> Kernels | None:
+    """Liger's Triton kernels (arXiv 2410.10989) for norms and gated MLPs, or None for our own.
+
+    Its fused cross-entropy has no part here: posttrain.scoring never makes full logits for it to save.
+    """
+    if not model.use_liger_kernel:
+        return None
+    if device.type != "cuda":
+        raise ModelError(
+            f"model.use_liger_kernel: its kernels are for GPUs, and this run computes on {device.type}: set it to false"
+        )
+    norm = need("liger_kernel.ops.rms_norm", "liger", "model.use_liger_kernel").LigerRMSNormFunction
+    swiglu = need("liger_kernel.ops.swiglu", "liger", "model.use_liger_kernel").LigerSiLUMulFunction
+    offset, casting, in_place = 0.0, "llama", False
+    return Kernels(lambda x, weight, eps: norm.apply(x, weight, eps, offset, casting, in_place), swiglu.apply)
+
+
+def check_attention(model: ModelConfig, device: torch.device) -> None:
+    """flash_attention_2 needs its package and a GPU: say so before transformers does in its own way."""
+    if model.attention == "flash_attention_2":
+        need("flash_attn", "flash-attn", "model.attention: flash_attention_2")
+        if device.type != "cuda":
+            raise ModelError(
+                f"model.attention: flash_attention_2 is for GPUs, and this run computes on {device.type}: set auto"
+            )
+
+
+def is_4bit(module: nn.Module) -> bool:
+    """Whether a linear layer's weights are stored in 4 bits."""
+    return type(module).__name__ == "Linear4bit"
