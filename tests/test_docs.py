@@ -5,6 +5,7 @@ How a command of a fenced block is run:
 - A YAML block after a line that names a file (`hh.yaml`) is that file, for all commands of the page. Every page also
   has the files of README.md, and four rows of real preference pairs as `pairs.jsonl`.
 - Names on the hub become local: data by DATA, models by `local_model`; MODEL in a command is a local model.
+- The Python blocks of a page are one program.
 - What trains is made small by SMALL, and `checkpoint-500` is then `checkpoint-1`. All else stays as it is written.
 - A preset without further settings is trained by tests/test_presets.py; here it has to be among those.
 - `posttrain quickstart` is run by tests/test_quickstart.py; here its flags have to exist.
@@ -157,9 +158,10 @@ def test_commands_and_code_run(page, shared, scratch_model, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     reader = Reader(page, shared, scratch_model, capsys)
+    names = {"__name__": "docs"}
     for language, body, _ in blocks(page):
         if language == "python":
-            exec(compile(body, page.name, "exec"), {"__name__": "docs"})
+            exec(compile(body, page.name, "exec"), names)
         elif language in SHELL:
             for words in lines(body):
                 arguments = posttrain_arguments(words)

@@ -16,7 +16,7 @@ LAYERS = [
     ["data"],
     ["models", "store"],
     ["scoring", "optim"],
-    ["recipes"],
+    ["recipes", "functional"],
     ["quickstart"],
     ["cli"],
 ]

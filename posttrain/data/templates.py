@@ -69,6 +69,11 @@ def choose_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Tem
     return template
 
 
+def alpaca_prompt(instruction: str) -> str:
+    """An instruction without input, as the `alpaca` template writes it: everything before the response."""
+    return f"{ALPACA_PREAMBLE}\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+
+
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises DataError when there is no chat template to write conversations with."""
     if tokenizer.chat_template is None:

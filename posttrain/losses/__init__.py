@@ -2,6 +2,7 @@
 
 from posttrain.losses.divergence import F_DIVERGENCES, divergence_score
 from posttrain.losses.pairs import Pairs, preference_metrics
+from posttrain.losses.policy import group_advantages, grpo_clip, policy_gradient
 from posttrain.losses.preference import (
     PREFERENCE_LOSSES,
     PreferenceLoss,
@@ -21,8 +22,11 @@ __all__ = [
     "couples_batch",
     "divergence_score",
     "global_mean",
+    "group_advantages",
+    "grpo_clip",
     "loss_coefficients",
     "nll",
+    "policy_gradient",
     "preference_loss",
     "preference_metrics",
     "reward_metrics",

@@ -1,0 +1,44 @@
+"""Alignment as functions of padded tensors: for teaching, for checking other code, for small loops of your own.
+
+The names, arguments and results are those of the course that made them known (CS336, assignment 5). B is the sequences
+of a batch, L its columns, V the vocabulary; a mask is 1 on response tokens. What lies beneath is what the recipes train
+with: posttrain/losses has the losses, posttrain/scoring.py the log-probabilities. docs/functional.md has examples.
+"""
+
+from posttrain.functional.data import PackedSFTDataset, get_packed_sft_dataset, iterate_batches
+from posttrain.functional.masking import masked_mean, masked_normalize
+from posttrain.functional.parse import parse_gsm8k_response, parse_mmlu_response
+from posttrain.functional.policy import (
+    compute_group_normalized_rewards,
+    compute_grpo_clip_loss,
+    compute_naive_policy_gradient_loss,
+    compute_policy_gradient_loss,
+    grpo_microbatch_train_step,
+)
+from posttrain.functional.scoring import (
+    compute_entropy,
+    compute_per_instance_dpo_loss,
+    get_response_log_probs,
+    tokenize_prompt_and_output,
+)
+from posttrain.functional.sft import sft_microbatch_train_step
+
+__all__ = [
+    "PackedSFTDataset",
+    "compute_entropy",
+    "compute_group_normalized_rewards",
+    "compute_grpo_clip_loss",
+    "compute_naive_policy_gradient_loss",
+    "compute_per_instance_dpo_loss",
+    "compute_policy_gradient_loss",
+    "get_packed_sft_dataset",
+    "get_response_log_probs",
+    "grpo_microbatch_train_step",
+    "iterate_batches",
+    "masked_mean",
+    "masked_normalize",
+    "parse_gsm8k_response",
+    "parse_mmlu_response",
+    "sft_microbatch_train_step",
+    "tokenize_prompt_and_output",
+]

@@ -1,0 +1,71 @@
+"""Answers out of a model's text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+LETTERS = "ABCD"
+# A capital on its own as models write it: B, (B), **B**, \boxed{B}. No letter is the A of "A cat", the B of "B-cells"
+# and "B's", and none is chosen in "A or B".
+LETTER = (
+    r"[\s*_(\[{\"'`$]*(?:\\(?:boxed|text)\{+)*([A-D])(?![\w'’]|-\w)"
+    r"(?!(?<=A)\s+(?!(?:as|because|since|is|and|for|which)\b)[a-z])(?!\s*(?:or|and|/)\s*\(?[A-D]\b)"
+)
+STATED = re.compile(rf"\b(?i:answer|choice|option)\b[^.\n:=]{{0,40}}?(?:\b(?:is|be)\b\s*:?|[:=]){LETTER}")
+FIRST = re.compile(rf"^{LETTER}(?=[)\]}}*_\s]*(?:[.:,\n]|$)|[)\]}}])")
+MARKED = re.compile(
+    rf"\((?=[A-D]\)){LETTER}|\*\*(?=[A-D]\W){LETTER}|\\boxed\{{{LETTER}"
+    rf"|\b(?i:option|choice|choose|pick|select|guess|say|is|be){LETTER}(?=[)*\s]*[.!]?\s*$)"
+    rf"|{LETTER}\s+is\s+(?:the\s+)?(?:correct|right|best|true|answer)\b",
+    re.MULTILINE,
+)
+NUMBER = re.compile(
+    r"((?<![\w.)\]}%])[-−]\$?)?"
+    r"(\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<![\d.])\.\d+)"
+    r"([eE][-+]?\d+(?!\w))?",
+    re.ASCII,
+)
+
+
+def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> str | None:
+    """The option that a model's text chooses, "A" to "D", or None where it chooses none, or more than one.
+
+    `mmlu_example` has `options`, the texts of A, B, … in this order (and `answer`, which is not looked at). In turn:
+
+    1. what the text says the answer is ("The correct answer is B.", "Answer: (B)"); of several, the last;
+    2. a letter that the text begins with ("B", "B. The BK virus");
+    3. the one letter that is marked as a choice anywhere ("(B)", "**B**", "I would say B.", "B is correct");
+    4. the text of exactly one option, and nothing else ("100").
+
+    A letter for which there is no option counts as none.
+    """
+    letters = LETTERS[: len(mmlu_example["options"])]
+    text = model_output.strip()
+    if found := [letter for letter in STATED.findall(text) if letter in letters]:
+        return found[-1]
+    if (first := FIRST.match(text)) and first[1] in letters:
+        return first[1]
+    marked = {letter for groups in MARKED.findall(text) for letter in groups if letter and letter in letters}
+    if marked:
+        return marked.pop() if len(marked) == 1 else None
+    same = [
+        letter
+        for letter, option in zip(letters, mmlu_example["options"], strict=False)
+        if str(option).strip().casefold() == text.rstrip(".").casefold()
+    ]
+    return same[0] if len(same) == 1 else None
+
+
+def parse_gsm8k_response(model_output: str) -> str | None:
+    """The last number of a text, as a string that `float` reads, or None where there is none.
+
+    Separators of thousands go ("1,250" is "1250"), currency and percent signs are no part of it, nor is the full stop
+    of a sentence. A minus is part of the number where it is no subtraction: "-3", "= −$3", but 2 in "5-2" and "5 - 2".
+    """
+    numbers = list(NUMBER.finditer(model_output))
+    if not numbers:
+        return None
+    minus, digits, exponent = numbers[-1].groups(default="")
+    return f"{'-' if minus else ''}{digits.replace(',', '')}{exponent}"

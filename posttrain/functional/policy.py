@@ -1,0 +1,190 @@
+"""Policy gradients: rewards to advantages to a loss per token to gradients, one microbatch at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from posttrain.functional.masking import masked_mean
+from posttrain.functional.sft import check_microbatch
+from posttrain.losses import group_advantages, grpo_clip, policy_gradient
+
+LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"]
+LOSS_TYPES = ("no_baseline", "reinforce_with_baseline", "grpo_clip")
+REWARDS = ("reward", "format_reward", "answer_reward")
+
+
+def compute_group_normalized_rewards(
+    reward_fn: Callable[[str, str], Mapping[str, float]],
+    rollout_responses: Sequence[str],
+    repeated_ground_truths: Sequence[str],
+    group_size: int,
+    advantage_eps: float,
+    normalize_by_std: bool,
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Reward n responses and compare each with the others to its prompt: (advantages (n,), raw rewards (n,), metadata).
+
+        A_i = (r_i − mean r) / (std r + ε)        arXiv 2402.03300, section 4.1.2
+        A_i =  r_i − mean r                       without normalize_by_std: Dr. GRPO, arXiv 2503.20783
+
+    Responses of one prompt are neighbours: i and j are of one group when i // group_size = j // group_size, and each
+    prompt's truth is repeated group_size times. mean and std are the group's, the std the unbiased one (n − 1 below);
+    ε = advantage_eps. A group of equal rewards, or of one response, has advantages 0. Both tensors are float32.
+
+    `reward_fn(response, truth)` gives `reward`, `format_reward` and `answer_reward`. Metadata: the mean of each, std,
+    min and max of `reward`, and `frac_reward_zero_std`, the share of groups that teach nothing.
+
+    Raises ValueError when the lists differ in length or do not divide into groups, and for a reward that is missing or
+    not finite, with the number of its response.
+    """
+    count = len(rollout_responses)
+    if count != len(repeated_ground_truths):
+        raise ValueError(f"{count} responses, but {len(repeated_ground_truths)} ground truths: give one for each")
+    if group_size < 1 or count == 0 or count % group_size:
+        raise ValueError(f"{count} responses do not divide into groups of group_size {group_size}")
+    values: dict[str, list[float]] = {name: [] for name in REWARDS}
+    for index, (response, truth) in enumerate(zip(rollout_responses, repeated_ground_truths, strict=True)):
+        given = reward_fn(response, truth)
+        for name in REWARDS:
+            if not math.isfinite(given.get(name, math.nan)):
+                raise ValueError(f"the reward function gave no finite {name} for response {index}: {dict(given)}")
+            values[name].append(float(given[name]))
+    rewards = torch.tensor(values["reward"])
+    groups = torch.arange(count) // group_size
+    advantages = group_advantages(
+        rewards, groups, scale_rewards="group" if normalize_by_std else "none", eps=advantage_eps
+    )
+    by_group = rewards.view(-1, group_size)
+    metadata = {name: sum(of_name) / count for name, of_name in values.items()} | {
+        "reward_std": rewards.std().item() if count > 1 else 0.0,
+        "reward_min": rewards.min().item(),
+        "reward_max": rewards.max().item(),
+        "frac_reward_zero_std": (by_group.amin(1) == by_group.amax(1)).float().mean().item(),
+    }
+    return advantages, rewards, metadata
+
+
+def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy_log_probs: Tensor) -> Tensor:
+    """REINFORCE's loss of each token: −A log π. (B, 1) and (B, L) give (B, L).
+
+    Its gradient is −A ∇ log π: the policy gradient (Williams 1992, section 5; arXiv 2402.03300, eq. 21). Every token of
+    a response has the same A: its response's reward or advantage, through which no gradient flows.
+
+    Raises ValueError for other shapes.
+    """
+    return policy_gradient(policy_log_probs, _each_token(raw_rewards_or_advantages, policy_log_probs))
+
+
+def compute_grpo_clip_loss(
+    advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor, cliprange: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """GRPO's loss of each token: −min(ρ A, clip(ρ, 1 − ε, 1 + ε) A) with ρ = π / π_old. (B, L), and metadata.
+
+    PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with a response's advantage at each of its tokens (arXiv
+    2402.03300, eq. 3, without the KL term). advantages (B, 1); policy_log_probs and old_log_probs (B, L), the latter of
+    the policy that sampled, without gradient; ε = cliprange.
+
+    Metadata: `clipped` (B, L), bool, where the clipped term is the smaller one, so that the token has no gradient, and
+    `ratio` (B, L), ρ. Raises ValueError for other shapes.
+    """
+    advantage_BL = _each_token(advantages, policy_log_probs)
+    loss_BL, clipped_BL = grpo_clip(policy_log_probs, old_log_probs.detach(), advantage_BL, epsilon=cliprange)
+    return loss_BL, {"clipped": clipped_BL, "ratio": torch.exp(policy_log_probs - old_log_probs).detach()}
+
+
+def compute_policy_gradient_loss(
+    policy_log_probs: Tensor,
+    loss_type: LossType,
+    raw_rewards: Tensor | None = None,
+    advantages: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    cliprange: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each token (B, L) by its name, and metadata.
+
+        no_baseline                −r log π             needs raw_rewards (B, 1)
+        reinforce_with_baseline    −A log π             needs advantages (B, 1)
+        grpo_clip                  −min(ρ A, clip A)    needs advantages, old_log_probs (B, L), cliprange
+
+    See `compute_naive_policy_gradient_loss` and `compute_grpo_clip_loss`. Metadata is that of the latter, or empty.
+    Raises ValueError for an unknown name, and for an argument that the loss needs and that is None.
+    """
+    if loss_type == "no_baseline":
+        rewards = _needed(raw_rewards, "raw_rewards", loss_type)
+        return compute_naive_policy_gradient_loss(rewards, policy_log_probs), {}
+    if loss_type == "reinforce_with_baseline":
+        advantages = _needed(advantages, "advantages", loss_type)
+        return compute_naive_policy_gradient_loss(advantages, policy_log_probs), {}
+    if loss_type == "grpo_clip":
+        return compute_grpo_clip_loss(
+            _needed(advantages, "advantages", loss_type),
+            policy_log_probs,
+            _needed(old_log_probs, "old_log_probs", loss_type),
+            _needed(cliprange, "cliprange", loss_type),
+        )
+    raise ValueError(f"unknown loss_type {loss_type!r}: it is one of {', '.join(LOSS_TYPES)}")
+
+
+def grpo_microbatch_train_step(
+    policy_log_probs: Tensor,
+    response_mask: Tensor,
+    gradient_accumulation_steps: int,
+    loss_type: LossType,
+    raw_rewards: Tensor | None = None,
+    advantages: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    cliprange: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy-gradient loss of one microbatch, and its gradients.
+
+        loss = 1 / (B · k) Σ_b 1/|y_b| Σ_t m_bt loss_bt        arXiv 2402.03300, eq. 3
+
+    loss_bt is that of `compute_policy_gradient_loss`, to which the later arguments go; m = response_mask (B, L), |y_b|
+    its sum over a row, k = gradient_accumulation_steps. A row without a response token counts as 0.
+
+    Calls backward: gradients of k microbatches add up to those of one batch of k · B responses. Returns the loss, a
+    detached scalar that is divided by k already, and the metadata of the loss; with grpo_clip also `clip_fraction`,
+    the share of response tokens that were clipped. What padding holds, NaN and −∞ included, changes nothing.
+
+    Raises ValueError as `compute_policy_gradient_loss` does, and for a mask of another shape.
+    """
+    check_microbatch(policy_log_probs, response_mask, gradient_accumulation_steps)
+    kept = response_mask.bool()
+    # Before the loss and not only after: exp and min pass a NaN on to the gradient even where its value is left out.
+    policy_log_probs = policy_log_probs.masked_fill(~kept, 0.0)
+    if old_log_probs is not None and old_log_probs.shape == kept.shape:
+        old_log_probs = old_log_probs.masked_fill(~kept, 0.0)
+    loss_BL, metadata = compute_policy_gradient_loss(
+        policy_log_probs, loss_type, raw_rewards, advantages, old_log_probs, cliprange
+    )
+    some = kept.any(-1)
+    loss_B = masked_mean(loss_BL, kept | ~some[:, None], dim=-1)  # a row without a response: finite, and left out below
+    loss = torch.where(some, loss_B, 0.0).mean() / gradient_accumulation_steps
+    loss.backward()
+    if "clipped" in metadata:
+        clipped = metadata["clipped"] & kept
+        metadata |= {"clipped": clipped, "clip_fraction": clipped.sum() / kept.sum().clamp(min=1)}
+    return loss.detach(), metadata
+
+
+def _each_token(value: Tensor, policy_log_probs: Tensor) -> Tensor:
+    """A value per response (B, 1) at each of its tokens (B, L), without gradient."""
+    if policy_log_probs.ndim != 2 or value.shape != (len(policy_log_probs), 1):
+        raise ValueError(
+            "expected (B, 1) rewards or advantages and (B, L) log-probabilities, got "
+            f"{list(value.shape)} and {list(policy_log_probs.shape)}"
+        )
+    return value.detach().expand_as(policy_log_probs)
+
+
+Value = TypeVar("Value")
+
+
+def _needed(value: Value | None, name: str, loss_type: str) -> Value:
+    if value is None:
+        raise ValueError(f"loss_type {loss_type} needs {name}")
+    return value

@@ -1,0 +1,171 @@
+"""What a model makes of given tokens: log-probabilities, entropies, and the DPO loss of one pair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from posttrain.batch import Example, Pack, Sample, pack, physical_length
+from posttrain.data.rows import Row
+from posttrain.data.templates import alpaca_prompt
+from posttrain.data.tokenise import Compared, Tokeniser
+from posttrain.losses import Pairs, preference_loss
+from posttrain.scoring import Scorer
+
+
+def tokenize_prompt_and_output(
+    prompt_strs: Sequence[str], output_strs: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Tensor]:
+    """Token ids of B prompts and their outputs, shifted for next-token prediction, with a mask of the output's tokens.
+
+    Prompt and output are tokenised apart and joined, so that the border is the same whatever the output is. Nothing is
+    added to either text: a beginning or stop token is there if it is written in the text. Rows are padded on the
+    right, with the tokenizer's pad token (the stop token, or 0, where it has none), to L tokens, the longest row.
+
+    Returns `input_ids`, `labels` and `response_mask`, each (B, L − 1); the mask is bool. Column t of `labels` is column
+    t + 1 of the row, what a model that has read `input_ids` up to t is to predict. The mask is of `labels`: 1 where
+    these are tokens of the output, 0 on prompt and padding.
+
+        row             p  q  c  d  -        prompt p q, output c d, one column of padding
+        input_ids       p  q  c  d
+        labels          q  c  d  -
+        response_mask   0  1  1  0
+
+    Raises ValueError when the lists differ in length or are empty, and for a row of no tokens at all.
+    """
+    if len(prompt_strs) != len(output_strs) or not prompt_strs:
+        raise ValueError(f"{len(prompt_strs)} prompts and {len(output_strs)} outputs: give one output for each prompt")
+    prompts, outputs = (
+        [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+        for texts in (prompt_strs, output_strs)
+    )
+    lengths = [len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)]
+    if 0 in lengths:
+        raise ValueError(f"row {lengths.index(0)} has no tokens: its prompt and its output are empty")
+    filler: Any = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    tokens = torch.full((len(lengths), max(lengths)), filler)
+    is_output = torch.zeros(tokens.shape, dtype=torch.bool)
+    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        tokens[row, : lengths[row]] = torch.tensor([*prompt, *output])
+        is_output[row, len(prompt) : lengths[row]] = True
+    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "response_mask": is_output[:, 1:]}
+
+
+def compute_entropy(logits: Tensor) -> Tensor:
+    """Entropy of each next-token distribution, in nats: (B, L, V) gives (B, L), or any leading shape.
+
+        H = −Σ_v p_v log p_v,   log p_v = z_v − log Σ_u e^{z_u}
+
+    log p comes from the logits z at once, never from the logarithm of a rounded p, so logits of any size are safe; a
+    token ruled out by a logit of −∞ adds 0, to the value and to the gradient. At least float32 is computed in and
+    returned. log V where all tokens are equally likely, 0 where one is certain.
+    """
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    logprob = torch.log_softmax(logits, dim=-1)
+    finite = logprob.clamp(min=torch.finfo(logprob.dtype).min)  # 0 · −∞ is NaN, 0 · finite is 0
+    return -(logprob.exp() * finite).sum(-1)
+
+
+def get_response_log_probs(
+    model: nn.Module, input_ids: Tensor, labels: Tensor, return_token_entropy: bool = False
+) -> dict[str, Tensor]:
+    """Log-probability of every label: `log_probs` (B, L), and on request `token_entropy` (B, L). Nats, float32.
+
+        log_probs[b, t] = log p(labels[b, t] | input_ids[b, 0 … t])
+
+    input_ids and labels are (B, L), as `tokenize_prompt_and_output` makes them. No position is left out: prompt and
+    padding have values too, for a mask to drop. Padding on the right does not change what stands before it, because a
+    causal model looks back only. Gradients flow; the model's mode (dropout) and device are the caller's business.
+
+    A transformers or PEFT model is scored as the recipes score it, without the (B, L, V) tensor of logits
+    (posttrain/scoring.py). Of any other module the output's `logits` are taken.
+
+    Raises ValueError when the shapes differ.
+    """
+    if input_ids.ndim != 2 or input_ids.shape != labels.shape:
+        raise ValueError(f"expected (B, L) twice, got {list(input_ids.shape)} and {list(labels.shape)}")
+    if isinstance(model, PreTrainedModel | PeftModel):
+        scores = Scorer(model)(_padded_pack(input_ids, labels))
+        log_probs, entropy = scores.logprob_N.view_as(labels), scores.entropy_N.view_as(labels)
+        return {"log_probs": log_probs} | ({"token_entropy": entropy} if return_token_entropy else {})
+    logits = model(input_ids).logits.float()
+    log_probs = torch.log_softmax(logits, dim=-1).gather(-1, labels[..., None]).squeeze(-1)
+    return {"log_probs": log_probs} | ({"token_entropy": compute_entropy(logits)} if return_token_entropy else {})
+
+
+def compute_per_instance_dpo_loss(
+    lm: nn.Module,
+    lm_ref: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    beta: float,
+    prompt: str,
+    response_chosen: str,
+    response_rejected: str,
+) -> Tensor:
+    """The DPO loss of one preference pair: a scalar with gradients for `lm`. arXiv 2305.18290, eq. 7.
+
+        loss = −log σ(β [(log π(y_w|x) − log π_ref(y_w|x)) − (log π(y_l|x) − log π_ref(y_l|x))])
+
+    x is the prompt in the Alpaca template, y_w the chosen and y_l the rejected response, each with the stop token
+    appended (unless it ends in it); log π(y|x) is summed over the response's tokens. Prompt and response are tokenised
+    together, as in the recipes, and the prompt is computed once for both. The loss is log 2 where π = π_ref.
+
+    lm and lm_ref are transformers or PEFT models over the same tokens, on one device each; `lm_ref` gets no gradient.
+
+    Raises ValueError for a beta that is not above 0 and a tokenizer without stop token.
+    """
+    if not beta > 0:
+        raise ValueError(f"beta is {beta}: it must be above 0")
+    if tokenizer.eos_token is None:
+        raise ValueError("the tokenizer has no eos_token, which is to end each response")
+    row = Row(alpaca_prompt(prompt), response_chosen, response_rejected)
+    [pair] = Tokeniser(tokenizer, None, assistant_only_loss=False).pairs([row])
+    assert isinstance(pair, Compared)  # an error is only ever a template's, and there is none
+    tree = Sample(pair.prompt, False, (Sample(pair.chosen, True), Sample(pair.rejected, True)))
+    [batch] = pack([Example((tree,), row=0)], tokens_per_pack=physical_length(tree))
+    policy_S = _sequence_log_probs(lm, batch)
+    with torch.no_grad():
+        reference_S = _sequence_log_probs(lm_ref, batch).to(policy_S.device)
+    length_S = batch.length_S().to(policy_S.device)
+    columns = (column for values in (policy_S, reference_S, length_S) for column in (values[0::2], values[1::2]))
+    loss_P = preference_loss(
+        Pairs(*columns),
+        loss_type=["sigmoid"],
+        loss_weights=None,
+        beta=beta,
+        label_smoothing=0.0,
+        f_divergence_type="reverse_kl",
+        f_alpha_divergence_coef=0.0,
+        discopop_tau=1.0,
+    )
+    return loss_P.squeeze(0)
+
+
+def _sequence_log_probs(model: nn.Module, batch: Pack) -> Tensor:
+    """log π of each response of the pack, wherever the model is: (S)."""
+    batch = batch.to(next(model.parameters()).device)
+    return batch.sum_by_sequence(Scorer(model)(batch).logprob_N)
+
+
+def _padded_pack(input_ids: Tensor, labels: Tensor) -> Pack:
+    """Rows of equal length as a pack in which every position is scored: T = N = B · L."""
+    rows, columns = input_ids.shape
+    index_N = torch.arange(rows * columns, device=input_ids.device)
+    row_N = index_N // columns
+    return Pack(
+        tokens_T=input_ids.flatten(),
+        position_T=index_N % columns,
+        end_T=(row_N + 1) * columns,
+        source_N=index_N,
+        target_N=labels.flatten(),
+        sequence_N=row_N,
+        last_S=torch.arange(1, rows + 1, device=input_ids.device) * columns - 1,
+        group_S=torch.arange(rows, device=input_ids.device),
+        tree_start=tuple(range(0, rows * columns + 1, columns)),
+    )
