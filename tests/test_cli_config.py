@@ -16,6 +16,7 @@ from posttrain.cli.flags import plain, short_names
 from posttrain.cli.train import saved_config
 from posttrain.config import dump, load, preset_names
 from posttrain.config.fields import all_settings
+from posttrain.config.methods import METHOD_NAMES
 from posttrain.config.render import EXAMPLES, STARTER, starter, with_reference
 from posttrain.errors import DataError, RunError
 
@@ -61,7 +62,9 @@ def test_a_starter_file_loads_back_to_the_defaults(run, tmp_path, method, full):
 def test_a_full_starter_file_has_every_setting_of_the_method():
     values = yaml.safe_load(starter("dpo", everything=True))
     for setting in all_settings():
-        if setting.methods not in ((), ("dpo",)) or setting.path.startswith(("model.lora.", "data.validation.")):
+        if (setting.methods and "dpo" not in setting.methods) or setting.path.startswith(
+            ("model.lora.", "data.validation.")
+        ):
             continue
         node = values
         for key in setting.path.split("."):
@@ -102,7 +105,7 @@ def test_schema_is_json_schema_and_every_setting_is_described(run):
     assert groups["TrainingConfig"]["properties"]["batch_size"]["minimum"] == 1
     # What a file may say in short is allowed, and nothing must be in it: a file may extend another.
     assert {"model", "models", "extends", "method", "data"} <= set(schema["properties"])
-    assert schema["properties"]["method"]["anyOf"][0] == {"enum": ["sft", "reward", "dpo", "ipo"]}
+    assert schema["properties"]["method"]["anyOf"][0] == {"enum": list(METHOD_NAMES)}
     assert "lora_r" in groups["ModelConfig"]["properties"] and "kl_coef" in groups["DPOMethod"]["properties"]
     assert '"required"' not in text and '"ge"' not in text
     for setting in all_settings():
@@ -192,7 +195,9 @@ def test_every_setting_has_a_flag_with_its_description_in_help(run):
         assert re.search(rf"--{short_names()[setting.path]}\s", out), setting.path
     for flag in ("--dry-run", "--resume", "--overwrite", "--model-index", "--debug"):
         assert flag in out
-    assert "One of auto, float32, bfloat16. [auto]" in " ".join(re.sub(r"[│\n]", " ", out).split())
+    said = " ".join(re.sub(r"[│\n]", " ", out).split())
+    assert "dpo: How strongly the policy is held to the reference; IPO's tau. [0.1] orpo: Weight of" in said
+    assert "One of auto, float32, bfloat16. [auto]" in said
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------

@@ -194,7 +194,8 @@ def test_json_and_numbers_of_yaml_1_2(write):
 
 def test_learning_rate_follows_method_and_lora(write):
     write({"a.yaml": "models: [gpt2, {path: b, lora: true}]\nmethod: sft\ndata: {source: x}\n"})
-    expected = {"sft": [2e-5, 2e-4], "reward": [1e-5, 1e-4], "dpo": [1e-6, 1e-6]}
+    expected = {"sft": [2e-5, 2e-4], "reward": [1e-5, 1e-4], "dpo": [1e-6, 1e-6], "orpo": [8e-6, 8e-5]}
+    expected |= {"cpo": [8e-6, 8e-5], "simpo": [1e-6, 1e-6]}
     for method, rates in expected.items():
         config = load("a.yaml", [f"method={method}"]).config
         assert [learning_rate(config, model) for model in config.models] == rates
@@ -270,6 +271,9 @@ def configs(draw):
             st.just({"type": "sft"}),
             st.fixed_dictionaries({"type": st.just("reward"), "center_rewards_coefficient": st.none() | floats}),
             st.fixed_dictionaries({"type": st.just("dpo"), "beta": floats, "ref_model": st.none() | text}),
+            st.fixed_dictionaries({"type": st.just("orpo"), "beta": floats, "completion_only_loss": st.booleans()}),
+            st.fixed_dictionaries({"type": st.just("cpo"), "beta": floats, "alpha": floats}),
+            st.fixed_dictionaries({"type": st.just("simpo"), "simpo_gamma": floats}),
         )
     )
     validation = st.none() | st.fixed_dictionaries({"source": text, "split": text, "max_rows": st.integers(1, 10**30)})

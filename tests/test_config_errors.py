@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from posttrain.config import DPOMethod, load
-from posttrain.config.methods import F_DIVERGENCE_LOSSES, LABEL_SMOOTHING_LOSSES, PreferenceLoss
+from posttrain.config.methods import F_DIVERGENCE_LOSSES, LABEL_SMOOTHING_LOSSES, METHOD_NAMES, PreferenceLoss
 from posttrain.errors import ConfigError
 from posttrain.losses import F_DIVERGENCES, PREFERENCE_LOSSES
 
@@ -28,6 +28,7 @@ def refused_values(tmp_path, **sections):
     return refused(tmp_path, json.dumps({**GOOD, **sections}), "a.json")
 
 
+NAMES = ", ".join(METHOD_NAMES)
 DPO = "model: gpt2\ndata: {source: x}\nmethod:\n  type: dpo\n"
 
 
@@ -97,11 +98,16 @@ def test_wrong_data_settings(tmp_path, data, message):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ({"type": "dppo"}, "method.type is 'dppo'; did you mean dpo? it is one of sft, reward, dpo, ipo"),
+        ({"type": "dppo"}, f"method.type is 'dppo'; did you mean dpo? it is one of {NAMES}"),
         ({}, "method.type is missing"),
-        ({"type": "grpo"}, "method.type is 'grpo'; it is one of sft, reward, dpo, ipo"),
-        (["sft", "dpo"], "method is a list; it must be one of sft, reward, dpo, ipo, or a mapping with type"),
-        ({"type": "sft", "beta": 1}, "method.beta is not a setting of sft, but of dpo"),
+        ({"type": "trpo"}, f"method.type is 'trpo'; did you mean orpo? it is one of {NAMES}"),
+        (["sft", "dpo"], f"method is a list; it must be one of {NAMES}, or a mapping with type"),
+        ({"type": "sft", "beta": 1}, "method.beta is not a setting of sft, but of dpo, orpo"),
+        ({"type": "orpo", "simpo_gamma": 1}, "method.simpo_gamma is not a setting of orpo, but of cpo, simpo"),
+        ({"type": "cpo", "simpo_gamma": 1}, "method.simpo_gamma is read by loss_type: simpo only, not by sigmoid"),
+        ({"type": "cpo", "loss_type": "ipo", "label_smoothing": 0.1}, "is read by sigmoid and simpo only, not by ipo"),
+        ({"type": "cpo", "loss_type": ["ipo"]}, "method.loss_type is a list; it must be sigmoid or hinge"),
+        ({"type": "simpo", "loss_type": "ipo"}, "method.loss_type is not a setting of simpo, but of dpo, cpo"),
         ({"type": "dpo", "bta": 1}, "method.bta is not a setting of dpo; did you mean method.beta?"),
         ({"type": "dpo", "loss_type": "sigmod"}, "did you mean sigmoid? it is one of sigmoid, hinge"),
         ({"type": "dpo", "loss_type": ["sigmoid", "hing"]}, "method.loss_type.1 is 'hing'; did you mean hinge?"),
@@ -162,7 +168,7 @@ def test_all_mistakes_are_listed_in_the_order_of_the_lines(tmp_path):
 def test_missing_things_say_what_to_write(tmp_path):
     message = refused(tmp_path, "")
     assert "models is missing; name one" in message
-    assert "method is missing; choose one of sft, reward, dpo, ipo" in message
+    assert f"method is missing; choose one of {NAMES}" in message
     assert "data is missing; say what to train on" in message
 
 
@@ -254,7 +260,7 @@ def test_missing_file_and_folder(tmp_path, monkeypatch):
     for source, message in {
         "mne.yaml": "there is no file or preset mne.yaml; did you mean mine.yaml?",
         "dpo-hhh": "there is no file or preset dpo-hhh; did you mean dpo-hh?",
-        "zzzzzzzz": "there is no file or preset zzzzzzzz; presets are dpo-hh, ",
+        "zzzzzzzz": "there is no file or preset zzzzzzzz; presets are cpo-ultrafeedback, ",
         ".": ". is a folder",
     }.items():
         with pytest.raises(ConfigError) as caught:

@@ -11,11 +11,14 @@ from posttrain.config import load, preset_names
 PAIRS = "data/preference-demo/dpo_en_demo.json"  # 300 rows, ShareGPT style
 # preset -> the model, the file that stands in for its data set, and the settings in which that file differs from it
 LOCAL = {
+    "cpo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
     "dpo-hh": ("stories260K", "data/hh-harmless/train.jsonl.gz", []),
     "dpo-many-models": ("chat", PAIRS, ["data.format=sharegpt", "data.validation.rows=2"]),
     "dpo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
     "dpo-ultrafeedback-lora": ("chat", PAIRS, ["data.format=sharegpt"]),
     "ipo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
+    "orpo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
+    "simpo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
     "reward-hh": ("stories260K", "data/hh-harmless/train.jsonl.gz", []),
     "reward-ultrafeedback-lora": ("chat", PAIRS, ["data.format=sharegpt"]),
     "sft": ("chat", "data/sft-demo/reason_tool_use_demo_50.jsonl", []),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain import recipes
 from posttrain.config import load
@@ -64,14 +64,30 @@ def train_ours(
     return tmp_path / "ours/final", [line["loss"] for line in lines]
 
 
-def train_trl(
-    tmp_path: Path, method: str, model: Path, rows: list[dict], **method_settings
-) -> tuple[Path, list[float]]:
-    trainer_class, config_class = {
+EXPERIMENTAL = ("orpo", "cpo")
+
+
+def trl_classes(method: str):
+    """TRL's trainer and settings for one of our methods."""
+    if method == "orpo":
+        from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+        return ORPOTrainer, ORPOConfig
+    if method == "cpo":
+        from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+        return CPOTrainer, CPOConfig
+    return {
         "dpo": (trl.DPOTrainer, trl.DPOConfig),
         "reward": (trl.RewardTrainer, trl.RewardConfig),
         "sft": (trl.SFTTrainer, trl.SFTConfig),
     }[method]
+
+
+def train_trl(
+    tmp_path: Path, method: str, model: Path, rows: list[dict], **method_settings
+) -> tuple[Path, list[float]]:
+    trainer_class, config_class = trl_classes(method)
     config = config_class(
         output_dir=str(tmp_path / "trl"),
         per_device_train_batch_size=BATCH,
@@ -89,10 +105,17 @@ def train_trl(
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
-        model_init_kwargs={"dtype": "float32"},
+        **({} if method in EXPERIMENTAL else {"model_init_kwargs": {"dtype": "float32"}}),
         **method_settings,
     )
-    trainer = trainer_class(model=str(model), args=config, train_dataset=Dataset.from_list(rows))
+    dataset = Dataset.from_list(rows)
+    if method in EXPERIMENTAL:  # these take a model, and read its tokenizer from nowhere
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        trainer = trainer_class(model=loaded, args=config, train_dataset=dataset, processing_class=tokenizer)
+    else:
+        trainer = trainer_class(model=str(model), args=config, train_dataset=dataset)
     trainer.train()
     trainer.save_model(str(tmp_path / "trl/final"))
     return tmp_path / "trl/final", [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -140,6 +163,27 @@ def test_dpo_equals_trl(tmp_path, shared, loss_type):
     model = shared / "models/stories260K"
     _, ours = train_ours(tmp_path, "dpo", model, rows, loss_type=loss_type)
     _, theirs = train_trl(tmp_path, "dpo", model, rows, loss_type=loss_type)
+    assert_same_losses(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("orpo", {}),
+        ("cpo", {"label_smoothing": 0.1}),
+        ("cpo", {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0.0}),
+    ],
+    ids=str,
+)
+def test_reference_free_equals_trl(tmp_path, shared, method, settings):
+    rows = pairs(shared, 8 * BATCH)
+    model = shared / "models/stories260K"
+    if settings.get("loss_type") == "simpo":
+        ours_settings = {name: value for name, value in settings.items() if name != "loss_type"}
+        _, ours = train_ours(tmp_path, "simpo", model, rows, **ours_settings)
+    else:
+        _, ours = train_ours(tmp_path, method, model, rows, **settings)
+    _, theirs = train_trl(tmp_path, method, model, rows, **settings)
     assert_same_losses(ours, theirs)
 
 

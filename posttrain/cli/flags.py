@@ -28,12 +28,21 @@ TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 def short_names() -> dict[str, str]:
     """Dotted path of each setting -> its flag without the dashes: the path without its section, `-` for `_` and `.`."""
     names: dict[str, str] = {}
-    for setting in all_settings():
-        short = SHORT.get(setting.path, setting.path.partition(".")[2] or setting.path)
+    for path in _by_path():
+        short = SHORT.get(path, path.partition(".")[2] or path)
         short = short.replace("_", "-").replace(".", "-")
         assert short not in names.values(), f"two settings would have the flag --{short}: name one in SHORT"
-        names[setting.path] = short
+        names[path] = short
     return names
+
+
+@cache
+def _by_path() -> dict[str, list[Setting]]:
+    """Each path with its setting; with several, where methods have it in different ways."""
+    found: dict[str, list[Setting]] = {}
+    for setting in all_settings():
+        found.setdefault(setting.path, []).append(setting)
+    return found
 
 
 @cache
@@ -55,9 +64,9 @@ def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
     paths = {path.replace(".", "__"): path for path in short_names()}
     generated = [
         inspect.Parameter(
-            setting.path.replace(".", "__"), inspect.Parameter.KEYWORD_ONLY, default=_option(setting), annotation=str
+            path.replace(".", "__"), inspect.Parameter.KEYWORD_ONLY, default=_option(variants), annotation=str
         )
-        for setting in all_settings()
+        for path, variants in _by_path().items()
     ]
 
     def command(**given: Any) -> Any:
@@ -71,19 +80,23 @@ def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _option(setting: Setting) -> Any:
-    text = described(setting)
-    shown = "" if setting.required or setting.default is None else f" [{flow(setting.default)}]"
-    if isinstance(setting.default, BaseModel):
-        shown = ""
+def _option(variants: list[Setting]) -> Any:
+    setting = variants[0]
+    several = len(variants) > 1
+    texts = [f"{', '.join(v.methods)}: {described(v)}{_default(v)}" if several else described(v) for v in variants]
     return typer.Option(
         None,
         f"--{short_names()[setting.path]}",
-        help=escape(text + shown),
+        help=escape(" ".join(texts) + ("" if several else _default(setting))),
         metavar=_metavar(setting),
-        rich_help_panel=_panel(setting),
+        rich_help_panel=_panel(variants),
         show_default=False,
     )
+
+
+def _default(setting: Setting) -> str:
+    shown = not (setting.required or setting.default is None or isinstance(setting.default, BaseModel))
+    return f" [{flow(setting.default)}]" if shown else ""
 
 
 def _metavar(setting: Setting) -> str:
@@ -97,9 +110,11 @@ def _metavar(setting: Setting) -> str:
     return "INT" if int in kinds else "FLOAT" if float in kinds else "TEXT"
 
 
-def _panel(setting: Setting) -> str:
+def _panel(variants: list[Setting]) -> str:
+    setting = variants[0]
     heading = HEADINGS[setting.section]
-    only = f": {' and '.join(setting.methods)}" if setting.methods else ""
+    owners = [method for variant in variants for method in variant.methods]
+    only = f": {', '.join(owners)}" if owners else ""
     return f"{heading}{only} (--{setting.section}.…)" if setting.section != "run" else heading
 
 

@@ -1,7 +1,15 @@
 """The settings of a run: the schema with every default, and reading them from files, presets, overrides and flags."""
 
 from posttrain.config.load import Loaded, dump, find, load
-from posttrain.config.methods import DPOMethod, Method, RewardMethod, SFTMethod
+from posttrain.config.methods import (
+    CPOMethod,
+    DPOMethod,
+    Method,
+    ORPOMethod,
+    RewardMethod,
+    SFTMethod,
+    SimPOMethod,
+)
 from posttrain.config.presets import preset_names, preset_path
 from posttrain.config.schema import (
     CheckpointConfig,
@@ -21,6 +29,7 @@ from posttrain.config.schema import (
 )
 
 __all__ = [
+    "CPOMethod",
     "CheckpointConfig",
     "DPOMethod",
     "DataConfig",
@@ -31,9 +40,11 @@ __all__ = [
     "LoraConfig",
     "Method",
     "ModelConfig",
+    "ORPOMethod",
     "RewardMethod",
     "RunConfig",
     "SFTMethod",
+    "SimPOMethod",
     "SourceConfig",
     "TagsConfig",
     "TrackingConfig",

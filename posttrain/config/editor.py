@@ -3,7 +3,7 @@
 from typing import Any
 
 from posttrain.config.layers import ALIASES
-from posttrain.config.methods import METHOD_NAMES
+from posttrain.config.methods import METHOD_NAMES, METHODS
 from posttrain.config.schema import RunConfig
 
 # pydantic writes a bound after a validator under its own name.
@@ -29,7 +29,7 @@ def json_schema() -> dict[str, Any]:
         "description": "File or preset, or a list of them, under this file.",
     }
     description = properties["method"]["description"]
-    methods = [{"$ref": f"#/$defs/{name}"} for name in ("SFTMethod", "RewardMethod", "DPOMethod")]
+    methods = [{"$ref": f"#/$defs/{method.__name__}"} for method in METHODS.values()]
     properties["method"] = {"anyOf": [{"enum": list(METHOD_NAMES)}, *methods], "description": description}
     kind = groups["DPOMethod"]["properties"]["type"]
     groups["DPOMethod"]["properties"]["type"] = {"enum": ["dpo", "ipo"], "description": kind["description"]}
@@ -39,9 +39,11 @@ def json_schema() -> dict[str, Any]:
         "description": losses["description"],
     }
     groups["ModelConfig"]["properties"]["lora"]["anyOf"].append({"type": "boolean"})
-    for section, group in (("models", "ModelConfig"), ("method", "DPOMethod")):
+    named = [("models", "ModelConfig"), *(("method", method.__name__) for method in METHODS.values())]
+    for section, group in named:
         for alias, target in ALIASES[section].items():
-            groups[group]["properties"][alias] = {"description": f"Another name of {'.'.join(target)}."}
+            if target[0] in groups[group]["properties"]:
+                groups[group]["properties"][alias] = {"description": f"Another name of {'.'.join(target)}."}
     return schema
 
 

@@ -141,7 +141,9 @@ def known_paths() -> dict[str, list[str]]:
     """Every setting's last name -> the dotted paths that end in it."""
     found: dict[str, list[str]] = {}
     for setting in all_settings():
-        found.setdefault(setting.path.rsplit(".", 1)[-1], []).append(setting.path)
+        paths = found.setdefault(setting.path.rsplit(".", 1)[-1], [])
+        if setting.path not in paths:
+            paths.append(setting.path)
     return found
 
 
@@ -160,7 +162,7 @@ def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
         kind = node.get("type") if isinstance(node, dict) else None
         start = f"is not a setting of {kind}"
         if owners:
-            return f"{start}, but of {' and '.join(owners)}"
+            return f"{start}, but of {', '.join(owners)}"
     if key in HINTS:
         return f"{start}; {HINTS[key]}"
     near = get_close_matches(key, here, n=1, cutoff=0.7)

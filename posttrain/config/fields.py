@@ -1,7 +1,7 @@
 """What the schema says about each setting: its path, default, description, and what it accepts, in words."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from posttrain.config.base import PATTERNS
-from posttrain.config.methods import METHODS
+from posttrain.config.methods import METHOD_NAMES, METHODS
 from posttrain.config.schema import ModelConfig, RunConfig
 
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
@@ -39,22 +39,22 @@ class Setting:
 
 
 def all_settings() -> list[Setting]:
-    """Every setting, in the order of the schema. A method setting that several methods have appears once."""
+    """Every setting, in the order of the schema.
+
+    A method setting appears once for the methods that have it with the same values, default and description, and
+    again for those that have it otherwise.
+    """
+    kinds = Literal[*METHOD_NAMES]
+    kind = Setting("method.type", kinds, None, True, "The training method; ipo is dpo with the ipo loss.")
     found: dict[str, Setting] = {}
     for setting in _settings(RunConfig, ""):
-        old = found.get(setting.path)
-        if old is not None:
-            setting = Setting(**{**_shallow(old), "methods": old.methods + setting.methods})
-        found[setting.path] = setting
-    kinds = Literal["sft", "reward", "dpo", "ipo"]
-    found["method.type"] = Setting(
-        "method.type", kinds, None, True, "The training method; ipo is dpo with the ipo loss."
-    )
+        if setting.path == kind.path:
+            found[kind.path] = kind
+            continue
+        key = repr((setting.path, setting.annotation, setting.default, setting.description))
+        old = found.get(key)
+        found[key] = setting if old is None else replace(old, methods=old.methods + setting.methods)
     return list(found.values())
-
-
-def _shallow(setting: Setting) -> dict[str, Any]:
-    return {name: getattr(setting, name) for name in ("path", "annotation", "default", "required", "description")}
 
 
 def _settings(model: type[BaseModel], prefix: str, method: str = "") -> Iterator[Setting]:

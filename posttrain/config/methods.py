@@ -24,6 +24,7 @@ PreferenceLoss = Literal[
     "sft",
     "sigmoid_norm",
 ]
+ContrastiveLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 # Losses of the difference chosen - rejected alone: f-divergence scores are defined for these (as in TRL 1.16).
@@ -168,6 +169,69 @@ class DPOMethod(Settings):
         )
 
 
+class ORPOMethod(Settings):
+    """Odds ratio preference optimisation: likelihood of the chosen completion and an odds ratio, no reference."""
+
+    type: Literal["orpo"] = Field(default="orpo", description="Odds ratio preference optimisation, no reference.")
+    beta: Annotated[Float, Field(gt=0)] = Field(
+        default=0.1, description="Weight of the odds ratio against the likelihood; the paper's lambda."
+    )
+    completion_only_loss: bool = Field(
+        default=False, description="Take the likelihood of the chosen completion alone; false: of its prompt too."
+    )
+
+
+class CPOMethod(Settings):
+    """Contrastive preference optimisation: DPO with a uniform reference, and the likelihood of the chosen reply."""
+
+    type: Literal["cpo"] = Field(default="cpo", description="Contrastive preference optimisation, no reference.")
+    loss_type: ContrastiveLoss = Field(default="sigmoid", description="How chosen and rejected are compared.")
+    beta: Annotated[Float, Field(gt=0)] = Field(default=0.1, description="Scale of the comparison; IPO's tau.")
+    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Share of pairs assumed to be labelled the wrong way round."
+    )
+    cpo_alpha: Annotated[Float, Field(ge=0)] = Field(
+        default=1.0, description="Weight of the chosen completion's negative log-likelihood per token."
+    )
+    simpo_gamma: Annotated[Float, Field(ge=0)] = Field(default=0.5, description="Margin of loss_type: simpo.")
+    alpha: Float = Field(default=0.0, description="AlphaPO's reward shape (1 - p^-alpha) / alpha; 0: log p.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "CPOMethod":
+        problems = Problems()
+        problems.check(
+            self.label_smoothing == 0 or self.loss_type in ("sigmoid", "simpo"),
+            "label_smoothing",
+            f"is read by sigmoid and simpo only, not by {self.loss_type}; leave it out",
+        )
+        problems.check(
+            self.simpo_gamma == 0.5 or self.loss_type == "simpo",
+            "simpo_gamma",
+            f"is read by loss_type: simpo only, not by {self.loss_type}; leave it out",
+        )
+        problems.report()
+        return self
+
+
+class SimPOMethod(Settings):
+    """Simple preference optimisation: log-probabilities per token as rewards, with a margin; no reference."""
+
+    type: Literal["simpo"] = Field(default="simpo", description="Simple preference optimisation, no reference.")
+    beta: Annotated[Float, Field(gt=0)] = Field(
+        default=2.0, description="Scale of the rewards, which are log-probabilities per token."
+    )
+    simpo_gamma: Annotated[Float, Field(ge=0)] = Field(
+        default=1.0, description="By how much the chosen reward should be ahead; about half of beta."
+    )
+    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Share of pairs assumed to be labelled the wrong way round."
+    )
+    cpo_alpha: Annotated[Float, Field(ge=0)] = Field(
+        default=0.0, description="Weight of the chosen completion's negative log-likelihood per token (CPO-SimPO)."
+    )
+    alpha: Float = Field(default=0.0, description="AlphaPO's reward shape (1 - p^-alpha) / alpha; 0: log p.")
+
+
 def names(values: set[str] | frozenset[str]) -> str:
     """The values in alphabetical order, for a message."""
     return ", ".join(sorted(values))
@@ -182,7 +246,23 @@ def spell_out(method: Any) -> Any:
     return method
 
 
-AnyMethod = SFTMethod | RewardMethod | DPOMethod
-METHODS: dict[str, type[AnyMethod]] = {"sft": SFTMethod, "reward": RewardMethod, "dpo": DPOMethod}
+AnyMethod = SFTMethod | RewardMethod | DPOMethod | ORPOMethod | CPOMethod | SimPOMethod
+METHODS: dict[str, type[AnyMethod]] = {
+    "sft": SFTMethod,
+    "reward": RewardMethod,
+    "dpo": DPOMethod,
+    "orpo": ORPOMethod,
+    "cpo": CPOMethod,
+    "simpo": SimPOMethod,
+}
 METHOD_NAMES = (*METHODS, "ipo")
+# What an example of a method is made of: a single sequence, or a pair of completions.
+EXAMPLES_OF: dict[str, Literal["sft", "pair"]] = {
+    "sft": "sft",
+    "reward": "pair",
+    "dpo": "pair",
+    "orpo": "pair",
+    "cpo": "pair",
+    "simpo": "pair",
+}
 Method = Annotated[Annotated[AnyMethod, Field(discriminator="type")], BeforeValidator(spell_out)]

@@ -27,6 +27,9 @@ EXAMPLES = {
     "sft": {"model.path": "Qwen/Qwen3-0.6B-Base", "data.source": "trl-lib/Capybara"},
     "reward": {"model.path": "openai-community/gpt2", "data.source": "Anthropic/hh-rlhf"},
     "dpo": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/ultrafeedback_binarized"},
+    "orpo": {"model.path": "Qwen/Qwen3-0.6B-Base", "data.source": "trl-lib/ultrafeedback_binarized"},
+    "cpo": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/ultrafeedback_binarized"},
+    "simpo": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/ultrafeedback_binarized"},
     "ipo": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/ultrafeedback_binarized"},
 }
 STARTER = (
@@ -35,6 +38,8 @@ STARTER = (
     "method.type",
     "method.loss_type",
     "method.beta",
+    "method.simpo_gamma",
+    "method.cpo_alpha",
     "data.source",
     "data.validation",
     "data.max_length",
@@ -113,7 +118,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _article(method: str) -> str:
-    return f"an {method}" if method in ("sft", "ipo") else f"a {method}"
+    return f"an {method}" if method in ("sft", "orpo", "ipo") else f"a {method}"
 
 
 def flow(value: Any) -> str:

@@ -17,7 +17,7 @@ from posttrain.config.base import (
     Share,
     Text,
 )
-from posttrain.config.methods import Method
+from posttrain.config.methods import EXAMPLES_OF, Method
 
 TEMPLATES = ("chat", "tags", "r1_zero", "question_only", "alpaca", "none")
 PAIR_FORMATS = frozenset({"auto", "preference", "hh", "sharegpt"})
@@ -180,7 +180,7 @@ class TrainingConfig(Settings):
         default=8192, description="The memory knob; accumulation follows from it and batch_size."
     )
     learning_rate: Annotated[Float, Field(ge=0)] | None = Field(
-        default=None, description="null: dpo 1e-6; sft 2e-5 full, 2e-4 LoRA; reward 1e-5 full, 1e-4 LoRA."
+        default=None, description="null: the method's own, for all weights or LoRA; its page in docs/ tells it."
     )
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
         default="cosine", description="How the learning rate changes; constant has no warm-up."
@@ -335,7 +335,7 @@ class RunConfig(Settings):
         return self
 
     def _check_lengths(self, problems: Problems) -> None:
-        pairs = self.method.type in ("reward", "dpo")
+        pairs = EXAMPLES_OF[self.method.type] == "pair"
         needed = self.data.max_length * (2 if pairs else 1)
         problems.check(
             self.training.tokens_per_pack >= needed,
@@ -377,8 +377,15 @@ class RunConfig(Settings):
         )
 
 
-# Hu et al. 2021 and TRL's defaults: adapters take about ten times the learning rate of full fine-tuning.
-LEARNING_RATES = {"sft": (2e-5, 2e-4), "reward": (1e-5, 1e-4), "dpo": (1e-6, 1e-6)}
+# Full fine-tuning and LoRA. Where a likelihood is learnt, adapters take about ten times the rate of all weights.
+LEARNING_RATES = {
+    "sft": (2e-5, 2e-4),
+    "reward": (1e-5, 1e-4),
+    "dpo": (1e-6, 1e-6),
+    "orpo": (8e-6, 8e-5),
+    "cpo": (8e-6, 8e-5),
+    "simpo": (1e-6, 1e-6),
+}
 
 
 def learning_rate(config: RunConfig, model: ModelConfig) -> float:

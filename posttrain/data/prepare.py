@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.config.methods import EXAMPLES_OF
 from posttrain.config.schema import DataConfig, EvaluationDataset, RunConfig
 from posttrain.data import cache
 from posttrain.data.dataset import Dataset
@@ -40,8 +41,8 @@ class Prepared:
 def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     """The data of a run: what its method trains on, and every validation set."""
     method = config.method
-    targets = method.model_dump(include={"completion_only_loss", "assistant_only_loss"})
-    kind = "sft" if method.type == "sft" else "pair"
+    kind = EXAMPLES_OF[method.type]
+    targets = method.model_dump(include={"completion_only_loss", "assistant_only_loss"}) if kind == "sft" else {}
     return prepare(config.data, tokenizer, kind, datasets=config.evaluation.datasets, seed=config.seed, **targets)
 
 

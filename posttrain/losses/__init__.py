@@ -10,22 +10,36 @@ from posttrain.losses.preference import (
     preference_loss,
 )
 from posttrain.losses.reduce import global_mean, loss_coefficients
+from posttrain.losses.reference_free import (
+    CONTRASTIVE_LOSSES,
+    contrastive,
+    contrastive_metrics,
+    log_odds_ratio,
+    odds_ratio,
+    odds_ratio_metrics,
+)
 from posttrain.losses.reward import bradley_terry, reward_metrics, reward_range
 from posttrain.losses.sft import nll
 
 __all__ = [
+    "CONTRASTIVE_LOSSES",
     "F_DIVERGENCES",
     "PREFERENCE_LOSSES",
     "Pairs",
     "PreferenceLoss",
     "bradley_terry",
+    "contrastive",
+    "contrastive_metrics",
     "couples_batch",
     "divergence_score",
     "global_mean",
     "group_advantages",
     "grpo_clip",
+    "log_odds_ratio",
     "loss_coefficients",
     "nll",
+    "odds_ratio",
+    "odds_ratio_metrics",
     "policy_gradient",
     "preference_loss",
     "preference_metrics",

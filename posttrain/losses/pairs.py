@@ -44,6 +44,12 @@ class Pairs:
         """The same pairs under other policy log-probabilities."""
         return replace(self, chosen_P=chosen_P, rejected_P=rejected_P)
 
+    def per_token(self) -> "Pairs":
+        """The same pairs with the policy's log-probabilities as means over each completion's tokens."""
+        return self.with_policy(
+            self.chosen_P / self.chosen_length_P.clamp(min=1), self.rejected_P / self.rejected_length_P.clamp(min=1)
+        )
+
 
 def check_vectors(named: dict[str, Tensor]) -> None:
     """Raise ValueError unless all tensors are of rank 1 and of one length: broadcasting would hide a mistake."""

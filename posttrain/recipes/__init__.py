@@ -1,4 +1,7 @@
-"""One recipe a method, each a file that reads top to bottom: sft, reward, preference. `train` runs a configuration."""
+"""One recipe a method, each a file that reads top to bottom: sft, reward, preference, reference_free.
+
+`train` runs a configuration.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 
 from posttrain.config import ModelConfig, RunConfig, dump
 from posttrain.errors import ConfigError, PosttrainError, RunError
-from posttrain.recipes import preference, reward, sft
+from posttrain.recipes import preference, reference_free, reward, sft
 from posttrain.recipes.finish import finish
 from posttrain.recipes.job import Job
 from posttrain.recipes.plan import plan
@@ -25,7 +28,14 @@ __all__ = ["plan", "train"]
 
 log = logging.getLogger("posttrain")
 
-RECIPES = {"sft": sft.train, "reward": reward.train, "dpo": preference.train}
+RECIPES = {
+    "sft": sft.train,
+    "reward": reward.train,
+    "dpo": preference.train,
+    "orpo": reference_free.train,
+    "cpo": reference_free.train,
+    "simpo": reference_free.train,
+}
 
 
 def train(

@@ -1,0 +1,121 @@
+"""Preference optimisation without a reference: ORPO, CPO and SimPO. One model in memory, one forward pass a step.
+
+    loss = mean over pairs of a comparison of chosen and rejected + w · negative log-likelihood of the chosen, per token
+
+The comparison is ORPO's odds ratio (arXiv 2403.07691), CPO's contrast (arXiv 2401.08417) or SimPO's margin of means per
+token (arXiv 2405.14734); see posttrain/losses/reference_free.py. The likelihood holds the policy to the data, as a
+reference would: w is 1 in ORPO, `cpo_alpha` in the others. Dropout is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from posttrain.batch import Example, Pack
+from posttrain.config import CPOMethod, ORPOMethod, SimPOMethod
+from posttrain.losses import Pairs, contrastive, contrastive_metrics, odds_ratio, odds_ratio_metrics
+from posttrain.optim.update import Metrics, Objective
+from posttrain.recipes.job import Job
+from posttrain.recipes.loop import Loop
+from posttrain.recipes.vital import check_packing
+from posttrain.scoring import Scorer
+
+
+def train(job: Job) -> Loop:
+    method = job.config.method
+    assert isinstance(method, ORPOMethod | CPOMethod | SimPOMethod)
+    with_prompts = isinstance(method, ORPOMethod) and not method.completion_only_loss
+    nll_weight = 1.0 if isinstance(method, ORPOMethod) else method.cpo_alpha
+    compare = comparison(method)
+    data = job.data()
+    policy = job.policy("lm")
+    optimizer = job.optimizer(policy)
+    scorer = Scorer(policy)
+
+    def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
+        packs = pack_with_chosen_prompts(job, examples) if with_prompts else job.pack(examples)
+        likely = sum(int((pack.sequence_N % 2 == 0).sum()) for pack in packs)  # tokens of the likelihood term
+        tokens = sum(int((~in_prompt(pack, examples)).sum()) for pack in packs)
+
+        def share(pack: Pack):
+            completion_N = (~in_prompt(pack, examples)).to(job.device)
+            pack = pack.to(job.device)
+            scores = scorer(pack)
+            is_chosen_N = pack.sequence_N % 2 == 0
+            pairs = pairs_of(pack, scores.logprob_N * completion_N, completion_N)
+            loss_P, sums = compare(pairs)
+            nll = -(scores.logprob_N * is_chosen_N).sum() / likely
+            metrics = {name: value / len(examples) for name, value in sums.items()}
+            metrics["nll_loss"] = nll.detach()
+            metrics["entropy"] = (scores.entropy_N.detach() * completion_N).sum() / tokens
+            metrics["mean_token_accuracy"] = scores.top1_N[is_chosen_N].sum() / likely
+            return loss_P.sum() / len(examples) + nll_weight * nll, metrics
+
+        return packs, Objective(share, len(examples))
+
+    loop = Loop(job, policy, optimizer, data, dropout=False)
+    if loop.evaluation_due:
+        loop.evaluate(objective_of)
+    for step, examples in loop.steps():
+        packs, objective = objective_of(examples)
+        if step == 1:
+            check_packing(scorer, examples, job.pack)
+        loop.update(packs, objective)
+        if loop.evaluation_due:
+            loop.evaluate(objective_of)
+    return loop
+
+
+def comparison(method: ORPOMethod | CPOMethod | SimPOMethod) -> Callable[[Pairs], tuple[torch.Tensor, Metrics]]:
+    """The method's comparison of chosen and rejected: a loss a pair (P), and metrics as sums over the pairs."""
+    if isinstance(method, ORPOMethod):
+        return lambda pairs: (odds_ratio(pairs, beta=method.beta), odds_ratio_metrics(pairs, method.beta))
+    loss_type = method.loss_type if isinstance(method, CPOMethod) else "simpo"
+    return lambda pairs: (
+        contrastive(
+            pairs,
+            loss_type=loss_type,
+            beta=method.beta,
+            label_smoothing=method.label_smoothing,
+            simpo_gamma=method.simpo_gamma,
+            alpha=method.alpha,
+        ),
+        contrastive_metrics(pairs, loss_type=loss_type, beta=method.beta, alpha=method.alpha),
+    )
+
+
+def pairs_of(pack: Pack, logprob_N: torch.Tensor, completion_N: torch.Tensor) -> Pairs:
+    """A pack's sequences as pairs; they come as chosen, rejected, chosen … The reference's log-probabilities are 0."""
+    logprob_S, length_S = pack.sum_by_sequence(logprob_N), pack.sum_by_sequence(completion_N.long())
+    none_P = torch.zeros_like(logprob_S[0::2])
+    return Pairs(logprob_S[0::2], logprob_S[1::2], none_P, none_P, length_S[0::2], length_S[1::2])
+
+
+def pack_with_chosen_prompts(job: Job, examples: list[Example]) -> list[Pack]:
+    """Packs in which a pair's prompt is a target too, once, as the beginning of its chosen sequence."""
+    marked = [
+        replace(example, trees=(replace(example.trees[0], trained=True), *example.trees[1:])) for example in examples
+    ]
+    packs = []
+    for pack in job.pack(marked):
+        kept_N = ~in_prompt(pack, examples) | (pack.sequence_N % 2 == 0)
+        packs.append(
+            replace(
+                pack,
+                source_N=pack.source_N[kept_N],
+                target_N=pack.target_N[kept_N],
+                sequence_N=pack.sequence_N[kept_N],
+            )
+        )
+    return packs
+
+
+def in_prompt(pack: Pack, examples: list[Example]) -> torch.Tensor:
+    """Which targets (N) belong to a prompt and not to a completion; on the pack's own device."""
+    prompts = [[len(tree.tokens) for tree in example.trees for _ in tree.children] for example in examples]
+    prompt_S = torch.tensor([length for group in pack.group_S[0::2].tolist() for length in prompts[group]])
+    depth_N = pack.position_T[pack.source_N] + 1  # the target's own position
+    return depth_N < prompt_S.to(depth_N.device)[pack.sequence_N]
