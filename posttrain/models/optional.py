@@ -33,7 +33,7 @@ def keep_storage(loaded: PreTrainedModel) -> None:
     """
     for module in loaded.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            module.__dict__["support_avx512bf16_for_cpu"] = False  # a plain attribute that nn.Module does not type
 
 
 def kernels(model: ModelConfig, device: torch.device) -> Kernels | None:
