@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.cli.flags import SettingsCommand, with_settings
-from posttrain.cli.settings import Config, Overrides, load_settings
+from posttrain.cli.settings import Config, Overrides, load_stages
 from posttrain.config import dump, preset_names
 from posttrain.config.editor import json_schema
 from posttrain.config.explain import did_you_mean
@@ -65,7 +65,7 @@ def list_() -> None:
 @with_settings
 def show(config: Config = None, overrides: Overrides = None, *, flags: dict[str, str]) -> None:
     """Print all settings of a file or preset as a run would read them, defaults included."""
-    print(dump(load_settings(config, overrides, flags)), end="")
+    print(dump(load_stages(config, overrides, flags)), end="")
 
 
 @app.command()

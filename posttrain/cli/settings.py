@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from posttrain.config import RunConfig, load
+from posttrain.config import Stage, load
 
 Config = Annotated[
     str | None, typer.Argument(metavar="CONFIG|PRESET", help="A YAML or JSON file, or a preset of `config list`.")
@@ -17,8 +17,8 @@ Overrides = Annotated[
 ]
 
 
-def load_settings(config: str | None, overrides: list[str] | None, flags: Mapping[str, str]) -> RunConfig:
-    """The checked configuration; notes about names that were read as others go to stderr. Raises ConfigError."""
+def load_stages(config: str | None, overrides: list[str] | None, flags: Mapping[str, str]) -> tuple[Stage, ...]:
+    """The checked configuration, a stage without a name where it has none; notes about it go to stderr."""
     given = list(overrides or [])
     if config is not None and "=" in config and not Path(config).is_file():
         # The file comes after overrides, or there is none: settings alone make a run too.
@@ -29,4 +29,4 @@ def load_settings(config: str | None, overrides: list[str] | None, flags: Mappin
     loaded = load(config, given, flags)
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
-    return loaded.config
+    return loaded.stages

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from posttrain.cli.errors import Interrupted, UsageError
-from posttrain.cli.settings import Config, Overrides, load_settings
+from posttrain.cli.settings import Config, Overrides, load_stages
 from posttrain.errors import RunError
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what the run would do, and do nothing.")]
@@ -21,6 +21,12 @@ ModelIndex = Annotated[
 ]
 
 
+Skip = Annotated[
+    list[str] | None,
+    typer.Option("--skip", metavar="STAGE", help="Leave this stage out, its final model taken as it is; repeatable."),
+]
+
+
 def train(
     config: Config = None,
     overrides: Overrides = None,
@@ -28,10 +34,11 @@ def train(
     resume: Resume = None,
     overwrite: Overwrite = False,
     model_index: ModelIndex = None,
+    skip: Skip = None,
     *,
     flags: Mapping[str, str],
 ) -> int:
-    """Train one model or several: supervised fine-tuning, a reward model, or DPO and its kin.
+    """Train one model or several, in one stage or several: supervised fine-tuning, a reward model, DPO and its kin.
 
     Precedence: flag, a.b=c, file, what the file extends, default. With `--resume PATH` the file may be left out.
     """
@@ -40,18 +47,22 @@ def train(
     checkpoint = Path(resume) if resume else None
     if config is None and checkpoint is not None:
         config = str(saved_config(checkpoint))
-    settings = load_settings(config, overrides, flags)
-    if model_index is not None and not 0 <= model_index < len(settings.models):
-        raise UsageError(f"--model-index {model_index}: there are models 0 to {len(settings.models) - 1}")
+    stages = load_stages(config, overrides, flags)
+    models = stages[0].config.models
+    if model_index is not None and not 0 <= model_index < len(models):
+        raise UsageError(f"--model-index {model_index}: there are models 0 to {len(models) - 1}")
     from posttrain import recipes  # imports torch, which takes seconds
 
     if dry_run:
-        models = settings.models if model_index is None else (settings.models[model_index],)
-        recipes.plan(settings.model_copy(update={"models": models}))
+        recipes.plan(stages, model_index=model_index, skip=skip or ())
         return 0
     try:
         return recipes.train(
-            settings, resume=checkpoint or resume is not None, overwrite=overwrite, model_index=model_index
+            stages,
+            resume=checkpoint or resume is not None,
+            overwrite=overwrite,
+            model_index=model_index,
+            skip=skip or (),
         )
     except KeyboardInterrupt as interrupt:
         raise Interrupted(str(interrupt) or "interrupted") from interrupt
@@ -59,10 +70,10 @@ def train(
 
 def plan(config: Config = None, overrides: Overrides = None, *, flags: Mapping[str, str]) -> None:
     """Say what a run would do, in examples, tokens, steps and memory, and do nothing: `train --dry-run`."""
-    settings = load_settings(config, overrides, flags)
+    stages = load_stages(config, overrides, flags)
     from posttrain import recipes  # imports torch, which takes seconds
 
-    recipes.plan(settings)
+    recipes.plan(stages)
 
 
 def saved_config(checkpoint: Path) -> Path:

@@ -27,6 +27,7 @@ from posttrain.config.schema import (
     ValidationConfig,
     learning_rate,
 )
+from posttrain.config.stages import Stage, check_skip
 
 __all__ = [
     "CPOMethod",
@@ -46,10 +47,12 @@ __all__ = [
     "SFTMethod",
     "SimPOMethod",
     "SourceConfig",
+    "Stage",
     "TagsConfig",
     "TrackingConfig",
     "TrainingConfig",
     "ValidationConfig",
+    "check_skip",
     "dump",
     "find",
     "learning_rate",

@@ -35,6 +35,7 @@ HINTS = {
     "optim": "write training.optimizer",
     "use_lora": "write model.lora: {r: 16}, or leave it out",
     "truncation": "write data.overlong: truncate",
+    "init_from": "it goes inside a stage, as in stages: {dpo: {method: dpo, init_from: sft}}",
 }
 
 

@@ -1,6 +1,7 @@
 """Layers of settings (preset, file, overrides, flags): their short forms spelt out, and one laid over the other."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,10 @@ class Layers:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def copy(self) -> "Layers":
+        """Layers of their own on top of the same ones below."""
+        return Layers(deepcopy(self.values), dict(self.origins), [])
 
     def lay(self, layer: Tree, every_model: bool = False) -> None:
         """Lay a tree over what is there. `model` merges with the one model there is.

@@ -14,51 +14,152 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from posttrain.config.explain import explain
+from posttrain.config.explain import did_you_mean, explain
 from posttrain.config.files import KeyPath, Tree, read_settings, write_yaml
 from posttrain.config.layers import Layers, merge, override
 from posttrain.config.presets import preset_names, preset_path
 from posttrain.config.schema import RunConfig
+from posttrain.config.stages import WHOLE_RUN, Stage, in_order, refuse_other_models, split, start_from, take_init_from
 from posttrain.errors import ConfigError
 
 _RESOLVER = re.compile(r"\$\{\s*[\w.]+\s*:")
 
 
+Assignment = tuple[str, object, str]  # dotted path, value or text to parse, where it was given
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A configuration, the plain values it was made of (without defaults), and notes for the log."""
+    """What was read: the stages in the order they run (one without a name where there are none), notes for the log."""
 
-    config: RunConfig
-    values: dict[str, Any]
+    stages: tuple[Stage, ...]
     notes: list[str]
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings of a run without stages. Raises ConfigError where there are several."""
+        first, *others = self.stages
+        if others:
+            names = ", ".join(stage.name for stage in self.stages)
+            raise ConfigError(f"the settings have stages ({names}), and one set of settings is needed here")
+        return first.config
 
 
 def load(source: Path | str | None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Loaded:
     """Read and check a configuration.
 
     `source` is a YAML or JSON file or the name of a preset; `overrides` are texts `a.b=c`; `flags` maps dotted paths to
-    values (text is parsed like the value of an override). Raises ConfigError, which lists everything that is wrong.
+    values (text is parsed like the value of an override). Overrides and flags are laid over the settings of every
+    stage, those of the form `stages.NAME.a.b=c` over one. Raises ConfigError, which lists everything that is wrong.
     """
-    layers = Layers()
+    common, stages = Layers(), dict[str, list[Tree]]()
     if source is not None:
         for tree in _chain(find(source)):
-            layers.lay(tree)
-    override(layers, [_assignment(text) for text in overrides])
-    override(layers, [(path, value, f"--{path.replace('_', '-')}") for path, value in (flags or {}).items()])
+            rest, own = split(tree)
+            common.lay(rest)
+            for name, layer in own.items():
+                stages.setdefault(name, []).append(layer)
+    given: list[Assignment] = [_assignment(text) for text in overrides]
+    given += [(path, value, f"--{path.replace('_', '-')}") for path, value in (flags or {}).items()]
+    if stages:
+        return _load_stages(common, stages, given)
+    for path, _, where in given:
+        if path.split(".")[0] == "stages":
+            raise ConfigError(f"{where}: the settings have no stages")
+    override(common, given)
+    result = _check(common)
+    if isinstance(result, RunConfig):
+        return Loaded((Stage("", None, result),), common.notes)
+    raise _refusal(result)
+
+
+def _load_stages(common: Layers, trees: dict[str, list[Tree]], given: list[Assignment]) -> Loaded:
+    """Each stage's settings over the common ones, and what was given on the command line over both."""
+    for_all, for_one = _by_stage(given, trees)
+    sources: dict[str, str | None] = {}
+    where: dict[str, str] = {}
+    configs: dict[str, RunConfig] = {}
+    notes, wrong = list(common.notes), dict[str, list[str]]()
+    for name in trees:
+        trees[name], sources[name], where[name] = take_init_from([*trees[name], *for_one[name][0]])
+        layers = common.copy()
+        for tree in trees[name]:
+            layers.lay(tree, every_model=True)
+        override(layers, for_all)
+        override(layers, for_one[name][1])
+        notes += [note for note in layers.notes if note not in notes]
+        result = _check(layers)
+        if isinstance(result, RunConfig):
+            configs[name] = result
+        for line in [] if isinstance(result, RunConfig) else result:
+            wrong.setdefault(line, []).append(name)
+    if wrong:  # what is wrong in every stage is wrong above them
+        raise _refusal(
+            [line if len(at) == len(trees) else f"stage {', '.join(at)}: {line}" for line, at in wrong.items()]
+        )
+    stages: dict[str, Stage] = {}
+    for name in in_order(sources, where):
+        config, source = configs[name], sources[name]
+        if source is not None:
+            config = start_from(config, stages[source].config, name, where[name])
+        stages[name] = Stage(name, source, config)
+    refuse_other_models(list(stages.values()))
+    return Loaded(tuple(stages.values()), notes)
+
+
+def _by_stage(
+    given: list[Assignment], stages: Mapping[str, object]
+) -> tuple[list[Assignment], dict[str, tuple[list[Tree], list[Assignment]]]]:
+    """What was given for all stages; and for each one, its `init_from` as a tree and the rest."""
+    for_all: list[Assignment] = []
+    for_one: dict[str, tuple[list[Tree], list[Assignment]]] = {name: ([], []) for name in stages}
+    for path, value, where in given:
+        first, *rest = path.split(".")
+        if first != "stages":
+            for_all.append((path, value, where))
+        elif len(rest) < 2:
+            raise ConfigError(f"{where}: give one setting of a stage, such as stages.{next(iter(stages))}.seed=1")
+        elif rest[0] not in stages:
+            raise ConfigError(f"{where}: there is no stage {rest[0]}; {did_you_mean(rest[0], stages)}")
+        elif rest[1] in WHOLE_RUN:
+            raise ConfigError(f"{where}: {rest[1]} is of the whole run; write {rest[1]}=...")
+        elif rest[1:] == ["init_from"]:
+            for_one[rest[0]][0].append(Tree({"init_from": None if value == "null" else value}, {("init_from",): where}))
+        else:
+            for_one[rest[0]][1].append((".".join(rest[1:]), value, where))
+    return for_all, for_one
+
+
+def _check(layers: Layers) -> RunConfig | list[str]:
+    """The settings that the layers come to, or a line for everything that is wrong with them."""
     values = interpolate(layers.values, layers.origins)
     try:
-        config = RunConfig.model_validate(values)
+        return RunConfig.model_validate(values)
     except ValidationError as error:
-        lines = explain(error, values, layers.origins)
-        if len(lines) == 1:
-            raise ConfigError(lines[0]) from error
-        raise ConfigError(f"{len(lines)} settings are wrong:\n" + "\n".join(f"  {line}" for line in lines)) from error
-    return Loaded(config, values, layers.notes)
+        return explain(error, values, layers.origins)
 
 
-def dump(config: RunConfig) -> str:
-    """The whole configuration as YAML that `load` reads back to an equal one."""
-    return write_yaml(_escaped(config.model_dump(mode="json")))
+def _refusal(lines: list[str]) -> ConfigError:
+    if len(lines) == 1:
+        return ConfigError(lines[0])
+    return ConfigError(f"{len(lines)} settings are wrong:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def dump(config: RunConfig | Sequence[Stage]) -> str:
+    """The whole configuration as YAML that `load` reads back to an equal one; what all stages share is said once."""
+    if isinstance(config, RunConfig):
+        return write_yaml(_escaped(config.model_dump(mode="json")))
+    if len(config) == 1 and not config[0].name:
+        return dump(config[0].config)
+    each = {stage.name: stage.config.model_dump(mode="json") for stage in config}
+    first = each[config[0].name]
+    shared = {key: value for key, value in first.items() if all(values[key] == value for values in each.values())}
+    stages = {
+        stage.name: ({"init_from": stage.init_from} if stage.init_from else {})
+        | {key: value for key, value in each[stage.name].items() if key not in shared}
+        for stage in config
+    }
+    return write_yaml(_escaped({**shared, "stages": stages}))
 
 
 def find(source: Path | str) -> Path:
@@ -99,7 +200,7 @@ def _chain(path: Path, seen: tuple[Path, ...] = ()) -> Iterator[Tree]:
     yield tree
 
 
-def _assignment(text: str) -> tuple[str, str, str]:
+def _assignment(text: str) -> Assignment:
     path, equals, value = text.partition("=")
     if not equals or not path.strip():
         hint = " (one configuration file is taken)" if text.endswith((".yaml", ".yml", ".json")) else ""

@@ -177,10 +177,14 @@ def _adapter_config(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _merge_adapter(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel, TaskType
 
     with _clear_errors(model, "adapter"):
-        return PeftModel.from_pretrained(base, model.path).merge_and_unload()
+        config = PeftConfig.from_pretrained(model.path)
+        if config.task_type == TaskType.CAUSAL_LM and not hasattr(base, "prepare_inputs_for_generation"):
+            config.task_type = None  # a reward model that starts from it: the backbones have the same names
+        merged = PeftModel.from_pretrained(base, model.path, config=config).merge_and_unload()
+    return merged.requires_grad_(True)  # PEFT froze it; it is a whole model again, for all of it to be trained
 
 
 def _some(names: set[str]) -> str:

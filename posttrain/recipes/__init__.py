@@ -8,20 +8,23 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from posttrain.config import ModelConfig, RunConfig, dump
-from posttrain.errors import ConfigError, PosttrainError, RunError
+from posttrain.config import RunConfig, Stage, dump
+from posttrain.errors import RunError
 from posttrain.recipes import preference, reference_free, reward, sft
 from posttrain.recipes.finish import finish
 from posttrain.recipes.job import Job
+from posttrain.recipes.pipeline import Pipeline, Task, is_whole_run, keep_saved_path, refuse_other_start
 from posttrain.recipes.plan import plan
 from posttrain.recipes.resume import refuse_changes, run_folder_of, saved_settings
 from posttrain.recipes.signals import handling, leave
-from posttrain.store.checkpoint import list_checkpoints, named_checkpoint, newest_complete
+from posttrain.store.checkpoint import named_checkpoint, newest_complete
 from posttrain.store.run import Run
 
 __all__ = ["plan", "train"]
@@ -39,49 +42,65 @@ RECIPES = {
 
 
 def train(
-    config: RunConfig, *, resume: bool | Path = False, overwrite: bool = False, model_index: int | None = None
+    config: RunConfig | Sequence[Stage],
+    *,
+    resume: bool | Path = False,
+    overwrite: bool = False,
+    model_index: int | None = None,
+    skip: Collection[str] = (),
 ) -> int:
-    """Train every model of the configuration in turn; the exit status is 0 when all of them finished.
+    """Train every model of the configuration at every stage in turn; the exit status is 0 when all of them finished.
 
-    `resume` goes on from the newest checkpoint of each run folder, or from the one named (or the newest in the run
-    folder named). A model that fails does not keep the next from its turn; a single one raises its error.
+    `resume` goes on where the run stopped: finished stages are left as they are, a begun one goes on from its newest
+    checkpoint. As a path it names the folder of the whole run, or one run folder or checkpoint in it to go on with
+    alone. A run that fails does not keep others from their turn that do not build on it; a single one raises its error.
     """
+    stages = (Stage("", None, config),) if isinstance(config, RunConfig) else tuple(config)
+    if isinstance(resume, Path) and not is_whole_run(resume):
+        return _resume_one(stages, resume)
+    first, name = stages[0].config, stages[0].config.name
+    folder = Path(first.output_dir).expanduser()
     if isinstance(resume, Path):
-        folder = run_folder_of(resume)
-        train_one(saved_settings(folder, config), folder, named_checkpoint(resume) if resume != folder else None, True)
-        return 0
-    models = _chosen(config, model_index)
-    if resume and config.name is None:
-        raise RunError(
-            "--resume needs to know the run: give its folder (--resume runs/NAME), or set name in the config"
-        )
-    name = config.name or f"{config.method.type}-{models[0].folder_name}-{datetime.now():%Y%m%d-%H%M%S}"
-    failed = []
-    for model in models:
-        folder = Path(config.output_dir).expanduser() / name
-        if len(config.models) > 1:
-            folder = folder / model.folder_name
-        one = config.model_copy(update={"models": (model,), "name": name})
-        try:
-            # Of many models, those that an interruption left without a checkpoint, or never reached, begin anew.
-            begun = not resume or len(config.models) == 1 or bool(list_checkpoints(folder))
-            train_one(one, folder, None, resume and begun, overwrite or (not begun and folder.exists()))
-        except Exception as error:
-            if len(models) == 1:
-                raise
-            failed.append(model.folder_name)
-            expected = isinstance(error, PosttrainError)
-            log.error("%s failed: %s", model.folder_name, error, exc_info=not expected)
-    if failed:
-        raise PosttrainError(
-            f"{len(failed)} of {len(models)} models failed: {', '.join(failed)} (see the messages above)"
-        )
+        folder, name = resume.parent, resume.name
+    if name is None and (resume or skip):
+        option = "--resume" if resume else "--skip"
+        raise RunError(f"{option} needs to know the run: set name in the config, or give its folder to --resume")
+    if name is None:
+        kinds = "-".join(stage.name or stage.config.method.type for stage in stages)
+        name = f"{kinds}-{first.models[model_index or 0].folder_name}-{datetime.now():%Y%m%d-%H%M%S}"
+    runs = Pipeline.of(stages, folder / name, skip, model_index)
+    return runs.run(_train_task, bool(resume), overwrite)
+
+
+def _train_task(task: Task, resume: bool, overwrite: bool) -> None:
+    train_one(task.config, task.folder, None, resume, overwrite, task.start_facts())
+
+
+def _resume_one(stages: Sequence[Stage], path: Path) -> int:
+    """Go on with the one run whose folder or checkpoint is given."""
+    folder = run_folder_of(path)
+    levels = (len(stages) > 1) + (len(stages[0].config.models) > 1)
+    root = folder if not levels else folder.absolute().parents[levels - 1]
+    tasks = [task for task in Pipeline.of(stages, root).tasks if task.folder.absolute() == folder.absolute()]
+    if not tasks:
+        raise RunError(f"{folder} is a run of a model or stage that the given config does not have")
+    keep_saved_path(tasks[0])
+    refuse_other_start(tasks[0])
+    settings = saved_settings(folder, tasks[0].config)
+    train_one(settings, folder, named_checkpoint(path) if path != folder else None, True)
     return 0
 
 
-def train_one(config: RunConfig, folder: Path, checkpoint: Path | None, resume: bool, overwrite: bool = False) -> None:
+def train_one(
+    config: RunConfig,
+    folder: Path,
+    checkpoint: Path | None,
+    resume: bool,
+    overwrite: bool = False,
+    start_facts: Mapping[str, Any] | None = None,
+) -> None:
     """Train the one model of `config` in `folder`, from the start or, with `resume`, from a checkpoint."""
-    facts = {"seed": config.seed, "threads": torch.get_num_threads()}
+    facts = {"seed": config.seed, "threads": torch.get_num_threads(), **(start_facts or {})}
     run = Run.open(folder) if resume else Run.create(folder, dump(config), facts, overwrite=overwrite)
     with handling(leave, signal.SIGTERM), run:
         began = time.perf_counter()
@@ -101,11 +120,3 @@ def _newest(folder: Path) -> Path:
     for reason in skipped:
         log.warning("%s: falling back to %s", reason, checkpoint.name)
     return checkpoint
-
-
-def _chosen(config: RunConfig, index: int | None) -> tuple[ModelConfig, ...]:
-    if index is None:
-        return config.models
-    if not 0 <= index < len(config.models):
-        raise ConfigError(f"--model-index {index}: the config has models 0 to {len(config.models) - 1}")
-    return (config.models[index],)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from posttrain.batch import Example, pack
-from posttrain.config import DPOMethod, ModelConfig, RunConfig, learning_rate
+from posttrain.config import DPOMethod, ModelConfig, RunConfig, Stage, check_skip, learning_rate
 from posttrain.data import Prepared, prepare_run
 from posttrain.models.families import FAMILIES, base_of
 from posttrain.models.load import compute_dtype, device_of, load_config, load_tokenizer
@@ -24,17 +27,57 @@ from posttrain.scoring import CHUNK_ELEMENTS
 STEPS_LOOKED_AT = 50
 
 
-def plan(config: RunConfig, console: Console | None = None) -> None:
-    """Print, for every model, what training it will do and take."""
+class StageTokenizers:
+    """The tokenizer that each stage of one model meets: with the template that the stage it starts from has put on it.
+
+    Before a run there is no `final/` to load it from.
+    """
+
+    def __init__(self, model: int):
+        self._model = model
+        self._of: dict[str, PreTrainedTokenizerBase] = {}
+
+    def of(self, stage: Stage) -> PreTrainedTokenizerBase:
+        """A tokenizer for the stage, to prepare its data with; stages come in their order."""
+        source = self._of.get(stage.init_from or "") if stage.init_from else None
+        found = deepcopy(source) if source else load_tokenizer(stage.config.models[self._model])
+        self._of[stage.name] = found
+        return found
+
+    def skip(self, stage: Stage) -> None:
+        """Take the tokenizer that the finished stage has saved, or else the model's own."""
+        config, several = stage.config, len(stage.config.models) > 1
+        model = config.models[self._model]
+        final = Path(config.output_dir, config.name or "", model.folder_name if several else "", stage.name, "final")
+        if config.name and final.is_dir():
+            self._of[stage.name] = load_tokenizer(model.model_copy(update={"path": str(final), "revision": None}))
+
+
+def plan(
+    config: RunConfig | Sequence[Stage],
+    console: Console | None = None,
+    *,
+    model_index: int | None = None,
+    skip: Collection[str] = (),
+) -> None:
+    """Print, for every model at every stage, what training it will do and take."""
     console = console or Console()
-    for model in config.models:
-        console.print(_table(config, model))
+    stages = (Stage("", None, config),) if isinstance(config, RunConfig) else config
+    check_skip(skip, stages)
+    for index in range(len(stages[0].config.models)) if model_index is None else [model_index]:
+        tokenizers = StageTokenizers(index)
+        for stage in stages:
+            if stage.name in skip:
+                tokenizers.skip(stage)
+            else:
+                console.print(_table(stage, stage.config.models[index], tokenizers.of(stage)))
 
 
-def _table(config: RunConfig, model: ModelConfig) -> Table:
+def _table(stage: Stage, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Table:
+    config = stage.config
     device = device_of(config.devices)
     method = config.method
-    data = prepare_run(config, load_tokenizer(model))
+    data = prepare_run(config, tokenizer)
     empty = _empty_model(config, model)
     total, trained = count(empty)
     training = config.training
@@ -43,7 +86,10 @@ def _table(config: RunConfig, model: ModelConfig) -> Table:
     packs, tokens, targets_seen = _sampled_steps(config, data)
     memory = estimate(config, model, empty, device)
 
-    table = Table(title=f"{method.type} of {model.folder_name}", show_header=False, title_justify="left", box=None)
+    title = f"{method.type} of {model.folder_name}"
+    if stage.name:
+        title = f"stage {stage.name}: {title}" + (f", from {stage.init_from}" if stage.init_from else "")
+    table = Table(title=title, show_header=False, title_justify="left", box=None)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     table.add_row("device", f"{device}, {str(compute_dtype(model, device)).removeprefix('torch.')}")

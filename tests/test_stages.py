@@ -1,0 +1,309 @@
+"""Stages: settings laid over the common ones, a model handed from one to the next, going on where it stopped."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from posttrain import recipes
+from posttrain.cli import main
+from posttrain.config import Stage, dump, load
+from posttrain.errors import ConfigError, PosttrainError, RunError
+from posttrain.recipes.loop import Loop
+
+COMMON = """name: chain
+model: gpt2
+data: {source: rows.jsonl}
+training: {learning_rate: 1e-5, max_steps: 7}
+"""
+TWO = """stages:
+  dpo:
+    init_from: sft
+    method: {type: dpo, beta: 0.2}
+    model: {lora: {r: 4}}
+  sft:
+    method: sft
+    data: {format: messages}
+    training: {learning_rate: 2e-5}
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def _write(text: str, name: str = "a.yaml") -> str:
+        Path(name).write_text(text, encoding="utf-8")
+        return name
+
+    return _write
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_overrides_what_stands_above_it(write):
+    sft, dpo = load(write(COMMON + TWO)).stages
+    assert (sft.name, sft.init_from, dpo.name, dpo.init_from) == ("sft", None, "dpo", "sft")
+    assert (sft.config.data.source, sft.config.data.format) == ("rows.jsonl", "messages")
+    assert (dpo.config.data.source, dpo.config.data.format) == ("rows.jsonl", "auto")
+    assert (sft.config.training.learning_rate, dpo.config.training.learning_rate) == (2e-5, 1e-5)
+    assert sft.config.training.max_steps == dpo.config.training.max_steps == 7
+    assert sft.config.models[0].lora is None and dpo.config.models[0].lora is not None
+    assert {stage.config.name for stage in (sft, dpo)} == {"chain"}
+
+
+def test_precedence_and_one_stage_by_its_name(write):
+    """The command line is over every stage, `stages.NAME.` over one, and over what is said of all."""
+    given = ["training.learning_rate=3e-5", "stages.dpo.training.learning_rate=4e-5", "stages.dpo.method.beta=0.3"]
+    sft, dpo = load(write(COMMON + TWO), given, {"training.max_steps": "2"}).stages
+    assert (sft.config.training.learning_rate, dpo.config.training.learning_rate) == (3e-5, 4e-5)
+    assert (sft.config.training.max_steps, dpo.config.training.max_steps) == (2, 2)
+    assert dpo.config.method.type == "dpo" and dpo.config.method.beta == 0.3
+
+
+def test_stages_are_inherited_by_name(write):
+    write(COMMON + TWO, "base.yaml")
+    stages = load(write("extends: base.yaml\nstages: {sft: {seed: 5}, more: {method: sft, init_from: dpo}}\n")).stages
+    assert [(s.name, s.init_from, s.config.seed) for s in stages] == [
+        ("sft", None, 5),
+        ("dpo", "sft", 0),
+        ("more", "dpo", 0),
+    ]
+    assert stages[0].config.training.learning_rate == 2e-5
+
+
+def test_interpolation_sees_the_stage(write):
+    text = COMMON.replace("max_steps: 7", "max_steps: '${training.batch_size}'") + TWO
+    stages = load(write(text), ["stages.sft.training.batch_size=3"]).stages
+    assert [s.config.training.max_steps for s in stages] == [3, 16]
+
+
+def test_dumped_stages_load_back_equal(write):
+    stages = load(write(COMMON + TWO)).stages
+    text = dump(stages)
+    assert load(write(text, "b.yaml")).stages == stages
+    assert text.index("evaluation:") < text.index("stages:")  # what they share is said once, above
+    several = COMMON.replace("model: gpt2", "models: [gpt2, {path: a/b, lora: {r: 2}}]") + TWO
+    stages = load(write(several)).stages
+    assert [m.lora and (m.lora.r, m.lora.alpha) for m in stages[1].config.models] == [(4, 32), (4, 32)]
+    assert load(write(dump(stages), "b.yaml")).stages == stages
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "message"),
+    [
+        (TWO.replace("m: sft", "m: stf"), [], r"a\.yaml:7: stage dpo: init_from names no stage: stf; did you mean sft"),
+        (TWO, ["stages.sft.init_from=dpo"], r"in a circle: dpo <- sft <- dpo|in a circle: sft <- dpo <- sft"),
+        (TWO, ["stages.sft.init_from=sft"], r"in a circle: sft <- sft"),
+        (TWO, ["stages.dop.seed=1"], r"there is no stage dop; did you mean dpo\?"),
+        (TWO, ["stages.dpo.name=x"], r"name is of the whole run"),
+        (TWO, ["stages.dpo.model.path=b"], r"starts from the final model of another stage and also has a model"),
+        (TWO, ["method.beta=1"], r"stage sft: override method\.beta=1: method\.beta is not a setting of sft"),
+        (TWO, ["data.fromat=x"], r"^override data\.fromat=x: data\.fromat is not a setting"),
+        (TWO.replace("    method: sft\n", ""), [], r"stage sft: method is missing"),
+        (TWO.replace("format: messages", "formt: messages"), [], r"stage sft: a\.yaml:12: data\.formt is not"),
+        (TWO + "    output_dir: x\n", [], r"a\.yaml:14: output_dir is of the whole run"),
+        ("stages: []\n", [], r"a\.yaml:5: stages is a mapping of names"),
+        ("stages: {}\n", [], r"stages is a mapping of names"),
+        ("stages: {final: {method: sft}}\n", [], r"a stage cannot be called 'final'"),
+        ("stages: {a/b: {method: sft}}\n", [], r"a stage cannot be called 'a/b'"),
+        ("stages: {a: 3}\n", [], r"the stage a must be a mapping"),
+        ("method: sft\n", ["stages.dpo.seed=1"], r"the settings have no stages"),
+        ("method: sft\ninit_from: sft\n", [], r"init_from is not a setting; it goes inside a stage"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_stages_is_said(write, text, given, message):
+    with pytest.raises(ConfigError, match=message):
+        load(write(COMMON + text), given)
+
+
+def test_one_set_of_settings_where_one_is_needed(write):
+    with pytest.raises(ConfigError, match=r"have stages \(sft, dpo\)"):
+        _ = load(write(COMMON + TWO)).config
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def chain(tmp_path: Path, shared: Path, model: Path, **sections) -> tuple[Stage, ...]:
+    """SFT with an adapter; a reward model and DPO, each on its final model, DPO with an adapter of its own."""
+    hh = {"source": str(shared / "data/hh-harmless"), "format": "hh"}
+    settings = {
+        "name": "chain",
+        "output_dir": str(tmp_path),
+        "model": str(model),
+        "data": {"max_rows": 16, "max_length": 400, "source": str(shared / "data/gsm8k/train.jsonl")},
+        "training": {"batch_size": 4, "max_steps": 2, "learning_rate": 1e-3, "warmup_steps": 0},
+        "tracking": {"logging_steps": 1},
+        "checkpoint": {"save_steps": 1},
+        "stages": {
+            "sft": {"method": "sft", "model": {"lora": {"r": 4}}, "data": {"template": "tags"}},
+            "reward": {"init_from": "sft", "method": "reward", "data": hh},
+            "dpo": {"init_from": "sft", "method": "dpo", "model": {"lora": {"r": 2}}, "data": hh},
+        },
+    }
+    if "models" in sections:
+        del settings["model"]
+    settings |= sections
+    file = tmp_path / "chain.json"
+    file.write_text(json.dumps(settings))
+    return load(file).stages
+
+
+def states(folder: Path) -> dict[str, str]:
+    return {
+        str(p.parent.relative_to(folder)): json.loads(p.read_text())["state"] for p in sorted(folder.rglob("run.json"))
+    }
+
+
+def first_line(folder: Path) -> dict:
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+
+
+def test_each_stage_starts_from_the_one_it_names(tmp_path, shared, scratch_model, capsys):
+    assert recipes.train(chain(tmp_path, shared, scratch_model)) == 0
+    run = tmp_path / "chain"
+    assert states(run) == {"sft": "finished", "reward": "finished", "dpo": "finished"}
+
+    base = AutoModelForCausalLM.from_pretrained(scratch_model)
+    sft = PeftModel.from_pretrained(base, run / "sft/final").merge_and_unload().state_dict()
+    # DPO's adapter names a model that is SFT's, its adapter merged in; the template has come with the tokenizer.
+    settings = json.loads((run / "dpo/final/adapter_config.json").read_text())
+    merged = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"]).state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(merged[name], sft[name])
+    assert not torch.equal(merged[name], load_file(scratch_model / "model.safetensors")[name])
+    assert "SOLUTION" in str(AutoTokenizer.from_pretrained(run / "dpo/final").chat_template)
+    # Two steps at 1e-3 leave a reward model near where it started: SFT's weights, not the base model's.
+    reward = AutoModelForSequenceClassification.from_pretrained(run / "reward/final").state_dict()
+    base_weight = load_file(scratch_model / "model.safetensors")[name]
+    assert (reward[name] - sft[name]).abs().max() <= 2.1e-3 < (sft[name] - base_weight).abs().max() + 2.1e-3
+    assert first_line(run / "dpo")["loss"] == pytest.approx(0.6931, abs=1e-3)
+
+    saved = load(run / "dpo/config.yaml").config
+    assert saved.models[0].path == str(run / "sft/final") and saved.models[0].name == "tiny-qwen3"
+    assert json.loads((run / "dpo/run.json").read_text())["provenance"]["init_from"]["stage"] == "sft"
+    assert load(run / "config.yaml").stages == chain(tmp_path, shared, scratch_model)
+    table = capsys.readouterr().err
+    for stage in ("sft", "reward", "dpo"):
+        assert f"{stage} of tiny-qwen3" in table
+    assert table.count("finished") >= 3
+
+
+def crash_at(monkeypatch, method: str, step: int, error: type[BaseException] = KeyboardInterrupt) -> None:
+    after_step = Loop._after_step
+
+    def crash(self):
+        after_step(self)
+        if self.job.config.method.type == method and self.state.step == step:
+            raise error("power cut")
+
+    monkeypatch.setattr(Loop, "_after_step", crash)
+
+
+def test_going_on_at_stage_and_step(tmp_path, shared, scratch_model, monkeypatch):
+    (tmp_path / "whole").mkdir()
+    recipes.train(chain(tmp_path / "whole", shared, scratch_model))
+    stages = chain(tmp_path, shared, scratch_model)
+    run = tmp_path / "chain"
+    with monkeypatch.context() as broken:
+        crash_at(broken, "reward", 1)
+        with pytest.raises(KeyboardInterrupt):
+            recipes.train(stages)
+    assert states(run) == {"sft": "finished", "reward": "interrupted"}
+    before = (run / "sft/final/manifest.json").stat().st_mtime_ns
+    with pytest.raises(RunError, match=r"there are runs already in .*sft.*--resume.*--overwrite"):
+        recipes.train(stages)
+
+    # The folder of the whole run says it all: its config.yaml has the stages.
+    assert main(["train", "--resume", str(run)]) == 0
+    assert states(run) == {"sft": "finished", "reward": "finished", "dpo": "finished"}
+    assert (run / "sft/final/manifest.json").stat().st_mtime_ns == before
+    assert "resumed from checkpoint-1" in (run / "reward/training.log").read_text()
+    for stage, name in (("reward", "model"), ("dpo", "adapter_model")):
+        one = load_file(tmp_path / "whole/chain" / stage / f"final/{name}.safetensors")
+        two = load_file(run / stage / f"final/{name}.safetensors")
+        assert all(torch.equal(one[key], two[key]) for key in one), stage
+
+    # A stage alone, extended; then one that builds on another that was trained anew is refused.
+    longer = chain(tmp_path, shared, scratch_model, training={"batch_size": 4, "max_steps": 3, "learning_rate": 1e-3,
+                   "warmup_steps": 0, "lr_scheduler_type": "cosine"})  # fmt: skip
+    assert recipes.train(longer, resume=run / "dpo") == 0
+    assert json.loads((run / "dpo/results.json").read_text())["steps"] == 3
+    recipes.train(chain(tmp_path, shared, scratch_model, seed=1), overwrite=True, skip=("reward", "dpo"))
+    with pytest.raises(RunError, match=r"started from another model than .*sft.final is now"):
+        recipes.train(stages, resume=True, skip=("sft", "reward"))
+
+
+def test_a_failed_stage_stops_what_builds_on_it_and_nothing_else(tmp_path, shared, scratch_model, monkeypatch, capsys):
+    stories = shared / "models/stories260K"
+    data = {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "none", "max_rows": 16,
+            "max_length": 400}  # fmt: skip
+    stages = {
+        "sft": {"method": "sft"},
+        "dpo": {"method": "dpo", "init_from": "sft"},
+        "more": {"method": "dpo", "init_from": "dpo"},
+        "reward": {"method": "reward", "init_from": "sft"},
+    }
+    models = [{"path": str(stories)}, {"path": str(scratch_model)}]
+    chained = chain(tmp_path, shared, stories, data=data, stages=stages, models=models)
+    update = Loop.update
+
+    def fail(self, packs, objective):
+        if self.job.config.method.type == "dpo" and self.job.model.folder_name == "stories260K":
+            raise ValueError("something in this model")
+        update(self, packs, objective)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Loop, "update", fail)
+        message = "1 of 8 runs failed: dpo of stories260K; not run because of that: more of stories260K"
+        with pytest.raises(PosttrainError, match=message):
+            recipes.train(chained)
+    run = tmp_path / "chain"
+    assert states(run) == {
+        "stories260K/sft": "finished", "stories260K/dpo": "failed", "stories260K/reward": "finished",
+        **{f"tiny-qwen3/{stage}": "finished" for stage in stages},
+    }  # fmt: skip
+    table = capsys.readouterr().err
+    assert "something in this model" in table and "needs dpo, which failed" in table
+    assert recipes.train(chained, resume=True) == 0
+    assert set(states(run).values()) == {"finished"} and "stories260K/more" in states(run)
+    assert recipes.train(chained, overwrite=True, skip=["sft", "dpo", "more"], model_index=1) == 0
+
+
+def test_skipping(tmp_path, shared, scratch_model):
+    stages = chain(tmp_path, shared, scratch_model)
+    with pytest.raises(ConfigError, match="--skip stf: there is no such stage; did you mean sft"):
+        recipes.train(stages, skip=["stf"])
+    with pytest.raises(RunError, match=r"--skip sft: reward of tiny-qwen3 starts from its final model"):
+        recipes.train(stages, skip=["sft"])
+    assert not (tmp_path / "chain/reward").exists()
+    recipes.train(stages, skip=["reward", "dpo"])
+    recipes.train(stages, skip=["sft", "reward"])
+    assert states(tmp_path / "chain") == {"sft": "finished", "dpo": "finished"}
+    with pytest.raises(ConfigError, match="every stage is left out"):
+        recipes.train(stages, skip=["sft", "reward", "dpo"])
+
+
+def test_plan_and_explore_show_all_stages(tmp_path, shared, scratch_model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    chain(tmp_path, shared, scratch_model)
+    file = str(tmp_path / "chain.json")
+    for arguments in (["plan", file], ["train", file, "--dry-run"]):
+        assert main(arguments) == 0
+        out = capsys.readouterr().out
+        assert "stage sft: sft of tiny-qwen3" in out and "stage dpo: dpo of tiny-qwen3, from sft" in out
+    assert main(["train", file, "--dry-run", "--skip", "sft", "--skip", "dpo"]) == 0
+    out = capsys.readouterr().out
+    assert "stage reward" in out and "stage dpo" not in out
+    assert main(["train", file, "--skip", "dop"]) == 1
+    assert "did you mean dpo?" in capsys.readouterr().err
+    assert main(["explore", file, "--rows", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "stage sft" in out and "stage dpo" in out and "SOLUTION" in out
+    assert not (tmp_path / "chain").exists()
