@@ -112,17 +112,20 @@ class Reader:
     def local(self, rest: list[str]) -> list[str]:
         """The arguments with the names of the hub, and MODEL, replaced by what is here, and made small."""
         rest = [word.replace("=MODEL", f"={self.scratch_model}") for word in rest]
-        settings = yaml.safe_load(self.run(["config", "show", *settings_only(rest)]))
+        shown = settings_only(rest) or [str(next(Path(word) for word in rest if Path(word).is_dir()) / "config.yaml")]
+        whole = yaml.safe_load(self.run(["config", "show", *shown]))
         changes = {f"--{flag}": value for flag, value in SMALL.items()}
-        source = settings["data"]["source"]
-        if source in DATA:
-            file, format = DATA[source]
-            changes |= {"--source": self.shared / file, "--format": format}
-        if settings["data"]["validation"] is not None:
-            changes["--validation"] = "{rows: 2}"
-        for model in settings["models"]:
-            if not Path(model["path"]).exists():
-                changes["--model.path"] = self.local_model(settings)
+        for stage in whole.pop("stages", {"": {}}).values():
+            settings = {**whole, **stage}
+            source = settings["data"]["source"]
+            if source in DATA:
+                file, format = DATA[source]
+                changes |= {"--source": self.shared / file, "--format": format}
+            if settings["data"]["validation"] is not None:
+                changes["--validation"] = "{rows: 2}"
+            for model in settings["models"]:
+                if not Path(model["path"]).exists():
+                    changes["--model.path"] = self.local_model(settings)
         return [*rest, *(f"{flag}={value}" for flag, value in changes.items())]
 
     def local_model(self, settings: dict) -> Path:
@@ -134,7 +137,7 @@ def settings_only(rest: list[str]) -> list[str]:
     """The arguments without those that are no settings: `config show` then says what the settings come to."""
     kept, words = [], iter(rest)
     for word in words:
-        if word == "--rows":
+        if word in ("--rows", "--skip"):
             next(words)
         elif word not in TRAINING_ONLY and not Path(word).is_dir():  # the folder is that of --resume
             kept.append(word)

@@ -245,10 +245,9 @@ def test_a_failed_stage_stops_what_builds_on_it_and_nothing_else(tmp_path, share
     data = {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "none", "max_rows": 16,
             "max_length": 400}  # fmt: skip
     stages = {
-        "sft": {"method": "sft"},
-        "dpo": {"method": "dpo", "init_from": "sft"},
+        "dpo": {"method": "dpo"},
         "more": {"method": "dpo", "init_from": "dpo"},
-        "reward": {"method": "reward", "init_from": "sft"},
+        "reward": {"method": "reward"},
     }
     models = [{"path": str(stories)}, {"path": str(scratch_model)}]
     chained = chain(tmp_path, shared, stories, data=data, stages=stages, models=models)
@@ -261,19 +260,18 @@ def test_a_failed_stage_stops_what_builds_on_it_and_nothing_else(tmp_path, share
 
     with monkeypatch.context() as broken:
         broken.setattr(Loop, "update", fail)
-        message = "1 of 8 runs failed: dpo of stories260K; not run because of that: more of stories260K"
+        message = "1 of 6 runs failed: dpo of stories260K; not run because of that: more of stories260K"
         with pytest.raises(PosttrainError, match=message):
             recipes.train(chained)
     run = tmp_path / "chain"
     assert states(run) == {
-        "stories260K/sft": "finished", "stories260K/dpo": "failed", "stories260K/reward": "finished",
+        "stories260K/dpo": "failed", "stories260K/reward": "finished",
         **{f"tiny-qwen3/{stage}": "finished" for stage in stages},
     }  # fmt: skip
     table = capsys.readouterr().err
     assert "something in this model" in table and "needs dpo, which failed" in table
     assert recipes.train(chained, resume=True) == 0
     assert set(states(run).values()) == {"finished"} and "stories260K/more" in states(run)
-    assert recipes.train(chained, overwrite=True, skip=["sft", "dpo", "more"], model_index=1) == 0
 
 
 def test_skipping(tmp_path, shared, scratch_model):
