@@ -233,7 +233,7 @@ def test_going_on_at_stage_and_step(tmp_path, shared, scratch_model, monkeypatch
     # A stage alone, extended; then one that builds on another that was trained anew is refused.
     longer = chain(tmp_path, shared, scratch_model, training={"batch_size": 4, "max_steps": 3, "learning_rate": 1e-3,
                    "warmup_steps": 0, "lr_scheduler_type": "cosine"})  # fmt: skip
-    assert recipes.train(longer, resume=run / "dpo") == 0
+    assert recipes.train(longer, resume=run / "dpo/checkpoint-2") == 0
     assert json.loads((run / "dpo/results.json").read_text())["steps"] == 3
     recipes.train(chain(tmp_path, shared, scratch_model, seed=1), overwrite=True, skip=("reward", "dpo"))
     with pytest.raises(RunError, match=r"started from another model than .*sft.final is now"):

@@ -229,8 +229,9 @@ def _measured(results: dict[str, Any]) -> str:
 
 
 def is_whole_run(folder: Path) -> bool:
-    """Whether this is the folder of several runs, rather than of one."""
-    return (folder / "config.yaml").is_file() and not (folder / "run.json").exists()
+    """Whether this is the folder of several runs, rather than of one or of a checkpoint in one."""
+    inside_one = any((at / "run.json").exists() for at in (folder, folder.absolute().parent))
+    return (folder / "config.yaml").is_file() and not inside_one
 
 
 def keep_saved_path(task: Task) -> None:
