@@ -35,6 +35,7 @@ DATA = {
     "Anthropic/hh-rlhf": (HH, "hh"),
     "trl-lib/ultrafeedback_binarized": (PAIRS, "sharegpt"),
     "openai/gsm8k/main": ("data/gsm8k/train.jsonl", "problem_answer"),
+    "gsm8k": ("data/gsm8k/train.jsonl", "problem_answer"),
 }
 SMALL = {"max-steps": 2, "batch-size": 2, "max-rows": 12, "save-steps": 1, "logging-steps": 1}
 TRAINING_ONLY = {"--resume", "--overwrite", "--dry-run"}
@@ -103,10 +104,14 @@ class Reader:
         elif verb == "score":
             model = rest[0] if Path(rest[0]).exists() else str(self.shared / "models/stories260K")
             self.run([verb, model, *rest[1:]])
+        elif arguments[:2] == ["data", "save"]:
+            self.run(["data", "save", str(self.shared / DATA[rest[1]][0]), *rest[2:], "--max-rows", "4"])
         elif verb == "quickstart":
             flags_exist(arguments, self.run)
         else:
-            assert verb == "config" or "--help" in arguments, f"nothing here knows how to run posttrain {verb}"
+            assert verb in ("config", "data") or "--help" in arguments, (
+                f"nothing here knows how to run posttrain {verb}"
+            )
             self.run(arguments)
 
     def local(self, rest: list[str]) -> list[str]:
@@ -147,7 +152,7 @@ def settings_only(rest: list[str]) -> list[str]:
 def flags_exist(arguments: list[str], run) -> None:
     """Every flag of a command is in the help of its verb, or of its group."""
     verbs = [word for word in arguments if re.fullmatch(r"[a-z]+", word)]
-    group = arguments[0] == "config" and len(verbs) > 1
+    group = arguments[0] in ("config", "data") and len(verbs) > 1
     shown = run([*(verbs[:2] if group else arguments[:1]), "--help"])
     for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
         name = re.sub(r"^--([\w-]+\.)*", "--", flag).replace("_", "-")

@@ -2,7 +2,7 @@
 
 import typer
 
-from posttrain.cli import config, explore, quickstart, score, train
+from posttrain.cli import config, data, explore, quickstart, score, train
 from posttrain.cli.flags import SettingsCommand, with_settings
 
 EPILOG = "--debug, anywhere on the command line, shows the stack trace of an error."
@@ -24,4 +24,5 @@ def build() -> typer.Typer:
     app.command("score", epilog=EPILOG)(score.score)
     app.command("quickstart", epilog=EPILOG)(quickstart.quickstart)
     app.add_typer(config.app, name="config", rich_help_panel="Settings")
+    app.add_typer(data.app, name="data", rich_help_panel="Settings")
     return app

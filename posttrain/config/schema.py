@@ -67,7 +67,7 @@ class ModelConfig(Settings):
 class SourceConfig(Settings):
     """One part of a mixed training set."""
 
-    source: Text = Field(description="Hub id, file, folder or `builtin:arithmetic`.")
+    source: Text = Field(description="Known set, hub id, file, folder or `builtin:arithmetic`.")
     split: Text = Field(default="train", description="Split of a hub data set.")
     max_rows: Positive | None = Field(default=None, description="Use the first so many rows.")
     weight: Annotated[Float, Field(gt=0)] = Field(
@@ -115,7 +115,7 @@ class DataConfig(Settings):
     """What to train on, and how a row becomes tokens."""
 
     source: Text | Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = Field(
-        description="Hub id, file, folder, `builtin:arithmetic`, or a list of {source, split, max_rows, weight}."
+        description="Known set, hub id, file, folder, `builtin:...`, or a list of {source, split, max_rows, weight}."
     )
     split: Text = Field(default="train", description="Split of a hub data set.")
     format: Literal[

@@ -218,7 +218,9 @@ def _resolve(known: Format, columns: dict[str, str], there: Iterable[str]) -> di
     """
     named = [name for name in known.required if columns.get(name, name) in there]
     aliased = {name for alias, name in known.aliases if alias in there and name not in there and name not in columns}
-    found = {name: columns.get(name, name) for name in (*named, *known.optional) if name not in aliased}
+    taken = set(columns.values())  # a column that is another field is not also read under its own name
+    free = [name for name in (*named, *known.optional) if name in columns or name not in taken]
+    found = {name: columns.get(name, name) for name in free if name not in aliased}
     for alias, name in known.aliases:
         if name in aliased and alias not in found.values():
             found.setdefault(name, alias)

@@ -21,7 +21,7 @@ from posttrain.data.readers import Record
 from posttrain.data.render import rendering
 from posttrain.data.report import MALFORMED_SHARE, Malformed, Reading, Report, list_malformed
 from posttrain.data.rows import Row, RowError, as_turns, without_think
-from posttrain.data.sources import Source, open_source
+from posttrain.data.sources import Source, layout_of, open_source
 from posttrain.data.templates import Template, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained, span_array
 from posttrain.errors import DataError
@@ -79,8 +79,6 @@ class Reader:
         self.settings = {
             "tokenizer": cache.tokenizer_fingerprint(tokenizer),
             "template": [template.name, template.turns, template.tags.model_dump()],
-            "format": data.format,
-            "columns": data.columns,
             "system_prompt": data.system_prompt,
             "strip_think": data.strip_think,
             "kind": kind,
@@ -124,13 +122,34 @@ class Reader:
 
     def _part(self, part: Part, max_rows: int | None) -> tuple[pa.Table, Reading, str, str | None]:
         source = open_source(part.source, part.split, max_rows, self.seed, self.template.compose)
-        key = cache.fingerprint({**self.settings, "source": source.digest, "max_rows": max_rows})
+        format, columns = self._layout(part.source)
+        facts = {"source": source.digest, "max_rows": max_rows, "format": format, "columns": columns}
+        key = cache.fingerprint({**self.settings, **facts})
         table, reading, note = cache.cached(
-            self.folder, key, self.kind, lambda writer: self._read(part.source, source, max_rows, writer)
+            self.folder,
+            key,
+            self.kind,
+            lambda writer: self._read(part.source, source, format, columns, max_rows, writer),
         )
         return table, reading, key, note
 
-    def _read(self, name: str, source: Source, max_rows: int | None, writer: cache.Writer) -> Reading:
+    def _layout(self, source: str) -> tuple[str, dict[str, str]]:
+        """Format and columns as set; where they are not, those of a known set."""
+        format, columns = self.data.format, self.data.columns
+        known = layout_of(source)
+        if known is None or format not in ("auto", known.format):
+            return format, columns
+        return known.format, {**known.columns, **columns}
+
+    def _read(
+        self,
+        name: str,
+        source: Source,
+        format: str,
+        columns: dict[str, str],
+        max_rows: int | None,
+        writer: cache.Writer,
+    ) -> Reading:
         """Read a source to its end and write its tokens."""
         records = itertools.islice(source.read(), max_rows)
         head = list(itertools.islice(records, SAMPLE))
@@ -138,7 +157,7 @@ class Reader:
         if not good:
             bad = [Malformed(record.file, record.line, record.problem or "") for record in head]
             raise DataError(f"{name} has no readable row:\n{list_malformed(bad)}")
-        layout = find_layout(self.data.format, self.data.columns, good, self.kind, name)
+        layout = find_layout(format, columns, good, self.kind, name)
         read, shifted, malformed, seen = 0, 0, [], _Seen()
         with ExitStack() as stack:
             renderer = None
@@ -157,15 +176,15 @@ class Reader:
                         malformed.append(Malformed(record.file, record.line, str(error)))
                     except DataError as error:
                         raise DataError(f"{record.file} line {record.line}: {error}") from error
-                columns = []
+                kept = []
                 for record, item in zip(records_of, self._tokenise(tokeniser, rows, layout), strict=True):
                     if isinstance(item, RowError):
                         malformed.append(Malformed(record.file, record.line, str(item)))
                         continue
-                    columns.append(_columns(record, item))
+                    kept.append(_columns(record, item))
                     shifted += item.shifted
                     seen.add(item)
-                writer.write(columns)
+                writer.write(kept)
         malformed.sort(key=lambda row: (row.file, row.line))
         if len(malformed) > MALFORMED_SHARE * read:
             raise DataError(

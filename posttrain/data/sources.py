@@ -22,7 +22,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from posttrain.config.known import KNOWN, KnownSet, known_set
 from posttrain.data.readers import READERS, Record, read_files
+from posttrain.data.saved import read_manifest, saved_files
 from posttrain.data.tasks import TASKS, Compose
 from posttrain.errors import DataError
 
@@ -81,7 +83,7 @@ class Task:
 
 
 def open_source(source: str, split: str, max_rows: int | None, seed: int, compose: Compose) -> Source:
-    """Find what a `source` setting names: `builtin:…`, a path, or a hub id `owner/name` or `owner/name/subset`.
+    """Find what a `source` setting names: `builtin:…`, a path, a known set's name, or a hub id `owner/name[/subset]`.
 
     `split` picks files of a folder or hub data set; a single file has no splits and is read whole. `compose` writes the
     answers of a built-in task as the template has them. Raises DataError when there is nothing by that name.
@@ -96,10 +98,67 @@ def open_source(source: str, split: str, max_rows: int | None, seed: int, compos
     if path.is_file():
         return Files((path,))
     if path.is_dir():
-        return Files(_split_files(path, split, source, None))
+        return Files(saved_files(path, split) or _split_files(path, split, source, None))
+    known = known_set(source)
+    if known is not None:
+        return Files(_known_files(source, known, split))
     if HUB_ID.fullmatch(source) and not any(suffix in READERS for suffix in path.suffixes):
         return Files(_hub_files(source, split))
-    raise DataError(f"{source} is not there{_near(path)}")
+    raise DataError(_not_there(source))
+
+
+def layout_of(source: str) -> KnownSet | None:
+    """The known set that a source is, also as a folder that `data save` has made: how its columns are read."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        manifest = read_manifest(path)
+        return KNOWN.get(str(manifest["known"])) if manifest else None
+    return None if path.is_file() else known_set(source)
+
+
+def splits_of(source: str) -> list[str]:
+    """The splits of a folder or data set of the hub, under the names that `split` takes; a file has one."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return ["train"]
+    if path.is_dir():
+        manifest = read_manifest(path)
+        return list(manifest["splits"] if manifest else _splits(path, source, None))
+    known = known_set(source)
+    if known is None:
+        if not HUB_ID.fullmatch(source):
+            raise DataError(_not_there(source))
+        folder, subset = _snapshot(source)
+        return list(_splits(folder, source, subset))
+    if known.files:
+        return list(known.files)
+    folder, subset = _snapshot(_with_subset(source, known))
+    ours = {theirs: name for name, theirs in known.splits.items()}
+    return [ours.get(split, split) for split in _splits(folder, source, subset)]
+
+
+def _with_subset(source: str, known: KnownSet) -> str:
+    return source if source.count("/") == 2 else known.source
+
+
+def _known_files(source: str, known: KnownSet, split: str) -> tuple[Path, ...]:
+    if not known.files:
+        return _hub_files(_with_subset(source, known), known.splits.get(split, split))
+    if split not in known.files:
+        raise DataError(f"{source} has no split {split!r}: it has {', '.join(known.files)}")
+    folder, _ = _snapshot(known.repo, [known.files[split]])
+    found = tuple(sorted(folder.glob(known.files[split])))
+    if not found:
+        raise DataError(
+            f"{source}: the local cache has no {known.files[split]} of {known.repo}: connect, and try again"
+        )
+    return found
+
+
+def _not_there(source: str) -> str:
+    near = difflib.get_close_matches(source, KNOWN, n=1, cutoff=0.6)
+    known = f"{source} is no file or folder here and no known data set: did you mean {near[0]}?" if near else ""
+    return known or f"{source} is not there{_near(Path(source).expanduser())}"
 
 
 def _near(path: Path) -> str:
@@ -112,7 +171,15 @@ def _near(path: Path) -> str:
 
 
 def _split_files(folder: Path, split: str, name: str, subset: str | None) -> tuple[Path, ...]:
-    """The data files of a split: by the folder's own README, or by the file names, as `datasets` finds them."""
+    """The data files of one split."""
+    files = _splits(folder, name, subset)
+    if split not in files:
+        raise DataError(f"{name} has no split {split!r}: it has {', '.join(files) or 'none'}")
+    return tuple(files[split])
+
+
+def _splits(folder: Path, name: str, subset: str | None) -> dict[str, list[Path]]:
+    """The data files of each split: by the folder's own README, or by the file names, as `datasets` finds them."""
     from datasets import (
         get_dataset_config_names,
         load_dataset_builder,
@@ -128,14 +195,17 @@ def _split_files(folder: Path, split: str, name: str, subset: str | None) -> tup
         raise DataError(
             f"{name} must name one of its subsets, as owner/name/{subsets[0]}: {', '.join(subsets)}"
         ) from error
-    files = {str(key): [Path(file) for file in found] for key, found in (builder.config.data_files or {}).items()}
-    if split not in files:
-        raise DataError(f"{name} has no split {split!r}: it has {', '.join(files) or 'none'}")
-    return tuple(files[split])
+    return {str(key): [Path(file) for file in found] for key, found in (builder.config.data_files or {}).items()}
 
 
 def _hub_files(source: str, split: str) -> tuple[Path, ...]:
-    """The files of a split of a hub data set, from the hub's local cache or downloaded into it.
+    """The files of a split of a hub data set."""
+    folder, subset = _snapshot(source)
+    return _split_files(folder, split, source, subset)
+
+
+def _snapshot(source: str, patterns: list[str] | None = None) -> tuple[Path, str | None]:
+    """A hub data set's folder in the hub's local cache, fetched when it is not there, and the subset that is named.
 
     `datasets` cannot load a data set offline from the hub's own cache, and reports no line numbers; so the repository's
     snapshot is fetched and read like a folder.
@@ -143,7 +213,7 @@ def _hub_files(source: str, split: str) -> tuple[Path, ...]:
     owner, name, *rest = source.split("/")
     repo, subset = f"{owner}/{name}", rest[0] if rest else None
     try:
-        folder = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=_patterns(repo, subset)))
+        folder = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=patterns or _patterns(repo, subset)))
     except GatedRepoError as error:
         raise DataError(
             f"{repo} is gated: accept its terms at https://huggingface.co/datasets/{repo} and set HF_TOKEN"
@@ -159,7 +229,7 @@ def _hub_files(source: str, split: str) -> tuple[Path, ...]:
         ) from error
     except HfHubHTTPError as error:
         raise DataError(f"{repo} cannot be fetched from the hub: {error}") from error
-    return _split_files(folder, split, source, subset)
+    return folder, subset
 
 
 def _patterns(repo: str, subset: str | None) -> list[str]:

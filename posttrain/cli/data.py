@@ -1,0 +1,50 @@
+"""`posttrain data`: the data sets known by a short name, and keeping one for offline use."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.config.known import KNOWN, known_set
+from posttrain.errors import DataError
+
+app = typer.Typer(help="Known data sets, and keeping one for offline use.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_() -> None:
+    """List the data sets that data.source knows by a short name, with their columns mapped."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("data.source", "on the hub", "format", "what it is"):
+        table.add_column(name, no_wrap=name == "data.source", overflow="fold")
+    for name, known in KNOWN.items():
+        table.add_row(name, known.source, known.format, known.about)
+    console = Console()
+    console.print(table)
+    console.print("Keep one for offline use: posttrain data save NAME FOLDER", highlight=False)
+
+
+@app.command()
+def save(
+    source: Annotated[str, typer.Argument(metavar="NAME", help="A known set, a hub id, a file or a folder.")],
+    folder: Annotated[Path, typer.Argument(help="A new folder; data.source: FOLDER reads it later.")],
+    split: Annotated[
+        list[str] | None, typer.Option("--split", help="Only this split; repeatable. Default: all there are.")
+    ] = None,
+    max_rows: Annotated[int | None, typer.Option("--max-rows", min=1, help="The first so many rows of each.")] = None,
+) -> None:
+    """Keep a data set in a folder, for a machine without a network or a hub that changes."""
+    if source.startswith("builtin:"):
+        raise DataError(f"{source} is made on the spot and needs no saving")
+    if folder.exists():
+        raise DataError(f"{folder} is there already: choose another folder, or remove it first")
+    from posttrain.data.keep import keep  # imports torch, which takes seconds
+
+    for done in keep(source, folder, split, max_rows):
+        left_out = f", {done.malformed:,} malformed left out" if done.malformed else ""
+        print(f"{done.name}: {done.rows:,} rows, {done.bytes / 2**20:.1f} MiB{left_out}")
+    name = next((name for name, known in KNOWN.items() if known == known_set(source)), None)
+    print(f"saved in {folder}; use it with data.source={folder}" + (f" (columns as {name})" if name else ""))

@@ -1,0 +1,80 @@
+"""Known data sets: their short names, where they are on the hub, and how their columns are read."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSet:
+    """A data set of the hub. `repo` is owner/name, `subset` the one that is meant where none is named.
+
+    `columns` has the data's own names for the fields of `format`. `splits` gives ours (train, test) where the data set
+    calls them otherwise. `files` names the files of a split where the repository does not say it itself.
+    """
+
+    repo: str
+    about: str
+    format: str
+    columns: dict[str, str] = field(default_factory=dict)
+    subset: str | None = None
+    splits: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        """As a hub id: owner/name or owner/name/subset."""
+        return f"{self.repo}/{self.subset}" if self.subset else self.repo
+
+
+KNOWN: dict[str, KnownSet] = {
+    "hh-rlhf": KnownSet("Anthropic/hh-rlhf", "helpful and harmless dialogues, pairs", "hh"),
+    "ultrafeedback": KnownSet("trl-lib/ultrafeedback_binarized", "instructions, pairs by GPT-4's score", "preference"),
+    "orca-dpo-pairs": KnownSet(
+        "HuggingFaceH4/orca_dpo_pairs",
+        "OpenOrca instructions, pairs",
+        "preference",
+        splits={"train": "train_prefs", "test": "test_prefs"},
+    ),
+    "stack-exchange-paired": KnownSet(
+        "lvwerra/stack-exchange-paired",
+        "questions of Stack Exchange, pairs by votes",
+        "preference",
+        {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
+        files={"train": "data/rl/*.parquet", "test": "data/evaluation/*.parquet"},
+    ),
+    "openmathreasoning-mini": KnownSet(
+        "unsloth/OpenMathReasoning-mini",
+        "competition problems with long reasoning",
+        "problem_answer",
+        {"solution": "generated_solution", "answer": "expected_answer"},
+        splits={"train": "cot"},
+    ),
+    "dapo-math-17k": KnownSet(
+        "open-r1/DAPO-Math-17k-Processed",
+        "competition problems with a short answer, no working",
+        "problem_answer",
+        {"problem": "prompt", "answer": "solution"},
+        subset="en",
+    ),
+    "gsm8k": KnownSet(
+        "openai/gsm8k",
+        "grade-school word problems with working",
+        "problem_answer",
+        {"problem": "question"},
+        subset="main",
+    ),
+    "math": KnownSet(
+        "DigitalLearningGmbH/MATH-lighteval",
+        "competition problems of five levels with working",
+        "problem_answer",
+        subset="default",
+    ),
+    "math-500": KnownSet("HuggingFaceH4/MATH-500", "500 test problems of MATH: a test split only", "problem_answer"),
+}
+
+
+def known_set(source: str) -> KnownSet | None:
+    """The known set that a `source` names: by its short name, or by its hub id with or without a subset."""
+    if source in KNOWN:
+        return KNOWN[source]
+    repo = "/".join(source.split("/")[:2]).lower()
+    return next((known for known in KNOWN.values() if known.repo.lower() == repo), None)

@@ -1,0 +1,124 @@
+"""Data sets kept in a folder for offline use: a file of rows for each split, and a manifest that says what they are.
+
+The folder appears by one rename, so it is whole or absent; each file's hash is compared when it is used.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.data.readers import Record
+from posttrain.errors import DataError
+from posttrain.progress import progress
+
+MANIFEST = "posttrain-data.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSplit:
+    """What was written for one split."""
+
+    name: str
+    rows: int
+    malformed: int
+    bytes: int
+
+
+def save(
+    folder: Path, splits: Iterable[tuple[str, Iterable[Record], str | None]], facts: dict[str, Any]
+) -> list[SavedSplit]:
+    """Write splits (name, rows, revision on the hub) and a manifest with the `facts` to a folder that is not there yet.
+
+    Raises DataError when the folder is there, cannot be written, or a split has no row that can be read.
+    """
+    if folder.exists():
+        raise DataError(f"{folder} is there already: choose another folder, or remove it first")
+    work = None
+    try:
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.absolute().parent))
+        entries, done = {}, []
+        for name, records, revision in splits:
+            file = work / f"{name}.jsonl.gz"
+            rows, malformed = _write(file, progress(records, f"saving {name}"))
+            if not rows:
+                raise DataError(f"the split {name} has no row that can be read")
+            done.append(SavedSplit(name, rows, malformed, file.stat().st_size))
+            entries[name] = {"file": file.name, "rows": rows, "revision": revision, "sha256": _sha256(file)}
+        manifest = {"format": FORMAT, **facts, "splits": entries}
+        _write_safely(work / MANIFEST, json.dumps(manifest, indent=2).encode() + b"\n")
+        work.chmod(0o755)  # a temporary folder is for its owner alone
+        work.rename(folder)
+        return done
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written: {error.strerror or error}") from error
+    finally:
+        if work is not None and work.exists():
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a folder that `save` has made; None for any other folder. Raises DataError for a damaged one."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}): save the data set again") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DataError(f"{path} is damaged or of another version of posttrain: save the data set again")
+    return manifest
+
+
+def saved_files(folder: Path, split: str) -> tuple[Path, ...] | None:
+    """The file of a split in a folder that `save` has made, unchanged since; None for any other folder."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return None
+    splits = manifest["splits"]
+    if split not in splits:
+        raise DataError(f"{folder} has no split {split!r}: it has {', '.join(splits)}")
+    path = folder / splits[split]["file"]
+    if not path.is_file():
+        raise DataError(f"{path} is missing: save the data set again")
+    if _sha256(path) != splits[split]["sha256"]:
+        raise DataError(f"{path} is damaged or was changed since it was saved: save the data set again")
+    return (path,)
+
+
+def _write(file: Path, records: Iterable[Record]) -> tuple[int, int]:
+    rows = malformed = 0
+    with file.open("wb") as raw:
+        with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as stream:  # the same rows, the same bytes
+            for record in records:
+                if record.value is None:
+                    malformed += 1
+                    continue
+                stream.write(json.dumps(record.value, default=str).encode() + b"\n")
+                rows += 1
+        raw.flush()
+        os.fsync(raw.fileno())
+    return rows, malformed
+
+
+def _write_safely(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,204 @@
+"""Data sets known by name, and data sets kept in a folder for offline use."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_tokenizer import CHATML, byte_tokenizer
+from test_data_sources import hub_cache
+
+from posttrain.cli import main
+from posttrain.config.known import KNOWN, known_set
+from posttrain.config.schema import DataConfig
+from posttrain.data import prepare
+from posttrain.data.keep import keep
+from posttrain.data.sources import layout_of, splits_of
+from posttrain.errors import DataError
+
+CHAT = [{"role": "user", "content": "Q?"}]
+WORSE, BETTER = ([*CHAT, {"role": "assistant", "content": text}] for text in ("worse", "better"))
+
+# Short name -> (file in the repository, a row with the columns that the data set has on the hub, the split to ask for).
+ON_THE_HUB = {
+    "hh-rlhf": (
+        "train.parquet",
+        {"chosen": "\n\nHuman: Q?\n\nAssistant: better", "rejected": "\n\nHuman: Q?\n\nAssistant: worse"},
+        "train",
+    ),
+    "ultrafeedback": (
+        "data/train-0.parquet",
+        {"chosen": BETTER, "rejected": WORSE, "score_chosen": 8.0, "score_rejected": 2.0},
+        "train",
+    ),
+    "orca-dpo-pairs": ("data/test_prefs-0.parquet", {"chosen": BETTER, "rejected": WORSE, "prompt": "Q?"}, "test"),
+    "stack-exchange-paired": (
+        "data/rl/train-0.parquet",
+        {"qid": 1, "question": "Q?", "date": "today", "response_j": "better", "response_k": "worse"},
+        "train",
+    ),
+    "openmathreasoning-mini": (
+        "data/cot-0.parquet",
+        {"problem": "Q?", "generated_solution": "better", "expected_answer": "3", "pass_rate_72b_tir": "0.9"},
+        "train",
+    ),
+    "dapo-math-17k": (
+        "en/train-0.parquet",
+        {"prompt": "Q?", "solution": "better", "source_prompt": CHAT, "ability": "MATH"},
+        "train",
+    ),
+    "gsm8k": ("main/test-0.parquet", {"question": "Q?", "answer": "better\n#### 3"}, "test"),
+    "math": ("data/train-0.parquet", {"problem": "Q?", "level": "1", "type": "x", "solution": "better"}, "train"),
+    "math-500": ("test.parquet", {"problem": "Q?", "solution": "better", "answer": "3", "unique_id": "1"}, "test"),
+}
+
+
+def parquet(folder: Path, row: dict) -> bytes:
+    path = folder / "row.parquet"
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    return path.read_bytes()
+
+
+def test_every_known_set_is_read_with_its_columns(tmp_path):
+    """In one process of its own, since the hub's library reads its settings when it is imported."""
+    assert ON_THE_HUB.keys() == KNOWN.keys()
+    for name, (file, row, _) in ON_THE_HUB.items():
+        content = {file: parquet(tmp_path, row)}
+        if KNOWN[name].subset or KNOWN[name].splits:
+            card = f"---\nconfigs:\n- config_name: {KNOWN[name].subset or 'default'}\n  data_files: SPLITS\n---\n"
+            split = Path(file).name.partition("-")[0]
+            content["README.md"] = card.replace("SPLITS", f"[{{split: {split}, path: {file}}}]").encode()
+        hub_cache(tmp_path, KNOWN[name].repo, content)
+    code = """
+import json, sys
+from data_tokenizer import byte_tokenizer
+from posttrain.config.schema import DataConfig
+from posttrain.data import prepare
+from posttrain.errors import DataError
+tokenizer = byte_tokenizer()
+found = {}
+for name, kind, split in json.load(sys.stdin):
+    data = prepare(DataConfig(source=name, split=split, template="none"), tokenizer, kind)
+    node = data.train[0].trees[0]
+    texts = [node, *node.children]
+    found[name] = [data.report.formats[0], *(tokenizer.decode(each.tokens) for each in texts)]
+try:
+    prepare(DataConfig(source="gsm8k", split="train", template="none"), tokenizer, "sft")
+except DataError as error:
+    found["no split"] = str(error)
+print(json.dumps(found))
+"""
+    asked = [
+        [n, "pair" if KNOWN[n].format in ("hh", "preference") else "sft", s] for n, (_, _, s) in ON_THE_HUB.items()
+    ]
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    env |= {"POSTTRAIN_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, input=json.dumps(asked), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.pop("no split") == "openai/gsm8k/main has no split 'train': it has test"
+    for name, (format, *texts) in found.items():
+        whole = "".join(texts)
+        assert format == KNOWN[name].format, name
+        assert "Q?" in texts[0] and "better" in whole, (name, texts)
+        assert ("worse" in whole) == (len(texts) == 3) == (KNOWN[name].format in ("hh", "preference")), (name, texts)
+
+
+def test_names():
+    assert known_set("gsm8k") is known_set("openai/gsm8k") is known_set("OpenAI/GSM8K/socratic") is KNOWN["gsm8k"]
+    assert known_set("someone/else") is None and layout_of("gsm8k") is KNOWN["gsm8k"]
+    with pytest.raises(DataError, match="gsm8 is no file or folder here and no known data set: did you mean gsm8k"):
+        prepare(DataConfig(source="gsm8"), byte_tokenizer(CHATML), "sft")
+
+
+ROWS = [{"question": f"What is {n} and 1?", "answer": f"{n} + 1\n#### {n + 1}", "é": n} for n in range(5)]
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A folder of two splits kept as `kept`."""
+    monkeypatch.chdir(tmp_path)
+    source = tmp_path / "source"
+    source.mkdir()
+    lines = [json.dumps(row) for row in ROWS]
+    (source / "train.jsonl").write_text("\n".join([*lines, "{broken"]))
+    (source / "test.jsonl").write_text(lines[0])
+    done = keep("source", Path("kept"))
+    assert [(one.name, one.rows, one.malformed) for one in done] == [("train", 5, 1), ("test", 1, 0)]
+    return tmp_path / "kept"
+
+
+def test_what_is_kept_is_what_was_there(kept):
+    with gzip.open(kept / "train.jsonl.gz", "rt", encoding="utf-8") as file:
+        assert [json.loads(line) for line in file] == ROWS
+    assert splits_of(str(kept)) == ["train", "test"]
+    manifest = json.loads((kept / "posttrain-data.json").read_text())
+    assert manifest["source"] == "source" and manifest["splits"]["test"]["rows"] == 1
+    one, two = (
+        prepare(
+            DataConfig(source=source, split="test", template="none"),
+            byte_tokenizer(),
+            "sft",
+            cache_dir=kept.parent / "cache",
+        )
+        for source in ("source", "kept")
+    )
+    assert one.train[0].trees[0].tokens.tolist() == two.train[0].trees[0].tokens.tolist()
+    keep("source", Path("again"))
+    assert (kept / "train.jsonl.gz").read_bytes() == (kept.parent / "again/train.jsonl.gz").read_bytes()
+
+
+def test_damage_is_seen(kept):
+    with pytest.raises(DataError, match="kept has no split 'dev': it has train, test"):
+        prepare(DataConfig(source="kept", split="dev"), byte_tokenizer(CHATML), "sft")
+    with gzip.open(kept / "train.jsonl.gz", "wt") as file:
+        file.write(json.dumps(ROWS[0]))
+    with pytest.raises(DataError, match=r"train\.jsonl\.gz is damaged or was changed since it was saved"):
+        prepare(DataConfig(source="kept"), byte_tokenizer(CHATML), "sft")
+    (kept / "test.jsonl.gz").unlink()
+    with pytest.raises(DataError, match=r"test\.jsonl\.gz is missing"):
+        prepare(DataConfig(source="kept", split="test"), byte_tokenizer(CHATML), "sft")
+    (kept / "posttrain-data.json").write_text("{")
+    with pytest.raises(DataError, match=r"posttrain-data\.json cannot be read"):
+        prepare(DataConfig(source="kept"), byte_tokenizer(CHATML), "sft")
+
+
+def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text("{broken")
+    with pytest.raises(DataError, match="has no row that can be read"):
+        keep("bad.jsonl", tmp_path / "kept")
+    with pytest.raises(DataError, match="no split 'dev'"):
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder/train.jsonl").write_text('{"text": "a"}')
+        keep("folder", tmp_path / "kept", ["train", "dev"])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="file/kept cannot be written"):
+        keep("folder", tmp_path / "file/kept")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "file", "folder"]
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    Path("rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    assert main(["data", "save", "rows.jsonl", "kept", "--max-rows", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "train: 2 rows" in out and "saved in kept; use it with data.source=kept" in out
+    for arguments, message in (
+        (["rows.jsonl", "kept"], "kept is there already"),
+        (["builtin:arithmetic", "other"], "is made on the spot and needs no saving"),
+        (["gsm8", "other"], "did you mean gsm8k"),
+    ):
+        assert main(["data", "save", *arguments]) == 1
+        assert message in capsys.readouterr().err
+    assert main(["data", "list"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out and known.source in out for name, known in KNOWN.items())
