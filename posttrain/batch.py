@@ -44,7 +44,7 @@ class Example:
     trees: tuple[Sample, ...]
     row: int
     margin: float | None = None  # reward models: by how much chosen is better
-    reference: tuple[float, ...] | None = None  # log-probability of each sequence under the reference, if precomputed
+    label: bool | None = None  # KTO: whether the completion is desirable
 
 
 @dataclass(frozen=True, slots=True)

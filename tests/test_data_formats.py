@@ -145,6 +145,7 @@ def test_think_is_stripped_from_the_assistant_only():
 DETECTED = {
     "hh-harmless/test.jsonl.gz": ("pair", "hh"),
     "preference-demo/dpo_en_demo.json": ("pair", "sharegpt"),
+    "preference-demo/kto_en_demo.json": ("unpaired", "kto"),
     "sft-demo/alpaca_en_demo.json": ("sft", "alpaca"),
     "sft-demo/reason_tool_use_demo_50.jsonl": ("sft", "messages"),
     "gsm8k/train.jsonl": ("sft", "problem_answer"),
@@ -192,6 +193,33 @@ def test_columns_name_the_data_own_columns():
     layout = find_layout("auto", columns, [value], "pair", "rows")
     row = layout.read(value, TEXTS)
     assert (layout.name, row.prompt, row.chosen, row.rejected) == ("preference", "Q", "a", "b")
+
+
+def test_kto_rows():
+    label, turns = {"label": True}, [user("q"), assistant("a")]
+    row = read("kto", {"prompt": "q", "completion": "a", "label": False})
+    assert (row.prompt, row.chosen, row.label) == ("q", "a", False)
+    assert read("kto", {"messages": turns, **label}).prompt == [user("q")]
+    assert read("kto", {"prompt": [user("q")], "completion": "a", "label": 1}).chosen == [assistant("a")]
+    for fields, said in (
+        ({"prompt": "q", "completion": "a", "label": "true"}, "label must be true or false .*, not the text 'true'"),
+        ({"prompt": "q", "completion": "a", "label": 2}, "not 2"),
+        ({"prompt": "q", "completion": "a", "label": None}, "label is null"),
+        ({"prompt": "q", **label}, "completion is missing"),
+        ({"messages": turns[:1], **label}, "must end with the assistant's reply"),
+    ):
+        with pytest.raises(RowError, match=said):
+            read("kto", fields)
+
+
+def test_kto_columns():
+    sharegpt = [{"conversations": [], "kto_tag": True}]
+    layout = find_layout("auto", {}, sharegpt, "unpaired", "rows")
+    assert (layout.name, dict(layout.columns)["label"]) == ("kto", "kto_tag")
+    with pytest.raises(DataError, match=r"has preference pairs .*write each pair as two rows"):
+        find_layout("auto", {}, [{"prompt": "q", "chosen": "a", "rejected": "b"}], "unpaired", "rows")
+    with pytest.raises(DataError, match="has no column label, which format kto needs"):
+        find_layout("auto", {}, [{"prompt": "q", "completion": "a"}], "unpaired", "rows")
 
 
 def test_kto_rows_are_not_imitated_unasked():

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_presets import LOCAL, PAIRS
+from test_presets import LABELLED, LOCAL, PAIRS
 
 from posttrain.cli import main
 
@@ -34,6 +34,7 @@ HH = "data/hh-harmless/train.jsonl.gz"
 DATA = {
     "Anthropic/hh-rlhf": (HH, "hh"),
     "trl-lib/ultrafeedback_binarized": (PAIRS, "sharegpt"),
+    "trl-lib/kto-mix-14k": (LABELLED, "kto"),
     "openai/gsm8k/main": ("data/gsm8k/train.jsonl", "problem_answer"),
     "gsm8k": ("data/gsm8k/train.jsonl", "problem_answer"),
 }

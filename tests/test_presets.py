@@ -9,6 +9,7 @@ from posttrain.cli import main
 from posttrain.config import load, preset_names
 
 PAIRS = "data/preference-demo/dpo_en_demo.json"  # 300 rows, ShareGPT style
+LABELLED = "data/preference-demo/kto_en_demo.json"  # 300 rows, messages and a label
 # preset -> the model, the file that stands in for its data set, and the settings in which that file differs from it
 LOCAL = {
     "cpo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
@@ -17,6 +18,8 @@ LOCAL = {
     "dpo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
     "dpo-ultrafeedback-lora": ("chat", PAIRS, ["data.format=sharegpt"]),
     "ipo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
+    "kto": ("chat", LABELLED, []),
+    "kto-lora": ("chat", LABELLED, []),
     "orpo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
     "simpo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
     "reward-hh": ("stories260K", "data/hh-harmless/train.jsonl.gz", []),

@@ -22,11 +22,13 @@ def settings(shared, scratch_model, method: str, **training):
         "sft": {"source": str(shared / "data/sft-demo/alpaca_en_demo.json"), "max_rows": 15},
         "reward": {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "none", "max_rows": 17},
         "dpo": {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "none", "max_rows": 17},
+        "kto": {"source": str(shared / "data/preference-demo/kto_en_demo.json"), "max_rows": 34},
+        "bco": {"source": str(shared / "data/preference-demo/kto_en_demo.json"), "max_rows": 34},
     }[method]
     return {
         "name": "run",
         "model": {"path": str(scratch_model), "lora": {"r": 4, "dropout": 0.2} if method == "sft" else None},
-        "method": method,
+        "method": {"type": "kto", "loss_type": "bco"} if method == "bco" else method,
         "data": {**data, "max_length": 600, "validation": {"rows": 3}},
         "training": {"batch_size": 4, "num_train_epochs": 2, "learning_rate": 1e-3, **training},
         "evaluation": {"eval_steps": 3},
@@ -57,7 +59,7 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert numbers(a) == numbers(b)
 
 
-@pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
+@pytest.mark.parametrize("method", ["sft", "reward", "dpo", "kto", "bco"])
 def test_resumed_equals_uninterrupted(tmp_path, shared, scratch_model, monkeypatch, method):
     """Killed after step 5, in the second epoch; it goes on from checkpoint-4."""
     sections = settings(shared, scratch_model, method)

@@ -1,6 +1,7 @@
 """Whole runs beside TRL 1.16: the same model, rows, order and settings give the same losses and the same model."""
 
 import gzip
+import itertools
 import json
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def trl_classes(method: str):
         return CPOTrainer, CPOConfig
     return {
         "dpo": (trl.DPOTrainer, trl.DPOConfig),
+        "kto": (trl.KTOTrainer, trl.KTOConfig),
         "reward": (trl.RewardTrainer, trl.RewardConfig),
         "sft": (trl.SFTTrainer, trl.SFTConfig),
     }[method]
@@ -184,6 +186,28 @@ def test_reference_free_equals_trl(tmp_path, shared, method, settings):
     else:
         _, ours = train_ours(tmp_path, method, model, rows, **settings)
     _, theirs = train_trl(tmp_path, method, model, rows, **settings)
+    assert_same_losses(ours, theirs)
+
+
+def labelled(pairs: list[dict[str, str]]) -> list[dict]:
+    """Completions one by one: five chosen of eight, three rejected, so that batches differ in their classes."""
+    return [
+        {"prompt": row["prompt"], "completion": row["chosen" if label else "rejected"], "label": label}
+        for row, label in zip(pairs, itertools.cycle(map(bool, (1, 1, 0, 1, 1, 1, 0, 0))), strict=False)
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"beta": 0.5}, {"loss_type": "apo_zero_unpaired", "desirable_weight": 0.7, "undesirable_weight": 1.2}],
+    ids=str,
+)
+def test_kto_equals_trl(tmp_path, shared, settings):
+    """Every step's loss, with the KL of completions behind other prompts, rotated as TRL does within a batch."""
+    rows = labelled(pairs(shared, 8 * BATCH))
+    model = shared / "models/stories260K"
+    _, ours = train_ours(tmp_path, "kto", model, rows, **settings)
+    _, theirs = train_trl(tmp_path, "kto", model, rows, **settings)
     assert_same_losses(ours, theirs)
 
 

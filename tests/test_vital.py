@@ -11,7 +11,6 @@ from posttrain.batch import Example, Sample, pack
 from posttrain.errors import VitalSignError
 from posttrain.models import attention
 from posttrain.optim.adamw import AdamW
-from posttrain.recipes.preference import pairs_of
 from posttrain.recipes.vital import MovedWeights, check_margins, check_packing, check_reward_packing
 from posttrain.scoring import RewardScorer, Scorer
 
@@ -88,12 +87,13 @@ def test_margins(change):
     with torch.no_grad():
         reference.model.lm_head.weight[::2] += change
     [one] = pack(pairs(), 100)
-    found = pairs_of(one, *(one.sum_by_sequence(scorer(one).logprob_N) for scorer in (policy, reference)))
+    ours_S, theirs_S = (one.sum_by_sequence(scorer(one).logprob_N) for scorer in (policy, reference))
+    found = ours_S - theirs_S, one.length_S()
     if change == 0.0:
-        assert check_margins(found, torch.float32) == 0
+        assert check_margins(*found, torch.float32) == 0
     else:
         with pytest.raises(VitalSignError, match="margins are not 0 at the start"):
-            check_margins(found, torch.float32)
+            check_margins(*found, torch.float32)
 
 
 def test_a_run_whose_reference_is_another_model_stops(tmp_path, shared, monkeypatch):
@@ -107,8 +107,8 @@ def test_a_run_whose_reference_is_another_model_stops(tmp_path, shared, monkeypa
     make_reference = preference.make_reference
 
     def shifted(*args):
-        reference, data = make_reference(*args)
-        return lambda one, examples: reference(one, examples) + 1.0, data
+        reference = make_reference(*args)
+        return lambda one, examples: reference(one, examples) + 1.0
 
     monkeypatch.setattr(preference, "make_reference", shifted)
     settings = {

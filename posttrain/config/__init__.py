@@ -4,6 +4,7 @@ from posttrain.config.load import Loaded, dump, find, load
 from posttrain.config.methods import (
     CPOMethod,
     DPOMethod,
+    KTOMethod,
     Method,
     ORPOMethod,
     RewardMethod,
@@ -37,6 +38,7 @@ __all__ = [
     "DevicesConfig",
     "EvaluationConfig",
     "EvaluationDataset",
+    "KTOMethod",
     "Loaded",
     "LoraConfig",
     "Method",

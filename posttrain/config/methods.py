@@ -24,6 +24,7 @@ PreferenceLoss = Literal[
     "sft",
     "sigmoid_norm",
 ]
+UnpairedLoss = Literal["kto", "bco", "apo_zero_unpaired"]
 ContrastiveLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
@@ -232,6 +233,39 @@ class SimPOMethod(Settings):
     alpha: Float = Field(default=0.0, description="AlphaPO's reward shape (1 - p^-alpha) / alpha; 0: log p.")
 
 
+class KTOMethod(Settings):
+    """Kahneman-Tversky optimisation: single completions that are labelled desirable or undesirable."""
+
+    type: Literal["kto"] = Field(default="kto", description="Single completions labelled desirable or undesirable.")
+    loss_type: UnpairedLoss = Field(default="kto", description="What a completion's reward is held against.")
+    beta: Annotated[Float, Field(gt=0)] = Field(
+        default=0.1, description="How strongly the policy is held to the reference."
+    )
+    desirable_weight: Annotated[Float, Field(ge=0)] = Field(
+        default=1.0, description="Weight of desirable completions, to make up for classes of unequal size."
+    )
+    undesirable_weight: Annotated[Float, Field(ge=0)] = Field(
+        default=1.0, description="Weight of undesirable completions."
+    )
+    precompute_ref_log_probs: bool = Field(
+        default=False, description="Compute the reference's log-probabilities before training, and cache them."
+    )
+    ref_model: Text | None = Field(
+        default=None, description="Hub id or folder of another reference; null: the model itself before training."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "KTOMethod":
+        problems = Problems()
+        problems.check(
+            self.desirable_weight + self.undesirable_weight > 0,
+            "desirable_weight",
+            "and undesirable_weight are both 0; nothing would be trained",
+        )
+        problems.report()
+        return self
+
+
 def names(values: set[str] | frozenset[str]) -> str:
     """The values in alphabetical order, for a message."""
     return ", ".join(sorted(values))
@@ -246,7 +280,7 @@ def spell_out(method: Any) -> Any:
     return method
 
 
-AnyMethod = SFTMethod | RewardMethod | DPOMethod | ORPOMethod | CPOMethod | SimPOMethod
+AnyMethod = SFTMethod | RewardMethod | DPOMethod | ORPOMethod | CPOMethod | SimPOMethod | KTOMethod
 METHODS: dict[str, type[AnyMethod]] = {
     "sft": SFTMethod,
     "reward": RewardMethod,
@@ -254,15 +288,17 @@ METHODS: dict[str, type[AnyMethod]] = {
     "orpo": ORPOMethod,
     "cpo": CPOMethod,
     "simpo": SimPOMethod,
+    "kto": KTOMethod,
 }
 METHOD_NAMES = (*METHODS, "ipo")
-# What an example of a method is made of: a single sequence, or a pair of completions.
-EXAMPLES_OF: dict[str, Literal["sft", "pair"]] = {
+# What an example of a method is made of: a single sequence, a pair of completions, or one completion with a label.
+EXAMPLES_OF: dict[str, Literal["sft", "pair", "unpaired"]] = {
     "sft": "sft",
     "reward": "pair",
     "dpo": "pair",
     "orpo": "pair",
     "cpo": "pair",
     "simpo": "pair",
+    "kto": "unpaired",
 }
 Method = Annotated[Annotated[AnyMethod, Field(discriminator="type")], BeforeValidator(spell_out)]

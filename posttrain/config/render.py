@@ -30,6 +30,7 @@ EXAMPLES = {
     "orpo": {"model.path": "Qwen/Qwen3-0.6B-Base", "data.source": "trl-lib/ultrafeedback_binarized"},
     "cpo": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/ultrafeedback_binarized"},
     "simpo": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/ultrafeedback_binarized"},
+    "kto": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/kto-mix-14k"},
     "ipo": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/ultrafeedback_binarized"},
 }
 STARTER = (
@@ -40,6 +41,8 @@ STARTER = (
     "method.beta",
     "method.simpo_gamma",
     "method.cpo_alpha",
+    "method.desirable_weight",
+    "method.undesirable_weight",
     "data.source",
     "data.validation",
     "data.max_length",

@@ -17,10 +17,11 @@ from posttrain.config.base import (
     Share,
     Text,
 )
-from posttrain.config.methods import EXAMPLES_OF, Method
+from posttrain.config.methods import EXAMPLES_OF, KTOMethod, Method
 
 TEMPLATES = ("chat", "tags", "r1_zero", "question_only", "alpaca", "none")
 PAIR_FORMATS = frozenset({"auto", "preference", "hh", "sharegpt"})
+LABELLED_FORMATS = frozenset({"auto", "kto"})
 
 
 class LoraConfig(Settings):
@@ -119,7 +120,16 @@ class DataConfig(Settings):
     )
     split: Text = Field(default="train", description="Split of a hub data set.")
     format: Literal[
-        "auto", "preference", "prompt_completion", "messages", "sharegpt", "alpaca", "problem_answer", "text", "hh"
+        "auto",
+        "preference",
+        "kto",
+        "prompt_completion",
+        "messages",
+        "sharegpt",
+        "alpaca",
+        "problem_answer",
+        "text",
+        "hh",
     ] = Field(default="auto", description="How a row is laid out; auto: told by its columns.")
     columns: dict[str, Text] = Field(default={}, description="The data's own names for columns, e.g. {chosen: better}.")
     max_rows: Positive | None = Field(default=None, description="Use the first so many rows; 200 makes a quick test.")
@@ -335,19 +345,41 @@ class RunConfig(Settings):
         return self
 
     def _check_lengths(self, problems: Problems) -> None:
-        pairs = EXAMPLES_OF[self.method.type] == "pair"
-        needed = self.data.max_length * (2 if pairs else 1)
+        kind = EXAMPLES_OF[self.method.type]
+        pairs = kind == "pair"
+        # KTO's estimate of the KL scores a prompt with its own completion and with another's
+        with_another = isinstance(self.method, KTOMethod) and self.method.loss_type == "kto"
+        needed = self.data.max_length * (2 if pairs or with_another else 1)
+        what = "a pair" if pairs else "an example with another's completion" if with_another else "an example"
         problems.check(
             self.training.tokens_per_pack >= needed,
             "training.tokens_per_pack",
-            f"is {self.training.tokens_per_pack}, but {'a pair' if pairs else 'an example'} may have {needed} tokens "
+            f"is {self.training.tokens_per_pack}, but {what} may have {needed} tokens "
             f"(data.max_length = {self.data.max_length}) and is never split; raise it, or lower data.max_length",
+        )
+        problems.check(
+            not with_another or self.training.batch_size > 1,
+            "training.batch_size",
+            "is 1, but loss_type: kto estimates the KL from the completions of other examples of the batch; "
+            "give 2 or more",
         )
         problems.check(
             not pairs or self.data.format in PAIR_FORMATS,
             "data.format",
             f"is {self.data.format}, which has no chosen and rejected; {self.method.type} needs one of "
             f"{', '.join(sorted(PAIR_FORMATS))}",
+        )
+        problems.check(
+            kind != "unpaired" or self.data.format in LABELLED_FORMATS,
+            "data.format",
+            f"is {self.data.format}, which has no labels; {self.method.type} needs kto (prompt, completion, label), or "
+            "auto",
+        )
+        problems.check(
+            kind == "unpaired" or self.data.format != "kto",
+            "data.format",
+            f"is kto, whose labels {self.method.type} does not read; to train on all completions alike say "
+            "prompt_completion or messages",
         )
         problems.check(
             self.method.type != "sft" or not self.method.completion_only_loss or self.data.format != "text",
@@ -385,6 +417,7 @@ LEARNING_RATES = {
     "orpo": (8e-6, 8e-5),
     "cpo": (8e-6, 8e-5),
     "simpo": (1e-6, 1e-6),
+    "kto": (1e-6, 1e-6),
 }
 
 

@@ -30,6 +30,9 @@ LEFTOVER_SECONDS = 86_400
 INTS = pa.list_(pa.int32())
 SCHEMAS = {
     "sft": pa.schema([("row", pa.int64()), ("tokens", INTS), ("spans", INTS), ("prompt", pa.int32())]),
+    "unpaired": pa.schema(
+        [("row", pa.int64()), ("tokens", INTS), ("spans", INTS), ("prompt", pa.int32()), ("label", pa.bool_())]
+    ),
     "pair": pa.schema(
         [
             ("row", pa.int64()),

@@ -45,7 +45,7 @@ class Limits:
 class Fitted:
     """Examples within the limits as columns of numbers, and what the limits did to the rest.
 
-    `view` has a row per example. SFT: table row, start, stop. Pair: table row, start of the prompt, start of the
+    `view` has a row per example. Sequences: table row, start, stop. Pairs: table row, start of the prompt, start of the
     rejected prompt, tokens of chosen, tokens of rejected. `lengths` are its physical tokens, every token counted.
     """
 
@@ -66,28 +66,30 @@ class Table:
         table = pa.concat_tables(tables)
         offsets = np.repeat(np.cumsum([0, *reads])[:-1], [len(part) for part in tables])
         self.row: Array = table.column("row").to_numpy() + offsets
-        names = ("tokens", "spans") if kind == "sft" else ("prompt", "chosen", "rejected", "rejected_prompt")
+        names = ("prompt", "chosen", "rejected", "rejected_prompt") if kind == "pair" else ("tokens", "spans")
         self.lists = {name: Lists(table.column(name)) for name in names}
-        if kind == "sft":
-            self.prompt: Array = table.column("prompt").to_numpy()
-        else:
+        if kind == "pair":
             self.two: Array = table.column("two_prompts").to_numpy()
             self.margin: Array = table.column("margin").to_numpy()  # NaN where there is none
+        else:
+            self.prompt: Array = table.column("prompt").to_numpy()
+        if kind == "unpaired":
+            self.label: Array = table.column("label").to_numpy()
 
     def fit(self, limits: Limits, documents: Array) -> Fitted:
         """The examples within the limits, by dropping or truncating; documents are cut into pieces.
 
         `documents` says which rows are plain text. Raises DataError for rows over a limit when `overlong` is error.
         """
-        return self._fit_sft(limits, documents) if self.kind == "sft" else self._fit_pairs(limits)
+        return self._fit_pairs(limits) if self.kind == "pair" else self._fit_single(limits, documents)
 
     def prompt_lengths(self) -> Array:
         """Tokens of every prompt; a pair with two prompts has two."""
-        if self.kind == "sft":
-            return self.prompt
-        return np.concatenate([self.lists["prompt"].lengths, self.lists["rejected_prompt"].lengths[self.two]])
+        if self.kind == "pair":
+            return np.concatenate([self.lists["prompt"].lengths, self.lists["rejected_prompt"].lengths[self.two]])
+        return self.prompt
 
-    def _fit_sft(self, limits: Limits, documents: Array) -> Fitted:
+    def _fit_single(self, limits: Limits, documents: Array) -> Fitted:
         length, prompt = self.lists["tokens"].lengths.astype(np.int64), self.prompt.astype(np.int64)
         most = limits.max_prompt_length or np.iinfo(np.int64).max
         over = (length > limits.max_length) | (prompt > most)
@@ -183,9 +185,25 @@ class Dataset:
     def __getitem__(self, index: int) -> Example:
         if not -len(self) <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
-        return self._completion(index) if self._table.kind == "sft" else self._pair(index)
+        kind = self._table.kind
+        return (
+            self._pair(index) if kind == "pair" else self._labelled(index) if kind == "unpaired" else self._one(index)
+        )
 
-    def _completion(self, index: int) -> Example:
+    @property
+    def labels(self) -> Array:
+        """Which completions are desirable, of labelled ones."""
+        return self._table.label[self._view[:, 0]]
+
+    def _labelled(self, index: int) -> Example:
+        """A tree of the prompt and one completion, so that a recipe can tell the two apart."""
+        table = self._table
+        at, start, stop = (int(value) for value in self._view[index])
+        tokens, cut = table.lists["tokens"][at], int(table.prompt[at])
+        tree = Sample(tokens[start:cut], False, (Sample(tokens[cut:stop], True),))
+        return Example((tree,), int(table.row[at]), label=bool(table.label[at]))
+
+    def _one(self, index: int) -> Example:
         table = self._table
         at, start, stop = (int(value) for value in self._view[index])
         trained = np.zeros(stop, bool)

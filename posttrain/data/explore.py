@@ -67,7 +67,8 @@ def _sizes(prepared: Prepared) -> Table:
 
 def _nodes(example: Example) -> Iterator[tuple[str, Sample, Sequence[int]]]:
     """Each node with what it is called."""
-    replies = iter(("chosen", "rejected"))
+    names = {None: ("chosen", "rejected"), True: ("desirable",), False: ("undesirable",)}
+    replies = iter(names[example.label])
     for tree in example.trees:
         yield ("prompt" if tree.children else "sequence"), tree, list(tree.tokens)
         for child in tree.children:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from posttrain.data.rows import (
     Fields,
@@ -73,6 +73,17 @@ def prompt_completion(fields: Fields, template: Template) -> Row:
     if isinstance(prompt, str) != isinstance(completion, str):
         prompt, completion = as_turns(prompt, "user"), as_turns(completion, "assistant")
     return Row(prompt, completion, tools=tools_of(fields.get("tools")))
+
+
+def kto(fields: Fields, template: Template) -> Row:
+    """`prompt`, `completion` and `label` (true: desirable), or `messages` whose last reply `label` is about."""
+    label = _label(field(fields, "label"))
+    if fields.get("messages") is None:
+        return replace(prompt_completion(fields, template), label=label)
+    turns = messages_of(fields["messages"], "messages")
+    if len(turns) < 2 or turns[-1]["role"] != "assistant":
+        raise RowError("messages must end with the assistant's reply that the label is about, after another turn")
+    return Row(turns[:-1], turns[-1:], tools=tools_of(fields.get("tools")), label=label)
 
 
 def messages(fields: Fields, template: Template) -> Row:
@@ -145,6 +156,13 @@ FORMATS: dict[str, Format] = {
     "preference": Format(preference, ("chosen", "rejected"), ("prompt", "system", "margin", "tools"), pairs=True),
     "hh": Format(hh, ("chosen", "rejected"), ("margin",), pairs=True),
     "sharegpt": Format(sharegpt, ("conversations",), ("chosen", "rejected", "system", "tools", "margin"), pairs=True),
+    "kto": Format(
+        kto,
+        ("label",),
+        ("prompt", "completion", "messages", "tools"),
+        (("conversations", "messages"), ("kto_tag", "label")),
+        one_of=("completion", "messages"),
+    ),
     "messages": Format(messages, ("messages",), ("tools",)),
     "alpaca": Format(alpaca, ("instruction", "output"), ("input", "system")),
     "prompt_completion": Format(prompt_completion, ("prompt", "completion"), ("tools",)),
@@ -190,7 +208,9 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
         if column not in there:
             raise DataError(f"data.columns: {where} has no column {column!r} (for {name}); it has {_list(there)}")
     if format == "auto":
-        format = _detect(columns, there, sample, kind, where)
+        format = (
+            _labelled(columns, there, where) if kind == "unpaired" else _detect(columns, there, sample, kind, where)
+        )
     known = FORMATS[format]
     names = (*known.required, *known.optional)
     if unknown := [name for name in columns if name not in names]:
@@ -225,6 +245,18 @@ def _resolve(known: Format, columns: dict[str, str], there: Iterable[str]) -> di
         if name in aliased and alias not in found.values():
             found.setdefault(name, alias)
     return found
+
+
+def _labelled(columns: dict[str, str], there: Iterable[str], where: str) -> str:
+    """KTO's one format; pairs are refused with what can be done about them."""
+    names = {*there, *columns}
+    if {"chosen", "rejected"} <= names and not names & {"label", "kto_tag"}:
+        raise DataError(
+            f"{where} has preference pairs (its columns: {_list(there)}), but KTO needs single completions with a "
+            "label: write each pair as two rows, {prompt, completion, label: true} and {…, label: false}, "
+            "or train on the pairs as they are with method.type: dpo (kto_pair among its losses is KTO for pairs)"
+        )
+    return "kto"
 
 
 def _detect(columns: dict[str, str], there: Iterable[str], sample: list[dict], kind: str, where: str) -> str:
@@ -273,6 +305,13 @@ def last_boxed(solution: str) -> str | None:
 def _reply(fields: Fields, name: str) -> str | Turns:
     value = field(fields, name)
     return text_of(value, name) if isinstance(value, str) else messages_of(value, name)
+
+
+def _label(value: object) -> bool:
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    shown = f"the text {value[:40]!r}" if isinstance(value, str) else repr(value)[:40]
+    raise RowError(f"label must be true or false (desirable or not), not {shown}")
 
 
 def _margin(fields: Fields) -> float | None:

@@ -59,12 +59,13 @@ def prepare(
 ) -> Prepared:
     """Read and tokenise everything that `data` names, and the further evaluation `datasets`.
 
-    `kind` is `sft` for single sequences or `pair` for preference pairs. `completion_only_loss` None trains completions
-    where a row has a prompt and everything elsewhere. The template is put on the tokenizer. `validation` holds the set
-    under `data.validation` as "validation" and the further ones under their names. The same seed gives the same split.
+    `kind` is `sft` for single sequences, `pair` for preference pairs, `unpaired` for labelled completions.
+    `completion_only_loss` None trains completions where a row has a prompt and everything elsewhere. The template is
+    put on the tokenizer. `validation` holds the set under `data.validation` as "validation" and the further ones under
+    their names. The same seed gives the same split.
 
     Raises DataError: a source or column that is not there, more than 1 % malformed rows, a row with nothing to train,
-    rows over the limits when `overlong` is error, or nothing left to use.
+    rows over the limits when `overlong` is error, labelled completions of one kind only, or nothing left to use.
     """
     template = choose_template(data, tokenizer)
     reader = Reader(
@@ -89,6 +90,8 @@ def prepare(
     is_held_out = np.isin(rows, _held_out(data, np.unique(rows), rng))  # the pieces of a document stay together
     held_out, indices = np.flatnonzero(is_held_out), np.flatnonzero(~is_held_out)
     train = Dataset(whole.table, whole.fitted, _weighted(indices, whole, parts, seed))
+    if kind == "unpaired":
+        _refuse_one_class(train.labels, data)
     validation = {"validation": Dataset(whole.table, whole.fitted, held_out)} if len(held_out) else {}
     loaded = {"train": whole}
     further = [(entry.name, Part(entry.source, entry.split, entry.max_rows)) for entry in datasets]
@@ -110,6 +113,18 @@ def prepare(
     }
     reports = {name: one.report for name, one in loaded.items()}
     return Prepared(kind, train, validation, reports, cache.fingerprint(facts))
+
+
+def _refuse_one_class(labels: np.ndarray, data: DataConfig) -> None:
+    if labels.any() and not labels.all():
+        return
+    given = "true" if labels.any() else "false"
+    few = "" if data.max_rows is None else f" (data.max_rows is {data.max_rows:,}: raise it if the others come later)"
+    raise DataError(
+        f"all {len(labels):,} training examples are labelled {given}{few}: KTO learns from what tells desirable "
+        "completions from undesirable ones, and needs both. Add rows of the other label, or train on desirable ones "
+        "alone with method.type: sft"
+    )
 
 
 def _held_out(data: DataConfig, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:

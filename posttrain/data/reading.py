@@ -27,7 +27,7 @@ from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained,
 from posttrain.errors import DataError
 from posttrain.progress import progress
 
-Kind = Literal["sft", "pair"]
+Kind = Literal["sft", "pair", "unpaired"]
 BATCH = 256  # rows tokenised at a time
 SAMPLE = 100  # rows that tell the format
 
@@ -177,11 +177,12 @@ class Reader:
                     except DataError as error:
                         raise DataError(f"{record.file} line {record.line}: {error}") from error
                 kept = []
-                for record, item in zip(records_of, self._tokenise(tokeniser, rows, layout), strict=True):
+                items = self._tokenise(tokeniser, rows, layout)
+                for record, row, item in zip(records_of, rows, items, strict=True):
                     if isinstance(item, RowError):
                         malformed.append(Malformed(record.file, record.line, str(item)))
                         continue
-                    kept.append(_columns(record, item))
+                    kept.append(_columns(record, item) | ({} if row.label is None else {"label": row.label}))
                     shifted += item.shifted
                     seen.add(item)
                 writer.write(kept)
@@ -220,6 +221,8 @@ class Reader:
     ) -> Sequence[Trained | Compared | RowError]:
         if self.kind == "pair":
             return tokeniser.pairs(rows)
+        if self.kind == "unpaired":
+            return tokeniser.completions(rows, completion_only_loss=True)
         if layout.name == "text":
             return tokeniser.documents(rows)
         if any(row.prompt is None for row in rows):

@@ -47,6 +47,7 @@ class Row:
     rejected_prompt: str | Turns | None = None
     margin: float | None = None
     tools: list[Any] | None = None
+    label: bool | None = None  # of single completions: desirable or not
 
 
 Fields = Mapping[str, Any]

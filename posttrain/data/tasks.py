@@ -50,9 +50,18 @@ def arithmetic_preference(split: str, rows: int, seed: int, compose: Compose) ->
         }
 
 
+def arithmetic_kto(split: str, rows: int, seed: int, compose: Compose) -> Iterator[dict[str, Any]]:
+    """`builtin:arithmetic-kto`: one reply a problem with its `label`: true for the right, false for the wrong."""
+    rng = np.random.default_rng([seed, zlib.crc32(split.encode()), 2])
+    for pair in arithmetic_preference(split, rows, seed, compose):
+        label = bool(rng.integers(2))
+        yield {"prompt": pair["prompt"], "completion": pair["chosen" if label else "rejected"], "label": label}
+
+
 TASKS: dict[str, Callable[[str, int, int, Compose], Iterator[dict[str, Any]]]] = {
     "builtin:arithmetic": arithmetic,
     "builtin:arithmetic-preference": arithmetic_preference,
+    "builtin:arithmetic-kto": arithmetic_kto,
 }
 
 

@@ -20,13 +20,16 @@ from posttrain.losses.reference_free import (
 )
 from posttrain.losses.reward import bradley_terry, reward_metrics, reward_range
 from posttrain.losses.sft import nll
+from posttrain.losses.unpaired import UNPAIRED_LOSSES, RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
 
 __all__ = [
     "CONTRASTIVE_LOSSES",
     "F_DIVERGENCES",
     "PREFERENCE_LOSSES",
+    "UNPAIRED_LOSSES",
     "Pairs",
     "PreferenceLoss",
+    "RunningMean",
     "bradley_terry",
     "contrastive",
     "contrastive_metrics",
@@ -35,6 +38,7 @@ __all__ = [
     "global_mean",
     "group_advantages",
     "grpo_clip",
+    "kl_estimate",
     "log_odds_ratio",
     "loss_coefficients",
     "nll",
@@ -45,4 +49,6 @@ __all__ = [
     "preference_metrics",
     "reward_metrics",
     "reward_range",
+    "unpaired_loss",
+    "unpaired_metrics",
 ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,11 +20,13 @@ class Objective:
 
     `of(pack)` returns the share of the loss, with its graph, and the shares of the metrics; `count` is what the batch's
     mean is over (tokens, pairs), counted before the first backward, so that packing never changes a gradient. Metrics
-    named `min_…` and `max_…` combine as such.
+    named `min_…` and `max_…` combine as such. `counts` has the metrics that are means over something else, such as the
+    completions of one class; a batch may lack them.
     """
 
     of: Callable[[Pack], tuple[torch.Tensor, Metrics]]
     count: int
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One recipe a method, each a file that reads top to bottom: sft, reward, preference, reference_free.
+"""One recipe a method, each a file that reads top to bottom: sft, reward, preference, reference_free, kto.
 
 `train` runs a configuration.
 """
@@ -17,7 +17,7 @@ import torch
 
 from posttrain.config import RunConfig, Stage, dump
 from posttrain.errors import RunError
-from posttrain.recipes import preference, reference_free, reward, sft
+from posttrain.recipes import kto, preference, reference_free, reward, sft
 from posttrain.recipes.finish import finish
 from posttrain.recipes.job import Job
 from posttrain.recipes.pipeline import Pipeline, Task, is_whole_run, keep_saved_path, refuse_other_start
@@ -38,6 +38,7 @@ RECIPES = {
     "orpo": reference_free.train,
     "cpo": reference_free.train,
     "simpo": reference_free.train,
+    "kto": kto.train,
 }
 
 

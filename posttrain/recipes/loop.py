@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from posttrain.batch import Example, Pack
+from posttrain.config import RunConfig
 from posttrain.data import Dataset, Prepared
 from posttrain.errors import RunError, VitalSignError
 from posttrain.optim.adamw import AdamW
@@ -38,6 +39,17 @@ MAX_SKIPPED_IN_A_ROW = 5
 ObjectiveOf = Callable[[list[Example]], tuple[list[Pack], Objective]]
 
 
+def total_steps(config: RunConfig, rows: int) -> int:
+    """Optimizer steps of a run over so many training examples."""
+    training = config.training
+    return training.max_steps or math.ceil(training.num_train_epochs * math.ceil(rows / training.batch_size))
+
+
+def epoch_order(config: RunConfig, rows: int, epoch: int) -> np.ndarray:
+    """A pure function of seed and epoch, so that a resumed run needs no data position but the step."""
+    return np.random.default_rng([config.seed, epoch]).permutation(rows) if config.data.shuffle else np.arange(rows)
+
+
 @dataclass(slots=True)
 class State:
     """Where the loop stands, beside weights, optimizer and random generators."""
@@ -51,7 +63,8 @@ class State:
     evaluations_since_best: int = 0
     seconds: float = 0.0
     window: dict[str, float] = field(default_factory=dict)  # sums since the last log line
-    window_steps: int = 0
+    window_steps: dict[str, int] = field(default_factory=dict)  # those that had the metric
+    memory: dict[str, float] = field(default_factory=dict)  # what the method itself has to remember
 
 
 class Loop:
@@ -62,7 +75,7 @@ class Loop:
         training = job.config.training
         self.batch_size = training.batch_size
         self.steps_per_epoch = math.ceil(len(data.train) / self.batch_size)
-        self.total = training.max_steps or math.ceil(training.num_train_epochs * self.steps_per_epoch)
+        self.total = total_steps(job.config, len(data.train))
         self.warmup = warmup_count(training.warmup_steps, self.total)
         self.peak_rate = job.learning_rate()
         self.state = State()
@@ -94,7 +107,7 @@ class Loop:
                 yield step, self._examples(step)
                 self.state.seconds += time.perf_counter() - began
                 self._after_step()
-            if self.state.window_steps:
+            if self.state.window:
                 self._log()
                 self.save_checkpoint()
 
@@ -105,12 +118,8 @@ class Loop:
         return [self.data.train[int(row)] for row in rows]
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
-        """A pure function of seed and epoch, so that a resumed run needs no data position but the step."""
         if self._order is None or self._order[0] != epoch:
-            size = len(self.data.train)
-            rng = np.random.default_rng([self.job.config.seed, epoch])
-            shuffle = self.job.config.data.shuffle
-            self._order = epoch, rng.permutation(size) if shuffle else np.arange(size)
+            self._order = epoch, epoch_order(self.job.config, len(self.data.train), epoch)
         return self._order[1]
 
     def update(self, packs: list[Pack], objective: Objective) -> None:
@@ -121,7 +130,7 @@ class Loop:
             state.skipped_in_a_row = 0
             for name, value in done.metrics.items():
                 state.window[name] = state.window.get(name, 0.0) + value
-            state.window_steps += 1
+                state.window_steps[name] = state.window_steps.get(name, 0) + 1
         else:
             self._count_skipped(step, done.metrics)
         tokens = sum(pack.num_tokens for pack in packs)
@@ -157,7 +166,7 @@ class Loop:
 
     def _log(self) -> None:
         state = self.state
-        metrics = {name: value / state.window_steps for name, value in state.window.items()}  # none: all were skipped
+        metrics = {name: value / state.window_steps[name] for name, value in state.window.items()}  # none: all skipped
         metrics |= {
             "learning_rate": self.rate(state.step),
             "epoch": state.step / self.steps_per_epoch,
@@ -166,7 +175,7 @@ class Loop:
         if state.skipped:
             metrics["skipped_steps"] = state.skipped
         self.job.run.log(state.step, metrics)
-        state.window, state.window_steps = {}, 0
+        state.window, state.window_steps = {}, {}
 
     # Evaluation
 
@@ -197,11 +206,11 @@ class Loop:
 
     @torch.no_grad()
     def _measure(self, name: str, dataset: Dataset, objective_of: ObjectiveOf) -> dict[str, float]:
-        """Means over a data set: every batch's metrics weigh by what its loss is a mean over (tokens or pairs)."""
+        """Means over a data set: every batch's metrics weigh by what they are means over (tokens, pairs, a class)."""
         limit = self.job.config.evaluation.num_batches
         size = len(dataset) if limit is None else min(len(dataset), limit * self.batch_size)
         total: dict[str, float] = {}
-        count = 0
+        count: dict[str, int] = {}
         for start in progress(range(0, size, self.batch_size), f"evaluating {name}"):
             packs, objective = objective_of([dataset[i] for i in range(start, min(start + self.batch_size, size))])
             batch: Metrics = {}
@@ -212,12 +221,13 @@ class Loop:
                 if key.startswith(("min_", "max_")):
                     total[key] = (min if key.startswith("min_") else max)(total.get(key, value), value)
                 else:
-                    total[key] = total.get(key, 0.0) + value * objective.count
-            count += objective.count
+                    weight = objective.counts.get(key, objective.count)
+                    total[key] = total.get(key, 0.0) + value * weight
+                    count[key] = count.get(key, 0) + weight
             if self.stop:
                 self.save_checkpoint()
                 self._leave_if_asked()
-        return {k: v if k.startswith(("min_", "max_")) else v / count for k, v in total.items()}
+        return {k: v if k.startswith(("min_", "max_")) else v / count[k] for k, v in total.items()}
 
     def _keep_best(self, metrics: Mapping[str, float]) -> None:
         name = self.job.config.checkpoint.best_metric

@@ -16,7 +16,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from posttrain.batch import Example, pack
-from posttrain.config import DPOMethod, ModelConfig, RunConfig, Stage, check_skip, learning_rate
+from posttrain.config import DPOMethod, KTOMethod, ModelConfig, RunConfig, Stage, check_skip, learning_rate
+from posttrain.config.methods import EXAMPLES_OF
 from posttrain.data import Prepared, prepare_run
 from posttrain.models.families import FAMILIES, base_of
 from posttrain.models.load import compute_dtype, device_of, load_config, load_tokenizer
@@ -98,7 +99,7 @@ def _table(stage: Stage, model: ModelConfig, tokenizer: PreTrainedTokenizerBase)
         table.add_row("data", line)
     for name, dataset in data.validation.items():
         table.add_row("validation", f"{name}: {len(dataset):,} examples")
-    unit = "examples" if method.type == "sft" else "pairs"
+    unit = "pairs" if EXAMPLES_OF[method.type] == "pair" else "examples"
     table.add_row(
         "a step",
         f"{training.batch_size} {unit}, about {tokens:,.0f} tokens ({targets_seen:,.0f} scored) in {packs:.1f} packs",
@@ -165,9 +166,10 @@ def estimate(config: RunConfig, model: ModelConfig, empty: nn.Module, device: to
     masters = 0 if dtype == torch.float32 else 4 * trained
     parts = {"weights": width * total, "gradients": 4 * trained, "optimizer": 8 * trained + masters}
     method = config.method
-    if isinstance(method, DPOMethod) and method.use_ref_model and not method.precompute_ref_log_probs:
+    if isinstance(method, DPOMethod | KTOMethod) and not method.precompute_ref_log_probs:
+        compared = isinstance(method, KTOMethod) or method.use_ref_model
         separate = model.lora is None or method.ref_model is not None
-        parts["reference"] = width * total if separate else 0
+        parts["reference"] = width * total if compared and separate else 0
     shape = _shape(empty)
     family = FAMILIES.get(base_of(empty).config.model_type)
     tokens = config.training.tokens_per_pack * (1 if family and family.packed else 2)

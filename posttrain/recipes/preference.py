@@ -20,7 +20,7 @@ from posttrain.losses import Pairs, couples_batch, loss_coefficients, preference
 from posttrain.optim.update import Objective
 from posttrain.recipes.job import Job
 from posttrain.recipes.loop import Loop
-from posttrain.recipes.reference import Reference, make_reference
+from posttrain.recipes.reference import Reference, make_reference, no_reference, whole_sets
 from posttrain.recipes.vital import check_margins, check_packing
 from posttrain.scoring import Scorer
 
@@ -32,7 +32,9 @@ def train(job: Job) -> Loop:
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     scorer = Scorer(policy)
-    reference, data = make_reference(job, method, scorer, data)
+    reference = (
+        make_reference(job, method, scorer, data, whole_sets(job, data)) if method.use_ref_model else no_reference
+    )
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
@@ -56,9 +58,10 @@ def train(job: Job) -> Loop:
         def share(pack: Pack):
             pack = pack.to(job.device)
             scores = scorer(pack)
-            pairs = pairs_of(pack, pack.sum_by_sequence(scores.logprob_N), reference(pack, examples))
+            logprob_S, reference_S = pack.sum_by_sequence(scores.logprob_N), reference(pack, examples)
             if loop.state.step == 0 and method.use_ref_model and method.ref_model is None:
-                check_margins(pairs, job.dtype)
+                check_margins(logprob_S.detach() - reference_S, pack.length_S(), job.dtype)
+            pairs = pairs_of(pack, logprob_S, reference_S)
             metrics = {k: v / len(examples) for k, v in preference_metrics(pairs, method.beta).items()}
             metrics["entropy"] = scores.entropy_N.detach().sum() / tokens
             metrics["mean_token_accuracy"] = scores.top1_N[pack.sequence_N % 2 == 0].sum() / chosen_tokens

@@ -1,19 +1,19 @@
-"""The reference of preference methods: the policy with its adapter off, a frozen copy, precomputed numbers, or none."""
+"""The reference of preference methods: the policy with its adapter off, a frozen copy, or precomputed numbers."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from peft import PeftModel
 
-from posttrain.batch import Example, Pack
-from posttrain.config import DPOMethod
+from posttrain.batch import Example, Pack, sequences
+from posttrain.config import DPOMethod, KTOMethod
 from posttrain.data import Dataset, Prepared
 from posttrain.data.cache import default_folder
 from posttrain.errors import ModelError, RunError
@@ -28,14 +28,23 @@ from posttrain.store.files import load_tensors, save_tensors
 
 log = logging.getLogger("posttrain")
 
-# The log-probabilities (S) of a pack's sequences under the reference.
+# The log-probabilities (S) of the sequences of a pack of these examples under the reference.
 Reference = Callable[[Pack, list[Example]], torch.Tensor]
 
 
-def make_reference(job: Job, method: DPOMethod, policy: Scorer, data: Prepared) -> tuple[Reference, Prepared]:
-    """The reference that the settings ask for. When it is precomputed, the data comes back with its numbers."""
-    if not method.use_ref_model:
-        return lambda pack, examples: torch.zeros(pack.num_sequences, device=job.device), data
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Examples that the reference is to score beforehand, batch by batch, and their name in the cache."""
+
+    name: str
+    batches: Callable[[], Iterator[list[Example]]]
+    count: int  # of batches
+
+
+def make_reference(
+    job: Job, method: DPOMethod | KTOMethod, policy: Scorer, data: Prepared, portions: Sequence[Portion]
+) -> Reference:
+    """The reference that the settings ask for; when it is precomputed, the numbers of the examples in `portions`."""
     if method.ref_model is None and isinstance(policy.model, PeftModel):
         frozen, adapter = policy, policy.model
     else:
@@ -47,14 +56,30 @@ def make_reference(job: Job, method: DPOMethod, policy: Scorer, data: Prepared) 
             return pack.sum_by_sequence(frozen(pack).logprob_N)
 
     if not method.precompute_ref_log_probs:
-        return lambda pack, examples: score(pack), data
-    tables = {"train": data.train, **data.validation}
+        return lambda pack, examples: score(pack)
     key = _key(job, frozen, data)
-    numbered = {name: _precomputed(job, score, dataset, f"{key}-{name}") for name, dataset in tables.items()}
-    return _look_up, replace(data, train=numbered.pop("train"), validation=numbered)
+    tables = [_precomputed(job, score, portion, f"{key}-{portion.name}") for portion in portions]
+    return Known.of(tables)
 
 
-def _frozen_model(job: Job, method: DPOMethod, policy: Scorer) -> Scorer:
+def no_reference(pack: Pack, examples: list[Example]) -> torch.Tensor:
+    """Log-probabilities of 0 (S)."""
+    return torch.zeros(pack.num_sequences, device=pack.tokens_T.device)
+
+
+def whole_sets(job: Job, data: Prepared) -> list[Portion]:
+    """The training and validation sets as they are, in batches of examples of similar length."""
+    size = job.config.training.batch_size
+
+    def portion(name: str, dataset: Dataset) -> Portion:
+        order = np.argsort(-dataset.lengths, kind="stable")
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        return Portion(name, lambda: ([dataset[int(row)] for row in rows] for rows in batches), len(batches))
+
+    return [portion(name, dataset) for name, dataset in {"train": data.train, **data.validation}.items()]
+
+
+def _frozen_model(job: Job, method: DPOMethod | KTOMethod, policy: Scorer) -> Scorer:
     """Another model, or the policy's own as it was before training, without gradients."""
     source = job.model if method.ref_model is None else job.model.model_copy(update={"path": method.ref_model})
     model = load_model(source, "lm", job.dtype, job.device).requires_grad_(False)
@@ -64,57 +89,64 @@ def _frozen_model(job: Job, method: DPOMethod, policy: Scorer) -> Scorer:
     return Scorer(model)
 
 
-def _look_up(pack: Pack, examples: list[Example]) -> torch.Tensor:
-    numbers = [examples[group].reference for group in pack.group_S[0::2].tolist()]
-    return torch.tensor(numbers, dtype=torch.float32, device=pack.tokens_T.device).flatten()
-
-
 @dataclass(frozen=True, slots=True)
-class _Numbered:
-    """A data set whose examples know their reference log-probabilities."""
+class Known:
+    """Log-probabilities by what was scored: a number of each sequence's tokens and targets -> nats."""
 
-    dataset: Dataset
-    numbers: np.ndarray  # (rows, 2): chosen, rejected
+    keys: np.ndarray  # (K,) uint64, ascending
+    logprobs: np.ndarray  # (K,) float32
 
-    def __len__(self) -> int:
-        return len(self.dataset)
+    @classmethod
+    def of(cls, tables: Sequence[dict[str, torch.Tensor]]) -> Known:
+        keys = np.concatenate([table["key"].numpy().view(np.uint64) for table in tables])
+        keys, first = np.unique(keys, return_index=True)
+        return cls(keys, np.concatenate([table["logprob"].numpy() for table in tables])[first])
 
-    def __getitem__(self, index: int) -> Example:
-        chosen, rejected = self.numbers[index].tolist()
-        return replace(self.dataset[index], reference=(chosen, rejected))
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return self.dataset.lengths
+    def __call__(self, pack: Pack, examples: list[Example]) -> torch.Tensor:
+        wanted = sequence_keys(pack, examples)
+        at = np.searchsorted(self.keys, wanted)
+        assert (self.keys[at] == wanted).all(), "a sequence that was not among those to be precomputed"
+        return torch.from_numpy(self.logprobs[at]).to(pack.tokens_T.device)
 
 
-def _precomputed(job: Job, score: Callable[[Pack], torch.Tensor], dataset: Dataset, key: str) -> _Numbered:
-    """Score a data set once, longest rows together, or take the numbers from the cache."""
+def sequence_keys(pack: Pack, examples: list[Example]) -> np.ndarray:
+    """A 64-bit number (S) of the tokens and targets of each sequence of a pack: the same sequence, the same number."""
+    groups = dict.fromkeys(pack.group_S.tolist())
+    keys = [
+        hashlib.blake2b(np.asarray(ids, np.int32).tobytes() + trained.tobytes(), digest_size=8).digest()
+        for group in groups
+        for tree in examples[group].trees
+        for ids, trained in sequences(tree)
+    ]
+    return np.frombuffer(b"".join(keys), np.uint64)
+
+
+def _precomputed(
+    job: Job, score: Callable[[Pack], torch.Tensor], portion: Portion, key: str
+) -> dict[str, torch.Tensor]:
+    """The numbers of a portion: keys (as int64) and log-probabilities; from the cache where it has them."""
     folder = default_folder() / "reference" / key
     if not verify(folder):
-        return _Numbered(dataset, load_tensors(folder / "logprob.safetensors")["logprob"].numpy())
-    log.info("computing the reference's log-probabilities of %d rows", len(dataset))
-    numbers = np.empty((len(dataset), 2), np.float32)
-    order = np.argsort(-dataset.lengths, kind="stable")
-    batches = [
-        order[i : i + job.config.training.batch_size] for i in range(0, len(order), job.config.training.batch_size)
-    ]
-    for rows in progress(batches, "reference log-probabilities"):
-        for pack in job.pack([dataset[int(row)] for row in rows]):
-            owner = rows[pack.group_S[0::2].numpy()]
-            numbers[owner] = score(pack.to(job.device)).view(-1, 2).cpu().numpy()
-    tensors = {"logprob": torch.from_numpy(numbers)}
+        return load_tensors(folder / "logprob.safetensors")
+    log.info("computing the reference's log-probabilities of %s, %d batches", portion.name, portion.count)
+    keys, logprobs = [], []
+    for examples in progress(portion.batches(), "reference log-probabilities", portion.count):
+        for pack in job.pack(examples):
+            keys.append(sequence_keys(pack, examples))
+            logprobs.append(score(pack.to(job.device)).cpu())
+    tensors = {"key": torch.from_numpy(np.concatenate(keys).view(np.int64)), "logprob": torch.cat(logprobs)}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         save_folder(folder, 0, lambda temporary: save_tensors(temporary / "logprob.safetensors", tensors))
     except (OSError, RunError) as error:
         log.warning("the reference's log-probabilities could not be cached, and are used all the same: %s", error)
-    return _Numbered(dataset, numbers)
+    return tensors
 
 
 def _key(job: Job, frozen: Scorer, data: Prepared) -> str:
     """Names the cached numbers by what they depend on: the data as tokens, the reference's weights, the arithmetic."""
     facts = (
+        "by sequence",
         data.fingerprint,
         job.config.seed,
         str(job.dtype),

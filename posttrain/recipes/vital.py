@@ -10,7 +10,6 @@ from torch import nn
 
 from posttrain.batch import Example, Pack, sequences
 from posttrain.errors import VitalSignError
-from posttrain.losses import Pairs
 from posttrain.models.families import base_of
 from posttrain.optim.adamw import AdamW
 from posttrain.scoring import RewardScorer, Scorer
@@ -99,14 +98,13 @@ def _path(pack: Pack, examples: Sequence[Example], sequence: int) -> tuple[np.nd
 
 
 @torch.no_grad()
-def check_margins(pairs: Pairs, dtype: torch.dtype) -> float:
+def check_margins(logratio_S: torch.Tensor, length_S: torch.Tensor, dtype: torch.dtype) -> float:
     """Before the first update the policy is its reference, so every log-ratio, and with it every margin, is 0.
 
-    Returns the largest log-ratio per token (nats); raises VitalSignError above what rounding in `dtype` explains.
+    Takes the log-ratios of sequences and their numbers of scored tokens. Returns the largest log-ratio per token
+    (nats); raises VitalSignError above what rounding in `dtype` explains.
     """
-    chosen_P = pairs.chosen_logratio_P.abs() / pairs.chosen_length_P.clamp(min=1)
-    rejected_P = pairs.rejected_logratio_P.abs() / pairs.rejected_length_P.clamp(min=1)
-    worst = float(torch.cat([chosen_P, rejected_P]).amax())
+    worst = float((logratio_S.abs() / length_S.clamp(min=1)).amax())
     if not worst <= ROUNDING[dtype] / 10:
         raise VitalSignError(
             f"margins are not 0 at the start: policy and reference differ by {worst:.3g} nats a token on the first "

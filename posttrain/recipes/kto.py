@@ -1,0 +1,194 @@
+"""KTO and its kin: single completions labelled desirable or undesirable, each held against the policy's own level.
+
+    KTO (arXiv 2402.01306, equation 7), c = log pi(y|x) - log pi_ref(y|x):
+    loss = 1 - sigma( beta (c - KL))  desirable,    1 - sigma(-beta (c - KL))  undesirable
+
+KL estimates KL(pi || pi_ref) as the mean log-ratio of the batch's completions, each behind the next example's prompt.
+It is a mean over the whole step, taken before the first backward, so that packs change no gradient. BCO holds rewards
+against their running mean instead, APO-zero against 0 (posttrain/losses/unpaired.py). Dropout is off.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import torch
+
+from posttrain.batch import Example, Pack
+from posttrain.config import KTOMethod
+from posttrain.data import Dataset, Prepared
+from posttrain.losses import RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
+from posttrain.optim.update import Objective
+from posttrain.recipes.job import Job
+from posttrain.recipes.loop import Loop, epoch_order, total_steps
+from posttrain.recipes.reference import Portion, make_reference, whole_sets
+from posttrain.recipes.vital import check_margins, check_packing
+from posttrain.scoring import Scorer
+
+log = logging.getLogger("posttrain")
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What a batch's completions are held against, without gradients."""
+
+    reference_B: torch.Tensor  # log-probability of each completion under the reference
+    shift: torch.Tensor | float  # what rewards are held against: beta KL, or their running mean
+    metric: str | None = None  # the shift's name and value in the log
+    value: torch.Tensor | float = 0.0
+    rewards: RunningMean | None = None  # BCO's, with this batch
+
+
+def train(job: Job) -> Loop:
+    method = job.config.method
+    assert isinstance(method, KTOMethod)
+    data = job.data()
+    advise_on_weights(method, data.train.labels)
+    policy = job.policy("lm")
+    optimizer = job.optimizer(policy)
+    scorer = Scorer(policy)
+    with_kl = method.loss_type == "kto"
+    portions = in_training_order(job, data) if with_kl else whole_sets(job, data)
+    reference = make_reference(job, method, scorer, data, portions)
+
+    def policy_logprobs(examples: list[Example]) -> torch.Tensor:
+        return logprobs(lambda pack, _: pack.sum_by_sequence(scorer(pack).logprob_N), job, examples)
+
+    def levels_of(examples: list[Example], training: bool = False) -> Levels:
+        if with_kl:
+            pairs = with_other_completions(examples, job.config.data.max_length)
+            reference_B, ref_others_B = logprobs(reference, job, pairs).view(-1, 2).unbind(1)
+            others_B = policy_logprobs([keep_other(pair) for pair in pairs])
+            kl = kl_estimate(others_B - ref_others_B)
+            return Levels(reference_B, method.beta * kl, "kl", kl)
+        reference_B = logprobs(reference, job, examples)
+        if method.loss_type == "apo_zero_unpaired":
+            return Levels(reference_B, 0.0)
+        memory = loop.state.memory
+        rewards = RunningMean(memory.get("mean", 0.0), int(memory.get("count", 0)))
+        if training:
+            rewards = rewards.after(method.beta * (policy_logprobs(examples) - reference_B))
+        return Levels(reference_B, rewards.mean, "delta", rewards.mean, rewards)
+
+    def objective_of(examples: list[Example], levels: Levels | None = None) -> tuple[list[Pack], Objective]:
+        packs = job.pack(examples)
+        levels = levels or levels_of(examples)
+        tokens = sum(len(pack.target_N) for pack in packs)
+        desirable_B = torch.tensor([bool(example.label) for example in examples], device=job.device)
+        desirable = sum(bool(example.label) for example in examples)
+        undesirable = len(examples) - desirable
+
+        def share(pack: Pack):
+            pack = pack.to(job.device)
+            scores = scorer(pack)
+            logprob_S, desirable_S = pack.sum_by_sequence(scores.logprob_N), desirable_B[pack.group_S]
+            logratio_S = logprob_S - levels.reference_B[pack.group_S]
+            if loop.state.step == 0 and method.ref_model is None:
+                check_margins(logratio_S.detach(), pack.length_S(), job.dtype)
+            loss_S = unpaired_loss(
+                logratio_S,
+                desirable_S,
+                loss_type=method.loss_type,
+                beta=method.beta,
+                shift=levels.shift,
+                desirable_weight=method.desirable_weight,
+                undesirable_weight=method.undesirable_weight,
+            )
+            metrics = unpaired_metrics(logprob_S, logratio_S, desirable_S, method.beta, desirable, undesirable)
+            metrics["entropy"] = scores.entropy_N.detach().sum() / tokens
+            if levels.metric:
+                metrics[levels.metric] = torch.as_tensor(levels.value * pack.num_sequences / len(examples))
+            return loss_S.sum() / len(examples), metrics
+
+        counts = {f"{name}/chosen": desirable for name in ("rewards", "logps")}
+        counts |= {f"{name}/rejected": undesirable for name in ("rewards", "logps")}
+        return packs, Objective(share, len(examples), counts)
+
+    loop = Loop(job, policy, optimizer, data, dropout=False)
+    if loop.evaluation_due:
+        loop.evaluate(objective_of)
+    for step, examples in loop.steps():
+        levels = levels_of(examples, training=True)
+        packs, objective = objective_of(examples, levels)
+        if step == 1:
+            check_packing(scorer, examples, job.pack)
+        loop.update(packs, objective)
+        if levels.rewards is not None and not loop.state.skipped_in_a_row:
+            loop.state.memory = asdict(levels.rewards)
+        if loop.evaluation_due:
+            loop.evaluate(objective_of)
+    return loop
+
+
+@torch.no_grad()
+def logprobs(score: Callable[[Pack, list[Example]], torch.Tensor], job: Job, examples: list[Example]) -> torch.Tensor:
+    """The log-probability of every sequence of the examples, in their order, whatever the packs: (sequences)."""
+    packs = job.pack(examples)
+    scored = torch.cat([score(pack.to(job.device), examples) for pack in packs])
+    group = torch.cat([pack.group_S for pack in packs])
+    return scored[group.argsort(stable=True).to(job.device)]
+
+
+def with_other_completions(examples: Sequence[Example], max_length: int) -> list[Example]:
+    """Each prompt with two completions: its own, and that of the example before it (the first has the last's).
+
+    The other's is cut where prompt and completion exceed `max_length`, as in TRL 1.16.
+    """
+    pairs = []
+    for example, before in zip(examples, [examples[-1], *examples[:-1]], strict=True):
+        [prompt], [other] = example.trees, before.trees[0].children
+        other = replace(other, tokens=other.tokens[: max_length - len(prompt.tokens)])
+        pairs.append(replace(example, trees=(replace(prompt, children=(*prompt.children, other)),)))
+    return pairs
+
+
+def keep_other(pair: Example) -> Example:
+    """The prompt with the other example's completion alone."""
+    [prompt] = pair.trees
+    return replace(pair, trees=(replace(prompt, children=prompt.children[1:]),))
+
+
+def in_training_order(job: Job, data: Prepared) -> list[Portion]:
+    """Every batch of the run and of its evaluations: which completions meet which prompts follows from the order."""
+    config, rows = job.config, len(data.train)
+    size, total = config.training.batch_size, total_steps(config, rows)
+
+    def batches(dataset: Dataset, order: np.ndarray) -> Iterator[list[Example]]:
+        for start in range(0, len(order), size):
+            examples = [dataset[int(row)] for row in order[start : start + size]]
+            yield with_other_completions(examples, config.data.max_length)
+
+    def training() -> Iterator[list[Example]]:
+        orders = (epoch_order(config, rows, epoch) for epoch in itertools.count())
+        return itertools.islice(itertools.chain.from_iterable(batches(data.train, order) for order in orders), total)
+
+    def validation(dataset: Dataset) -> Callable[[], Iterator[list[Example]]]:
+        return lambda: batches(dataset, np.arange(len(dataset)))
+
+    order = "shuffled" if config.data.shuffle else "in-order"
+    portions = [Portion(f"train-{total}-steps-of-{size}-{order}", training, total)]
+    for name, dataset in data.validation.items():
+        portions.append(Portion(f"{name}-batches-of-{size}", validation(dataset), -(-len(dataset) // size)))
+    return portions
+
+
+def advise_on_weights(method: KTOMethod, labels: np.ndarray) -> None:
+    """Log the paper's rule where the weights break it: desirable examples should weigh 1 to 1.33 times the others.
+
+    n_D w_D / (n_U w_U) in [1, 4/3]: arXiv 2402.01306, equation 8.
+    """
+    desirable, undesirable = int(labels.sum()), int((~labels).sum())
+    log.info("%d desirable and %d undesirable training examples", desirable, undesirable)
+    weight_D, weight_U = desirable * method.desirable_weight, undesirable * method.undesirable_weight
+    if desirable == undesirable or weight_U <= weight_D <= 4 / 3 * weight_U:
+        return
+    low, high = (factor * undesirable * method.undesirable_weight / desirable for factor in (1, 4 / 3))
+    log.warning(
+        "the classes are of unequal size and the weights do not make up for it: KTO's authors advise "
+        "method.desirable_weight from %.2f to %.2f with method.undesirable_weight %g",
+        low, high, method.undesirable_weight,
+    )  # fmt: skip
