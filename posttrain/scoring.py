@@ -67,10 +67,11 @@ def hidden_states(model: nn.Module, pack: Pack, index: torch.Tensor) -> torch.Te
     base = base_of(model)
     backbone = backbone_of(base)
     if is_packed(base):
-        out = backbone(
-            input_ids=pack.tokens_T[None], position_ids=pack.position_T[None], use_cache=False, packed=PackedMask(pack)
-        )
-        return out.last_hidden_state[0].index_select(0, index)
+        read, where = index.unique(return_inverse=True)
+        mask = PackedMask(pack, read)
+        out = backbone(input_ids=pack.tokens_T[None], position_ids=pack.position_T[None], use_cache=False, packed=mask)
+        hidden = out.last_hidden_state[0]  # of all tokens, or of those read alone (models/lean.py)
+        return hidden.index_select(0, where if len(hidden) == len(read) else index)
     rows = _rows(pack)
     out = backbone(input_ids=rows.tokens_SL, attention_mask=rows.mask_SL, use_cache=False).last_hidden_state
     owner = pack.sequence_N if index is pack.source_N else torch.arange(pack.num_sequences, device=index.device)

@@ -12,9 +12,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeque
 
 from posttrain import scoring
 from posttrain.batch import Example, Sample, pack, sequences
+from posttrain.errors import ModelError
 from posttrain.models.attention import PackedMask, packed_attention
-from posttrain.models.families import FAMILIES
+from posttrain.models.families import FAMILIES, check_positions
 from posttrain.models.lean import lean
+from posttrain.recipes.job import enable_gradient_checkpointing
 from posttrain.scoring import ChunkedScores, RewardScorer, Scorer
 
 VOCAB = 61
@@ -282,4 +284,68 @@ def test_lean_changes_no_module_it_does_not_know():
         assert not any("forward" in vars(module) for module in model.modules()), family
     other = make("llama", hidden_act="gelu")
     lean(other)
-    assert {type(m).__name__ for m in other.modules() if "forward" in vars(m)} == {"LlamaRMSNorm"}
+    assert {type(m).__name__ for m in other.modules() if "forward" in vars(m)} == {"LlamaDecoderLayer", "LlamaRMSNorm"}
+
+
+def test_the_last_mlp_takes_only_the_tokens_that_are_read():
+    model = make("qwen3")
+    model.set_attn_implementation("packed")
+    lean(model)
+    [whole] = pack(forest(), 1000)
+    rows = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda module, inputs: rows.append(inputs[0].shape[1]))
+    Scorer(model)(whole)
+    assert rows == [whole.num_tokens, whole.num_tokens, len(whole.source_N.unique())]
+    assert rows[-1] < 0.8 * rows[0]
+
+
+DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "dropout",
+    "embd_pdrop",
+    "hidden_dropout",
+    "resid_dropout",
+    "resid_pdrop",
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_checkpointing_keeps_less_and_changes_nothing(family):
+    """In evaluation mode too, and without turning on any dropout that the model has."""
+    [whole] = pack(forest(), 1000)
+    values, grads, kept = [], [], []
+    for change in (lambda model: None, enable_gradient_checkpointing):
+        model = make(family, **dict.fromkeys(DROPOUTS, 0.4))
+        model.set_attn_implementation("packed" if FAMILIES[family].packed else "eager")
+        change(model)
+        sizes: dict[int, int] = {}
+
+        def keep(tensor, sizes=sizes):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logprob_N = Scorer(model)(whole).logprob_N
+        logprob_N.sum().backward()
+        values.append(logprob_N.detach())
+        grads.append(gradients(model))
+        kept.append(sum(sizes.values()))
+    assert kept[1] < kept[0]
+    torch.testing.assert_close(values[1], values[0], rtol=0, atol=1e-6)
+    assert_close_gradients(grads[1], grads[0])
+
+
+def test_positions_that_depend_on_the_batch_are_refused():
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    for config in (
+        make("phi3", rope_parameters=longrope, max_position_embeddings=256, original_max_position_embeddings=64).config,
+        make("llama", rope_parameters=dynamic, max_position_embeddings=64).config,
+    ):
+        check_positions(config, 64)
+        with pytest.raises(ModelError, match=r"RoPE\) change beyond 64 tokens .* set data.max_length to at most 64"):
+            check_positions(config, 65)
+    check_positions(make("gemma3_text").config, 10**6)

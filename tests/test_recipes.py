@@ -103,7 +103,9 @@ def test_packs_do_not_change_the_update(tmp_path, shared, loss_type):
     assert loss_a == pytest.approx(loss_b, rel=1e-4)
     assert norm_a == pytest.approx(norm_b, rel=1e-3)
     for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-3 * 1e-3 + 1e-5)
+        # AdamW divides a gradient by its size: where one is all rounding, a weight moves by a part of a step (1e-3).
+        difference = (a[name] - b[name]).abs()
+        assert difference.mean() < 1e-6 and difference.max() < 1e-4, name
 
 
 @pytest.mark.parametrize("variant", ["adapter off", "frozen copy", "precomputed", "named", "none"])

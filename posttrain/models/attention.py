@@ -49,9 +49,13 @@ class Node:
 
 
 class PackedMask:
-    """What each query of a pack sees, in the form each kernel wants; built on demand, once per sliding window."""
+    """What each query of a pack sees, in the form each kernel wants; built on demand, once per sliding window.
 
-    def __init__(self, pack: Pack):
+    `read` are the tokens, in order, whose last hidden states will be read; all of them unless told.
+    """
+
+    def __init__(self, pack: Pack, read: torch.Tensor | None = None):
+        self.read = slice(None) if read is None else read
         self.end_T = pack.end_T
         self.position_T = pack.position_T
         self.num_tokens = pack.num_tokens

@@ -13,6 +13,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from posttrain.errors import ModelError
 from posttrain.models.attention import NAME as PACKED
 
 QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -56,6 +57,24 @@ def backbone_of(base: PreTrainedModel) -> nn.Module:
 
 def is_packed(base: PreTrainedModel) -> bool:
     return base.config._attn_implementation == PACKED
+
+
+def check_positions(config: PretrainedConfig, max_length: int) -> None:
+    """Refuse lengths at which the rotary embedding depends on the longest sequence beside it (`dynamic`, `longrope`).
+
+    transformers then turns every position of a batch another way, so that no log-probability is that of one-by-one
+    evaluation. Up to the length that the model was first trained on, both are plain rotary embeddings.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if part.get("rope_type") in ("dynamic", "longrope"):
+            original = part.get("original_max_position_embeddings") if part["rope_type"] == "longrope" else None
+            limit = original or config.max_position_embeddings
+            if max_length > limit:
+                raise ModelError(
+                    f"this model's positions ({part['rope_type']} RoPE) change beyond {limit} tokens with the longest "
+                    f"sequence of a batch: set data.max_length to at most {limit} (it is {max_length})"
+                )
 
 
 def logit_scale(config: PretrainedConfig) -> float:

@@ -1,9 +1,10 @@
-"""RMSNorm and the gated MLP of the LLaMA kin, with the same values and less kept for backward.
+"""The LLaMA kin's norms, MLPs and last layer: the same values, less kept for backward and less computed.
 
 Plain autograd keeps every intermediate of `weight * (x * rsqrt(mean(x^2) + eps))` and of `silu(gate) * up`. Here the
 norm keeps its input and one number a row, the MLP its gate and up projections; the rest is computed again, which costs
-less than writing it to memory and reading it back. `lean` gives a model's own modules these forwards: weights, names
-and files stay as transformers has them.
+less than writing it to memory and reading it back. After the last layer's attention only the tokens whose hidden states
+are read go on: a prompt's others have given their keys and values, and nothing looks at them again. `lean` gives a
+model's own modules these forwards: weights, names and files stay as transformers has them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
+from posttrain.models.attention import PackedMask
+
 # Modules whose transformers forward is exactly what is computed here (proven by tests/test_equivalence.py).
 NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Phi3RMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
 SILU = type(ACT2FN["silu"])
 MLPS = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"})
+LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class Kernels:
 
 
 def lean(model: PreTrainedModel, kernels: Kernels | None = None) -> None:
-    """Give the model's norms and gated MLPs the forwards of this module, in place; others stay as they are.
+    """Give the model's norms, gated MLPs and last layer the forwards of this module, in place; others stay as is.
 
     `kernels` are other functions with the same values, such as Liger's for GPUs.
     """
@@ -44,12 +48,23 @@ def lean(model: PreTrainedModel, kernels: Kernels | None = None) -> None:
     def mlp(self, x: Tensor) -> Tensor:
         return self.down_proj(kernels.swiglu(self.gate_proj(x), self.up_proj(x)))
 
+    layers = [module for module in model.modules() if type(module).__name__ in LAYERS]
+    if layers:
+        layers[-1].forward = MethodType(_last_layer, layers[-1])
     for module in model.modules():
         name = type(module).__name__
         if name in NORMS:
             module.forward = MethodType(norm, module)
         elif name in MLPS and type(module.act_fn) is SILU:
             module.forward = MethodType(mlp, module)
+
+
+def _last_layer(self, hidden_states: Tensor, packed: PackedMask | None = None, **settings) -> Tensor:
+    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), packed=packed, **settings)
+    if packed is not None:
+        hidden_states, attended = hidden_states[:, packed.read], attended[:, packed.read]
+    hidden_states = hidden_states + attended
+    return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class RMSNorm(torch.autograd.Function):

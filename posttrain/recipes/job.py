@@ -6,20 +6,23 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from peft import PeftModel
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.batch import Example, Pack, pack
 from posttrain.config import learning_rate
 from posttrain.config.schema import ModelConfig, RunConfig
 from posttrain.data import Prepared, prepare_run
 from posttrain.models.attention import width_step
-from posttrain.models.families import backbone_of, base_of
+from posttrain.models.families import base_of, check_positions
 from posttrain.models.load import Head, compute_dtype, device_of, is_adapter, load_model, load_tokenizer
 from posttrain.models.lora import add_lora
 from posttrain.optim.adamw import AdamW
@@ -78,6 +81,7 @@ class Job:
                 policy = PeftModel.from_pretrained(
                     base, str(self.checkpoint), is_trainable=True, autocast_adapter_dtype=False
                 )
+        check_positions(base_of(policy).config, self.config.data.max_length)
         if head == "reward":
             set_pad_token(base_of(policy), self.tokenizer)
         if self.checkpoints_gradients():
@@ -133,30 +137,14 @@ class Job:
 
 
 def enable_gradient_checkpointing(policy: nn.Module) -> None:
-    """Recompute each layer's activations in backward.
+    """Recompute each layer's activations in backward, be the layer in training mode or not.
 
-    transformers does so only in layers that are in training mode; here that flag is set on the layers alone, so that
-    dropout, which lives in modules below them, stays as the recipe wants it.
+    transformers' own switch works in training mode only, which would also turn on the dropout that some layers apply
+    themselves (OPT, Falcon); whether there is dropout is for the recipe to say.
     """
-    base = base_of(policy)
-    base.gradient_checkpointing_enable({"use_reentrant": False})
-    if hasattr(base, "enable_input_require_grads") and isinstance(policy, PeftModel):
-        base.enable_input_require_grads()
-
-
-def set_training_mode(policy: nn.Module, dropout: bool) -> None:
-    """For updates: training mode with the model's own dropout, or evaluation mode in which checkpointing still works.
-
-    The choice is the recipe's, for a whole run. To measure without gradients, plain `policy.eval()` is enough.
-    """
-    policy.train(dropout)
-    if dropout:
-        return
-    for layer in backbone_of(base_of(policy)).modules():
-        if getattr(layer, "gradient_checkpointing", False):
-            layer.training = True
-            if isinstance(getattr(layer, "dropout", None), float):
-                layer.__dict__["dropout"] = 0.0  # OPT's layers apply it themselves; this recipe never wants it
+    for layer in base_of(policy).modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

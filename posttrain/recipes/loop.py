@@ -27,7 +27,7 @@ from posttrain.optim.adamw import AdamW
 from posttrain.optim.schedules import schedule, warmup_count
 from posttrain.optim.update import Metrics, Objective, add, to_floats, update
 from posttrain.progress import progress
-from posttrain.recipes.job import Job, set_training_mode
+from posttrain.recipes.job import Job
 from posttrain.recipes.signals import handling
 from posttrain.recipes.vital import MovedWeights
 from posttrain.store.files import load_json, load_tensors, restore_rng, rng_state, save_json, save_tensors
@@ -96,7 +96,7 @@ class Loop:
     def steps(self) -> Iterator[tuple[int, list[Example]]]:
         """Each step's number, from 1, and its examples. After the body of the step: log, save, stop when asked."""
         first = self.state.step + 1
-        set_training_mode(self.policy, self.dropout)
+        self.policy.train(self.dropout)
         self._moved = MovedWeights(self.policy, self.optimizer)
         with self.progress, self._signals():
             for step in range(first, self.total + 1):
@@ -197,7 +197,7 @@ class Loop:
             prefix = "eval_" if name == "validation" else f"eval_{name}_"
             measured = self._measure(name, dataset, objective_of)
             metrics |= {f"{prefix}{key}": value for key, value in measured.items()}
-        set_training_mode(self.policy, self.dropout)
+        self.policy.train(self.dropout)
         self.state.evaluated = True
         self.job.run.log(self.state.step, metrics)
         self.progress.validation(self.state.step, metrics)

@@ -22,7 +22,7 @@ ROUNDING = {torch.float32: 2e-3, torch.bfloat16: 0.5}
 
 
 def check_packing(scorer: Scorer, examples: Sequence[Example], pack_of: PackOf) -> float:
-    """A pack gives the log-probabilities that transformers itself gives, one sequence at a time.
+    """A pack gives the log-probabilities that a plain call of the model gives, one sequence at a time.
 
     Looks at the first and the last example, packed together. Returns the largest difference; raises VitalSignError
     above rounding.
@@ -40,7 +40,7 @@ def check_packing(scorer: Scorer, examples: Sequence[Example], pack_of: PackOf) 
 
 
 def check_reward_packing(scorer: RewardScorer, examples: Sequence[Example], pack_of: PackOf) -> float:
-    """A pack gives the rewards that transformers' own sequence classifier gives, one sequence at a time."""
+    """A pack gives the rewards that a plain call of the classifier gives, one sequence at a time."""
 
     def packed(pack: Pack) -> list[torch.Tensor]:
         return list(scorer(pack)[:, None])
