@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3ForS
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 
 BATCH_SIZE = 8
-LEARNING_RATES = {"dpo": 1e-6, "reward": 1e-5, "sft": 2e-5}  # posttrain's defaults
+# posttrain's defaults; more for the adapter, so that its losses move.
+LEARNING_RATES = {"dpo": 1e-6, "dpo-lora": 1e-4, "kto": 1e-6, "orpo": 1e-6, "reward": 1e-5, "sft": 2e-5}
 PAIRS = 96  # the first so many of HH harmless; the longest has 589 tokens, so a max_length of 1024 cuts nothing
 MAX_LENGTH = 1024
 THREADS = 2
@@ -76,6 +77,22 @@ def preference_rows(count: int = PAIRS) -> list[dict[str, str]]:
     return rows
 
 
+def labelled_rows(count: int = PAIRS) -> list[dict[str, object]]:
+    """The same pairs as KTO takes them: each completion a row of its own with a label, chosen and rejected in turn."""
+    rows: list[dict[str, object]] = []
+    for row in preference_rows(count):
+        for name, label in (("chosen", True), ("rejected", False)):
+            rows.append({"prompt": row["prompt"], "completion": row[name], "label": label})
+    return rows
+
+
+def rows_of(method: str) -> list[dict]:
+    """The rows that a method is measured on."""
+    if method == "sft":
+        return sft_rows()
+    return labelled_rows() if method == "kto" else preference_rows()
+
+
 def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Prompt, chosen and rejected reply of two transcripts; empty strings when they differ before the last reply."""
     marker = "\n\nAssistant:"
@@ -97,7 +114,7 @@ def sft_rows() -> list[dict[str, str]]:
     ]
 
 
-def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
+def write_rows(path: Path, rows: list[dict]) -> Path:
     """Write the rows as JSONL, for the side that reads files; returns the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

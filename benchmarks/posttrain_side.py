@@ -7,6 +7,8 @@ step. The JSON has what TRL's side has.
 import argparse
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 import posttrain
 from benchmarks.common import (
@@ -23,32 +26,30 @@ from benchmarks.common import (
     THREADS,
     make_models,
     peak_memory_gb,
-    preference_rows,
-    sft_rows,
+    rows_of,
     write_rows,
 )
 from posttrain import recipes
-from posttrain.batch import pack
-from posttrain.config import RunConfig, load
-from posttrain.data import prepare_run
-from posttrain.models.load import load_tokenizer
+from posttrain.config import load
+from posttrain.scoring import RewardScorer, Scorer
 
 # Tokens a pack holds, the memory knob: most batches of pairs fit in one. SFT shares nothing between rows, and packs of
 # half a batch are as fast as whole ones.
-TOKENS_PER_PACK = {"dpo": 3072, "reward": 3072, "sft": 1536}
+TOKENS_PER_PACK = {"sft": 1536} | dict.fromkeys(("dpo", "dpo-lora", "kto", "orpo", "reward"), 3072)
 
 
 def settings(arguments: argparse.Namespace, folder: Path) -> list[str]:
     """The run's settings as overrides, the form a user types."""
     method = arguments.method
-    rows = sft_rows() if method == "sft" else preference_rows()
-    source = write_rows(folder / "rows.jsonl", rows)
+    source = write_rows(folder / "rows.jsonl", rows_of(method))
+    lora = ["model.lora.r=16", "model.lora.alpha=32", "model.lora.dropout=0"] if method == "dpo-lora" else []
     return [
+        *lora,
         "name=bench",
         f"output_dir={folder}",
         f"model.path={make_models(arguments.models)['reward' if method == 'reward' else 'policy']}",
         "model.dtype=float32",
-        f"method.type={method}",
+        f"method.type={method.removesuffix('-lora')}",
         f"data.source={source}",
         "data.template=none",
         "data.shuffle=false",
@@ -69,11 +70,11 @@ def measure(arguments: argparse.Namespace) -> dict:
     after_imports = peak_memory_gb()
     with TemporaryDirectory() as folder:
         config = load(None, settings(arguments, Path(folder))).config
-        recipes.train(config)
+        with counting() as work:
+            recipes.train(config)
         run = Path(folder) / "bench"
         results = json.loads((run / "results.json").read_text())
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        work = count_work(config)
     return {
         "side": f"posttrain {posttrain.__version__}",
         "method": arguments.method,
@@ -91,17 +92,32 @@ def measure(arguments: argparse.Namespace) -> dict:
     }
 
 
-def count_work(config: RunConfig) -> dict[str, int]:
-    """What the run had to compute: physical tokens, scored tokens, and (query, key) pairs that attention looks at."""
-    data = prepare_run(config, load_tokenizer(config.models[0])).train
-    work = {"tokens": 0, "scored": 0, "visible": 0}
-    for step in range(config.training.max_steps or 0):
-        examples = [data[i] for i in range(step * BATCH_SIZE, min((step + 1) * BATCH_SIZE, len(data)))]
-        for one in pack(examples, config.training.tokens_per_pack, keep_last=config.method.type == "reward"):
-            work["tokens"] += one.num_tokens
-            work["scored"] += len(one.target_N)
-            work["visible"] += int((one.position_T + 1).sum())  # a token sees what is above it in its tree, and itself
-    return work
+@contextmanager
+def counting() -> Iterator[list[dict]]:
+    """Notes of each pack that is scored what has to be computed for it (see run.useful_flops)."""
+    work: list[dict] = []
+
+    def note(module: torch.nn.Module, inputs: tuple, _) -> None:
+        if isinstance(module, Scorer | RewardScorer):
+            [pack, *_] = inputs
+            causal = isinstance(module, Scorer)
+            work.append(
+                {
+                    "tokens": pack.num_tokens,
+                    "read": len(pack.source_N.unique()) if causal else pack.num_sequences,
+                    "scored": len(pack.target_N) if causal else 0,
+                    "visible": int(
+                        (pack.position_T + 1).sum()
+                    ),  # each token sees those above it in its tree, and itself
+                    "backward": torch.is_grad_enabled(),
+                }
+            )
+
+    handle = register_module_forward_hook(note)
+    try:
+        yield work
+    finally:
+        handle.remove()
 
 
 def main() -> None:

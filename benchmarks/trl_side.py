@@ -19,7 +19,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 import trl
 from datasets import Dataset
-from transformers import TrainerCallback
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from benchmarks.common import (
     BATCH_SIZE,
@@ -28,11 +30,10 @@ from benchmarks.common import (
     THREADS,
     make_models,
     peak_memory_gb,
-    preference_rows,
-    sft_rows,
+    rows_of,
 )
 
-MICRO_BATCHES = {"dpo": BATCH_SIZE, "reward": BATCH_SIZE, "sft": 1}  # rows a forward; TRL's default is the whole batch
+ROWS_A_FORWARD = {"sft": 1}  # for the others TRL's default, the whole batch
 
 # SFT is compared with TRL at its fastest correct setting. All of these are correct on the CPU: on a two-layer model
 # with large weights the first batch's loss equals one-by-one evaluation to 1e-6, because transformers 5.23 makes a
@@ -51,6 +52,15 @@ SFT_MODES = {
 }
 
 
+LORA = LoraConfig(
+    r=16,
+    lora_alpha=32,
+    lora_dropout=0.0,
+    target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+    task_type="CAUSAL_LM",
+)
+
+
 class Clock(TrainerCallback):
     """Seconds of each optimizer step, data loading and logging between steps included."""
 
@@ -67,15 +77,21 @@ class Clock(TrainerCallback):
 
 def build(arguments: argparse.Namespace, folder: str, clock: Clock):
     """The TRL trainer of the method, ready to train."""
-    trainer_class, config_class, model, rows = {
-        "dpo": (trl.DPOTrainer, trl.DPOConfig, "policy", preference_rows),
-        "reward": (trl.RewardTrainer, trl.RewardConfig, "reward", preference_rows),
-        "sft": (trl.SFTTrainer, trl.SFTConfig, "policy", sft_rows),
-    }[arguments.method]
-    micro_batch = arguments.micro_batch or MICRO_BATCHES[arguments.method]
+    method = arguments.method
+    trainer_class, config_class = {
+        "dpo": (trl.DPOTrainer, trl.DPOConfig),
+        "dpo-lora": (trl.DPOTrainer, trl.DPOConfig),
+        "kto": (trl.KTOTrainer, trl.KTOConfig),
+        "orpo": (ORPOTrainer, ORPOConfig),
+        "reward": (trl.RewardTrainer, trl.RewardConfig),
+        "sft": (trl.SFTTrainer, trl.SFTConfig),
+    }[method]
+    micro_batch = arguments.micro_batch or ROWS_A_FORWARD.get(arguments.method, BATCH_SIZE)
     if BATCH_SIZE % micro_batch:
         raise SystemExit(f"--micro-batch {micro_batch} does not divide the batch of {BATCH_SIZE}")
-    settings = {"max_length": MAX_LENGTH} | (SFT_MODES[arguments.sft_mode] if arguments.method == "sft" else {})
+    settings = {"max_length": MAX_LENGTH} | (SFT_MODES[arguments.sft_mode] if method == "sft" else {})
+    if method != "orpo":
+        settings["model_init_kwargs"] = {"dtype": "float32"}
     config = config_class(
         output_dir=folder,
         per_device_train_batch_size=micro_batch,
@@ -91,11 +107,33 @@ def build(arguments: argparse.Namespace, folder: str, clock: Clock):
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
-        model_init_kwargs={"dtype": "float32"},
         **settings,
     )
-    path = str(make_models(arguments.models)[model])
-    return trainer_class(model=path, args=config, train_dataset=Dataset.from_list(rows()), callbacks=[clock])
+    path = str(make_models(arguments.models)["reward" if method == "reward" else "policy"])
+    data = {"args": config, "train_dataset": Dataset.from_list(rows_of(method)), "callbacks": [clock]}
+    if method == "orpo":  # takes no path, and would put a token before the prompt that posttrain's tokens lack
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer.bos_token = None
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        return trainer_class(model=model, processing_class=tokenizer, **data)
+    if method == "dpo-lora":
+        trainer = trainer_class(model=path, peft_config=LORA, **data)
+        start_like_posttrain(trainer.model, path)
+        return trainer
+    return trainer_class(model=path, **data)
+
+
+def start_like_posttrain(model: torch.nn.Module, path: str) -> None:
+    """Give new adapters the random numbers that posttrain draws for seed 0."""
+    torch.manual_seed(0)
+    same = get_peft_model(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), LORA)
+    drawn = {name: p for name, p in same.named_parameters() if "lora_A" in name}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in drawn:
+                parameter.copy_(drawn.pop(name))
+    if drawn:
+        raise SystemExit(f"adapters without a counterpart: {', '.join(sorted(drawn))}")
 
 
 def measure(arguments: argparse.Namespace) -> dict:
