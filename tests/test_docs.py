@@ -217,6 +217,8 @@ def other_command_is_real(words: list[str]) -> None:
         assert set(extras) <= set(project["optional-dependencies"]), f"there is no extra among {extras}"
         files = [name for flag, name in itertools.pairwise(rest) if flag in ("-c", "-r")]
         assert all((ROOT / name).is_file() for name in files), files
+    elif tool in ("tensorboard", "wandb", "trackio"):
+        assert importlib.util.find_spec(tool), f"{tool} is not installed"
     elif words[:2] == ["python", "-m"]:
         assert importlib.util.find_spec(rest[1]), f"there is no module {rest[1]}"
     else:

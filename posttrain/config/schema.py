@@ -11,6 +11,7 @@ from posttrain.config.base import (
     WORD,
     Float,
     Int,
+    OneOrMore,
     Positive,
     Problems,
     Settings,
@@ -278,9 +279,41 @@ class CheckpointConfig(Settings):
 
 
 class TrackingConfig(Settings):
-    """What is written down."""
+    """What is written down, and where it is shown."""
 
     logging_steps: Positive = Field(default=10, description="Log metrics every so many steps.")
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], OneOrMore] = Field(
+        default=(), description="Trackers that are given the metrics too: any of tensorboard, wandb, trackio."
+    )
+    logging_dir: Text | None = Field(
+        default=None,
+        description="Folder of what tensorboard and wandb write, with one inside for each run; null: the run folder.",
+    )
+    project: Annotated[str, Field(pattern=FILE_NAME)] = Field(
+        default="posttrain", description="Project of the run in wandb and trackio."
+    )
+    wandb_mode: Literal["auto", "online", "offline"] = Field(
+        default="auto", description="auto: WANDB_MODE, else online where there is a key, offline where there is none."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrackingConfig":
+        problems, named = Problems(), set(self.report_to)
+        problems.check(len(named) == len(self.report_to), "report_to", "names a tracker twice")
+        for field, readers in (
+            ("logging_dir", ("tensorboard", "wandb")),
+            ("project", ("wandb", "trackio")),
+            ("wandb_mode", ("wandb",)),
+        ):
+            problems.check(
+                field not in self.model_fields_set
+                or getattr(self, field) == type(self).model_fields[field].default
+                or not named.isdisjoint(readers),
+                field,
+                f"is read by {' and '.join(readers)}, which report_to does not name",
+            )
+        problems.report()
+        return self
 
 
 class DevicesConfig(Settings):

@@ -9,6 +9,7 @@ import logging
 import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from posttrain.recipes.resume import refuse_changes, run_folder_of, saved_settin
 from posttrain.recipes.signals import handling, leave
 from posttrain.store.checkpoint import named_checkpoint, newest_complete
 from posttrain.store.run import Run
+from posttrain.store.tracking import Tracking, require_trackers
 
 __all__ = ["plan", "train"]
 
@@ -57,6 +59,8 @@ def train(
     alone. A run that fails does not keep others from their turn that do not build on it; a single one raises its error.
     """
     stages = (Stage("", None, config),) if isinstance(config, RunConfig) else tuple(config)
+    for stage in stages:
+        require_trackers(stage.config.tracking)
     if isinstance(resume, Path) and not is_whole_run(resume):
         return _resume_one(stages, resume)
     first, name = stages[0].config, stages[0].config.name
@@ -103,13 +107,17 @@ def train_one(
     """Train the one model of `config` in `folder`, from the start or, with `resume`, from a checkpoint."""
     facts = {"seed": config.seed, "threads": torch.get_num_threads(), **(start_facts or {})}
     run = Run.open(folder) if resume else Run.create(folder, dump(config), facts, overwrite=overwrite)
-    with handling(leave, signal.SIGTERM), run:
+    with handling(leave, signal.SIGTERM), run, ExitStack() as trackers:
         began = time.perf_counter()
+        logged: list[dict[str, Any]] = []
         if resume:
             checkpoint = checkpoint or _newest(folder)
             refuse_changes(checkpoint, config)
-            run.rewind(int(checkpoint.name.rpartition("-")[2]))
+            step = int(checkpoint.name.rpartition("-")[2])
+            logged = [line for line in run.read_metrics() if line["step"] > step]
+            run.rewind(step)
             run.write_config(dump(config))
+        trackers.enter_context(Tracking(config, run, logged))
         job = Job.start(config, config.models[0], run, checkpoint)
         loop = RECIPES[config.method.type](job)
         loop.save_final()

@@ -23,8 +23,8 @@ class MetricsFile:
         self.path = folder / NAME
         self._file: LineFile | None = None
 
-    def append(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write a line: step, epoch (when among the metrics), time (Unix, s), then the metrics.
+    def append(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Write a line, and return it: step, epoch (when among the metrics), time (Unix, s), then the metrics.
 
         Values are numbers or 0-dimensional tensors; NaN and infinities, which JSON does not have, become null.
         """
@@ -37,6 +37,7 @@ class MetricsFile:
             self._file.write(json.dumps(head | values, allow_nan=False))
         except OSError as error:
             raise cannot_write(self.path, error) from error
+        return head | values
 
     def sync(self) -> None:
         """Force what was appended to the disk."""

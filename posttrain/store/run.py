@@ -46,6 +46,7 @@ class Run:
         self._facts = facts
         self._metrics = MetricsFile(folder)
         self._log = RunLog(folder / "training.log")
+        self._followers: list[Callable[[dict[str, Any]], None]] = []
 
     @classmethod
     def create(cls, folder: Path, config_yaml: str, provenance: Mapping[str, Any], *, overwrite: bool = False) -> Self:
@@ -138,6 +139,11 @@ class Run:
     def state(self) -> State:
         return self._facts["state"]
 
+    @property
+    def resumed(self) -> bool:
+        """Whether the run has been gone on with."""
+        return bool(self._facts["resumes"])
+
     def set_state(self, state: State, reason: str | None = None) -> None:
         """Record how the run stands in `run.json`; every state but `running` sets the time it ended."""
         if state not in get_args(State):
@@ -162,7 +168,13 @@ class Run:
         Values are numbers or 0-dimensional tensors, named as in TRL, validation metrics with the prefix `eval_`; NaN
         and infinities, which JSON does not have, are written as null.
         """
-        self._metrics.append(step, metrics)
+        line = self._metrics.append(step, metrics)
+        for follow in self._followers:
+            follow(line)
+
+    def follow(self, follower: Callable[[dict[str, Any]], None]) -> None:
+        """Hand every line of metrics that is written from now on to `follower`, too."""
+        self._followers.append(follower)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Every line of `metrics.jsonl`; see `read_metrics(folder)`."""

@@ -1,0 +1,249 @@
+"""Trackers: TensorBoard, Weights & Biases and trackio are given every line that goes to `metrics.jsonl`.
+
+Names are those that transformers gives them, `train/loss` and `eval/loss`, so that runs of TRL lie on the same charts.
+The run folder stays the truth: a tracker that fails is given up with a warning, and training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import logging
+import netrc
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+from urllib.parse import urlsplit
+
+from posttrain.config.schema import RunConfig, TrackingConfig
+from posttrain.errors import RunError
+from posttrain.extras import need
+from posttrain.store.provenance import redact
+from posttrain.store.run import Run, read_run
+
+log = logging.getLogger("posttrain")
+
+EXTRA = "track"
+MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+
+
+class Tracker(Protocol):
+    """One open run in one tracker."""
+
+    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+        """Record finite numbers of a step; `time` is Unix time in seconds."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """Write out what is left; `failed` says that the run did not come to its end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a tracker is told about a run. `id` stays the same when the run is resumed."""
+
+    name: str
+    id: str
+    method: str
+    settings: dict[str, Any]
+    config_yaml: str
+    folder: Path
+    resumed: bool
+
+
+def require_trackers(tracking: TrackingConfig) -> None:
+    """Raise ConfigError for a tracker of `report_to` that is not installed: before any work is done."""
+    for name in tracking.report_to:
+        if name == "tensorboard":
+            need("tensorboard", EXTRA, "tracking.report_to: tensorboard")  # torch's part of it does not say so clearly
+        need(MODULES[name], EXTRA, f"tracking.report_to: {name}")
+
+
+class Tracking:
+    """The trackers of one run, open while it runs; use it as a context manager inside the run's.
+
+    `logged` are lines of metrics that an earlier part of the run has given to the trackers, and that are made anew
+    after a resume: trackers cannot take a line back, so these are not sent twice.
+    """
+
+    def __init__(self, config: RunConfig, run: Run, logged: Iterable[Mapping[str, Any]] = ()):
+        self._sent = {(line["step"], tag) for line in logged for tag in tagged(line)}
+        self._open: dict[str, Tracker] = {}
+        try:
+            for name in config.tracking.report_to:
+                self._open[name] = OPENERS[name](_subject(config, run), config.tracking)
+        except BaseException:
+            self._close(failed=True)
+            raise
+        if self._open:
+            run.follow(self._log)
+
+    def _log(self, line: Mapping[str, Any]) -> None:
+        step = line["step"]
+        values = {tag: value for tag, value in tagged(line).items() if (step, tag) not in self._sent}
+        for name, tracker in list(self._open.items()) if values else []:
+            with self._given_up_on_failure(name):
+                tracker.log(step, values, line["time"])
+
+    @contextlib.contextmanager
+    def _given_up_on_failure(self, name: str):
+        """A tracker's network or disk is no reason to lose a training."""
+        try:
+            yield
+        except Exception as error:
+            self._open.pop(name, None)
+            log.warning("%s failed and is given up (metrics.jsonl has everything): %s", name, error)
+
+    def _close(self, failed: bool) -> None:
+        for name, tracker in list(self._open.items()):
+            with self._given_up_on_failure(name):
+                tracker.close(failed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close(failed=error is not None)
+
+
+def tagged(line: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a line of metrics.jsonl, by the names trackers know: `train/loss`, `eval/loss`."""
+    return {
+        f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+        for name, value in line.items()
+        if name not in ("step", "time") and value is not None
+    }
+
+
+def _subject(config: RunConfig, run: Run) -> Subject:
+    """The run's name is its folder's path from the folder of the whole run on: `hh`, or `hh/gpt2/dpo`."""
+    parts = run.folder.absolute().parts
+    depth = parts[::-1].index(config.name) if config.name in parts else 0
+    name = "/".join(parts[-depth - 1 :])
+    facts, base = read_run(run.folder), config.tracking.logging_dir
+    born = f"{facts.started} {facts.provenance['host']} {facts.provenance['folder']} {name}"
+    return Subject(
+        name=name,
+        id=hashlib.sha256(born.encode()).hexdigest()[:12],
+        method=config.method.type,
+        settings=redact(config.model_dump(mode="json")),
+        config_yaml=run.config_yaml,
+        folder=run.folder / "tracking" if base is None else Path(base).expanduser().joinpath(name),
+        resumed=run.resumed,
+    )
+
+
+class TensorBoard:
+    """Event files. Each part of a resumed run adds a file of its own; TensorBoard joins them."""
+
+    def __init__(self, subject: Subject, tracking: TrackingConfig):
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            self._writer = SummaryWriter(str(subject.folder), flush_secs=10)
+        except OSError as error:
+            raise RunError(f"tensorboard cannot write to {subject.folder}: {error.strerror or error}") from error
+        self._writer.add_text("config", f"```yaml\n{subject.config_yaml}```")
+        log.info("tensorboard: %s (look at it with: tensorboard --logdir %s)", subject.folder, subject.folder)
+
+    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step, walltime=time)
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, online, or offline in a folder that `wandb sync` uploads later.
+
+    A resumed run has the same id, so that both parts, and the folders of both when offline, become one run there.
+    """
+
+    def __init__(self, subject: Subject, tracking: TrackingConfig):
+        import wandb
+        from wandb.errors import Error
+
+        subject.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = wandb.init(
+                project=tracking.project,
+                name=subject.name,
+                id=subject.id,
+                dir=str(subject.folder),
+                config=subject.settings,
+                group=subject.name.partition("/")[0] if "/" in subject.name else None,
+                job_type=subject.method,
+                mode=wandb_mode(tracking),
+                resume="allow",
+                settings=wandb.Settings(silent=True, console="off", save_code=False, disable_git=True),
+            )
+        except Error as error:
+            raise RunError(
+                f"wandb cannot start: {error}. Set WANDB_API_KEY (in .env, too), or write to a folder and upload it "
+                "later: tracking.wandb_mode=offline"
+            ) from error
+        folder = Path(self._run.dir).parent
+        where = self._run.url or f"{folder} (upload it with: wandb sync {folder})"
+        log.info("wandb: %s", where)
+
+    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+        self._run.log(dict(values) | {"_timestamp": time}, step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+def wandb_mode(tracking: TrackingConfig) -> Literal["online", "offline"] | None:
+    """`auto` is what WANDB_MODE says (None: wandb reads it), or else online with a key to log in with."""
+    if tracking.wandb_mode != "auto":
+        return tracking.wandb_mode
+    if os.environ.get("WANDB_MODE"):
+        return None
+    return "online" if os.environ.get("WANDB_API_KEY") or _logged_in() else "offline"
+
+
+def _logged_in() -> bool:
+    """Whether `wandb login` has left a key in ~/.netrc."""
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc().authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+class Trackio:
+    """A run of trackio: a local database in its own folder (TRACKIO_DIR), or the Space of TRACKIO_SPACE_ID."""
+
+    def __init__(self, subject: Subject, tracking: TrackingConfig):
+        import trackio
+
+        with contextlib.redirect_stdout(io.StringIO()):  # it says on stdout what is said below
+            self._run = trackio.init(
+                project=tracking.project,
+                name=subject.name,
+                config=subject.settings,
+                resume="allow" if subject.resumed else "never",
+                embed=False,
+                auto_log_cpu=False,
+            )
+        log.info("trackio: look at it with: trackio show --project %s", tracking.project)
+
+    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, failed: bool) -> None:
+        import trackio
+
+        with contextlib.redirect_stdout(io.StringIO()):
+            trackio.finish()  # the one that is open; run.finish() would leave it to be finished again at exit
+
+
+OPENERS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}

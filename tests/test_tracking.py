@@ -1,0 +1,266 @@
+"""Trackers: what TensorBoard, Weights & Biases and trackio have on disk is what metrics.jsonl has."""
+
+import json
+import logging
+import sqlite3
+import struct
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from posttrain import recipes
+from posttrain.cli import main
+from posttrain.config import load
+from posttrain.errors import ConfigError
+from posttrain.recipes.loop import Loop
+from posttrain.store.run import Run
+from posttrain.store.tracking import Tracking, tagged, wandb_mode
+
+ALL = ["tensorboard", "wandb", "trackio"]
+
+
+@pytest.fixture(scope="module")
+def trackio_dir(tmp_path_factory) -> Path:
+    """trackio reads its folder from the environment when it is imported: set it before, for the module's tests."""
+    assert "trackio" not in sys.modules
+    folder = tmp_path_factory.mktemp("trackio")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKIO_DIR", str(folder))
+        import trackio  # noqa: F401
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch, tmp_path):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "TRACKIO_SPACE_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def settings(tmp_path: Path, **tracking):
+    given = {
+        "name": "hh",
+        "output_dir": str(tmp_path / "runs"),
+        "model": "gpt2",
+        "method": "dpo",
+        "data": {"source": "a.jsonl"},
+        "tracking": tracking,
+    }
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(given))
+    return load(file).config
+
+
+# --- reading back ---------------------------------------------------------------------------------------------------
+
+
+def read_tensorboard(folder: Path) -> Counter:
+    """(step, tag, value as float32) of every scalar in the event files of a folder."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    found: Counter = Counter()
+    for file in sorted(folder.glob("events.out.tfevents.*")):
+        for event in EventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == "scalars":
+                    found[event.step, value.tag, round(float(make_ndarray(value.tensor)), 6)] += 1
+    return found
+
+
+def wandb_records(file: Path):
+    """The records of an offline run: a LevelDB log of protocol buffers in blocks of 32 KiB, after a header."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole = file.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while at < len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(whole)
+            whole = b""
+
+
+def read_wandb(folder: Path) -> tuple[Counter, list]:
+    """(step, tag, value) of the history of every offline run in a folder, and their run records."""
+    found: Counter = Counter()
+    runs = []
+    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for record in wandb_records(file):
+            if record.HasField("run"):
+                runs.append(record.run)
+            for item in record.history.item:
+                tag = item.key or "/".join(item.nested_key)
+                if not tag.startswith("_"):
+                    found[record.history.step.num, tag, round(json.loads(item.value_json), 6)] += 1
+    return found, runs
+
+
+def read_trackio(folder: Path, project: str, name: str) -> Counter:
+    found: Counter = Counter()
+    with sqlite3.connect(folder / f"{project}.db") as database:
+        rows = database.execute("select step, metrics from metrics where run_name = ?", [name]).fetchall()
+    for step, values in rows:
+        found.update((step, tag, round(value, 6)) for tag, value in json.loads(values).items())
+    return found
+
+
+def in_metrics(folder: Path) -> Counter:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return Counter((line["step"], tag, round(value, 6)) for line in lines for tag, value in tagged(line).items())
+
+
+def as_float32(found: Counter) -> Counter:
+    return Counter({(s, t, round(float(torch.tensor(v, dtype=torch.float32)), 6)): n for (s, t, v), n in found.items()})
+
+
+# --- a training -----------------------------------------------------------------------------------------------------
+
+
+def training(tmp_path: Path, shared: Path, model: Path, report_to: list[str]):
+    given = {
+        "name": "hh",
+        "output_dir": str(tmp_path),
+        "model": str(model),
+        "method": "dpo",
+        "data": {"source": str(shared / "data/hh-harmless"), "format": "hh", "max_rows": 12, "max_length": 400,
+                 "validation": {"rows": 2}},
+        "training": {"batch_size": 2, "max_steps": 4, "learning_rate": 1e-3, "tokens_per_pack": 1024},
+        "evaluation": {"eval_steps": 2},
+        "checkpoint": {"save_steps": 2},
+        "tracking": {"logging_steps": 1, "report_to": report_to, "project": "mine" if report_to else "posttrain"},
+    }  # fmt: skip
+    tmp_path.mkdir(exist_ok=True)
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(given))
+    return load(file).config
+
+
+def test_every_tracker_has_what_the_run_folder_has(tmp_path, shared, scratch_model, trackio_dir, monkeypatch, caplog):
+    """Also over a crash after step 3 and a resume from step 2: step 3 is trained twice and sent once."""
+    caplog.set_level(logging.INFO, "posttrain")
+    plain = training(tmp_path / "plain", shared, scratch_model, [])
+    recipes.train(plain)
+
+    config, update = training(tmp_path / "tracked", shared, scratch_model, ALL), Loop.update
+
+    def crash(self, packs, objective):
+        if self.state.step == 3:
+            raise KeyboardInterrupt("power cut")
+        update(self, packs, objective)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Loop, "update", crash)
+        with pytest.raises(KeyboardInterrupt):
+            recipes.train(config)
+    recipes.train(config, resume=True)
+
+    folder = tmp_path / "tracked/hh"
+    expected = in_metrics(folder)
+    assert {tag for _, tag, _ in expected} >= {"train/loss", "eval/loss", "train/rewards/margins", "train/num_tokens"}
+    assert {step for step, tag, _ in expected if tag == "train/loss"} == {1, 2, 3, 4}
+    assert read_tensorboard(folder / "tracking") == as_float32(expected)
+    history, runs = read_wandb(folder / "tracking")
+    one_epoch_a_step = Counter(dict.fromkeys(expected, 1))  # a training and an evaluation line share step and epoch
+    assert Counter(dict.fromkeys(history, 1)) == one_epoch_a_step and max(history.values()) == 1
+    assert len(runs) == 2 and runs[0].run_id == runs[1].run_id
+    assert (runs[0].display_name, runs[0].project, runs[0].job_type) == ("hh", "mine", "dpo")
+    assert read_trackio(trackio_dir, "mine", "hh") == expected
+
+    # Trackers change nothing: the same weights, and the same numbers but for times.
+    one, two = (load_file(tmp_path / name / "hh/final/model.safetensors") for name in ("plain", "tracked"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert in_metrics(tmp_path / "plain/hh") == expected
+    said = caplog.text
+    assert "tensorboard --logdir" in said and "wandb sync" in said and "trackio show --project mine" in said
+
+
+# --- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def test_settings_are_sent_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "not-for-others-1234")
+    config = settings(tmp_path, report_to=["tensorboard", "wandb"], logging_dir=str(tmp_path / "logs"))
+    config = config.model_copy(update={"data": config.data.model_copy(update={"source": "not-for-others-1234"})})
+    folder = tmp_path / "runs/hh/gpt2/dpo"
+    with Run.create(folder, "seed: not-for-others-1234", {}) as run, Tracking(config, run):
+        run.log(1, {"loss": 0.5, "grad_norm": float("nan")})
+    place = tmp_path / "logs/hh/gpt2/dpo"
+    assert read_tensorboard(place) == Counter({(1, "train/loss", 0.5): 1})
+    history, [sent] = read_wandb(place)
+    assert history == Counter({(1, "train/loss", 0.5): 1})
+    assert (sent.display_name, sent.run_group) == ("hh/gpt2/dpo", "hh")
+    assert {item.key for item in sent.config.update} >= {"seed", "training", "method"}
+    written = b"".join(path.read_bytes() for path in place.rglob("*") if path.is_file())
+    assert b"not-for-others" not in written and b"***" in written
+
+
+def test_a_tracker_that_fails_is_given_up(tmp_path, caplog):
+    config = settings(tmp_path, report_to=["tensorboard"])
+    with Run.create(tmp_path / "runs/hh", "", {}) as run, Tracking(config, run) as tracking:
+        run.log(1, {"loss": 0.5})
+        tracking._open["tensorboard"]._writer.close = tracking._open["tensorboard"].log = fail
+        run.log(2, {"loss": 0.4})
+        run.log(3, {"loss": 0.3})
+    assert [line["loss"] for line in run.read_metrics()] == [0.5, 0.4, 0.3]
+    assert caplog.text.count("tensorboard failed and is given up (metrics.jsonl has everything): no space") == 1
+
+
+def fail(*arguments, **named):
+    raise OSError("no space")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_tracker_that_is_not_installed_names_the_extra(tmp_path, name, monkeypatch, capsys):
+    """Before anything is trained or written."""
+    monkeypatch.setitem(sys.modules, name, None)
+    settings(tmp_path)
+    assert main(["train", str(tmp_path / "a.json"), f"tracking.report_to={name}"]) == 1
+    message = f"tracking.report_to: {name} needs {name}, which is not installed: pip install 'posttrain[track]'"
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("tracking", "message"),
+    [
+        ({"report_to": ["wandb", "wandb"]}, "report_to names a tracker twice"),
+        ({"report_to": ["wanb"]}, "did you mean wandb"),
+        ({"report_to": ["trackio"], "logging_dir": "logs"}, "is read by tensorboard and wandb, which report_to does"),
+        ({"report_to": ["tensorboard"], "project": "p"}, "project is read by wandb and trackio"),
+        ({"wandb_mode": "offline"}, "wandb_mode is read by wandb"),
+    ],
+)
+def test_settings_that_nothing_would_read(tmp_path, tracking, message):
+    with pytest.raises(ConfigError, match=message):
+        settings(tmp_path, **tracking)
+
+
+def test_one_name_is_a_list_of_one(tmp_path):
+    assert settings(tmp_path, report_to="trackio").tracking.report_to == ("trackio",)
+
+
+def test_offline_unless_there_is_a_key(tmp_path, monkeypatch):
+    def mode(**tracking) -> str | None:
+        return wandb_mode(settings(tmp_path, report_to="wandb", **tracking).tracking)
+
+    assert mode() == "offline"
+    Path(tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123456789")
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password 0123456789")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert mode() == "online"
+    (tmp_path / ".netrc").unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert mode() == "online" and mode(wandb_mode="offline") == "offline"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert mode() is None and mode(wandb_mode="online") == "online"
