@@ -126,6 +126,39 @@ def test_missing_columns_say_which_there_are(refused, name):
     assert all(word in error for word in words)
 
 
+LABELLED = [{"prompt": f"Once {n}", "completion": " upon a time", "label": n % 2 == 0} for n in range(20)]
+KTO = {
+    "one class": (
+        [row | {"label": True} for row in LABELLED],
+        ["all 20 training examples are labelled true", "needs both", "method.type: sft"],
+    ),
+    "the other class": ([row | {"label": False} for row in LABELLED], ["all 20 training examples are labelled false"]),
+    "labels as texts": (
+        [row | {"label": str(row["label"])} for row in LABELLED],
+        ["20 of 20 rows are malformed", "line 1: label must be true or false", "not the text 'True'"],
+    ),
+    "pairs": (PAIRS, ["has preference pairs", "write each pair as two rows", "method.type: dpo"]),
+    "no labels": (
+        [{"prompt": "a", "completion": "b"}] * 3,
+        ["has no column label, which format kto needs; it has prompt, completion"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KTO)
+def test_what_kto_cannot_learn_from(refused, name):
+    rows, words = KTO[name]
+    write(Path("rows.jsonl"), rows)
+    error = refused("method=kto", "training.batch_size=4")
+    assert all(word in error for word in words)
+
+
+def test_what_pairs_are_needed_for(refused):
+    write(Path("rows.jsonl"), LABELLED)
+    error = refused()
+    assert "which has no chosen and rejected" in error and "need preference pairs" in error
+
+
 def test_a_missing_file_names_its_neighbour(refused):
     write(Path("row.jsonl"), PAIRS)
     assert "rows.jsonl is not there: did you mean row.jsonl?" in refused()

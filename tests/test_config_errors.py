@@ -72,6 +72,24 @@ def test_one_wrong_setting(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data: {source: x, format: hh}\n", "data.format is hh, which has no labels; kto needs kto"),
+        ("training: {batch_size: 1}\n", "training.batch_size is 1, but loss_type: kto estimates the KL from"),
+        ("training: {tokens_per_pack: 2000}\n", "but an example with another's completion may have 2048 tokens"),
+    ],
+)
+def test_wrong_settings_with_kto(tmp_path, text, message):
+    data = "" if text.startswith("data") else "data: {source: x}\n"
+    assert message in refused(tmp_path, f"model: gpt2\nmethod: kto\n{data}{text}")
+
+
+def test_labels_are_read_by_kto_alone(tmp_path):
+    said = refused(tmp_path, "model: gpt2\nmethod: sft\ndata: {source: x, format: kto}\n")
+    assert "data.format is kto, whose labels sft does not read" in said
+
+
+@pytest.mark.parametrize(
     ("data", "message"),
     [
         ({"format": "alpca"}, "data.format is 'alpca'; did you mean alpaca? it is one of auto, preference"),
@@ -128,6 +146,9 @@ def test_wrong_data_settings(tmp_path, data, message):
             "is at odds with completion_only_loss",
         ),
         ({"type": "reward", "center_rewards_coefficient": -1}, "must be a number of 0 or more or null"),
+        ({"type": "kto", "loss_type": "bcoo"}, "method.loss_type is 'bcoo'; did you mean bco?"),
+        ({"type": "kto", "desirable_weight": 0, "undesirable_weight": 0}, "are both 0; nothing would be trained"),
+        ({"type": "kto", "label_smoothing": 0.1}, "method.label_smoothing is not a setting of kto, but of dpo, cpo"),
     ],
 )
 def test_wrong_method_settings(tmp_path, method, message):

@@ -10,9 +10,10 @@ from transformers import AutoTokenizer
 from posttrain.config.schema import DataConfig
 from posttrain.data import prepare
 from posttrain.data.readers import read_files
+from posttrain.recipes.kto import with_other_completions
 
 pytest.importorskip("trl", reason="needs TRL as the oracle (the `bench` extra)")
-from trl import DPOTrainer, RewardTrainer, SFTTrainer
+from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.chat_template_utils import qwen3_training_chat_template
 
 datasets.disable_progress_bars()
@@ -125,6 +126,40 @@ def test_pairs_of_messages(shared, minimind, tmp_path):
     prepared = prepare(data, minimind, "pair", cache_dir=tmp_path)
     assert prepared.report.formats == ("sharegpt",)
     assert_pairs(prepared, trl_pairs(DPOTrainer, rows, minimind))
+
+
+def test_labelled_completions_and_their_rotation(shared, minimind, tmp_path):
+    """Prompt, completion, label, and the completion of another prompt, in batches of 8 of which the last is short."""
+    source = shared / "data" / "preference-demo" / "kto_en_demo.json"
+    limit, size = 700, 8
+    rows = [
+        {"prompt": value["messages"][:-1], "completion": value["messages"][-1:], "label": value["label"]}
+        for value in values(source)
+    ]
+    self = SimpleNamespace(_tokenizer=minimind, calculate_KL=True, desirable_weight=1.0, undesirable_weight=1.0)
+    args = SimpleNamespace(dataset_num_proc=None, max_length=limit, per_device_train_batch_size=size)
+    expected = list(KTOTrainer._prepare_dataset(self, datasets.Dataset.from_list(rows), minimind, args, "train"))
+    data = DataConfig(source=str(source), max_rows=ROWS, max_length=limit, overlong="truncate")
+    prepared = prepare(data, minimind, "unpaired", cache_dir=tmp_path)
+    assert prepared.report.formats == ("kto",) and prepared.report.overlong_truncated
+    examples = [prepared.train[index] for index in range(len(prepared.train))]
+    assert len(examples) == len(expected) and len(examples) % size
+    own_tokens = [len(example.trees[0].children[0].tokens) for example in examples]
+    completions = {tuple(row["completion_ids"]): count for row, count in zip(expected, own_tokens, strict=True)}
+    pairs = [
+        pair
+        for start in range(0, len(examples), size)
+        for pair in with_other_completions(examples[start : start + size], limit)
+    ]
+    for example, pair, row in zip(examples, pairs, expected, strict=True):
+        ((tree,), (both,)) = example.trees, pair.trees
+        (own,), (kept, other) = tree.children, both.children
+        assert (list(tree.tokens), list(both.tokens)) == (row["prompt_ids"], row["prompt_ids"])
+        room = limit - len(tree.tokens)  # TRL cuts where it makes batches
+        assert list(own.tokens) == list(kept.tokens) == row["completion_ids"][:room]
+        kl_ids, known = row["KL_completion_ids"], completions[tuple(row["KL_completion_ids"])]
+        assert list(other.tokens) == kl_ids[: min(room, known)]  # ours was cut behind its own prompt first
+        assert (example.label, own.trained, other.trained) == (row["label"], True, True)
 
 
 @pytest.mark.parametrize("completion_only_loss", [True, False])
