@@ -2,13 +2,21 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test check lint bench clean
+.PHONY: quickstart test slow faults check lint bench clean
 
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
 
 test: .venv/.installed lint
 	$(BIN)/pytest -n 2 -m "not slow"
+
+# Every slow proof of the suite.
+slow: .venv/.installed
+	$(BIN)/pytest -n 2 -m slow
+
+# Kills, damage, full disks, numbers that are not finite, signals: all of the proofs, the slow ones too (docs/resume.md).
+faults: .venv/.installed
+	$(BIN)/pytest -n 2 tests/test_faults.py tests/test_verify.py tests/test_resume.py tests/test_store_checkpoint.py
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -96,7 +96,7 @@ class Reader:
 
     def command(self, arguments: list[str]) -> None:
         verb, *rest = arguments
-        if verb in ("train", "plan", "explore"):
+        if verb in ("train", "plan", "explore", "verify-resume"):
             if verb == "train" and len(rest) == 1 and not Path(rest[0]).exists():
                 assert rest[0] in LOCAL, f"{rest[0]} is no preset that tests/test_presets.py trains"
                 return
@@ -110,7 +110,7 @@ class Reader:
         elif verb == "quickstart":
             flags_exist(arguments, self.run)
         else:
-            assert verb in ("config", "data") or "--help" in arguments, (
+            assert verb in ("config", "data", "runs") or "--help" in arguments, (
                 f"nothing here knows how to run posttrain {verb}"
             )
             self.run(arguments)
@@ -143,7 +143,7 @@ def settings_only(rest: list[str]) -> list[str]:
     """The arguments without those that are no settings: `config show` then says what the settings come to."""
     kept, words = [], iter(rest)
     for word in words:
-        if word in ("--rows", "--skip"):
+        if word in ("--rows", "--skip", "--kills"):
             next(words)
         elif word not in TRAINING_ONLY and not Path(word).is_dir():  # the folder is that of --resume
             kept.append(word)
@@ -153,7 +153,7 @@ def settings_only(rest: list[str]) -> list[str]:
 def flags_exist(arguments: list[str], run) -> None:
     """Every flag of a command is in the help of its verb, or of its group."""
     verbs = [word for word in arguments if re.fullmatch(r"[a-z]+", word)]
-    group = arguments[0] in ("config", "data") and len(verbs) > 1
+    group = arguments[0] in ("config", "data", "runs") and len(verbs) > 1
     shown = run([*(verbs[:2] if group else arguments[:1]), "--help"])
     for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
         name = re.sub(r"^--([\w-]+\.)*", "--", flag).replace("_", "-")

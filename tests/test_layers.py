@@ -17,7 +17,7 @@ LAYERS = [
     ["models", "store"],
     ["scoring", "optim"],
     ["recipes", "functional"],
-    ["quickstart"],
+    ["quickstart", "verify"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -169,9 +169,6 @@ def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(RunError, match="not a run folder"):
         Run.open(tmp_path)
     Run.create(tmp_path / "x", CONFIG, {}).close()
-    (tmp_path / "x" / "config.yaml").unlink()
-    with pytest.raises(RunError, match=r"no config\.yaml.*--overwrite"):
-        Run.open(tmp_path / "x")
     (tmp_path / "x" / "run.json").write_text('{"state": ')
     for use in (Run.open, read_run):
         with pytest.raises(RunError, match=r"run\.json is damaged"):

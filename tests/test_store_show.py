@@ -1,6 +1,7 @@
 """What people see: progress, curves, the report."""
 
 import io
+import os
 import re
 import struct
 import warnings
@@ -14,7 +15,7 @@ from posttrain.errors import RunError
 from posttrain.progress import progress
 from posttrain.store.curves import _series, curves_png, write_curves
 from posttrain.store.progress import TrainingProgress, duration
-from posttrain.store.report import Facts, Picture, Table, Text, curves, write_report
+from posttrain.store.report import Facts, Picture, Table, Text, write_report
 from posttrain.store.run import Run
 
 # Progress
@@ -47,6 +48,15 @@ def test_lines_without_a_terminal():
         "step 40/40  loss 0.025  margins 0.25  1.5k tokens/s  ETA 0s",
         "validation at step 40  eval_loss 0.125  eval_accuracy none",
     ]
+
+
+def test_validation_keeps_to_the_width_of_the_console():
+    out = io.StringIO()
+    metrics = {f"eval_rewards/metric_{n}": 0.123456 for n in range(9)}
+    TrainingProgress(9, console=Console(file=out, width=80)).validation(9, metrics)
+    lines = out.getvalue().splitlines()
+    assert len(lines) > 3 and all(len(line) <= 80 for line in lines) and all(line[:4] == "    " for line in lines[1:])
+    assert " ".join(out.getvalue().split()) == "validation at step 9 " + " ".join(f"{m} 0.1235" for m in metrics)
 
 
 def test_speed_is_that_of_the_last_minute():
@@ -128,13 +138,12 @@ def test_curves_of_any_run(tmp_path, metrics):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         write_curves(metrics, tmp_path / "curves.png", "toy $\\frac$ <b>")
-        dark = curves_png(metrics, "toy", dark=True)
-    light = (tmp_path / "curves.png").read_bytes()
-    assert size_of(light)[0] >= 500 and dark != light
+    drawn = (tmp_path / "curves.png").read_bytes()
+    assert size_of(drawn)[0] >= 500
     if len(metrics) > 100:
-        assert size_of(light)[0] > 1500  # three panels wide
+        assert size_of(drawn)[0] > 1500  # three panels wide
     assert write_curves(metrics, tmp_path / "again.png", "toy $\\frac$ <b>") is None
-    assert (tmp_path / "again.png").read_bytes() == light
+    assert (tmp_path / "again.png").read_bytes() == drawn
 
 
 def test_curves_put_every_name_where_it_belongs():
@@ -199,7 +208,7 @@ def test_a_report_of_a_run(tmp_path):
     page = Page(path.read_text(encoding="utf-8"))
     assert page.open == []
     assert not {"script", "link", "iframe", "object", "form"} & set(page.tags)
-    assert page.tags.count("img") == 1 and page.tags.count("picture") == 1
+    assert page.tags.count("img") == 1
     assert all(address.startswith(("#", "data:image/png;base64,")) for address in page.addresses)
     for expected in ("dpo", "toy/model", "r 8", "finished", "2h 05m", "best.eval_loss", "1,234,567", "rows.kept"):
         assert expected in page.text, expected
@@ -208,16 +217,31 @@ def test_a_report_of_a_run(tmp_path):
     assert "validation loss0.6" in page.text  # the card
 
 
+def test_a_report_shows_the_curves_that_are_drawn_already(tmp_path, monkeypatch):
+    with Run.create(tmp_path / "x", "name: x\n", {}) as run:
+        run.log(1, {"loss": 1.0})
+    drawn = []
+    monkeypatch.setattr("posttrain.store.report.curves_png", lambda metrics, title: drawn.append(title) or b"")
+    write_report(run.folder, "x")
+    assert len(drawn) == 1  # there is no curves.png
+    write_curves(run.read_metrics(), run.folder / "curves.png", "x")
+    write_report(run.folder, "x")
+    assert len(drawn) == 1
+    os.utime(run.folder / "curves.png", (0, 0))  # drawn before what was measured last
+    write_report(run.folder, "x")
+    assert len(drawn) == 2
+
+
 def test_a_report_without_a_run(tmp_path):
     sections = [
-        curves(measured(5), "Reward model"),
+        Picture("Reward model", curves_png(measured(5), "")),
         Picture("Plain", curves_png([], "")),
         Text("Next", "posttrain train dpo"),
         Text("Code", "a:\n  b", code=True),
         Table("Nothing", ["x"], []),
     ]
     page = Page(write_report(tmp_path, "Quickstart", sections).read_text(encoding="utf-8"))
-    assert page.tags.count("img") == 2 and page.tags.count("source") == 1 and "pre" in page.tags
+    assert page.tags.count("img") == 2 and "pre" in page.tags
     assert "Nothing" not in page.text and "Provenance" not in page.text
 
 

@@ -31,21 +31,31 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """What an update did: the batch's metrics with `loss` and `grad_norm`, and whether the weights took the step."""
+    """What an update did: the batch's metrics with `loss` and `grad_norm`, and whether the weights took the step.
+
+    There is no `grad_norm` when the loss was not finite.
+    """
 
     metrics: dict[str, float]
     applied: bool
 
 
 def update(packs: Iterable[Pack], objective: Objective, optimizer: AdamW, learning_rate: float) -> Updated:
-    """Sum the packs' gradients and take one step. A gradient that is not finite leaves weights and state unchanged."""
+    """Sum the packs' gradients and take one step.
+
+    A loss or a gradient that is not finite leaves weights and optimizer state unchanged.
+    """
     total: Metrics = {}
     for pack in packs:
         loss, metrics = objective.of(pack)
         loss.backward()
         add(total, {"loss": loss.detach(), **metrics})
+    metrics = to_floats(total)
+    if not math.isfinite(metrics["loss"]):
+        optimizer.forget()
+        return Updated(metrics, applied=False)
     grad_norm = optimizer.step(learning_rate)
-    return Updated(to_floats(total) | {"grad_norm": grad_norm}, applied=math.isfinite(grad_norm))
+    return Updated(metrics | {"grad_norm": grad_norm}, applied=math.isfinite(grad_norm))
 
 
 def add(total: Metrics, share: Metrics) -> None:

@@ -13,7 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import PercentFormatter
 
 from posttrain.quickstart.measure import Measured
-from posttrain.store.curves import COLOURS, DARK_COLOURS
+from posttrain.store.curves import COLOURS, GROUND, INK
 
 # Stage -> its title, and the second metric drawn below its loss
 STAGES = {
@@ -23,58 +23,57 @@ STAGES = {
 }
 
 
-def picture(metrics: Mapping[str, Sequence[dict[str, Any]]], measured: Mapping[str, Measured], dark: bool) -> bytes:
+def picture(metrics: Mapping[str, Sequence[dict[str, Any]]], measured: Mapping[str, Measured]) -> bytes:
     """A PNG: a column a stage with its loss and accuracy over the steps, then right answers with 95 % intervals.
 
     `metrics` has the lines of every stage's `metrics.jsonl`.
     """
-    ink, ground, colours = ("#d6dae0", "#161a20", DARK_COLOURS) if dark else ("#30353d", "#ffffff", COLOURS)
-    figure = Figure((14, 5.4), dpi=110, facecolor=ground, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    figure = Figure((14, 5.4), dpi=110, facecolor=GROUND, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     grid = figure.add_gridspec(2, 4)
     for column, (stage, (title, accuracy, label)) in enumerate(STAGES.items()):
         loss, lower = figure.add_subplot(grid[0, column]), figure.add_subplot(grid[1, column])
-        curve(loss, metrics[stage], "loss", colours)
-        curve(lower, metrics[stage], accuracy, colours)
-        style(loss, f"{title}: loss", ink, ground)
-        style(lower, label, ink, ground)
+        curve(loss, metrics[stage], "loss")
+        curve(lower, metrics[stage], accuracy)
+        style(loss, f"{title}: loss")
+        style(lower, label)
         lower.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        lower.set_xlabel("step", color=ink, fontsize=9)
-        loss.legend(fontsize=9, frameon=False, labelcolor=ink)
-    bars(figure.add_subplot(grid[:, 3]), measured, ink, ground, colours)
+        lower.set_xlabel("step", color=INK, fontsize=9)
+        loss.legend(fontsize=9, frameon=False, labelcolor=INK)
+    bars(figure.add_subplot(grid[:, 3]), measured)
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
     return buffer.getvalue()
 
 
-def curve(axes: Axes, lines: Sequence[dict[str, Any]], name: str, colours: Sequence[str]) -> None:
+def curve(axes: Axes, lines: Sequence[dict[str, Any]], name: str) -> None:
     """A metric in training as a line, in validation as dots joined by dashes."""
     for key, label, look in ((name, "training", "-"), (f"eval_{name}", "validation", "o--")):
         points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-        colour = colours[0 if label == "training" else 1]
+        colour = COLOURS[0 if label == "training" else 1]
         axes.plot(*zip(*points, strict=True), look, color=colour, lw=1.4, ms=4, label=label)
 
 
-def bars(axes: Axes, measured: Mapping[str, Measured], ink: str, ground: str, colours: Sequence[str]) -> None:
+def bars(axes: Axes, measured: Mapping[str, Measured]) -> None:
     """Right answers on held-out problems."""
     for at, model in enumerate(measured.values()):
         low, high = model.right.interval
         value = model.right.value
-        axes.bar(at, value, color=colours[at], width=0.6)
-        axes.errorbar(at, value, [[value - low], [high - value]], color=ink, capsize=5, lw=1.4)
-        axes.text(at, high + 0.015, f"{value:.1%}", color=ink, ha="center", fontsize=11, fontweight="bold")
+        axes.bar(at, value, color=COLOURS[at], width=0.6)
+        axes.errorbar(at, value, [[value - low], [high - value]], color=INK, capsize=5, lw=1.4)
+        axes.text(at, high + 0.015, f"{value:.1%}", color=INK, ha="center", fontsize=11, fontweight="bold")
     axes.set_xticks(range(len(measured)), list(measured))
     axes.set_ylim(0, 1.05)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    style(axes, "Right answers, held-out problems", ink, ground)
+    style(axes, "Right answers, held-out problems")
     axes.tick_params(axis="x", labelsize=11, length=0)
     axes.grid(False, axis="x")
 
 
-def style(axes: Axes, title: str, ink: str, ground: str) -> None:
-    axes.set_title(title, color=ink, fontsize=11, loc="left")
-    axes.set_facecolor(ground)
-    axes.tick_params(colors=ink, labelsize=9, length=3)
-    axes.grid(color=ink, alpha=0.15, lw=0.6)
+def style(axes: Axes, title: str) -> None:
+    axes.set_title(title, color=INK, fontsize=11, loc="left")
+    axes.set_facecolor(GROUND)
+    axes.tick_params(colors=INK, labelsize=9, length=3)
+    axes.grid(color=INK, alpha=0.15, lw=0.6)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():
-        spine.set(visible=side in ("left", "bottom"), color=ink, linewidth=0.6, alpha=0.5)
+        spine.set(visible=side in ("left", "bottom"), color=INK, linewidth=0.6, alpha=0.5)

@@ -57,13 +57,13 @@ def write(outcome: Outcome, settings: Mapping[str, str]) -> None:
     results = {stage: load_json(folder / stage / "results.json") for stage in STAGES}
     save_json(folder / "results.json", summary(outcome, results))
     metrics = {stage: read_metrics(folder / stage) for stage in STAGES}
-    light = picture(metrics, outcome.measured, dark=False)
-    write_file(folder / "curves.png", light)
+    curves = picture(metrics, outcome.measured)
+    write_file(folder / "curves.png", curves)
     sections = [
         report.Text("What happened", WHAT),
         report.Table("Results", ["", *outcome.measured], rows(outcome.measured), HOW),
         report.Text("In short", in_short(outcome)),
-        report.Picture("Curves", light, picture(metrics, outcome.measured, dark=True)),
+        report.Picture("Curves", curves),
         report.Table("Examples", ["problem", "answer", *outcome.replies], examples(outcome), "Working, then solution."),
         report.Text("What to try next", "\n".join(f"{step}\n    {why}" for step, why in next_steps(folder)), True),
         *(report.Text(f"{stage}.yaml", text, code=True) for stage, text in settings.items()),

@@ -25,7 +25,7 @@ from posttrain.recipes.pipeline import Pipeline, Task, is_whole_run, keep_saved_
 from posttrain.recipes.plan import plan
 from posttrain.recipes.resume import refuse_changes, run_folder_of, saved_settings
 from posttrain.recipes.signals import handling, leave
-from posttrain.store.checkpoint import named_checkpoint, newest_complete
+from posttrain.store.checkpoint import has_saved, named_checkpoint, newest_complete, saved_step
 from posttrain.store.run import Run
 from posttrain.store.tracking import Tracking, require_trackers
 
@@ -92,7 +92,7 @@ def _resume_one(stages: Sequence[Stage], path: Path) -> int:
     keep_saved_path(tasks[0])
     refuse_other_start(tasks[0])
     settings = saved_settings(folder, tasks[0].config)
-    train_one(settings, folder, named_checkpoint(path) if path != folder else None, True)
+    train_one(settings, folder, named_checkpoint(path) if path != folder else None, True, False, tasks[0].start_facts())
     return 0
 
 
@@ -104,7 +104,10 @@ def train_one(
     overwrite: bool = False,
     start_facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Train the one model of `config` in `folder`, from the start or, with `resume`, from a checkpoint."""
+    """Train the one model of `config` in `folder`, from the start or, with `resume`, from a checkpoint.
+
+    A run that was stopped before its first checkpoint begins anew; a `best` that it has is set aside.
+    """
     facts = {"seed": config.seed, "threads": torch.get_num_threads(), **(start_facts or {})}
     run = Run.open(folder) if resume else Run.create(folder, dump(config), facts, overwrite=overwrite)
     with handling(leave, signal.SIGTERM), run, ExitStack() as trackers:
@@ -112,10 +115,13 @@ def train_one(
         logged: list[dict[str, Any]] = []
         if resume:
             checkpoint = checkpoint or _newest(folder)
-            refuse_changes(checkpoint, config)
-            step = int(checkpoint.name.rpartition("-")[2])
+            step = saved_step(checkpoint) if checkpoint else -1  # 0 is the evaluation before training
             logged = [line for line in run.read_metrics() if line["step"] > step]
-            run.rewind(step)
+            if checkpoint is None:
+                run.begin_anew(facts)
+            else:
+                refuse_changes(checkpoint, config)
+                run.rewind(step)
             run.write_config(dump(config))
         trackers.enter_context(Tracking(config, run, logged))
         job = Job.start(config, config.models[0], run, checkpoint)
@@ -124,7 +130,11 @@ def train_one(
         finish(job, loop, time.perf_counter() - began)
 
 
-def _newest(folder: Path) -> Path:
+def _newest(folder: Path) -> Path | None:
+    """The checkpoint to go on from; None for a run that was stopped before its first one."""
+    if not has_saved(folder):
+        log.warning("%s has no checkpoint yet: it is begun anew", folder)
+        return None
     checkpoint, skipped = newest_complete(folder)
     for reason in skipped:
         log.warning("%s: falling back to %s", reason, checkpoint.name)

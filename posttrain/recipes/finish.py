@@ -33,6 +33,7 @@ def finish(job: Job, loop: Loop, seconds: float) -> None:
         "num_tokens": state.num_tokens,
         "skipped_steps": state.skipped,
         "train_runtime": round(state.seconds, 3),
+        "save_seconds": round(state.save_seconds, 3),
         "tokens_per_second": round(state.num_tokens / state.seconds, 1) if state.seconds else 0.0,
         "peak_memory_gib": round(peak_memory(job.device) / 2**30, 3),
         "start": last_values(lines[::-1]),

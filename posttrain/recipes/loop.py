@@ -10,10 +10,12 @@ import logging
 import math
 import signal
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,13 +31,15 @@ from posttrain.optim.update import Metrics, Objective, add, to_floats, update
 from posttrain.progress import progress
 from posttrain.recipes.job import Job
 from posttrain.recipes.signals import handling
-from posttrain.recipes.vital import MovedWeights
+from posttrain.recipes.vital import MovedWeights, check_finite
 from posttrain.store.files import load_json, load_tensors, restore_rng, rng_state, save_json, save_tensors
+from posttrain.store.logs import QUIET_LOGGER
 from posttrain.store.progress import TrainingProgress
 
 log = logging.getLogger("posttrain")
 
 MAX_SKIPPED_IN_A_ROW = 5
+PATIENCE_S = 3.0  # how long a step may go on after a signal; what sends SIGTERM kills 10 s later at the earliest
 ObjectiveOf = Callable[[list[Example]], tuple[list[Pack], Objective]]
 
 
@@ -56,15 +60,28 @@ class State:
 
     step: int = 0
     num_tokens: int = 0
+    order: int = 0  # CRC-32 of the row numbers trained on so far, as they came
     skipped: int = 0
     skipped_in_a_row: int = 0
     evaluated: bool = False  # at this step
     best: float | None = None
     evaluations_since_best: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of steps and evaluations
+    save_seconds: float = 0.0  # of checkpoints
     window: dict[str, float] = field(default_factory=dict)  # sums since the last log line
     window_steps: dict[str, int] = field(default_factory=dict)  # those that had the metric
     memory: dict[str, float] = field(default_factory=dict)  # what the method itself has to remember
+
+    def as_json(self) -> dict[str, Any]:
+        """For `from_json`. JSON has no NaN, which a metric may be although loss and gradient are finite."""
+        window = {name: value if math.isfinite(value) else None for name, value in self.window.items()}
+        return asdict(self) | {"window": window}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> State:
+        window = {name: math.nan if value is None else value for name, value in saved["window"].items()}
+        facts: dict[str, Any] = {**saved, "window": window}
+        return cls(**facts)
 
 
 class Loop:
@@ -79,7 +96,10 @@ class Loop:
         self.warmup = warmup_count(training.warmup_steps, self.total)
         self.peak_rate = job.learning_rate()
         self.state = State()
-        self.stop: str | None = None
+        self.stop: str | None = None  # the signal that asks for it
+        self._asked = 0.0  # when
+        self._rows = np.empty(0, int)  # of the step under way
+        self._rng_before: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None  # and the generators before it
         self._order: tuple[int, np.ndarray] | None = None
         self._moved: MovedWeights | None = None
         if job.checkpoint is not None:
@@ -104,6 +124,7 @@ class Loop:
                     log.info("stopped early: %s has not improved", self.job.config.checkpoint.best_metric)
                     break
                 began = time.perf_counter()
+                self._rng_before = rng_state()
                 yield step, self._examples(step)
                 self.state.seconds += time.perf_counter() - began
                 self._after_step()
@@ -114,8 +135,8 @@ class Loop:
     def _examples(self, step: int) -> list[Example]:
         epoch, batch = divmod(step - 1, self.steps_per_epoch)
         order = self._epoch_order(epoch)
-        rows = order[batch * self.batch_size : (batch + 1) * self.batch_size]
-        return [self.data.train[int(row)] for row in rows]
+        self._rows = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+        return [self.data.train[int(row)] for row in self._rows]
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:
@@ -125,7 +146,7 @@ class Loop:
     def update(self, packs: list[Pack], objective: Objective) -> None:
         """One optimizer step at the schedule's learning rate. A step that is not finite is skipped and counted."""
         state, step = self.state, self.state.step + 1
-        done = update(packs, objective, self.optimizer, self.rate(step))
+        done = update(self._while_patient(packs), objective, self.optimizer, self.rate(step))
         if done.applied:
             state.skipped_in_a_row = 0
             for name, value in done.metrics.items():
@@ -136,12 +157,24 @@ class Loop:
         tokens = sum(pack.num_tokens for pack in packs)
         state.step, state.evaluated = step, False
         state.num_tokens += tokens
+        state.order = zlib.crc32(self._rows.astype("<i8").tobytes(), state.order)
         self.progress.step(step, tokens, done.metrics)
         if step % self.job.config.tracking.logging_steps == 0 or step == self.total:
             self._log()
         if self._moved is not None and done.applied and self.rate(step) > 0 and done.metrics["grad_norm"] > 0:
             self._moved.check(self.rate(step), done.metrics["grad_norm"])
             self._moved = None
+
+    def _while_patient(self, packs: list[Pack]) -> Iterator[Pack]:
+        """The packs of a step. One that is far from done some seconds after a signal is given up, as if never begun."""
+        for pack in packs:
+            if self.stop and time.monotonic() - self._asked > PATIENCE_S:
+                log.warning("step %d takes too long to finish: it is given up", self.state.step + 1)
+                self.optimizer.forget()
+                if self.state.step:
+                    self.save_checkpoint(self._rng_before)
+                self._leave_if_asked()
+            yield pack
 
     def rate(self, step: int) -> float:
         kind = self.job.config.training.lr_scheduler_type
@@ -250,19 +283,24 @@ class Loop:
 
     # Saving, stopping, resuming
 
-    def save_checkpoint(self) -> None:
-        """The model, the optimizer, the generators and where the loop stands; whole or not at all."""
+    def save_checkpoint(self, rng: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None) -> None:
+        """The model, the optimizer, the generators (or `rng`) and where the loop stands; whole or not at all."""
+        began = time.perf_counter()
+        check_finite(self.optimizer.masters, self.state.step)
+        generators, facts = rng or rng_state()
 
         def write(folder: Path) -> None:
             self._write_model(folder)
-            tensors, facts = rng_state()
             save_tensors(folder / "optimizer.safetensors", self.optimizer.state())
-            save_tensors(folder / "rng.safetensors", tensors)
-            state = {"loop": asdict(self.state), "rng": facts, "data": self.data.fingerprint}
+            save_tensors(folder / "rng.safetensors", generators)
+            state = {"loop": self.state.as_json(), "rng": facts, "data": self.data.fingerprint, "total": self.total}
             save_json(folder / "state.json", state)
             (folder / "config.yaml").write_text(self.job.run.config_yaml, encoding="utf-8")
 
-        self.job.run.save_checkpoint(self.state.step, write, self.job.config.checkpoint.save_total_limit)
+        saved = self.job.run.save_checkpoint(self.state.step, write, self.job.config.checkpoint.save_total_limit)
+        seconds = time.perf_counter() - began
+        self.state.save_seconds += seconds
+        logging.getLogger(QUIET_LOGGER).info("saved %s in %.3f s", saved.name, seconds)
 
     def _restore(self, checkpoint: Path) -> None:
         saved = load_json(checkpoint / "state.json")
@@ -271,12 +309,28 @@ class Loop:
                 f"{checkpoint}: the training data is not what this run began with (another file, split, template or "
                 "tokenizer): give it back, or start a new run"
             )
-        self.state = State(**saved["loop"])
+        self.state = State.from_json(saved["loop"])
         if self.state.best is not None and not self.job.run.best.exists():
             self.state.best, self.state.evaluations_since_best = None, 0  # it was of a future given up
         self.optimizer.load_state(load_tensors(checkpoint / "optimizer.safetensors"))
         restore_rng(load_tensors(checkpoint / "rng.safetensors"), saved["rng"])
-        log.info("resumed from %s at step %d", checkpoint.name, self.state.step)
+        log.info("resumed from %s at step %d of %d", checkpoint.name, self.state.step, self.total)
+        self._say_how_the_schedule_changed(saved["total"])
+
+    def _say_how_the_schedule_changed(self, before: int) -> None:
+        """A schedule is stretched over the steps there are now; the steps already made keep the rates they had."""
+        training, step = self.job.config.training, self.state.step
+        if before == self.total or step == self.total:
+            return
+        warmup = warmup_count(training.warmup_steps, before)
+        old = self.peak_rate * schedule(training.lr_scheduler_type, min(step, before), before, warmup)
+        new = self.rate(step + 1)
+        if new != old:
+            log.warning(
+                "%d steps in all instead of %d: the %s schedule is stretched, the learning rate of step %d is %.2e "
+                "instead of %.2e. This is not what a run of %d steps from the start would have done",
+                self.total, before, training.lr_scheduler_type, step + 1, new, old, self.total,
+            )  # fmt: skip
 
     def _write_model(self, folder: Path) -> None:
         self.policy.save_pretrained(folder)  # pyright: ignore[reportCallIssue]
@@ -293,7 +347,7 @@ class Loop:
         def ask(number: int, frame: object) -> None:
             if self.stop and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self.stop = signal.Signals(number).name
+            self.stop, self._asked = signal.Signals(number).name, time.monotonic()
             log.warning("%s: finishing the step, then saving a checkpoint (again to leave at once)", self.stop)
 
         with handling(ask, signal.SIGINT, signal.SIGTERM):

@@ -22,11 +22,11 @@ from posttrain.config import RunConfig, Stage, check_skip, dump, load
 from posttrain.errors import ConfigError, PosttrainError, RunError
 from posttrain.recipes.resume import refuse_changes
 from posttrain.store.atomic import write_file
-from posttrain.store.checkpoint import list_checkpoints, verify
+from posttrain.store.checkpoint import has_saved, verify
 from posttrain.store.files import load_json
 from posttrain.store.progress import duration
 from posttrain.store.provenance import redact
-from posttrain.store.run import read_run
+from posttrain.store.run import never_stepped, read_run
 
 log = logging.getLogger("posttrain")
 
@@ -131,7 +131,8 @@ class Pipeline:
                         f"{task.source.final} cannot be used ({'; '.join(problems)}): train that stage first"
                     )
                 log.info("%s starts from %s", task.title, task.source.final)
-        taken = [str(task.folder) for task in self.active if (task.folder / "run.json").exists()]
+        begun = [task.folder for task in self.active if (task.folder / "run.json").exists()]
+        taken = [str(folder) for folder in begun if not never_stepped(folder)]
         if taken and not self.alone and not resume and not overwrite:
             skip = ", leave stages out (--skip)" if len(self.stages) > 1 else ""
             raise RunError(
@@ -184,16 +185,16 @@ class Pipeline:
         began = time.perf_counter()
         task.outcome = STOPPED
         try:
-            # Those that an interruption left without a checkpoint, or never reached, begin anew.
-            begun = resume and (self.alone or bool(list_checkpoints(task.folder)))
-            if begun:
+            # Those that an interruption kept from their turn begin now.
+            begun = resume and (self.alone or (task.folder / "run.json").exists())
+            if begun and has_saved(task.folder):
                 keep_saved_path(task)
                 refuse_other_start(task)
             if begun and not self.alone and is_finished(task):
                 task.outcome = EARLIER
                 log.info("%s is finished already", task.title)
                 return
-            train_one(task, begun, overwrite or (resume and not begun and task.folder.exists()))
+            train_one(task, begun, overwrite)
             task.outcome = FINISHED
         except Exception as error:
             task.outcome, task.note = FAILED, " ".join(str(error).split()) or type(error).__name__

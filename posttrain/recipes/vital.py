@@ -138,6 +138,17 @@ class MovedWeights:
             )
 
 
+@torch.no_grad()
+def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:
+    """Raise VitalSignError when a trained tensor holds NaN or an infinity: such weights are never saved."""
+    bad = [name for name, t in tensors.items() if not bool(t.isfinite().all())]
+    if bad:
+        raise VitalSignError(
+            f"weights are not finite at step {step}, so they are not saved: {bad[0]} ({len(bad)} of {len(tensors)} "
+            "tensors). Go on from the last checkpoint with a lower training.learning_rate"
+        )
+
+
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """A number per tensor that changes, but for rare chance, when any of its bits does: the sum of its words."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

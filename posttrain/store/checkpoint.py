@@ -7,8 +7,9 @@ posttrain would write, so that no flipped bit in it goes unseen either.
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +20,18 @@ MANIFEST = "manifest.json"
 VERSION = 1
 
 
-def save_checkpoint(
-    run_dir: Path,
-    step: int,
-    write: Callable[[Path], None],
-    limit: int | None,
-    keep: Collection[Path] = (),
-) -> Path:
+def save_checkpoint(run_dir: Path, step: int, write: Callable[[Path], None], limit: int | None) -> Path:
     """Save `checkpoint-{step}` with the files that `write(temporary_folder)` makes; returns its path.
 
     Once it is safe on the disk, the oldest checkpoints beyond `limit` (at least 1; None keeps all) are deleted: never
-    the one just saved or the newest, never one in `keep`.
+    the one just saved or the newest.
     Raises RunError when it cannot be written, for instance on a full disk; earlier checkpoints are then intact.
     """
     target = run_dir / f"checkpoint-{step}"
     save_folder(target, step, write)
     if limit is not None:
         existing = list_checkpoints(run_dir)
-        protected = {path.resolve() for path in (target, existing[-1], *keep)}
+        protected = {path.resolve() for path in (target, existing[-1])}
         removable = [path for path in existing if path.resolve() not in protected]
         for path in removable[: max(len(existing) - limit, 0)]:
             remove_folder(path)
@@ -101,6 +96,11 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return [path for _, path in sorted(found) if path.is_dir()]
 
 
+def has_saved(run_dir: Path) -> bool:
+    """Whether a run got as far as a checkpoint or its final model."""
+    return bool(list_checkpoints(run_dir)) or (run_dir / "final").exists()
+
+
 def newest_complete(run_dir: Path) -> tuple[Path, list[str]]:
     """The newest checkpoint whose every byte is as it was saved, and why newer ones were skipped (often nothing).
 
@@ -148,10 +148,13 @@ def set_aside_after(run_dir: Path, step: int) -> list[Path]:
     return moved
 
 
-def _made_at(folder: Path) -> int:
-    """The step of a checkpoint by its name, of another saved folder by its manifest."""
+def _made_at(folder: Path) -> float:
+    """The step of a checkpoint by its name, of another saved folder by its manifest; a bad one is later than all."""
     step = _step_of(folder)
-    return saved_step(folder) if step is None else step
+    if step is not None:
+        return step
+    manifest = _read_manifest(folder)
+    return math.inf if isinstance(manifest, str) else manifest[0]
 
 
 def _step_of(path: Path) -> int | None:

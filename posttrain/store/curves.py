@@ -39,9 +39,9 @@ PANELS = (
 )
 ORDER = {"train": 0, "validation": 1}  # then the other datasets as they come
 KNOWN = sorted((name for panel in PANELS for name in panel.metrics), key=len, reverse=True)
-# Colours told apart by colour-blind readers too (Okabe and Ito), on a light and on a dark ground.
+# Colours told apart by colour-blind readers too (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-DARK_COLOURS = ("#56b4e9", "#ff9d5c", "#3ccfa4", "#e8a5cb", "#f0c24b", "#9ad4f5")
+INK, GROUND = "#30353d", "#ffffff"
 
 
 def write_curves(metrics: Sequence[dict[str, Any]], path: Path, title: str) -> None:
@@ -49,7 +49,7 @@ def write_curves(metrics: Sequence[dict[str, Any]], path: Path, title: str) -> N
     write_file(path, curves_png(metrics, title))
 
 
-def curves_png(metrics: Sequence[dict[str, Any]], title: str, dark: bool = False) -> bytes:
+def curves_png(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
     """A grid of curves over the steps: training lines thin, smoothed where there are many points; validation dotted.
 
     Steps whose value is null (not finite) leave a gap. Without any known metric the picture says so.
@@ -58,25 +58,24 @@ def curves_png(metrics: Sequence[dict[str, Any]], title: str, dark: bool = False
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    ink, ground = ("#d6dae0", "#161a20") if dark else ("#30353d", "#ffffff")
     series = _series(metrics)
     panels = [panel for panel in PANELS if any(name in series for name in panel.metrics)]
     columns = min(3, max(1, len(panels))) if len(panels) != 4 else 2
     rows = max(1, math.ceil(len(panels) / columns))
     layout = ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09)
     figure = Figure(
-        figsize=(4.2 * columns, 2.75 * rows + (0.45 if title else 0)), dpi=130, facecolor=ground, layout=layout
+        figsize=(4.2 * columns, 2.75 * rows + (0.45 if title else 0)), dpi=130, facecolor=GROUND, layout=layout
     )
     if title:
-        figure.suptitle(_plain(title), color=ink, fontsize=12, fontweight="bold")
+        figure.suptitle(_plain(title), color=INK, fontsize=12, fontweight="bold")
     steps = [line["step"] for line in metrics]
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, index + 1)
         margin = max(1, 0.02 * (max(steps) - min(steps)))
         axes.set_xlim(min(steps) - margin, max(steps) + margin)
-        _draw(axes, panel, series, DARK_COLOURS if dark else COLOURS, ink, ground)
+        _draw(axes, panel, series)
     if not panels:
-        _say(figure, "no metrics were logged", ink)
+        _say(figure, "no metrics were logged")
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
     return buffer.getvalue()
@@ -114,14 +113,14 @@ def _split(key: str) -> tuple[str, str] | None:
     return None
 
 
-def _draw(axes: "Axes", panel: Panel, series: Series, colours: Sequence[str], ink: str, ground: str) -> None:
+def _draw(axes: "Axes", panel: Panel, series: Series) -> None:
     names = [name for name in panel.metrics if name in series]
     owners = {name: sorted(series[name], key=lambda whose: ORDER.get(whose, len(ORDER))) for name in names}
     lines = [(name, whose, *series[name][whose]) for name in names for whose in owners[name]]
     for index, (name, whose, steps, values) in enumerate(lines):
         short = name.rpartition("/")[2].removesuffix("_reward")
         label = whose if len(names) == 1 else short if whose == "train" else f"{short}, {whose}"
-        colour = colours[index % len(colours)]
+        colour = COLOURS[index % len(COLOURS)]
         if whose != "train":
             few = len(steps) <= 40
             axes.plot(steps, values, "--", color=colour, lw=1.3, marker="o" if few else None, ms=3, label=_plain(label))
@@ -131,29 +130,29 @@ def _draw(axes: "Axes", panel: Panel, series: Series, colours: Sequence[str], in
         else:
             single = sum(map(math.isfinite, values)) == 1
             axes.plot(steps, values, color=colour, lw=1.3, marker="o" if single else None, ms=3, label=_plain(label))
-    axes.set_title(panel.title, color=ink, fontsize=10, loc="left")
+    axes.set_title(panel.title, color=INK, fontsize=10, loc="left")
     if panel.share:
         axes.set_ylim(-0.03, 1.03)
     elif panel.small:
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     _keep_outliers_out(axes, [value for *_, values in lines for value in values])
-    _style(axes, ink, ground)
+    _style(axes)
     if len(lines) > 1:
-        axes.legend(fontsize=8, frameon=False, labelcolor=ink)
+        axes.legend(fontsize=8, frameon=False, labelcolor=INK)
 
 
-def _style(axes: "Axes", ink: str, ground: str) -> None:
+def _style(axes: "Axes") -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_facecolor(ground)
-    axes.set_xlabel("step", color=ink, fontsize=8)
+    axes.set_facecolor(GROUND)
+    axes.set_xlabel("step", color=INK, fontsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.yaxis.get_offset_text().set(color=ink, fontsize=8)
-    axes.tick_params(colors=ink, labelsize=8, length=3, width=0.6)
-    axes.grid(color=ink, alpha=0.15, lw=0.6)
+    axes.yaxis.get_offset_text().set(color=INK, fontsize=8)
+    axes.tick_params(colors=INK, labelsize=8, length=3, width=0.6)
+    axes.grid(color=INK, alpha=0.15, lw=0.6)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():
-        spine.set(visible=side in ("left", "bottom"), color=ink, linewidth=0.6, alpha=0.5)
+        spine.set(visible=side in ("left", "bottom"), color=INK, linewidth=0.6, alpha=0.5)
 
 
 def _keep_outliers_out(axes: "Axes", values: list[float]) -> None:
@@ -183,5 +182,5 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _say(figure: "Figure", text: str, ink: str) -> None:
-    figure.text(0.5, 0.45, text, color=ink, ha="center", fontsize=11)
+def _say(figure: "Figure", text: str) -> None:
+    figure.text(0.5, 0.45, text, color=INK, ha="center", fontsize=11)

@@ -81,16 +81,34 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def last_metrics(folder: Path) -> dict[str, Any]:
     """The last whole line, or nothing; only the file's end is read."""
+    lines = _tail(folder)
+    return _parsed(lines[-1], folder) if lines else {}
+
+
+def latest_metrics(folder: Path) -> dict[str, Any]:
+    """The latest value of every metric that the file's end (64 KiB) tells of; not finite ones are left out."""
+    values: dict[str, Any] = {}
+    for line in _tail(folder):
+        values |= {name: value for name, value in _parsed(line, folder).items() if value is not None}
+    return values
+
+
+def _tail(folder: Path) -> list[bytes]:
     path = folder / NAME
     if not path.exists():
-        return {}
+        return []
     with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL))
+        skipped = max(0, path.stat().st_size - TAIL)
+        file.seek(skipped)
         lines = file.read().split(b"\n")[:-1]
+    return lines[1:] if skipped and len(lines) > 1 else lines  # the first may be cut
+
+
+def _parsed(line: bytes, folder: Path) -> dict[str, Any]:
     try:
-        return json.loads(lines[-1]) if lines else {}
+        return json.loads(line)
     except ValueError:
-        raise RunError(f"{path}: the last line is damaged") from None
+        raise RunError(f"{folder / NAME}: a line near the end is damaged") from None
 
 
 def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:

@@ -72,11 +72,10 @@ class TrainingProgress:
                 self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the numbers of a validation at `step`, on a line of their own."""
-        values = "  ".join(f"{name} {_show(value)}" for name, value in metrics.items())
-        line = f"validation at step {step}  {values}"
-        log.info(line)
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        """Show the numbers of a validation at `step`: as one line in the log, on the console as its width allows."""
+        parts = [f"validation at step {step}", *(f"{name} {_show(value)}" for name, value in metrics.items())]
+        log.info("  ".join(parts))
+        self._console.print(_wrapped(parts, self._console.width), markup=False, highlight=False, soft_wrap=True)
 
     @property
     def tokens_per_second(self) -> float:
@@ -96,6 +95,17 @@ class TrainingProgress:
         if self.seconds_left is not None:
             parts.append(f"ETA {duration(self.seconds_left)}")
         return "  ".join(parts)
+
+
+def _wrapped(parts: Sequence[str], width: int) -> str:
+    """The parts side by side in lines of at most `width`, those after the first indented; no part is broken."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"    {part}")
+    return "\n".join(lines)
 
 
 def duration(seconds: float) -> str:

@@ -15,7 +15,7 @@ from posttrain.store.atomic import write_file
 from posttrain.store.curves import curves_png
 from posttrain.store.files import load_json
 from posttrain.store.logs import harmless
-from posttrain.store.metrics import read_metrics
+from posttrain.store.metrics import NAME, read_metrics
 from posttrain.store.progress import duration
 from posttrain.store.report_style import CSS
 from posttrain.store.run import RunInfo, read_run
@@ -53,11 +53,10 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A PNG, and the same for readers who prefer a dark page."""
+    """A PNG on white; on a dark page its lightness is turned round."""
 
     title: str
     png: bytes
-    dark: bytes | None = None
 
 
 Section = Facts | Table | Text | Picture
@@ -76,7 +75,7 @@ def write_report(folder: Path, title: str, sections: Sequence[Section] = ()) -> 
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {}
         results = load_json(folder / "results.json") if (folder / "results.json").is_file() else {}
         cards = _cards(info, metrics, results)
-        before = [_summary(info, config), _metrics_table(metrics), curves(metrics, "Curves")]
+        before = [_summary(info, config), _metrics_table(metrics), _curves(folder, metrics)]
         before += [Facts("Results", results)] if results else []
         settings = (folder / "config.yaml").read_text(encoding="utf-8")
         after = [Text("Settings", settings, code=True), Facts("Provenance", info.provenance)]
@@ -87,9 +86,11 @@ def write_report(folder: Path, title: str, sections: Sequence[Section] = ()) -> 
     return path
 
 
-def curves(metrics: Sequence[dict[str, Any]], title: str) -> Picture:
-    """The curves of a run as a section, drawn for light and for dark pages."""
-    return Picture(title, curves_png(metrics, ""), curves_png(metrics, "", dark=True))
+def _curves(folder: Path, metrics: Sequence[dict[str, Any]]) -> Picture:
+    """The curves of a run: `curves.png` when that is up to date."""
+    drawn, measured = folder / "curves.png", folder / NAME
+    fresh = drawn.is_file() and (not measured.is_file() or drawn.stat().st_mtime >= measured.stat().st_mtime)
+    return Picture("Curves", drawn.read_bytes() if fresh else curves_png(metrics, ""))
 
 
 def _is_empty(section: Section) -> bool:
@@ -185,11 +186,7 @@ def _render(section: Section) -> str:
         return f'{note}<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     if isinstance(section, Text):
         return f"<pre>{_text(section.text)}</pre>" if section.code else f"<p>{_text(section.text)}</p>"
-    dark = ""
-    if section.dark:
-        dark = f'<source media="screen and (prefers-color-scheme: dark)" srcset="{_data(section.dark)}">'
-    image = f'<img src="{_data(section.png)}" alt="{_text(section.title)}">'
-    return f"<picture>{dark}{image}</picture>"
+    return f'<img src="{_data(section.png)}" alt="{_text(section.title)}">'
 
 
 def _flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,6 +9,7 @@ CSS = """
   :root {
     --ground: #161a20; --raised: #1f252d; --ink: #dfe3e8; --quiet: #97a1ae; --line: #343c47; --accent: #69b7f0;
   }
+  img { filter: invert(0.91) hue-rotate(180deg); }  /* white becomes nearly the ground, colours keep their hue */
 }
 * { box-sizing: border-box; }
 body {

@@ -7,6 +7,7 @@ Importing this module, creating or reading a run folder needs no torch.
 """
 
 import logging
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from typing import Any, Literal, Self, get_args
 
 from posttrain.errors import PosttrainError, RunError
 from posttrain.store import checkpoint
-from posttrain.store.atomic import cannot_write, recover, write_file
+from posttrain.store.atomic import LEFTOVER, cannot_write, recover, write_file
 from posttrain.store.files import load_json, save_json
 from posttrain.store.lock import LOCK, FolderLock, is_locked
 from posttrain.store.logs import RunLog
@@ -27,6 +28,8 @@ from posttrain.store.provenance import environment, redact
 
 State = Literal["running", "finished", "interrupted", "failed"]
 FORMAT = 1
+# What a run begins with. A folder that holds nothing else has nothing that a run begun anew would destroy.
+FIRST_FILES = (LOCK, "run.json", "config.yaml", "metrics.jsonl", "training.log", "tracking", "base")
 log = logging.getLogger("posttrain")
 
 
@@ -53,7 +56,8 @@ class Run:
         """Start a run in a new or empty folder.
 
         `provenance` adds what the caller knows (seed, dataset fingerprints, devices …) to what is found out here
-        (versions, platform, command line, commit). With `overwrite`, a folder that is a run folder is emptied first.
+        (versions, platform, command line, commit). With `overwrite`, a folder that is a run folder is emptied first; so
+        is, without it, that of a run which ended before its first step.
         Raises RunError when the folder holds anything else, or when another process runs in it.
         """
         if folder.exists() and not folder.is_dir():
@@ -66,7 +70,8 @@ class Run:
         lock = FolderLock(folder)
         try:
             _refuse_occupied(folder, overwrite)  # again: another process may have come first
-            if overwrite:
+            anew = never_stepped(folder)
+            if overwrite or anew:
                 _empty(folder)
             recover(folder)
             facts = {
@@ -81,10 +86,13 @@ class Run:
             }
             save_json(folder / "run.json", facts)
             write_file(folder / "config.yaml", redact(config_yaml))
-            return cls(folder, lock, facts)
+            run = cls(folder, lock, facts)
         except BaseException:
             lock.release()
             raise
+        if anew and not overwrite:
+            log.info("%s held a run that had ended before its first step: it is begun anew", folder)
+        return run
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -97,8 +105,6 @@ class Run:
         try:
             cleared = recover(folder)
             facts = _read_facts(folder)
-            if not (folder / "config.yaml").is_file():
-                raise RunError(f"{folder} has no config.yaml: it was killed at birth; start again with --overwrite")
             facts["resumes"].append(redact({"time": _now(), **environment()}))
             facts |= {"state": "running", "reason": None, "ended": None}
             save_json(folder / "run.json", facts)
@@ -201,12 +207,21 @@ class Run:
         Later checkpoints (damaged, or of the future given up), `best` and `final` are renamed to `….set-aside`, later
         metrics cut away.
         """
+        self._keep_until(step, f"later than step {step}")
+
+    def begin_anew(self, provenance: Mapping[str, Any]) -> None:
+        """Make the folder that of a run just created: `best` is set aside, all metrics are cut away."""
+        self._keep_until(-1, "of the run before")  # step 0 is the evaluation before training
+        self._facts["provenance"] = redact(environment() | dict(provenance))
+        save_json(self.folder / "run.json", self._facts)
+
+    def _keep_until(self, step: int, rest: str) -> None:
         moved = checkpoint.set_aside_after(self.folder, step)
         cut = self.truncate_metrics(step)
         if moved:
-            log.warning("set aside, being later than step %d: %s", step, ", ".join(path.name for path in moved))
+            log.warning("set aside, being %s: %s", rest, ", ".join(path.name for path in moved))
         if cut:
-            log.info("cut %d lines of metrics.jsonl after step %d: they will be made anew", cut, step)
+            log.info("cut %d lines of metrics.jsonl, being %s: they will be made anew", cut, rest)
 
     # The end
 
@@ -284,6 +299,41 @@ def find_runs(output_dir: Path) -> list[Path]:
     return sorted(path.parent for pattern in patterns for path in output_dir.glob(pattern))
 
 
+def never_stepped(folder: Path) -> bool:
+    """Whether a run folder is that of a run that ended before its first step: there is nothing in it to lose."""
+    if not (folder / "run.json").is_file():
+        return False
+    names = [path.name for path in folder.iterdir()]
+    leftovers = [found for name in names if (found := LEFTOVER.fullmatch(name))]
+    half_written = [found[0] for found in leftovers if found["kind"] == "tmp"]  # the other kind is whole
+    if any(name not in FIRST_FILES and name not in half_written for name in names):
+        return False
+    try:
+        return _read_facts(folder)["state"] != "finished" and last_metrics(folder).get("step", 0) == 0
+    except RunError:  # something is damaged: there was something
+        return False
+
+
+def remove_run(folder: Path) -> None:
+    """Delete a run folder with all that is in it; links in it are removed, not followed.
+
+    Raises RunError when it is no run folder, holds other runs, is a link itself, or a process runs in it.
+    """
+    if folder.is_symlink():
+        raise RunError(f"{folder} is a link to {folder.resolve()}: give that folder, or remove the link yourself")
+    _check_run_folder(folder)
+    _refuse_occupied(folder, overwrite=True)
+    lock = FolderLock(folder)
+    try:
+        _empty(folder)
+        (folder / LOCK).unlink(missing_ok=True)
+        folder.rmdir()
+    except OSError as error:
+        raise RunError(f"cannot delete {folder}: {error.strerror}") from error
+    finally:
+        lock.release()
+
+
 def _check_run_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise RunError(f"there is no run folder {folder}")
@@ -300,7 +350,8 @@ def _read_facts(folder: Path) -> dict[str, Any]:
 
 def _refuse_occupied(folder: Path, overwrite: bool) -> None:
     """Raise RunError unless a run may start in `folder`."""
-    entries = [path.name for path in folder.iterdir() if path.name != LOCK] if folder.exists() else []
+    begun = re.compile(rf"{re.escape(LOCK)}|run\.json\.tmp-\d+")  # killed at birth: there is nothing yet
+    entries = [path.name for path in folder.iterdir() if not begun.fullmatch(path.name)] if folder.exists() else []
     if not entries:
         return
     nested = sorted(path.parent.name for path in folder.glob("*/run.json"))
@@ -313,7 +364,7 @@ def _refuse_occupied(folder: Path, overwrite: bool) -> None:
             f"{folder} is not empty and not a run folder (no run.json), so posttrain will not touch it: "
             "choose another name or output_dir"
         )
-    if not overwrite:
+    if not overwrite and not never_stepped(folder):
         raise RunError(
             f"{folder} holds a run already: go on with it (--resume), replace it (--overwrite), or choose another name"
         )

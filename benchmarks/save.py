@@ -1,0 +1,71 @@
+"""What checkpoints cost: `python -m benchmarks.save`. Prints a line and writes results/save.json.
+
+DPO of the benchmark's model, a checkpoint every two steps: the time of a save (weights, optimizer, hashes, all of it
+forced to the disk, the oldest deleted) beside the time of the steps between two saves at the default interval.
+"""
+
+import argparse
+import json
+import re
+import statistics
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from benchmarks.common import THREADS
+from benchmarks.posttrain_side import TOKENS_PER_PACK, settings
+from posttrain import recipes
+from posttrain.config import CheckpointConfig, load
+from posttrain.store.listing import in_units, size_of
+
+STEPS, EVERY = 12, 2
+GOAL = 0.02  # of the time that steps take
+
+
+def measure(folder: Path) -> dict:
+    """Train, and read from the run folder how long steps and saves took."""
+    arguments = argparse.Namespace(
+        method="dpo",
+        models=folder / "models",
+        steps=STEPS,
+        learning_rate=None,
+        tokens_per_pack=TOKENS_PER_PACK["dpo"],
+    )
+    recipes.train(load(None, [*settings(arguments, folder), f"checkpoint.save_steps={EVERY}"]).config)
+    run = folder / "bench"
+    saves = [float(s) for s in re.findall(r"saved checkpoint-\d+ in ([\d.]+) s", (run / "training.log").read_text())]
+    step = json.loads((run / "results.json").read_text())["train_runtime"] / STEPS
+    save, interval = statistics.median(saves), CheckpointConfig().save_steps
+    return {
+        "bytes": size_of(run / f"checkpoint-{STEPS}"),
+        "save_seconds": save,
+        "save_seconds_each": saves,
+        "step_seconds": step,
+        "save_steps": interval,
+        "share": save / (interval * step),
+        "goal": GOAL,
+        "goal_met_from_step_seconds": save / (interval * GOAL),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(THREADS)
+    with TemporaryDirectory() as folder:
+        result = measure(Path(folder))
+    path = Path(__file__).parent / "results" / "save.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(
+        f"a checkpoint of {in_units(result['bytes'])} takes {result['save_seconds']:.2f} s, a step "
+        f"{result['step_seconds']:.2f} s: at one every {result['save_steps']} steps {result['share']:.2%} of step time "
+        f"(goal: below {GOAL:.0%}, met where a step takes {result['goal_met_from_step_seconds']:.3f} s or more)"
+    )
+    if result["share"] >= GOAL:
+        raise SystemExit("goal missed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""Exact resume, shown for any configuration: a run killed again and again ends as the uninterrupted one, to the bit.
+
+The configuration is trained twice in a scratch folder: once in peace, once in processes that SIGKILL ends at random
+moments, some of them while they save, and that are resumed each time. Then everything saved and measured is compared.
+
+Each process is forked from a server that has imported torch but computed nothing, so that a kill costs no import.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import random
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from posttrain import recipes
+from posttrain.config import RunConfig, Stage, TrackingConfig
+from posttrain.errors import PosttrainError, RunError
+from posttrain.store.checkpoint import list_checkpoints
+from posttrain.store.compare import Comparison, compare_runs
+from posttrain.store.logs import ConsoleLog
+from posttrain.store.metrics import last_metrics
+from posttrain.store.progress import duration
+from posttrain.store.run import find_runs
+
+POLL_S = 0.001
+SAVES = 10  # at least so many checkpoints in the run, so that a resume seldom begins at the start
+INSIDE_A_SAVE, WHILE_STARTING = 0.5, 0.15  # shares of the kills aimed so; the rest fall anywhere
+HALF_WRITTEN = re.compile(r"(checkpoint-\d+|best|final)\.(tmp|old)-\d+")
+SHOWN = 10  # differences; there may be as many as there are tensors
+Train = Callable[..., int]
+Moment = Literal["starting", "anywhere", "saving"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """When a process is to be killed."""
+
+    moment: Moment
+    progress: float  # steps made before it, not when `starting`
+    share: float  # of the time that starting, a step or a save takes, to wait then
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of the kills, and how the two runs compare, by run folder (several models: one each)."""
+
+    kills: int = 0
+    inside_a_save: int = 0  # died with a half-written folder on the disk
+    while_starting: int = 0  # before the first step after a start
+    steps_made_again: int = 0
+    seconds: float = 0.0
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+
+    @property
+    def identical(self) -> bool:
+        return not any(comparison.differences for comparison in self.comparisons.values())
+
+    def lines(self) -> list[str]:
+        """The outcome in words; of differences the first few."""
+        lines = [
+            f"killed {self.kills} times in {duration(self.seconds)}: {self.inside_a_save} inside a save, "
+            f"{self.while_starting} while starting; {self.steps_made_again} steps made again"
+        ]
+        for name, seen in self.comparisons.items():
+            what = f"{seen.lines} lines of metrics, {seen.tensors} tensors of {seen.values:,} values"
+            what += f" in {len(seen.folders)} saved folders, the last {seen.folders[-1]}"
+            if not seen.differences:
+                lines.append(f"{name}: identical, bit for bit: {what}")
+                continue
+            lines.append(f"{name}: {len(seen.differences)} differences (uninterrupted and resumed), the first:")
+            lines += [f"  {difference}" for difference in seen.differences[:SHOWN]]
+        return lines
+
+
+def prepared(stages: Sequence[Stage], default_steps: int = 40) -> tuple[Stage, ...]:
+    """The configuration as it is verified: every step logged, checkpoints often enough to resume from, no tracker."""
+    return tuple(replace(stage, config=_prepared(stage.config, default_steps)) for stage in stages)
+
+
+def _prepared(config: RunConfig, default_steps: int) -> RunConfig:
+    steps = config.training.max_steps or default_steps
+    save_steps = min(config.checkpoint.save_steps, max(1, steps // SAVES))
+    return config.model_copy(
+        update={
+            "training": config.training.model_copy(update={"max_steps": steps}),
+            "checkpoint": config.checkpoint.model_copy(update={"save_steps": save_steps}),
+            "tracking": TrackingConfig(logging_steps=1),
+        }
+    )
+
+
+def verify_resume(
+    stages: Sequence[Stage],
+    folder: Path,
+    kills: int,
+    console: Console | None = None,
+    train: Train = recipes.train,
+) -> Outcome:
+    """Train the stages in `folder/whole`, and with `kills` kills in `folder/killed`; compare the two.
+
+    `train(stages, resume=…)` is what runs in each process; a function of a module, so that processes can find it.
+    Raises RunError when a process fails by itself.
+    """
+    console = console or Console(stderr=True)
+    scratch = Scratch(stages, folder, train)
+    whole, began = scratch.whole, time.monotonic()
+    with scratch.process(whole) as process:
+        scratch.watch(process, whole, None)
+        scratch.refuse_failure(process)
+    console.print(f"uninterrupted: {whole.steps} steps in {duration(time.monotonic() - began)}", highlight=False)
+
+    killed, outcome, began = Watched(folder / "killed"), Outcome(), time.monotonic()
+    plan = planned(kills, whole.steps, random.Random(stages[0].config.seed))
+    while outcome.kills < kills:
+        with scratch.process(killed) as process:
+            if not scratch.watch(process, killed, plan[outcome.kills]):
+                scratch.refuse_failure(process)
+                continue  # it had finished before its moment came: finished runs can be resumed, and killed, too
+        outcome.kills += 1
+        saving = killed.saving()
+        starting = not killed.moved
+        outcome.inside_a_save += saving
+        outcome.while_starting += starting
+        outcome.steps_made_again += killed.steps - killed.saved_steps()
+        where = "inside a save" if saving else "while starting" if starting else "in training"
+        console.print(f"kill {outcome.kills} of {kills}: {where}, at step {killed.steps}", highlight=False)
+    with scratch.process(killed) as process:
+        scratch.watch(process, killed, None)
+        scratch.refuse_failure(process)
+    outcome.seconds = time.monotonic() - began
+    for run in find_runs(whole.root):
+        name = str(run.relative_to(whole.root))
+        outcome.comparisons[name] = compare_runs(run, killed.root / name)
+    return outcome
+
+
+def planned(kills: int, steps: int, rng: random.Random) -> list[Kill]:
+    """Moments spread over the whole run, in its order."""
+    saving, starting = math.ceil(kills * INSIDE_A_SAVE), int(kills * WHILE_STARTING)
+    counts: dict[Moment, int] = {"saving": saving, "starting": starting, "anywhere": kills - saving - starting}
+    moments: list[Moment] = [moment for moment, count in counts.items() for _ in range(count)]
+    rng.shuffle(moments)
+    progress = sorted(rng.uniform(0, steps) for _ in range(kills))
+    return [Kill(moment, at, rng.random()) for moment, at in zip(moments, progress, strict=True)]
+
+
+class Watched:
+    """What can be seen from outside of the runs below `root` while another process trains them."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.steps = 0  # made in all runs, as their metrics say
+        self.moved = False  # since the process started
+        self._runs: list[Path] = []
+        self._known: dict[Path, tuple[int, int]] = {}
+        self._look_at = 0.0
+        self._base = 0
+
+    def start(self) -> None:
+        """A new process begins: what is there now was made by an earlier one."""
+        self._runs, self._look_at, self.moved = find_runs(self.root), 0.0, False
+        self._known = {run: _identity(run) for run in self._runs}
+        self._base = self.saved_steps()
+
+    def look(self) -> None:
+        """Bring `steps` and `moved` up to date."""
+        if time.monotonic() > self._look_at:
+            self._runs, self._look_at = find_runs(self.root), time.monotonic() + 0.1
+        changed = [run for run in self._runs if _identity(run) != self._known.get(run, (0, 0))]
+        if changed:
+            self._known |= {run: _identity(run) for run in changed}
+            with suppress(FileNotFoundError):  # a run begun anew
+                self.steps = sum(last_metrics(run).get("step", 0) for run in self._runs)
+            self.moved |= self.steps > self._base
+
+    def saving(self) -> bool:
+        """Whether some folder is half written."""
+        names = [name for run in self._runs for name in os.listdir(run)]
+        return any(map(HALF_WRITTEN.fullmatch, names))
+
+    def saved_steps(self) -> int:
+        """The steps that a resume need not make again."""
+        newest = [list_checkpoints(run)[-1:] for run in find_runs(self.root)]
+        return sum(int(path.name.rpartition("-")[2]) for paths in newest for path in paths)
+
+
+def _identity(run: Path) -> tuple[int, int]:
+    """Changes whenever a line is added to the run's metrics, or lines are cut away."""
+    try:
+        facts = os.stat(run / "metrics.jsonl")
+    except FileNotFoundError:
+        return 0, 0
+    return facts.st_ino, facts.st_size
+
+
+class Scratch:
+    """Where and how the two runs are trained, and how long the parts of one take."""
+
+    def __init__(self, stages: Sequence[Stage], folder: Path, train: Train):
+        self.stages, self.folder, self.train = stages, folder, train
+        self.whole = Watched(folder / "whole")
+        self.context = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+        if hasattr(os, "fork"):
+            self.context.set_forkserver_preload(["posttrain.recipes"])
+        self.start_s = self.step_s = 0.0
+        self.saves_s = [0.0]
+
+    @contextmanager
+    def process(self, watched: Watched) -> Iterator[BaseProcess]:
+        """A process that trains below `watched.root`, resuming what is there; it does not outlive the block."""
+        place = {"output_dir": str(watched.root), "name": "run"}
+        stages = [replace(stage, config=stage.config.model_copy(update=place)) for stage in self.stages]
+        watched.start()
+        resume = bool(find_runs(watched.root))
+        log = self.folder / f"{watched.root.name}.log"
+        process = self.context.Process(target=_train, args=(self.train, stages, resume, log))  # pyright: ignore[reportAttributeAccessIssue]
+        process.start()
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.join()
+
+    def watch(self, process: BaseProcess, watched: Watched, kill: Kill | None) -> bool:
+        """Wait for the process, or kill it at its moment: whether it was killed. Learns how long things take."""
+        began, saving_since = time.monotonic(), 0.0
+        first, first_at = watched.steps, 0.0
+        due = math.inf
+        while not wait([process.sentinel], timeout=POLL_S):
+            watched.look()
+            now, saving = time.monotonic(), watched.saving()
+            if kill is None and watched.moved and not first_at:
+                first, first_at, self.start_s = watched.steps, now, now - began
+            if kill is None and saving and not saving_since:
+                saving_since = now
+            elif not saving and saving_since:
+                self.saves_s.append(now - saving_since)
+                saving_since = 0.0
+            if kill is not None and due == math.inf and self._is_moment(kill, watched, saving):
+                due = now + kill.share * self._length(kill.moment)
+            if now >= due:
+                process.kill()
+                process.join()
+                watched.look()
+                return True
+        watched.look()
+        if kill is None and watched.steps > first:
+            self.step_s = (time.monotonic() - first_at) / (watched.steps - first)
+        return False
+
+    def _is_moment(self, kill: Kill, watched: Watched, saving: bool) -> bool:
+        at_the_end = watched.steps >= self.whole.steps  # a finished run that is resumed makes no step
+        reached = watched.steps >= kill.progress - 1 and (watched.moved or at_the_end)
+        return kill.moment == "starting" or (saving if kill.moment == "saving" and reached else reached)
+
+    def _length(self, moment: Moment) -> float:
+        if moment == "saving":
+            return sum(self.saves_s) / len(self.saves_s)
+        return self.start_s if moment == "starting" else self.step_s
+
+    def refuse_failure(self, process: BaseProcess) -> None:
+        """Raise RunError, with what it said last, when a process ended otherwise than well."""
+        process.join()
+        if process.exitcode:
+            logs = sorted(self.folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
+            lines = logs[-1].read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
+            said = lines[-1].removeprefix("error: ")
+            raise RunError(f"training failed by itself, so nothing can be compared: {said} (its messages: {logs[-1]})")
+
+
+def _train(train: Train, stages: Sequence[Stage], resume: bool, log: Path) -> None:
+    """The body of a process: train, with everything said appended to `log`."""
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    multiprocessing.set_start_method(None, force=True)  # as in a process of its own
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    ConsoleLog()
+    try:
+        sys.exit(train(stages, resume=resume))
+    except PosttrainError as error:
+        sys.exit(f"error: {error}")
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
