@@ -44,6 +44,7 @@ class Example:
     trees: tuple[Sample, ...]
     row: int
     margin: float | None = None  # reward models: by how much chosen is better
+    tie: bool = False  # reward models: neither of the two is better
     label: bool | None = None  # KTO: whether the completion is desirable
 
 

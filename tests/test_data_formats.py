@@ -195,6 +195,16 @@ def test_columns_name_the_data_own_columns():
     assert (layout.name, row.prompt, row.chosen, row.rejected) == ("preference", "Q", "a", "b")
 
 
+def test_ties():
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    assert read("preference", {**pair, "tie": True}).tie and not read("preference", {**pair, "tie": 0}).tie
+    assert not read("preference", {**pair, "tie": None, "margin": 2}).tie
+    with pytest.raises(RowError, match="tie must be true or false, not the text 'yes'"):
+        read("preference", {**pair, "tie": "yes"})
+    with pytest.raises(RowError, match="tie is true, but margin says that chosen is better by 2"):
+        read("preference", {**pair, "tie": True, "margin": 2})
+
+
 def test_kto_rows():
     label, turns = {"label": True}, [user("q"), assistant("a")]
     row = read("kto", {"prompt": "q", "completion": "a", "label": False})

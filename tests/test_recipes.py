@@ -347,6 +347,29 @@ def test_margins_of_the_data_enter_the_reward_loss(tmp_path, shared):
     assert metrics(folder, "loss")[0] == pytest.approx(math.log1p(math.exp(3)), abs=0.5)
 
 
+def test_a_reward_model_learns_that_ties_are_even(tmp_path, shared):
+    """The same two replies tied in every row end with equal rewards; without the ties they come apart."""
+    found = {}
+    for tie in (True, False):
+        rows = [{"prompt": f"Once {i}", "chosen": " a cat", "rejected": " a dog", "tie": tie} for i in range(8)]
+        source = tmp_path / "rows.jsonl"
+        source.write_text("\n".join(map(json.dumps, [*rows, {**rows[0], "prompt": "Now", "tie": False}])))
+        folder = run(
+            tmp_path,
+            f"name=tie-{tie}",
+            model=str(shared / "models/stories260K"),
+            method="reward",
+            data={"source": str(source), "template": "none"},
+            training={"batch_size": 9, "max_steps": 8, "learning_rate": 1e-3, "num_train_epochs": 8},
+            tracking={"logging_steps": 1},
+        )
+        found[tie] = metrics(folder, "loss"), metrics(folder, "accuracy"), metrics(folder, "margin")
+    print(found)
+    (even, accuracy, margin), (apart, _, other) = found[True], found[False]
+    assert even[-1] > 0.55 > apart[-1] and other[-1] > margin[-1]
+    assert set(accuracy) <= {0.0, 1.0}  # of the one pair that is told apart
+
+
 def test_pad_token_of_a_reward_model_leaves_the_tokenizer_as_it_was(shared):
     """GPT-2 has one special token, its stop token: padding gets the id of a byte that no text has."""
     from transformers import GPT2Config, GPT2ForSequenceClassification

@@ -24,7 +24,7 @@ from posttrain.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-CODE_VERSION = 1  # raise it when the same rows and settings come to give other tokens
+CODE_VERSION = 2  # raise it when the same rows and settings come to give other tokens
 LEFTOVER_SECONDS = 86_400
 
 INTS = pa.list_(pa.int32())
@@ -42,6 +42,7 @@ SCHEMAS = {
             ("rejected_prompt", INTS),
             ("two_prompts", pa.bool_()),
             ("margin", pa.float64()),
+            ("tie", pa.bool_()),
         ]
     ),
 }

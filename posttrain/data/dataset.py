@@ -71,6 +71,7 @@ class Table:
         if kind == "pair":
             self.two: Array = table.column("two_prompts").to_numpy()
             self.margin: Array = table.column("margin").to_numpy()  # NaN where there is none
+            self.tie: Array = table.column("tie").to_numpy()
         else:
             self.prompt: Array = table.column("prompt").to_numpy()
         if kind == "unpaired":
@@ -195,6 +196,11 @@ class Dataset:
         """Which completions are desirable, of labelled ones."""
         return self._table.label[self._view[:, 0]]
 
+    @property
+    def ties(self) -> Array:
+        """Which pairs are ties."""
+        return self._table.tie[self._view[:, 0]]
+
     def _labelled(self, index: int) -> Example:
         """A tree of the prompt and one completion, so that a recipe can tell the two apart."""
         table = self._table
@@ -222,4 +228,5 @@ class Dataset:
             other = lists["rejected_prompt"][at][other_start:]
             trees = (Sample(prompt, False, leaves[:1]), Sample(other, False, leaves[1:]))
         margin = float(self._table.margin[at])
-        return Example(trees, int(self._table.row[at]), None if np.isnan(margin) else margin)
+        margin = None if np.isnan(margin) else margin
+        return Example(trees, int(self._table.row[at]), margin, tie=bool(self._table.tie[at]))

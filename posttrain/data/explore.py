@@ -42,6 +42,8 @@ def explore(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, rows: int, c
             console.print(tokens_text(node, tokenizer))
         if example.margin is not None:
             console.print(Text(f"margin: {example.margin:g}", style="bold"))
+        if example.tie:
+            console.print(Text("a tie", style="bold"))
 
 
 def _sizes(prepared: Prepared) -> Table:

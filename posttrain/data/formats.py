@@ -47,21 +47,24 @@ def preference(fields: Fields, template: Template) -> Row:
     if system := optional_text(fields, "system"):
         prompt = [{"role": "system", "content": system}, *as_turns(prompt, "user")]
         chosen, rejected = as_turns(chosen, "assistant"), as_turns(rejected, "assistant")
-    return Row(prompt, chosen, rejected, margin=margin, tools=tools)
+    return Row(prompt, chosen, rejected, margin=margin, tie=_tie(fields, margin), tools=tools)
 
 
 def hh(fields: Fields, template: Template) -> Row:
     """Whole transcripts `\\n\\nHuman: … \\n\\nAssistant: …`: the prompt is all before the last reply."""
     (prompt, chosen), (other, rejected) = (_split_transcript(fields, name) for name in ("chosen", "rejected"))
+    margin = _margin(fields)
+    tie = _tie(fields, margin)
     if template.turns:
         return Row(
             _transcript_turns(prompt),
             as_turns(chosen.strip(), "assistant"),
             as_turns(rejected.strip(), "assistant"),
             None if prompt == other else _transcript_turns(other),
-            _margin(fields),
+            margin,
+            tie,
         )
-    return Row(prompt, chosen, rejected, None if prompt == other else other, _margin(fields))
+    return Row(prompt, chosen, rejected, None if prompt == other else other, margin, tie)
 
 
 def prompt_completion(fields: Fields, template: Template) -> Row:
@@ -77,7 +80,7 @@ def prompt_completion(fields: Fields, template: Template) -> Row:
 
 def kto(fields: Fields, template: Template) -> Row:
     """`prompt`, `completion` and `label` (true: desirable), or `messages` whose last reply `label` is about."""
-    label = _label(field(fields, "label"))
+    label = _truth(field(fields, "label"), "label must be true or false (desirable or not)")
     if fields.get("messages") is None:
         return replace(prompt_completion(fields, template), label=label)
     turns = messages_of(fields["messages"], "messages")
@@ -100,7 +103,8 @@ def sharegpt(fields: Fields, template: Template) -> Row:
     if fields.get("chosen") is None and fields.get("rejected") is None:
         return Row(None, turns, tools=tools)
     chosen, rejected = (messages_of(field(fields, name), name) for name in ("chosen", "rejected"))
-    return Row(turns, chosen, rejected, margin=_margin(fields), tools=tools)
+    margin = _margin(fields)
+    return Row(turns, chosen, rejected, margin=margin, tie=_tie(fields, margin), tools=tools)
 
 
 def alpaca(fields: Fields, template: Template) -> Row:
@@ -153,9 +157,13 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {
-    "preference": Format(preference, ("chosen", "rejected"), ("prompt", "system", "margin", "tools"), pairs=True),
-    "hh": Format(hh, ("chosen", "rejected"), ("margin",), pairs=True),
-    "sharegpt": Format(sharegpt, ("conversations",), ("chosen", "rejected", "system", "tools", "margin"), pairs=True),
+    "preference": Format(
+        preference, ("chosen", "rejected"), ("prompt", "system", "margin", "tie", "tools"), pairs=True
+    ),
+    "hh": Format(hh, ("chosen", "rejected"), ("margin", "tie"), pairs=True),
+    "sharegpt": Format(
+        sharegpt, ("conversations",), ("chosen", "rejected", "system", "tools", "margin", "tie"), pairs=True
+    ),
     "kto": Format(
         kto,
         ("label",),
@@ -307,11 +315,21 @@ def _reply(fields: Fields, name: str) -> str | Turns:
     return text_of(value, name) if isinstance(value, str) else messages_of(value, name)
 
 
-def _label(value: object) -> bool:
+def _truth(value: object, what: str) -> bool:
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
     shown = f"the text {value[:40]!r}" if isinstance(value, str) else repr(value)[:40]
-    raise RowError(f"label must be true or false (desirable or not), not {shown}")
+    raise RowError(f"{what}, not {shown}")
+
+
+def _tie(fields: Fields, margin: float | None) -> bool:
+    """Whether neither reply is better; then there is no margin to be better by."""
+    if fields.get("tie") is None:
+        return False
+    tie = _truth(fields["tie"], "tie must be true or false")
+    if tie and margin:
+        raise RowError(f"tie is true, but margin says that chosen is better by {margin:g}")
+    return tie
 
 
 def _margin(fields: Fields) -> float | None:

@@ -43,7 +43,15 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Prepar
     method = config.method
     kind = EXAMPLES_OF[method.type]
     targets = method.model_dump(include={"completion_only_loss", "assistant_only_loss"}) if kind == "sft" else {}
-    return prepare(config.data, tokenizer, kind, datasets=config.evaluation.datasets, seed=config.seed, **targets)
+    prepared = prepare(config.data, tokenizer, kind, datasets=config.evaluation.datasets, seed=config.seed, **targets)
+    if kind == "pair" and method.type != "reward":
+        for name, dataset in {"train": prepared.train, **prepared.validation}.items():
+            if ties := int(dataset.ties.sum()):
+                raise DataError(
+                    f"{name} has {ties:,} ties among {len(dataset):,} pairs: only reward models learn from ties, "
+                    f"{method.type} needs one reply to be better. Leave these rows out"
+                )
+    return prepared
 
 
 def prepare(

@@ -265,6 +265,7 @@ def _columns(record: Record, item: Trained | Compared) -> dict[str, Any]:
         "rejected_prompt": np.asarray(item.rejected_prompt or [], np.int32),
         "two_prompts": item.rejected_prompt is not None,
         "margin": item.margin,
+        "tie": item.tie,
     }
 
 

@@ -46,6 +46,7 @@ class Row:
     rejected: str | Turns | None = None
     rejected_prompt: str | Turns | None = None
     margin: float | None = None
+    tie: bool = False
     tools: list[Any] | None = None
     label: bool | None = None  # of single completions: desirable or not
 

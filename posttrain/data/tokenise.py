@@ -42,6 +42,7 @@ class Compared:
     rejected: Ids
     rejected_prompt: Ids | None
     margin: float | None
+    tie: bool
     shifted: bool = False
 
 
@@ -87,7 +88,13 @@ class Tokeniser:
         shifted = cut < len(prompt) or other_cut < len(other)
         same = list(chosen[:cut]) == list(rejected[:other_cut])
         return Compared(
-            prompt[:cut], chosen[cut:], rejected[other_cut:], None if same else other[:other_cut], row.margin, shifted
+            prompt[:cut],
+            chosen[cut:],
+            rejected[other_cut:],
+            None if same else other[:other_cut],
+            row.margin,
+            row.tie,
+            shifted,
         )
 
     def completions(self, rows: Sequence[Row], completion_only_loss: bool) -> list[Trained | RowError]:

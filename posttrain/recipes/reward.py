@@ -3,8 +3,8 @@
     loss = - log sigma(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
 
 Bradley and Terry's model of a preference, as in InstructGPT (arXiv 2203.02155, equation 1); the margin is the data's
-own where it has one (Llama 2, arXiv 2307.09288), the centering coefficient c is `center_rewards_coefficient`. Rewards
-are computed with dropout off.
+own where it has one (Llama 2, arXiv 2307.09288), the centering coefficient c is `center_rewards_coefficient`. In a tie
+each of the two is the better one by half (WebGPT, arXiv 2112.09332). Rewards are computed with dropout off.
 """
 
 from __future__ import annotations
@@ -38,12 +38,17 @@ def train(job: Job) -> Loop:
             pack = pack.to(job.device)
             reward_S = scorer(pack)
             chosen_P, rejected_P = reward_S[0::2], reward_S[1::2]
-            loss_P = bradley_terry(chosen_P, rejected_P, margins(pack, examples), method.center_rewards_coefficient)
-            sums = reward_metrics(chosen_P, rejected_P)
-            metrics = {name: value / len(examples) for name, value in sums.items()}
+            tie_P = ties(pack, examples)
+            loss_P = bradley_terry(
+                chosen_P, rejected_P, margins(pack, examples), method.center_rewards_coefficient, tie_P
+            )
+            sums = reward_metrics(chosen_P, rejected_P, tie_P)
+            metrics = {k: v / counts.get(k, len(examples)) for k, v in sums.items() if counts.get(k) != 0}
             return global_mean(loss_P, len(examples)), metrics | reward_range(chosen_P, rejected_P)
 
-        return packs, Objective(share, len(examples))
+        told_apart = sum(not example.tie for example in examples)
+        counts = {"accuracy": told_apart, "margin": told_apart}
+        return packs, Objective(share, len(examples), counts)
 
     loop = Loop(job, policy, optimizer, data, dropout=False)
     if loop.evaluation_due:
@@ -56,6 +61,12 @@ def train(job: Job) -> Loop:
         if loop.evaluation_due:
             loop.evaluate(objective_of)
     return loop
+
+
+def ties(pack: Pack, examples: list[Example]) -> torch.Tensor | None:
+    """Which pairs (P) of a pack are ties; None where none is."""
+    values = [examples[group].tie for group in pack.group_S[0::2].tolist()]
+    return torch.tensor(values, device=pack.tokens_T.device) if any(values) else None
 
 
 def margins(pack: Pack, examples: list[Example]) -> torch.Tensor | None:
