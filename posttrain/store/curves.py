@@ -31,6 +31,7 @@ PANELS = (
     Panel("Accuracy: chosen above rejected", ("rewards/accuracies", "accuracy"), share=True),
     Panel("Margin: chosen − rejected", ("rewards/margins", "margin")),
     Panel("Rewards", ("rewards/chosen", "rewards/rejected", "min_reward", "mean_reward", "max_reward")),
+    Panel("Level that rewards are held against", ("kl", "delta")),
     Panel("Token accuracy", ("mean_token_accuracy",), share=True),
     Panel("Entropy", ("entropy",)),
     Panel("Log-probabilities", ("logps/chosen", "logps/rejected")),
