@@ -117,7 +117,9 @@ class Reader:
 
     def local(self, rest: list[str]) -> list[str]:
         """The arguments with the names of the hub, and MODEL, replaced by what is here, and made small."""
-        rest = [word.replace("=MODEL", f"={self.scratch_model}") for word in rest]
+        rest = [
+            word.replace("=MODEL", f"={self.scratch_model}") for word in rest if not word.startswith("devices.ids=")
+        ]
         shown = settings_only(rest) or [str(next(Path(word) for word in rest if Path(word).is_dir()) / "config.yaml")]
         whole = yaml.safe_load(self.run(["config", "show", *shown]))
         changes = {f"--{flag}": value for flag, value in SMALL.items()}
@@ -129,10 +131,11 @@ class Reader:
                 changes |= {"--source": self.shared / file, "--format": format}
             if settings["data"]["validation"] is not None:
                 changes["--validation"] = "{rows: 2}"
-            for model in settings["models"]:
+            for index, model in enumerate(settings["models"]):
                 if not Path(model["path"]).exists():
-                    changes["--model.path"] = self.local_model(settings)
-        return [*rest, *(f"{flag}={value}" for flag, value in changes.items())]
+                    changes[f"models.{index}.path"] = self.local_model(settings)
+                    changes[f"models.{index}.name"] = model["name"] or Path(model["path"]).name
+        return [*rest, *(f"{flag}={value}" for flag, value in changes.items() if flag not in rest)]
 
     def local_model(self, settings: dict) -> Path:
         """The small one that was really trained; where a chat template is needed, the one that has one."""
@@ -143,7 +146,7 @@ def settings_only(rest: list[str]) -> list[str]:
     """The arguments without those that are no settings: `config show` then says what the settings come to."""
     kept, words = [], iter(rest)
     for word in words:
-        if word in ("--rows", "--skip", "--kills"):
+        if word in ("--rows", "--skip", "--kills", "--model-index"):
             next(words)
         elif word not in TRAINING_ONLY and not Path(word).is_dir():  # the folder is that of --resume
             kept.append(word)

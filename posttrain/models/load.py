@@ -47,10 +47,21 @@ def device_of(devices: DevicesConfig) -> torch.device:
         )
     if kind == "mps" and not torch.backends.mps.is_available():
         raise ModelError("devices.type is mps, but this machine has none: set devices.type: auto")
+    if kind != "cuda" and devices.ids:
+        raise ModelError(f"devices.ids number GPUs, and PyTorch sees none: this run computes on {kind}; leave them out")
     if devices.ids and len(devices.ids) > 1:
-        raise ModelError(f"devices.ids names {len(devices.ids)} GPUs, but one process trains on one: give a single id")
+        raise ModelError(
+            f"devices.ids names {len(devices.ids)} GPUs, but one process trains on one: give a single id, and divide "
+            "the models of a list over processes with --model-index"
+        )
     if kind == "cuda" and devices.ids:
-        return torch.device("cuda", devices.ids[0])
+        [chosen], there = devices.ids, torch.cuda.device_count()
+        if chosen >= there:
+            raise ModelError(
+                f"devices.ids names GPU {chosen}, and PyTorch sees {there}, numbered from 0: give one of them, or see "
+                "what CUDA_VISIBLE_DEVICES hides"
+            )
+        return torch.device("cuda", chosen)
     return torch.device(kind)
 
 

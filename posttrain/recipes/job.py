@@ -53,6 +53,7 @@ class Job:
         torch.manual_seed(config.seed)
         device = device_of(config.devices)
         if device.type == "cuda":
+            torch.cuda.set_device(device)  # kernels of other packages run on the current one
             torch.cuda.reset_peak_memory_stats(device)
         return cls(config, model, run, device, compute_dtype(model, device), load_tokenizer(model), checkpoint)
 
