@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test slow faults check lint bench clean
+.PHONY: quickstart test slow faults check lint bench learn clean
 
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
@@ -25,6 +25,9 @@ lint: .venv/.installed
 
 bench: .venv/.installed
 	$(BIN)/python -m benchmarks.run
+
+learn: .venv/.installed
+	$(BIN)/python -m benchmarks.learn
 
 # The exact versions of constraints.txt; torch first and by its exact version, so that no other package chooses a build.
 .venv/.installed: pyproject.toml constraints.txt
