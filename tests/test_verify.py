@@ -124,11 +124,25 @@ def test_a_killed_and_resumed_run_is_the_uninterrupted_one(tmp_path, shared, scr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
+@pytest.mark.parametrize("method", ["sft", "reward", "dpo", "kto"])
 def test_thirty_five_kills(tmp_path, shared, scratch_model, method):
     """With the other methods' more than 100 kills in all, 30 of them inside a save."""
     outcome = check(tmp_path, shared, scratch_model, method, 35, max_steps=30)
     assert outcome.inside_a_save >= 10
+
+
+@pytest.mark.slow
+def test_stages_are_killed_and_resumed_too(tmp_path, shared, scratch_model):
+    sft, dpo = (settings(shared, scratch_model, method, max_steps=6) for method in ("sft", "dpo"))
+    common = {name: section for name, section in sft.items() if name not in ("method", "data")}
+    both = {
+        "sft": {"method": "sft", "data": sft["data"]},
+        "dpo": {"method": "dpo", "data": dpo["data"], "init_from": "sft"},
+    }
+    stages = prepared(load(write_config(tmp_path, common | {"stages": both})).stages)
+    outcome = verify_resume(stages, tmp_path, 8)
+    print("\n".join(outcome.lines()))
+    assert outcome.identical and set(outcome.comparisons) == {"run/sft", "run/dpo"}
 
 
 def forgetful(stages, resume=False):
