@@ -39,13 +39,13 @@ def measure(folder: Path) -> dict:
     save, interval = statistics.median(saves), CheckpointConfig().save_steps
     return {
         "bytes": size_of(run / f"checkpoint-{STEPS}"),
-        "save_seconds": save,
+        "save_seconds": round(save, 3),
         "save_seconds_each": saves,
-        "step_seconds": step,
+        "step_seconds": round(step, 3),
         "save_steps": interval,
-        "share": save / (interval * step),
+        "share": round(save / (interval * step), 6),
         "goal": GOAL,
-        "goal_met_from_step_seconds": save / (interval * GOAL),
+        "goal_met_from_step_seconds": round(save / (interval * GOAL), 4),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
