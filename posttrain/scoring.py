@@ -14,6 +14,7 @@ from torch import nn
 from posttrain.batch import Pack
 from posttrain.models.attention import PackedMask
 from posttrain.models.families import backbone_of, base_of, is_packed, logit_scale, logit_softcap
+from posttrain.models.matmul import product
 
 # Elements of the largest block of logits that exists at a time: 16 MB in float32, inside a CPU's cache; more on a GPU,
 # where small products leave the device idle.
@@ -155,7 +156,7 @@ class ChunkedScores(torch.autograd.Function):
                 grad_bias += grad_logits.sum(0)
             grad_logits = grad_logits.to(weight.dtype)
             if grad_hidden_N is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden_N[rows])
+                grad_hidden_N[rows] = product(grad_logits, weight.t())
             if grad_weight is not None:
                 if weight.dtype == torch.float32:
                     grad_weight.addmm_(grad_logits.t(), hidden_N[rows])
@@ -168,7 +169,7 @@ class ChunkedScores(torch.autograd.Function):
 
 def _logits(hidden, weight, bias, temperature, softcap):
     """One chunk's float32 logits over the temperature, and the capped logits if there is a cap (for its gradient)."""
-    logits = nn.functional.linear(hidden, weight, bias).float()
+    logits = product(hidden, weight, bias).float()
     capped = None
     if softcap is not None:
         capped = logits = softcap * torch.tanh(logits / softcap)

@@ -5,6 +5,7 @@ the usual small initialisation a wrong mask hides below the tolerance.
 """
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from posttrain.errors import ModelError
 from posttrain.models.attention import PackedMask, packed_attention
 from posttrain.models.families import FAMILIES, check_positions
 from posttrain.models.lean import lean
+from posttrain.models.matmul import linear
 from posttrain.recipes.job import enable_gradient_checkpointing
 from posttrain.scoring import ChunkedScores, RewardScorer, Scorer
 
@@ -281,10 +283,32 @@ def test_lean_changes_no_module_it_does_not_know():
     for family in ("gemma2", "gemma3_text", "gpt2"):
         model = make(family)
         lean(model)
-        assert not any("forward" in vars(module) for module in model.modules()), family
+        assert {type(m).__name__ for m in model.modules() if "forward" in vars(m)} <= {"Linear"}, family
     other = make("llama", hidden_act="gelu")
     lean(other)
-    assert {type(m).__name__ for m in other.modules() if "forward" in vars(m)} == {"LlamaDecoderLayer", "LlamaRMSNorm"}
+    changed = {type(m).__name__ for m in other.modules() if "forward" in vars(m)}
+    assert changed == {"Linear", "LlamaDecoderLayer", "LlamaRMSNorm"}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("trained", ["weights", "inputs", "both"])
+def test_linear_layers_are_those_of_torch(trained, bias):
+    layer = torch.nn.Linear(96, 40, bias)
+    layer.requires_grad_(trained != "inputs")
+    x = torch.randn(3, 17, 96, requires_grad=trained != "weights")
+    given = torch.randn(3, 17, 40)
+    outs, grads = [], []
+    for forward in (layer, partial(linear, layer)):
+        outs.append(forward(x))
+        outs[-1].backward(given)
+        grads.append([leaf.grad for leaf in (x, *layer.parameters()) if leaf.grad is not None])
+        x.grad = None
+        layer.zero_grad()
+    torch.testing.assert_close(outs[1], outs[0])
+    assert len(grads[0]) == len(grads[1]) == (trained != "weights") + (trained != "inputs") * (1 + bias)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
+    assert linear(layer, torch.empty(0, 96)).shape == (0, 40)
+    torch.testing.assert_close(linear(layer.double(), x.double()), layer(x.double()))
 
 
 def test_the_last_mlp_takes_only_the_tokens_that_are_read():

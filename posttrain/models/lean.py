@@ -1,15 +1,16 @@
-"""The LLaMA kin's norms, MLPs and last layer: the same values, less kept for backward and less computed.
+"""Leaner forwards with the same values: linear layers, and the LLaMA kin's norms, MLPs and last layer.
 
 Plain autograd keeps every intermediate of `weight * (x * rsqrt(mean(x^2) + eps))` and of `silu(gate) * up`. Here the
 norm keeps its input and one number a row, the MLP its gate and up projections; the rest is computed again, which costs
 less than writing it to memory and reading it back. After the last layer's attention only the tokens whose hidden states
-are read go on: a prompt's others have given their keys and values, and nothing looks at them again. `lean` gives a
-model's own modules these forwards: weights, names and files stay as transformers has them.
+are read go on: a prompt's others have given their keys and values, and nothing looks at them again. Linear layers of
+every family multiply as models/matmul.py does. `lean` gives a model's own modules these forwards: weights, names and
+files stay as transformers has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
 
@@ -19,12 +20,15 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from posttrain.models.attention import PackedMask
+from posttrain.models.matmul import linear
 
 # Modules whose transformers forward is exactly what is computed here (proven by tests/test_equivalence.py).
 NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Phi3RMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
 SILU = type(ACT2FN["silu"])
 MLPS = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"})
 LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+
+BLOCK_ELEMENTS = 1 << 19  # of a tensor: 2 MB in float32; those of one operation stay in the cache for the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class Kernels:
 
 
 def lean(model: PreTrainedModel, kernels: Kernels | None = None) -> None:
-    """Give the model's norms, gated MLPs and last layer the forwards of this module, in place; others stay as is.
+    """Give the model's linear layers, norms, gated MLPs and last layer these forwards, in place; others stay as is.
 
     `kernels` are other functions with the same values, such as Liger's for GPUs.
     """
@@ -53,7 +57,9 @@ def lean(model: PreTrainedModel, kernels: Kernels | None = None) -> None:
         layers[-1].forward = MethodType(_last_layer, layers[-1])
     for module in model.modules():
         name = type(module).__name__
-        if name in NORMS:
+        if type(module) is nn.Linear and module.weight.device.type == "cpu":
+            module.forward = MethodType(linear, module)
+        elif name in NORMS:
             module.forward = MethodType(norm, module)
         elif name in MLPS and type(module.act_fn) is SILU:
             module.forward = MethodType(mlp, module)
@@ -98,11 +104,25 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return nn.functional.silu(gate).mul_(up)
+        y = torch.empty_like(gate)
+        for gate_rows, up_rows, out in _blocks(gate, up, y):
+            torch.ops.aten.silu.out(gate_rows, out=out).mul_(up_rows)
+        return y
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        [grad] = grad_outputs
+        [grad_y] = grad_outputs
         gate, up = ctx.saved_tensors
-        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return grad_gate, nn.functional.silu(gate).mul_(grad)
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        for gate_rows, up_rows, grad, out_gate, out_up in _blocks(gate, up, grad_y, grad_gate, grad_up):
+            torch.ops.aten.silu.out(gate_rows, out=out_up).mul_(grad)
+            torch.mul(grad, up_rows, out=out_gate)
+            torch.ops.aten.silu_backward.grad_input(out_gate, gate_rows, grad_input=out_gate)
+        return grad_gate, grad_up
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors' rows together, on a CPU a block at a time: what one operation leaves the next finds in the cache."""
+    rows = [tensor.flatten(0, -2) for tensor in tensors]
+    size = BLOCK_ELEMENTS // rows[0].shape[1] if rows[0].device.type == "cpu" else len(rows[0])
+    return zip(*(tensor.split(max(1, size)) for tensor in rows), strict=True)

@@ -1,0 +1,52 @@
+"""x W^T in float32 on a CPU through oneDNN, which PyTorch carries beside MKL and uses for other dtypes only.
+
+On an AMD EPYC the models' own shapes run 10 to 25 % faster this way (x W^T and its gradient by x; the gradient by W is
+as fast through MKL and stays there). Elsewhere, and where PyTorch has no oneDNN, this is `torch.nn.functional.linear`.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+from torch import Tensor, nn
+
+# Private to torch.compile's compiler, which lowers its own linear layers to it: hence the look before the use.
+ONEDNN = (
+    torch.backends.mkldnn.is_available()
+    and platform.machine() in ("x86_64", "AMD64")
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b without gradients: (..., K), (M, K), (M) -> (..., M)."""
+    if not (ONEDNN and x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and x.numel()):
+        return nn.functional.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The layer's own forward, through `product` where that differs."""
+    if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
+        return Linear.apply(x, layer.weight, layer.bias)
+    return nn.functional.linear(x, layer.weight, layer.bias)
+
+
+class Linear(torch.autograd.Function):
+    """y = x W^T + b."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        [grad] = grad_outputs
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        grad_x = product(grad, weight.t()) if need_x else None
+        grad_weight = rows.t() @ x.flatten(0, -2) if need_weight else None
+        return grad_x, grad_weight, rows.sum(0) if need_bias else None
