@@ -21,7 +21,7 @@ import torch
 from benchmarks.common import THREADS, make_models
 
 RESULTS = Path(__file__).parent / "results"
-STEPS = {"dpo": 12, "dpo-lora": 12, "kto": 24, "orpo": 12, "reward": 12, "sft": 25}
+STEPS = {"dpo": 12, "dpo-lora": 12, "kto": 12, "orpo": 12, "reward": 12, "sft": 12}
 # What is compared: the method, and how many of a batch's 8 rows TRL takes in a forward (8 is its default). Row by row
 # TRL is at its leanest, and in SFT, where rows share nothing, at its fastest too: measured beside, without a goal.
 COMPARISONS = {name: (name, 8) for name in STEPS} | {"sft, row by row": ("sft", 1)}
