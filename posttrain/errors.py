@@ -26,3 +26,12 @@ class RunError(PosttrainError):
 
 class VitalSignError(PosttrainError):
     """A check that must hold in every healthy run does not: training would be wrong, so it stops."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Python's own error, torch's for accelerators, and the plain RuntimeError of torch's allocator on a CPU."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"  # not by class: this module imports no torch
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )

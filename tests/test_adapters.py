@@ -117,7 +117,7 @@ MISSING = {
     "bitsandbytes": (
         {"load_in_4bit": True},
         ConfigError,
-        r"load_in_4bit needs bitsandbytes.*posttrain\[quantization\]",
+        r"load_in_4bit needs bitsandbytes.*posttrain\[quant\]",
     ),
     "flash_attn": ({"attention": "flash_attention_2"}, ConfigError, r"needs flash_attn.*posttrain\[flash-attn\]"),
     "liger_kernel": ({"use_liger_kernel": True}, ConfigError, r"needs liger_kernel.*posttrain\[liger\]"),

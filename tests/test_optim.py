@@ -220,7 +220,7 @@ def test_8bit_stays_near_adamw():
 
 def test_8bit_without_bitsandbytes_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ConfigError, match=r"adamw_8bit needs bitsandbytes.*posttrain\[quantization\]"):
+    with pytest.raises(ConfigError, match=r"adamw_8bit needs bitsandbytes.*posttrain\[quant\]"):
         AdamW8bit(large_model())
 
 

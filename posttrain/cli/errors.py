@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import typer
 
-from posttrain.errors import PosttrainError
+from posttrain.errors import PosttrainError, is_out_of_memory
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
-ALLOCATOR = "can't allocate memory"
 MEMORY_KNOBS = (
     "out of memory. Lower training.tokens_per_pack (the memory knob), then data.max_length or training.batch_size; "
     "set training.gradient_checkpointing=true, or train adapters only with model.lora=true"
@@ -47,15 +46,6 @@ def guarded(run: Callable[[], object], debug: bool) -> int:
         what = f"{type(error).__name__}: {text}" if text else type(error).__name__
         hint = "" if debug else " (run again with --debug for the stack trace)"
         return _report(f"unexpected {what}{hint}", FAILURE, debug)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Python's own error, torch's for accelerators, and the plain RuntimeError of torch's allocator on a CPU."""
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"  # not by class: this module imports no torch
-        or (isinstance(error, RuntimeError) and ALLOCATOR in str(error))
-    )
 
 
 def _report(message: str, status: int, debug: bool) -> int:

@@ -19,6 +19,13 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the run fol
 ModelIndex = Annotated[
     int | None, typer.Option("--model-index", metavar="INT", help="Train only this one of the models, 0 for the first.")
 ]
+Probe = Annotated[
+    bool, typer.Option("--probe", help="Also find the largest tokens_per_pack that fits, by trying: loads the model.")
+]
+MemoryLimit = Annotated[
+    float | None,
+    typer.Option("--memory-limit", metavar="GIB", help="For --probe: what the run may hold; else all that is free."),
+]
 
 
 Skip = Annotated[
@@ -68,12 +75,22 @@ def train(
         raise Interrupted(str(interrupt) or "interrupted") from interrupt
 
 
-def plan(config: Config = None, overrides: Overrides = None, *, flags: Mapping[str, str]) -> None:
+def plan(
+    config: Config = None,
+    overrides: Overrides = None,
+    probe: Probe = False,
+    memory_limit: MemoryLimit = None,
+    *,
+    flags: Mapping[str, str],
+) -> None:
     """Say what a run would do, in examples, tokens, steps and memory, and do nothing: `train --dry-run`."""
+    if memory_limit is not None and not (probe and memory_limit > 0):
+        raise UsageError("--memory-limit is for --probe, a number of GiB above 0")
     stages = load_stages(config, overrides, flags)
     from posttrain import recipes  # imports torch, which takes seconds
 
-    recipes.plan(stages)
+    limit = None if memory_limit is None else int(memory_limit * 2**30)
+    recipes.plan(stages, probed=probe, memory_limit=limit)
 
 
 def saved_config(checkpoint: Path) -> Path:

@@ -377,12 +377,18 @@ class RunConfig(Settings):
         problems.report()
         return self
 
+    @property
+    def longest_example(self) -> int:
+        """The most tokens that an example may have: what a pack must have room for."""
+        # KTO's estimate of the KL scores a prompt with its own completion and with another's
+        with_another = isinstance(self.method, KTOMethod) and self.method.loss_type == "kto"
+        return self.data.max_length * (2 if EXAMPLES_OF[self.method.type] == "pair" or with_another else 1)
+
     def _check_lengths(self, problems: Problems) -> None:
         kind = EXAMPLES_OF[self.method.type]
         pairs = kind == "pair"
-        # KTO's estimate of the KL scores a prompt with its own completion and with another's
         with_another = isinstance(self.method, KTOMethod) and self.method.loss_type == "kto"
-        needed = self.data.max_length * (2 if pairs or with_another else 1)
+        needed = self.longest_example
         what = "a pair" if pairs else "an example with another's completion" if with_another else "an example"
         problems.check(
             self.training.tokens_per_pack >= needed,

@@ -20,7 +20,7 @@ def quantization(model: ModelConfig, dtype: torch.dtype) -> BitsAndBytesConfig |
     """
     if not model.load_in_4bit:
         return None
-    need("bitsandbytes", "quantization", "model.load_in_4bit")
+    need("bitsandbytes", "quant", "model.load_in_4bit")
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )

@@ -33,7 +33,7 @@ class AdamW8bit(AdamW):
     """AdamW with 8-bit moments. The masters, where the model computes in bfloat16, stay float32."""
 
     def __init__(self, model: nn.Module, *args, **settings):
-        self._library = need("bitsandbytes.functional", "quantization", "training.optimizer: adamw_8bit")
+        self._library = need("bitsandbytes.functional", "quant", "training.optimizer: adamw_8bit")
         self._names = eight_bit_names(model)
         self._moments: dict[str, dict[str, Tensor]] = {}
         self._codes: dict[torch.device, tuple[Tensor, Tensor]] = {}

@@ -18,6 +18,7 @@ import torch
 
 from posttrain.config import RunConfig, Stage, dump
 from posttrain.errors import RunError
+from posttrain.memory import release_memory
 from posttrain.recipes import kto, preference, reference_free, reward, sft
 from posttrain.recipes.finish import finish
 from posttrain.recipes.job import Job
@@ -108,6 +109,7 @@ def train_one(
 
     A run that was stopped before its first checkpoint begins anew; a `best` that it has is set aside.
     """
+    release_memory()  # of the model before
     facts = {"seed": config.seed, "threads": torch.get_num_threads(), **(start_facts or {})}
     run = Run.open(folder) if resume else Run.create(folder, dump(config), facts, overwrite=overwrite)
     with handling(leave, signal.SIGTERM), run, ExitStack() as trackers:

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
-import torch
-
+from posttrain.memory import peak_memory
 from posttrain.recipes.job import Job
 from posttrain.recipes.loop import Loop
 from posttrain.store.curves import write_curves
 from posttrain.store.progress import duration
 from posttrain.store.report import Text, write_report
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 log = logging.getLogger("posttrain")
 
@@ -49,16 +42,6 @@ def finish(job: Job, loop: Loop, seconds: float) -> None:
     reports = [Text(f"Data: {name}", "\n".join(r.lines()), code=True) for name, r in loop.data.reports.items()]
     write_report(run.folder, title, reports)
     log.info("done in %s: %s", duration(seconds), run.folder)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the most this process has held, on the GPU where it computes on one."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if resource is None:
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def last_values(lines: list[dict[str, Any]]) -> dict[str, float]:

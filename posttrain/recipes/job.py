@@ -21,6 +21,7 @@ from posttrain.batch import Example, Pack, pack
 from posttrain.config import learning_rate
 from posttrain.config.schema import ModelConfig, RunConfig
 from posttrain.data import Prepared, prepare_run
+from posttrain.memory import reset_peak_memory, return_tensors_at_once
 from posttrain.models.attention import width_step
 from posttrain.models.families import base_of, check_positions
 from posttrain.models.load import Head, compute_dtype, device_of, is_adapter, load_model, load_tokenizer
@@ -54,7 +55,7 @@ class Job:
         device = device_of(config.devices)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # kernels of other packages run on the current one
-            torch.cuda.reset_peak_memory_stats(device)
+        reset_peak_memory(device)
         return cls(config, model, run, device, compute_dtype(model, device), load_tokenizer(model), checkpoint)
 
     def data(self) -> Prepared:
@@ -87,6 +88,7 @@ class Job:
             set_pad_token(base_of(policy), self.tokenizer)
         if self.checkpoints_gradients():
             enable_gradient_checkpointing(policy)
+            return_tensors_at_once()
         return policy.eval()
 
     def _base(self, head: Head) -> ModelConfig:
@@ -133,8 +135,13 @@ class Job:
 
     def checkpoints_gradients(self) -> bool:
         """`auto` recomputes activations on a GPU only, where memory is scarcer than arithmetic."""
-        wanted = self.config.training.gradient_checkpointing
-        return self.device.type == "cuda" if wanted == "auto" else wanted
+        return checkpoints_gradients(self.config, self.device)
+
+
+def checkpoints_gradients(config: RunConfig, device: torch.device) -> bool:
+    """Whether layers are recomputed in backward: `auto` does so on a GPU, where memory is scarcer than arithmetic."""
+    wanted = config.training.gradient_checkpointing
+    return device.type == "cuda" if wanted == "auto" else wanted
 
 
 def enable_gradient_checkpointing(policy: nn.Module) -> None:

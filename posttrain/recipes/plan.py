@@ -5,25 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from posttrain.batch import Example, pack
-from posttrain.config import DPOMethod, KTOMethod, ModelConfig, RunConfig, Stage, check_skip, learning_rate
+from posttrain.config import ModelConfig, RunConfig, Stage, check_skip, learning_rate
 from posttrain.config.methods import EXAMPLES_OF
 from posttrain.data import Prepared, prepare_run
-from posttrain.models.families import FAMILIES, base_of
-from posttrain.models.load import compute_dtype, device_of, load_config, load_tokenizer
-from posttrain.models.lora import add_lora
+from posttrain.models.load import compute_dtype, device_of, load_tokenizer
 from posttrain.optim.schedules import warmup_count
-from posttrain.scoring import CHUNK_ELEMENTS
+from posttrain.recipes.estimate import count, empty_model, estimate
+from posttrain.recipes.heaviest import first_epoch, heaviest_step, pack_rows
+from posttrain.recipes.probe import probe
 
 STEPS_LOOKED_AT = 50
 
@@ -60,8 +56,13 @@ def plan(
     *,
     model_index: int | None = None,
     skip: Collection[str] = (),
+    probed: bool = False,
+    memory_limit: int | None = None,
 ) -> None:
-    """Print, for every model at every stage, what training it will do and take."""
+    """Print, for every model at every stage, what training it will do and take.
+
+    With `probed`, also the largest tokens_per_pack that fits in `memory_limit` bytes, or in what is free.
+    """
     console = console or Console()
     stages = (Stage("", None, config),) if isinstance(config, RunConfig) else config
     check_skip(skip, stages)
@@ -70,22 +71,27 @@ def plan(
         for stage in stages:
             if stage.name in skip:
                 tokenizers.skip(stage)
-            else:
-                console.print(_table(stage, stage.config.models[index], tokenizers.of(stage)))
+                continue
+            config, model = stage.config, stage.config.models[index]
+            data = prepare_run(config, tokenizers.of(stage))
+            table = _table(stage, model, data)
+            if probed:
+                table.add_row("fits", str(probe(config, model, data, memory_limit)))
+            console.print(table)
 
 
-def _table(stage: Stage, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Table:
+def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
     config = stage.config
     device = device_of(config.devices)
     method = config.method
-    data = prepare_run(config, tokenizer)
-    empty = _empty_model(config, model)
+    empty = empty_model(config, model)
     total, trained = count(empty)
     training = config.training
     per_epoch = math.ceil(len(data.train) / training.batch_size)
     steps = training.max_steps or math.ceil(training.num_train_epochs * per_epoch)
     packs, tokens, targets_seen = _sampled_steps(config, data)
-    memory = estimate(config, model, empty, device)
+    heaviest = heaviest_step(config, data, training.tokens_per_pack, device)
+    memory = estimate(config, model, empty, heaviest, device)
 
     title = f"{method.type} of {model.folder_name}"
     if stage.name:
@@ -109,85 +115,19 @@ def _table(stage: Stage, model: ModelConfig, tokenizer: PreTrainedTokenizerBase)
     warmup = warmup_count(training.warmup_steps, steps)
     rate = learning_rate(config, model)
     table.add_row("learning rate", f"{rate:.1e}, {training.lr_scheduler_type}, {warmup} steps of warm-up")
-    table.add_row("memory", f"about {sum(memory.values()) / 2**30:.2f} GiB above the program's own")
-    for part, size in memory.items():
+    table.add_row("memory", f"about {memory.peak / 2**30:.2f} GiB at the peak, above the program's own")
+    for part, size in memory.parts.items():
         table.add_row("", f"{part} {size / 2**30:.2f} GiB")
+    if memory.host:
+        table.add_row("", f"and {memory.host / 2**30:.2f} GiB of CPU memory")
     return table
-
-
-def _empty_model(config: RunConfig, model: ModelConfig) -> nn.Module:
-    """The model with its adapters on the meta device: shapes without memory."""
-    reward = config.method.type == "reward"
-    auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
-    settings = load_config(model)
-    if reward:
-        settings.num_labels = 1
-    with torch.device("meta"):
-        empty = auto.from_config(settings, trust_remote_code=model.trust_remote_code)
-        if model.lora is not None:
-            empty = add_lora(empty, model.lora, "reward" if reward else "lm")
-    return empty
-
-
-def count(model: nn.Module) -> tuple[int, int]:
-    """All and trained parameters."""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
 
 
 def _sampled_steps(config: RunConfig, data: Prepared) -> tuple[float, float, float]:
     """Mean packs, tokens and scored tokens of a step, over some batches drawn as training draws them."""
-    size = config.training.batch_size
-    order = np.random.default_rng([config.seed, 0]).permutation(len(data.train))
     counts = []
-    for start in range(0, min(len(order), size * STEPS_LOOKED_AT), size):
-        examples: list[Example] = [data.train[int(i)] for i in order[start : start + size]]
-        packs = pack(examples, config.training.tokens_per_pack, keep_last=config.method.type == "reward")
+    for rows in first_epoch(config, len(data.train))[:STEPS_LOOKED_AT]:
+        packs = pack_rows(config, data, rows, config.training.tokens_per_pack)
         tokens = sum(p.num_tokens for p in packs)
         counts.append((len(packs), tokens, sum(len(p.target_N) for p in packs)))
     return tuple(np.mean(counts, axis=0))  # pyright: ignore[reportReturnType]
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What activations scale with."""
-
-    layers: int
-    hidden: int
-    mlp: int
-    vocabulary: int
-
-
-def estimate(config: RunConfig, model: ModelConfig, empty: nn.Module, device: torch.device) -> dict[str, int]:
-    """Bytes by part: weights, gradients, optimizer, reference, activations of one pack, logits."""
-    dtype = compute_dtype(model, device)
-    width = dtype.itemsize
-    total, trained = count(empty)
-    masters = 0 if dtype == torch.float32 else 4 * trained
-    parts = {"weights": width * total, "gradients": 4 * trained, "optimizer": 8 * trained + masters}
-    method = config.method
-    if isinstance(method, DPOMethod | KTOMethod) and not method.precompute_ref_log_probs:
-        compared = isinstance(method, KTOMethod) or method.use_ref_model
-        separate = model.lora is None or method.ref_model is not None
-        parts["reference"] = width * total if compared and separate else 0
-    shape = _shape(empty)
-    family = FAMILIES.get(base_of(empty).config.model_type)
-    tokens = config.training.tokens_per_pack * (1 if family and family.packed else 2)
-    checkpointing = config.training.gradient_checkpointing
-    if checkpointing == "auto":
-        checkpointing = device.type == "cuda"
-    # What autograd keeps per token and layer: about 16 vectors of the hidden size (norms, projections, residuals) and
-    # 4 of the MLP's; with checkpointing one hidden vector a layer, and one layer's whole while it is recomputed.
-    layer = (16 * shape.hidden + 4 * shape.mlp) * width
-    kept = layer + shape.layers * shape.hidden * width if checkpointing else shape.layers * layer
-    parts["activations"] = tokens * kept
-    chunk = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"])
-    parts["logits"] = 0 if method.type == "reward" else 3 * 4 * min(chunk, tokens * shape.vocabulary)
-    return parts
-
-
-def _shape(empty: nn.Module) -> Shape:
-    config = base_of(empty).config
-    hidden = config.hidden_size
-    mlp = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
-    return Shape(config.num_hidden_layers, hidden, mlp, config.vocab_size)

@@ -1,0 +1,251 @@
+"""The memory a step takes, by its parts, before anything is loaded.
+
+Weights, gradients, optimizer and reference are counted from the model's shapes. Activations are not guessed by a
+formula: a forward and a backward of two and of three of the model's layers run on tensors without memory (torch's
+FakeTensorMode), with its adapters, dropout and checkpointing; what autograd would keep is added up, and each further
+layer keeps what the third did.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+
+from posttrain.batch import Pack
+from posttrain.config import DPOMethod, KTOMethod, ModelConfig, RunConfig
+from posttrain.models.attention import NAME as PACKED
+from posttrain.models.attention import PackedMask
+from posttrain.models.families import FAMILIES, backbone_of, base_of
+from posttrain.models.lean import lean
+from posttrain.models.load import compute_dtype, load_config, use_packed
+from posttrain.models.lora import add_lora
+from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
+from posttrain.recipes.job import checkpoints_gradients, enable_gradient_checkpointing
+from posttrain.scoring import CHUNK_ELEMENTS
+
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a code, a byte of scale for 64 weights, a float32 for 256 scales
+FEW, MORE = 2, 3  # layers that are looked at
+# What the heap of a C library loses in holes that no later tensor fits, as a share of what comes and goes in a step:
+# measured with glibc 2.36. Gradients and moments, which come later and stay, fill some of it. With gradient
+# checkpointing tensors are returned at once instead (posttrain.memory).
+HOLES = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes by part and at the peak; `host` is in CPU memory beside a GPU. `allocator` is what a CPU's heap wastes.
+
+    The peak may be below the sum: gradients come as activations go, so that with one pack a step the two are never
+    whole at once.
+    """
+
+    parts: dict[str, int]
+    peak: int
+    host: int = 0
+
+
+def empty_model(
+    config: RunConfig, model: ModelConfig, dtype: torch.dtype = torch.float32, layers: int | None = None
+) -> PreTrainedModel | PeftModel:
+    """The model with its adapters on the meta device: shapes without memory. Only so many layers if given."""
+    reward = config.method.type == "reward"
+    auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
+    settings = load_config(model)
+    if reward:
+        settings.num_labels = 1
+    if layers is not None:
+        settings.num_hidden_layers = layers
+        if getattr(settings, "layer_types", None):
+            settings.layer_types = settings.layer_types[:layers]
+    with torch.device("meta"):
+        empty = auto.from_config(settings, dtype=dtype, trust_remote_code=model.trust_remote_code)
+        return empty if model.lora is None else add_lora(empty, model.lora, "reward" if reward else "lm")
+
+
+def count(model: nn.Module) -> tuple[int, int]:
+    """All and trained parameters."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
+
+
+def holds_reference(config: RunConfig, model: ModelConfig) -> bool:
+    """Whether a second model lies in memory as the reference, rather than an adapter switched off or saved numbers."""
+    method = config.method
+    if not isinstance(method, DPOMethod | KTOMethod) or method.precompute_ref_log_probs:
+        return False
+    if isinstance(method, DPOMethod) and not method.use_ref_model:
+        return False
+    return model.lora is None or method.ref_model is not None
+
+
+def estimate(
+    config: RunConfig, model: ModelConfig, empty: PreTrainedModel | PeftModel, packs: list[Pack], device: torch.device
+) -> Estimate:
+    """What a step of these packs, the fullest first, takes on `device`; `empty` has the model's shapes."""
+    pack = packs[0]
+    dtype = compute_dtype(model, device)
+    width = dtype.itemsize
+    _, trained = count(empty)
+    kind = config.training.optimizer
+    offloaded = kind == "adamw_cpu_offload" and device.type == "cuda"
+    masters = 4 * trained if dtype != torch.float32 or offloaded else 0
+    weights = _weights(empty, width, model.load_in_4bit)
+    parts = {"weights": weights, "gradients": 4 * trained, "optimizer": masters + _moments(empty, kind)}
+    host = 0
+    if offloaded:  # with what travels, in the model's dtype
+        host = parts["gradients"] + parts["optimizer"] + width * trained
+        parts |= {"gradients": 0, "optimizer": 0}
+    if holds_reference(config, model):
+        parts["reference"] = weights - width * sum(p.numel() for n, p in empty.named_parameters() if "lora_" in n)
+    checkpointing = checkpoints_gradients(config, device)
+    kept, working = _activations(config, model, pack, dtype, checkpointing)
+    logits = 0 if config.method.type == "reward" else _logits(empty, pack, width, device)
+    # The head is done with its logits before the layers' backward begins.
+    parts |= {"activations": kept + max(working - logits, 0), "logits": logits}
+    passing = parts["activations"] + logits
+    if device.type == "cpu" and not checkpointing:
+        parts["allocator"] = max(0, int(HOLES * passing) - parts["gradients"] - parts["optimizer"])
+    # Of the first pack, gradients come as activations go; each further pack is computed beside them.
+    largest = width * max((p.numel() for p in empty.parameters() if p.requires_grad), default=0)
+    beside = passing * max((len(other.tokens_T) for other in packs[1:]), default=0) // max(len(pack.tokens_T), 1)
+    moving = max(passing, parts["gradients"] + max(largest, beside))
+    return Estimate(parts, sum(parts.values()) - passing - parts["gradients"] + moving, host)
+
+
+def _weights(model: PreTrainedModel | PeftModel, width: int, in_4bit: bool) -> int:
+    """Bytes of the weights, with those of the linear layers that bitsandbytes converts in 4 bits."""
+    converted: set[torch.Tensor] = set()
+    if in_4bit:
+        base = base_of(model)
+        layers = [m for name, m in base.named_modules() if isinstance(m, nn.Linear) and "lora_" not in name]
+        converted = {m.weight for m in layers if m is not base.get_output_embeddings() and m.out_features > 1}
+    return int(sum(p.numel() * (NF4_BYTES if p in converted else width) for p in model.parameters()))
+
+
+def _moments(model: nn.Module, kind: str) -> int:
+    """Bytes of AdamW's two moments: 4 each, or with `adamw_8bit` 1 each and a float32 scale for every block."""
+    small = eight_bit_names(model) if kind == "adamw_8bit" else set()
+    sizes = [(p.numel(), name in small) for name, p in model.named_parameters() if p.requires_grad]
+    return sum(2 * (n + 4 * -(-n // BLOCK)) if eight else 8 * n for n, eight in sizes)
+
+
+def _logits(model: PreTrainedModel | PeftModel, pack: Pack, width: int, device: torch.device) -> int:
+    """The language-model head: a chunk's logits and their likes, scored hidden states, the gradient of its weight."""
+    head = base_of(model).get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    scored, (vocabulary, hidden) = len(pack.target_N), head.weight.shape
+    chunk = min(CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]), scored * vocabulary)
+    gradient = 4 * head.weight.numel() if head.weight.requires_grad else 0
+    return 3 * 4 * chunk + 2 * scored * hidden * width + gradient
+
+
+def _activations(
+    config: RunConfig, model: ModelConfig, pack: Pack, dtype: torch.dtype, checkpointing: bool
+) -> tuple[int, int]:
+    """Bytes that the backbone keeps of a pack for backward, and what it takes beyond that at most, for a moment."""
+    settings = load_config(model)
+    family = FAMILIES.get(settings.model_type)
+    if family is None or not family.packed or model.attention not in ("auto", "packed"):
+        return _by_formula(settings, pack, dtype, checkpointing), 0
+    depth = settings.num_hidden_layers
+    kept_few, _ = _simulate(config, model, pack, dtype, checkpointing, FEW)
+    kept, working = _simulate(config, model, pack, dtype, checkpointing, MORE)
+    return kept + (depth - MORE) * (kept - kept_few), working
+
+
+def _simulate(
+    config: RunConfig, model: ModelConfig, pack: Pack, dtype: torch.dtype, checkpointing: bool, layers: int
+) -> tuple[int, int]:
+    """The same for a model of so many layers, by forward and backward without memory."""
+    read = (pack.last_S if config.method.type == "reward" else pack.source_N).unique()
+    mask = PackedMask(pack, read)
+    mask.masks(None)
+    policy = empty_model(config, model, dtype, layers)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        _on_cpu(policy)
+        base = base_of(policy)
+        if use_packed(model, base):
+            base.set_attn_implementation(PACKED)
+        lean(base)
+        if checkpointing:
+            enable_gradient_checkpointing(policy)
+        policy.train(config.method.type == "sft")  # with dropout
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_forget)
+        inputs: dict[str, Any] = {"input_ids": fake.from_tensor(pack.tokens_T)[None], "use_cache": False}
+        inputs |= {"position_ids": fake.from_tensor(pack.position_T)[None], "packed": mask}
+        with _Live() as live:
+            hidden = backbone_of(base)(**inputs).last_hidden_state
+            kept = live.now
+            hidden.sum().backward()
+        return kept, live.peak - kept
+
+
+def _on_cpu(model: nn.Module) -> None:
+    """Replace meta tensors by fake ones of the CPU, for which torch chooses kernels as for real ones."""
+    replaced: dict[torch.Tensor, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in replaced:
+            twin = torch.empty_like(tensor, device="cpu", requires_grad=False)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            replaced[tensor] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
+        return replaced[tensor]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = fake(tensor)  # pyright: ignore[reportArgumentType]
+
+
+def _forget(parameter: torch.Tensor) -> None:
+    """Gradients of weights are a part of their own."""
+    parameter.grad = None
+
+
+class _Live(TorchDispatchMode):
+    """Adds up the bytes of all tensors made under it that are alive, now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+def _by_formula(settings: PreTrainedConfig, pack: Pack, dtype: torch.dtype, checkpointing: bool) -> int:
+    """For families that take packs as rows: about 16 hidden vectors and 4 of the MLP's a token and layer."""
+    hidden, depth = settings.hidden_size, settings.num_hidden_layers
+    mlp = getattr(settings, "intermediate_size", None) or getattr(settings, "n_inner", None) or 4 * hidden
+    paths = pack.paths()
+    tokens = len(paths) * max(len(path) for path in paths)
+    layer = (16 * hidden + 4 * mlp) * dtype.itemsize
+    return tokens * (layer + depth * hidden * dtype.itemsize if checkpointing else depth * layer)

@@ -1,0 +1,46 @@
+"""The step of a run that takes most memory, found from the lengths of its examples."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from posttrain.batch import Pack, pack
+from posttrain.config import RunConfig
+from posttrain.data import Prepared
+from posttrain.models.attention import width_step
+
+CANDIDATES = 8  # steps with most tokens; which of them fills a pack best is seen by packing
+
+
+def first_epoch(config: RunConfig, size: int) -> list[np.ndarray]:
+    """The rows of each step of the first epoch that the run will take, in the loop's order."""
+    rng = np.random.default_rng([config.seed, 0])
+    order = rng.permutation(size) if config.data.shuffle else np.arange(size)
+    batch = config.training.batch_size
+    steps = math.ceil(size / batch)
+    taken = min(steps, config.training.max_steps or steps)
+    return [order[step * batch : (step + 1) * batch] for step in range(taken)]
+
+
+def pack_rows(
+    config: RunConfig, data: Prepared, rows: np.ndarray, tokens_per_pack: int, pad_to: int | None = None
+) -> list[Pack]:
+    """The packs of a step, as its method's recipe lays them."""
+    examples = [data.train[int(row)] for row in rows]
+    return pack(examples, tokens_per_pack, keep_last=config.method.type == "reward", pad_to=pad_to)
+
+
+def heaviest_step(config: RunConfig, data: Prepared, tokens_per_pack: int, device: torch.device) -> list[Pack]:
+    """The packs of the first epoch's step with the fullest pack, that one first."""
+    steps = sorted(first_epoch(config, len(data.train)), key=lambda rows: -int(data.train.lengths[rows].sum()))
+    pad_to = width_step(device, tokens_per_pack)
+    packed = [pack_rows(config, data, rows, tokens_per_pack, pad_to) for rows in steps[:CANDIDATES]]
+    heaviest = max(packed, key=lambda packs: max(map(_weight, packs)))
+    return sorted(heaviest, key=_weight, reverse=True)
+
+
+def _weight(pack: Pack) -> tuple[int, int]:
+    return len(pack.tokens_T), len(pack.target_N)

@@ -1,0 +1,244 @@
+"""What a run takes, what `plan` says it takes, and what it gives back."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_equivalence import CONFIGS, IDS, forest
+from transformers import CONFIG_MAPPING, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from posttrain.batch import pack
+from posttrain.cli import main
+from posttrain.config import load
+from posttrain.data import prepare_run
+from posttrain.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
+from posttrain.models.load import load_tokenizer
+from posttrain.recipes.estimate import _activations, _simulate, empty_model, estimate
+from posttrain.recipes.heaviest import heaviest_step
+from posttrain.recipes.probe import Step, largest, probe
+
+CPU = torch.device("cpu")
+MIB = 2**20
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def middling_model(shared, tmp_path_factory) -> Path:
+    """A Qwen3 of 12 million parameters: large enough that what a run takes is not the program's own doing."""
+    folder = tmp_path_factory.mktemp("models") / "middling"
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "minimind6400")
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=384, num_hidden_layers=6, intermediate_size=1024, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def settings(shared, middling_model, tmp_path):
+    """Write a config of two steps, two or three packs each; returns its path."""
+    pairs = {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "none"}
+    single = {"source": str(shared / "data/sft-demo/alpaca_en_demo.json")}
+
+    def write(name: str, method: str, training=None, **model) -> Path:
+        data = {**(single if method == "sft" else pairs), "max_rows": 24, "max_length": 384}
+        training = {"batch_size": 12 if method == "sft" else 6, "max_steps": 2, "tokens_per_pack": 1536} | (
+            training or {}
+        )
+        sections = {"name": name, "output_dir": str(tmp_path / "runs"), "method": method, "data": data}
+        sections |= {"model": {"path": str(middling_model), **model}, "training": training}
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(sections))
+        return file
+
+    return write
+
+
+def estimated(file: Path):
+    config = load(file).config
+    data = prepare_run(config, load_tokenizer(config.models[0]))
+    packs = heaviest_step(config, data, config.training.tokens_per_pack, CPU)
+    return estimate(config, config.models[0], empty_model(config, config.models[0]), packs, CPU)
+
+
+LORA = {"r": 8, "alpha": 16}
+CHECKPOINTING = {"gradient_checkpointing": True}
+MEASURED = {  # method, training, model
+    "SFT": ("sft", {}, {}),
+    "SFT, recomputed": ("sft", CHECKPOINTING, {}),
+    "DPO": ("dpo", {}, {}),
+    "DPO of adapters": ("dpo", {}, {"lora": LORA}),
+    "reward model, 8-bit AdamW": ("reward", {"optimizer": "adamw_8bit"}, {}),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="a run's own peak is measured on Linux only")
+def test_the_estimate_is_within_a_quarter_of_the_measured_peak(settings):
+    """Each training run is a process of its own; its peak is counted from what imports alone take."""
+    pytest.importorskip("bitsandbytes")
+    files = [settings(name, method, training, **model) for name, (method, training, model) in MEASURED.items()]
+    command = [sys.executable, str(HERE / "measure_memory.py"), *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(HERE.parent)})
+    peaks = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("peak ")]
+    assert len(peaks) == len(files), done.stderr
+    off = {}
+    for file, peak in zip(files, peaks, strict=True):
+        expected = estimated(file)
+        off[file.stem] = expected.peak / peak - 1
+        parts = ", ".join(f"{part} {size / MIB:.0f}" for part, size in expected.parts.items())
+        print(f"{file.stem}: measured {peak / MIB:.0f} MiB, expected {expected.peak / MIB:.0f} ({parts})")
+    assert all(abs(difference) <= 0.25 for difference in off.values()), off
+
+
+DEEP = [("llama", False), ("gemma2", False), ("gpt2", False), ("opt", False), ("qwen3", True)]
+
+
+@pytest.mark.parametrize(("family", "checkpointing"), DEEP)
+def test_further_layers_keep_what_the_third_does(tmp_path, family, checkpointing):
+    """What is said of a deep model from two and three layers = what all its layers keep."""
+    settings = CONFIGS[family] | IDS | {"num_hidden_layers": 5}
+    settings.pop("n_layer", None)
+    if "layer_types" in settings:
+        settings["layer_types"] = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
+    CONFIG_MAPPING[family](**settings).save_pretrained(tmp_path)
+    file = tmp_path / "config.yaml"
+    file.write_text(f"model: {tmp_path}\nmethod: sft\ndata: {{source: none.jsonl}}\n")
+    config = load(file).config
+    [packed] = pack(forest(), 4096)
+    kept, working = _activations(config, config.models[0], packed, torch.float32, checkpointing)
+    all_kept, all_working = _simulate(config, config.models[0], packed, torch.float32, checkpointing, 5)
+    print(f"{family}: {kept} kept, {working} more for a moment")
+    assert kept == pytest.approx(all_kept, rel=0.03) and working == pytest.approx(all_working, rel=0.1)
+    assert kept > packed.num_tokens * 32 * 4 * 5
+
+
+def test_memory_comes_back_between_models(settings, tmp_path):
+    """Two models of one config: when the second begins, the process holds what it held when the first began."""
+    file = settings("two", "sft")
+    sections = json.loads(file.read_text())
+    path = sections.pop("model")["path"]
+    sections["models"] = [{"name": name, "path": path} for name in ("first", "second", "third")]
+    sections["training"] |= {"max_steps": 1, "batch_size": 4}
+    file.write_text(json.dumps(sections))
+    script = """
+import sys
+from posttrain import recipes
+from posttrain.config import load
+from posttrain.memory import memory_in_use
+from posttrain.recipes import Job
+start = Job.start
+def noted(*arguments):
+    print("held", memory_in_use(), flush=True)
+    return start(*arguments)
+Job.start = noted
+recipes.train(load(sys.argv[1]).config)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(file)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(HERE.parent)},
+    )
+    held = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("held ")]
+    assert len(held) == 3, done.stderr
+    print("MiB when a model begins:", [round(size / MIB) for size in held])
+    taken = estimated(settings("one", "sft")).peak
+    assert held[2] - held[1] < 0.05 * taken
+
+
+def test_released_memory_leaves_the_process():
+    release_memory()
+    before = memory_in_use()
+    blocks = [torch.ones(16_000) for _ in range(4000)]  # each too small for a mapping of its own
+    assert memory_in_use() - before > 200 * MIB
+    del blocks
+    release_memory()
+    assert memory_in_use() - before < 20 * MIB
+
+
+def test_a_peak_is_counted_from_its_reset():
+    block = torch.ones(100 * MIB // 4)
+    assert peak_memory(CPU) >= memory_in_use()
+    del block
+    reset_peak_memory(CPU)
+    before = peak_memory(CPU)
+    block = torch.ones(50 * MIB // 4)
+    del block
+    assert 45 * MIB < peak_memory(CPU) - before < 60 * MIB
+    assert (available_memory(CPU) or 0) > 0
+
+
+@pytest.mark.parametrize("limit", [64, 100, 1023, 1024, 3000, 5000, 10**6])
+def test_the_largest_size_is_found_to_a_sixteenth(limit):
+    tried = []
+
+    def fits(size):
+        tried.append(size)
+        return size <= limit
+
+    good, bad = largest(fits, 64, 5000)
+    print(limit, good, bad, tried)
+    assert good is not None and good <= limit and len(tried) < 14
+    if bad is None:
+        assert good == 5000
+    else:
+        assert limit < bad and bad - good <= max(good // 16, 64) + 64
+    assert largest(lambda size: False, 64, 5000) == (None, 64)
+    assert largest(lambda size: True, 64, 64) == (64, None)
+
+
+def test_probe_finds_what_fits_a_limit(settings, capsys):
+    """On a CPU: real steps, measured; the size found stays within the limit, and the next one tried does not."""
+    file = settings("probed", "sft", {"tokens_per_pack": 8192})
+    config = load(file).config
+    data = prepare_run(config, load_tokenizer(config.models[0]))
+    limit = memory_in_use() + 420 * MIB
+    found = probe(config, config.models[0], data, limit)
+    print(found, capsys.readouterr().err)
+    assert 384 <= found.tokens_per_pack < (found.too_large or 0)
+    assert found.too_large - found.tokens_per_pack <= max(64, found.tokens_per_pack // 16) + 64
+    assert 0.8 * limit < found.peak <= limit == found.limit
+
+
+def test_probe_on_a_device_that_runs_out_of_memory(settings, monkeypatch, capsys):
+    """Where too large a size ends in torch's error, as on a GPU, that is an answer, and the next size is tried."""
+    file = settings("probed", "reward", {"tokens_per_pack": 8192})
+    config = load(file).config
+    data = prepare_run(config, load_tokenizer(config.models[0]))
+    take = Step.take
+
+    def limited(self, packs):
+        take(self, [pack for pack in packs[:1] if pack.num_tokens < 500])
+        if packs[0].num_tokens > 1100:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(Step, "take", limited)
+    found = probe(config, config.models[0], data, 64 * 2**30)
+    print(found, capsys.readouterr().err)
+    assert 1000 < found.tokens_per_pack <= 1280 and found.too_large is not None
+    monkeypatch.setattr(Step, "take", lambda self, packs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        probe(config, config.models[0], data, 64 * 2**30)
+
+
+def test_probe_says_when_nothing_fits(settings, capsys):
+    file = str(settings("probed", "dpo"))
+    assert main(["plan", file, "--probe", "--memory-limit", "0.01"]) == 1
+    error = capsys.readouterr().err
+    assert "not even tokens_per_pack 768 fits in 0.01 GiB" in error and "data.max_length 384" in error
+    assert main(["plan", file, "--memory-limit", "8"]) == 2
+    assert "--memory-limit is for --probe" in capsys.readouterr().err
+
+
+def test_plan_names_the_parts(settings, capsys):
+    assert main(["plan", str(settings("planned", "dpo"))]) == 0
+    out = capsys.readouterr().out
+    for part in ("weights", "gradients", "optimizer", "reference", "activations", "logits"):
+        assert part in out
