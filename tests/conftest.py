@@ -4,6 +4,7 @@ One thread: two workers of the suite on two cores would otherwise wait for one a
 """
 
 import os
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,16 @@ def shared() -> Path:
 def cache(tmp_path_factory, monkeypatch) -> None:
     """Tokenised data goes to a folder of the test session, never to the user's own cache."""
     monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def blank_pictures(monkeypatch) -> None:
+    """For tests of many short runs: drawing `curves.png`, which tests/test_store_show.py does, takes longer than they.
+
+    A file stays, so that the report, which takes the picture from there, does not draw it either.
+    """
+    finish = import_module("posttrain.recipes.finish")
+    monkeypatch.setattr(finish, "write_curves", lambda lines, path, title: path.write_bytes(b""))
 
 
 @pytest.fixture(scope="session")
