@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from benchmarks.common import THREADS, make_models
+from posttrain.models.matmul import product
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = {"dpo": 12, "dpo-lora": 12, "kto": 12, "orpo": 12, "reward": 12, "sft": 12}
@@ -43,7 +44,7 @@ def matmul_rate() -> float:
     best = float("inf")
     for _ in range(30):
         began = time.perf_counter()
-        torch.nn.functional.linear(x, weight)
+        product(x, weight)
         best = min(best, time.perf_counter() - began)
     return 2 * x.numel() * len(weight) / best / 1e9
 
@@ -80,10 +81,11 @@ def run_side(module: str, method: str, models: Path, folder: Path, *arguments: s
     return json.loads(output.read_text())
 
 
-def compare(name: str, models: Path, rounds: int, rate: float) -> dict:
+def compare(name: str, models: Path, rounds: int) -> dict:
     """Both sides in turn, `rounds` times: medians, ratios by round, and the largest difference of a step's loss."""
     method, micro_batch = COMPARISONS[name]
-    ours, theirs = [], []
+    ours, theirs, rate = [], [], matmul_rate()
+    print(f"{name}: float32 matmul rate on {THREADS} threads {rate:.0f} GFLOP/s", flush=True)
     for number in range(rounds):
         sides = (("posttrain_side", ours, []), ("trl_side", theirs, ["--micro-batch", str(micro_batch)]))
         for module, results, arguments in sides:
@@ -156,9 +158,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         models = Path(folder)
         make_models(models)
-        rate = matmul_rate()
-        print(f"float32 matmul rate on {THREADS} threads: {rate:.0f} GFLOP/s", flush=True)
-        results = {name: compare(name, models, arguments.rounds, rate) for name in arguments.methods}
+        results = {name: compare(name, models, arguments.rounds) for name in arguments.methods}
     path = RESULTS / "cpu.json"
     path.parent.mkdir(exist_ok=True)
     before = json.loads(path.read_text()) if path.exists() else {}

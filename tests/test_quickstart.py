@@ -46,7 +46,7 @@ def test_leaves_a_whole_folder(tiny):
         assert json.loads((folder / stage / "run.json").read_text())["state"] == "finished"
         assert read_metrics(folder / stage)[-1]["step"] == load(folder / f"{stage}.yaml").config.training.max_steps
     page = (folder / "report.html").read_text()
-    assert "http" not in page.replace("http-equiv", "") and page.count("data:image/png") == 2
+    assert "http" not in page.replace("http-equiv", "") and page.count("data:image/png") == 1
     for model in ("model", "sft/final", "dpo/final"):
         assert AutoModelForCausalLM.from_pretrained(folder / model).num_parameters() < 1_000_000
     assert AutoModelForSequenceClassification.from_pretrained(folder / "reward/final").num_labels == 1

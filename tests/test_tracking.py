@@ -27,11 +27,12 @@ ALL = ["tensorboard", "wandb", "trackio"]
 
 @pytest.fixture(scope="module")
 def trackio_dir(tmp_path_factory) -> Path:
-    """trackio reads its folder from the environment when it is imported: set it before, for the module's tests."""
-    assert "trackio" not in sys.modules
+    """trackio reads its folder from the environment when it is imported; another library may have done so before."""
     folder = tmp_path_factory.mktemp("trackio")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRACKIO_DIR", str(folder))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+            patch.delitem(sys.modules, name)
         import trackio  # noqa: F401
     return folder
 

@@ -37,7 +37,9 @@ FEW, MORE = 2, 3  # layers that are looked at
 # What the heap of a C library loses in holes that no later tensor fits, as a share of what comes and goes in a step:
 # measured with glibc 2.36. Gradients and moments, which come later and stay, fill some of it. With gradient
 # checkpointing tensors are returned at once instead (posttrain.memory).
-HOLES = 0.7
+HOLES = 0.4
+# Tokenizer, data, kernels' workspaces, log and curves on a CPU: what a run of a model of 260 thousand weights takes.
+PROCESS = 115 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,8 @@ def estimate(
     # The head is done with its logits before the layers' backward begins.
     parts |= {"activations": kept + max(working - logits, 0), "logits": logits}
     passing = parts["activations"] + logits
+    if device.type == "cpu":
+        parts["process"] = PROCESS
     if device.type == "cpu" and not checkpointing:
         parts["allocator"] = max(0, int(HOLES * passing) - parts["gradients"] - parts["optimizer"])
     # Of the first pack, gradients come as activations go; each further pack is computed beside them.
@@ -157,6 +161,8 @@ def _activations(
     if family is None or not family.packed or model.attention not in ("auto", "packed"):
         return _by_formula(settings, pack, dtype, checkpointing), 0
     depth = settings.num_hidden_layers
+    if depth <= MORE:
+        return _simulate(config, model, pack, dtype, checkpointing, depth)
     kept_few, _ = _simulate(config, model, pack, dtype, checkpointing, FEW)
     kept, working = _simulate(config, model, pack, dtype, checkpointing, MORE)
     return kept + (depth - MORE) * (kept - kept_few), working
@@ -184,7 +190,7 @@ def _simulate(
                 parameter.register_post_accumulate_grad_hook(_forget)
         inputs: dict[str, Any] = {"input_ids": fake.from_tensor(pack.tokens_T)[None], "use_cache": False}
         inputs |= {"position_ids": fake.from_tensor(pack.position_T)[None], "packed": mask}
-        with _Live() as live:
+        with _Live(policy) as live:
             hidden = backbone_of(base)(**inputs).last_hidden_state
             kept = live.now
             hidden.sum().backward()
@@ -215,12 +221,13 @@ def _forget(parameter: torch.Tensor) -> None:
 
 
 class _Live(TorchDispatchMode):
-    """Adds up the bytes of all tensors made under it that are alive, now and at most."""
+    """Adds up the bytes of all tensors made under it that are alive, now and at most; views of weights are not made."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}
+        self._weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -231,7 +238,7 @@ class _Live(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key not in self._sizes:
+        if key not in self._sizes and key not in self._weights:
             self._sizes[key] = storage.nbytes()
             self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
