@@ -6,12 +6,14 @@ One thread: two workers of the suite on two cores would otherwise wait for one a
 import os
 from importlib import import_module
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TRACKIO_DIR"] = mkdtemp(prefix="posttrain-trackio-")
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 

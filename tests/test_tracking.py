@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sqlite3
 import struct
 import sys
@@ -25,16 +26,10 @@ pytestmark = pytest.mark.usefixtures("blank_pictures")
 ALL = ["tensorboard", "wandb", "trackio"]
 
 
-@pytest.fixture(scope="module")
-def trackio_dir(tmp_path_factory) -> Path:
-    """trackio reads its folder from the environment when it is imported; another library may have done so before."""
-    folder = tmp_path_factory.mktemp("trackio")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRACKIO_DIR", str(folder))
-        for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
-            patch.delitem(sys.modules, name)
-        import trackio  # noqa: F401
-    return folder
+@pytest.fixture
+def trackio_dir() -> Path:
+    """trackio reads its folder from the environment when it is imported: tests/conftest.py has set it."""
+    return Path(os.environ["TRACKIO_DIR"])
 
 
 @pytest.fixture(autouse=True)
