@@ -79,6 +79,7 @@ MEASURED = {  # method, training, model
 }
 
 
+@pytest.mark.slow  # and alone: beside other work peaks vary by a fifth
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="a run's own peak is measured on Linux only")
 def test_the_estimate_is_within_a_quarter_of_the_measured_peak(settings):
     """Each training run is a process of its own; its peak is counted from what imports alone take."""
