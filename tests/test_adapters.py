@@ -52,7 +52,7 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.parametrize("method", ["dpo", "reward"])
 def test_qlora(tmp_path, shared, scratch_model, method, dtype):
     """Its frozen weights stay as they are (a vital sign), a run that goes on is the same, PEFT loads what is left."""
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: the `quant` extra")
     file = settings(shared, scratch_model, tmp_path, method, load_in_4bit=True, dtype=dtype)
     whole = train(file, "name=whole")
     first = losses(whole)
@@ -73,7 +73,7 @@ def test_qlora(tmp_path, shared, scratch_model, method, dtype):
 
 
 def test_4bit_weights_are_near_the_model_and_an_eighth_of_its_size(scratch_model):
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: the `quant` extra")
     whole = load_model(ModelConfig(path=str(scratch_model)), "lm", torch.float32, CPU)
     small = load_model(ModelConfig(path=str(scratch_model), load_in_4bit=True), "lm", torch.float32, CPU)
     layers = {name: m for name, m in small.named_modules() if is_4bit(m)}

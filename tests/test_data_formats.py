@@ -2,7 +2,7 @@
 
 import pytest
 
-from posttrain.config.schema import TagsConfig
+from posttrain.config.data import TagsConfig
 from posttrain.data.formats import FORMATS, find_layout, last_boxed
 from posttrain.data.readers import read_files
 from posttrain.data.rows import RowError, messages_of, without_think

@@ -14,8 +14,8 @@ from data_tokenizer import CHATML, byte_tokenizer
 from test_data_sources import hub_cache
 
 from posttrain.cli import main
+from posttrain.config.data import DataConfig
 from posttrain.config.known import KNOWN, known_set
-from posttrain.config.schema import DataConfig
 from posttrain.data import prepare
 from posttrain.data.keep import keep
 from posttrain.data.sources import layout_of, splits_of
@@ -77,7 +77,7 @@ def test_every_known_set_is_read_with_its_columns(tmp_path):
     code = """
 import json, sys
 from data_tokenizer import byte_tokenizer
-from posttrain.config.schema import DataConfig
+from posttrain.config.data import DataConfig
 from posttrain.data import prepare
 from posttrain.errors import DataError
 tokenizer = byte_tokenizer()

@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 
 from posttrain.batch import pack, sequences
 from posttrain.cli import main
-from posttrain.config.schema import DataConfig, EvaluationDataset
+from posttrain.config.data import DataConfig
+from posttrain.config.schema import EvaluationDataset
 from posttrain.data import arithmetic_problems, explore, prepare
 from posttrain.errors import DataError
 

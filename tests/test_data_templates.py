@@ -7,7 +7,7 @@ import pytest
 from data_tokenizer import CHATML, byte_tokenizer
 from transformers import AutoTokenizer
 
-from posttrain.config.schema import DataConfig, TagsConfig
+from posttrain.config.data import DataConfig, TagsConfig
 from posttrain.data import prepare
 from posttrain.data.render import Job, rendering
 from posttrain.data.templates import choose_template

@@ -5,6 +5,8 @@ the usual small initialisation a wrong mask hides below the tolerance.
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -65,6 +67,19 @@ def make(family: str, auto=AutoModelForCausalLM, **kwargs):
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+@contextmanager
+def kept_for_backward() -> Iterator[dict[int, int]]:
+    """The bytes of each storage that autograd keeps of what runs inside, by address."""
+    sizes: dict[int, int] = {}
+
+    def keep(tensor):
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield sizes
 
 
 def forest(seed: int = 0) -> list[Example]:
@@ -259,13 +274,7 @@ def test_lean_norms_and_mlps_are_those_of_transformers(family, dtype):
     for change in (lambda model: None, lean):
         model = make(family).to(dtype)
         change(model)
-        sizes: dict[int, int] = {}
-
-        def keep(tensor, sizes=sizes):
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with kept_for_backward() as sizes:
             out = model(input_ids=ids, use_cache=False).logits.float()
         (out.log_softmax(-1)[..., 5]).sum().backward()
         outs.append(out.detach())
@@ -344,13 +353,7 @@ def test_gradient_checkpointing_keeps_less_and_changes_nothing(family):
         model = make(family, **dict.fromkeys(DROPOUTS, 0.4))
         model.set_attn_implementation("packed" if FAMILIES[family].packed else "eager")
         change(model)
-        sizes: dict[int, int] = {}
-
-        def keep(tensor, sizes=sizes):
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with kept_for_backward() as sizes:
             logprob_N = Scorer(model)(whole).logprob_N
         logprob_N.sum().backward()
         values.append(logprob_N.detach())

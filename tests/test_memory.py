@@ -83,7 +83,7 @@ MEASURED = {  # method, training, model
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="a run's own peak is measured on Linux only")
 def test_the_estimate_is_within_a_quarter_of_the_measured_peak(settings):
     """Each training run is a process of its own; its peak is counted from what imports alone take."""
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: the `quant` extra")
     files = [settings(name, method, training, **model) for name, (method, training, model) in MEASURED.items()]
     command = [sys.executable, str(HERE / "measure_memory.py"), *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(HERE.parent)})

@@ -178,7 +178,7 @@ def test_offloaded_equals_adamw_to_the_bit(dtype, packs):
 
 def test_8bit_equals_bitsandbytes_own_optimizer():
     """Where both keep 8-bit moments: the same weights, to the bit. Elsewhere (embeddings, vectors) we are AdamW."""
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: the `quant` extra")
     ours, theirs = large_model(), large_model()
     optimizer = AdamW8bit(ours, weight_decay=0.1, max_grad_norm=0)
     assert eight_bit_names(ours) == {"1.weight", "3.weight"}

@@ -1,6 +1,7 @@
 """A resumed run is the uninterrupted one: weights, optimizer, metrics and order, to the bit, on CPU."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from posttrain import recipes
 from posttrain.config import load
 from posttrain.errors import RunError
 from posttrain.recipes.loop import Loop
+from posttrain.store.checkpoint import list_checkpoints
 
 CLOCK = ("time",)  # the only thing in a line of metrics that two equal runs may differ in
 
@@ -149,3 +151,86 @@ def test_a_damaged_checkpoint_falls_back_one_and_a_missing_one_is_named(tmp_path
     with pytest.raises(RunError, match=r"no checkpoint .*checkpoint-3.*checkpoint-2, checkpoint-4"):
         recipes.train(config, resume=run / "checkpoint-3")
     assert recipes.train(config, resume=run) == 0
+
+
+# --- resuming with other intervals, with more steps, with nothing saved ---------------------------------------------
+
+
+def test_intervals_may_change_on_resume_and_change_no_weight(tmp_path, shared, scratch_model):
+    sections = settings(shared, scratch_model, "sft", max_steps=7)
+    start(tmp_path / "whole", sections)
+    sections["training"]["num_train_epochs"] = 3
+    shutil.copytree(tmp_path / "whole", tmp_path / "other")
+    for later in ("checkpoint-6", "checkpoint-7", "final"):
+        shutil.rmtree(tmp_path / "other/run" / later)
+    changes = ["checkpoint.save_steps=3", "checkpoint.save_total_limit=3", "evaluation.eval_steps=2"]
+    start(tmp_path / "other", sections, *changes, "tracking.logging_steps=1", resume=True)
+    run = tmp_path / "other/run"
+    assert [path.name for path in list_checkpoints(run)] == ["checkpoint-4", "checkpoint-6", "checkpoint-7"]
+    a, b = ((tmp_path / name / "run/checkpoint-7/adapter_model.safetensors") for name in ("whole", "other"))
+    assert all(torch.equal(load_file(a)[name], load_file(b)[name]) for name in load_file(a))
+    lines = numbers(run)
+    assert [line["step"] for line in lines if "loss" in line] == [2, 4, 5, 6, 7]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [0, 3, 4, 6, 7]  # 4: due by the new interval
+
+
+def test_more_steps_stretch_the_schedule_and_that_is_said(tmp_path, shared, scratch_model):
+    sections = settings(shared, scratch_model, "dpo", lr_scheduler_type="linear", warmup_steps=0)
+    sections["evaluation"] = {"eval_steps": -1}
+    sections["checkpoint"] = {}
+    start(tmp_path, sections, "training.max_steps=4", "tracking.logging_steps=1")
+    start(tmp_path, sections, "training.max_steps=8", "tracking.logging_steps=1", resume=True)
+    log = (tmp_path / "run/training.log").read_text()
+    assert "resumed from checkpoint-4 at step 4 of 8" in log
+    assert (
+        "8 steps in all instead of 4: the linear schedule is stretched, the learning rate of step 5 is 5.00e-04" in log
+    )
+    rates = [line["learning_rate"] for line in numbers(tmp_path / "run")]
+    assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4, 5e-4, 3.75e-4, 2.5e-4, 1.25e-4])
+
+
+def test_resume_without_a_checkpoint_begins_anew(tmp_path, shared, scratch_model, monkeypatch, caplog):
+    sections = settings(shared, scratch_model, "dpo", max_steps=3)
+    start(tmp_path / "whole", sections)
+    update = Loop.update
+    with monkeypatch.context() as patch:
+
+        def crash(self, packs, objective):
+            update(self, packs, objective)
+            raise RuntimeError("power cut")
+
+        patch.setattr(Loop, "update", crash)
+        with pytest.raises(RuntimeError):
+            start(tmp_path / "cut", sections)
+    with pytest.raises(RunError, match="there is no run folder"):
+        start(tmp_path / "never", sections, resume=True)
+    (tmp_path / "cut/run/config.yaml").unlink()  # as if killed between the first two files
+    start(tmp_path / "cut", sections, resume=True)
+    assert "has no checkpoint yet: it is begun anew" in caplog.text and "of the run before: best" in caplog.text
+    assert (tmp_path / "cut/run/best.set-aside").is_dir()
+    assert_same_run(tmp_path / "whole/run", tmp_path / "cut/run")
+
+
+@pytest.mark.slow
+def test_early_stopping_goes_on_where_it_was(tmp_path, shared, scratch_model, monkeypatch):
+    """Patience is counted across a crash, and a stopped run that is resumed stays stopped."""
+    sections = settings(shared, scratch_model, "dpo", learning_rate=0.3, max_steps=20)
+    sections["evaluation"] = {"eval_steps": 1}
+    sections["checkpoint"] |= {"save_steps": 1, "early_stopping_patience": 3}
+    start(tmp_path / "whole", sections)
+    stopped = len(list_checkpoints(tmp_path / "whole/run"))
+    assert stopped < 20
+    after_step = Loop._after_step
+
+    def crash(self):
+        after_step(self)
+        if self.state.step == stopped - 1:
+            raise RuntimeError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_after_step", crash)
+        with pytest.raises(RuntimeError):
+            start(tmp_path / "cut", sections)
+    for _ in range(2):
+        start(tmp_path / "cut", sections, resume=True)
+        assert_same_run(tmp_path / "whole/run", tmp_path / "cut/run")

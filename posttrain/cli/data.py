@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.config.known import KNOWN, known_set
+from posttrain.config.known import KNOWN, known_set, name_of
 from posttrain.errors import DataError
 
 app = typer.Typer(help="Known data sets, and keeping one for offline use.", no_args_is_help=True)
@@ -46,5 +46,5 @@ def save(
     for done in keep(source, folder, split, max_rows):
         left_out = f", {done.malformed:,} malformed left out" if done.malformed else ""
         print(f"{done.name}: {done.rows:,} rows, {done.bytes / 2**20:.1f} MiB{left_out}")
-    name = next((name for name, known in KNOWN.items() if known == known_set(source)), None)
+    name = name_of(known_set(source))
     print(f"saved in {folder}; use it with data.source={folder}" + (f" (columns as {name})" if name else ""))

@@ -1,5 +1,6 @@
 """The settings of a run: the schema with every default, and reading them from files, presets, overrides and flags."""
 
+from posttrain.config.data import DataConfig, SourceConfig, TagsConfig, ValidationConfig
 from posttrain.config.load import Loaded, dump, find, load
 from posttrain.config.methods import (
     CPOMethod,
@@ -14,18 +15,14 @@ from posttrain.config.methods import (
 from posttrain.config.presets import preset_names, preset_path
 from posttrain.config.schema import (
     CheckpointConfig,
-    DataConfig,
     DevicesConfig,
     EvaluationConfig,
     EvaluationDataset,
     LoraConfig,
     ModelConfig,
     RunConfig,
-    SourceConfig,
-    TagsConfig,
     TrackingConfig,
     TrainingConfig,
-    ValidationConfig,
     learning_rate,
 )
 from posttrain.config.stages import Stage, check_skip

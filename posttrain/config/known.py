@@ -72,6 +72,11 @@ KNOWN: dict[str, KnownSet] = {
 }
 
 
+def name_of(known: KnownSet | None) -> str | None:
+    """The short name of a known set; None for None."""
+    return next((name for name, one in KNOWN.items() if one == known), None)
+
+
 def known_set(source: str) -> KnownSet | None:
     """The known set that a `source` names: by its short name, or by its hub id with or without a subset."""
     if source in KNOWN:

@@ -1,6 +1,6 @@
 """The settings of each training method. A field that a method does not use does not exist there."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -34,9 +34,28 @@ F_DIVERGENCE_LOSSES = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo
 REFERENCE_FREE_LOSSES = F_DIVERGENCE_LOSSES | {"aot", "aot_unpaired"}
 LABEL_SMOOTHING_LOSSES = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"})
 
+# What an example is made of: a single sequence, a pair of completions, or one completion with a label.
+Kind = Literal["sft", "pair", "unpaired"]
 
-class SFTMethod(Settings):
+
+class MethodSettings(Settings):
+    """What every method says of itself, beside its settings."""
+
+    kind: ClassVar[Kind] = "pair"
+    # The defaults, of full fine-tuning and of LoRA, which takes about ten times more where a likelihood is learnt.
+    learning_rates: ClassVar[tuple[float, float]]
+
+    @property
+    def joins_completions(self) -> bool:
+        """Whether a prompt is scored with two completions at a time: a pair's, or its own and another's."""
+        return self.kind == "pair"
+
+
+class SFTMethod(MethodSettings):
     """Supervised fine-tuning: negative log-likelihood of the target tokens."""
+
+    kind = "sft"
+    learning_rates = (2e-5, 2e-4)
 
     type: Literal["sft"] = Field(default="sft", description="Supervised fine-tuning.")
     completion_only_loss: bool | None = Field(
@@ -59,8 +78,10 @@ class SFTMethod(Settings):
         return self
 
 
-class RewardMethod(Settings):
+class RewardMethod(MethodSettings):
     """Reward model: Bradley-Terry loss on pairs, scalar head on the last token."""
+
+    learning_rates = (1e-5, 1e-4)
 
     type: Literal["reward"] = Field(default="reward", description="Reward model.")
     center_rewards_coefficient: Annotated[Float, Field(ge=0)] | None = Field(
@@ -69,8 +90,10 @@ class RewardMethod(Settings):
     )
 
 
-class DPOMethod(Settings):
+class DPOMethod(MethodSettings):
     """Direct preference optimisation and its kin; `type: ipo` is `dpo` with `loss_type: ipo`."""
+
+    learning_rates = (1e-6, 1e-6)
 
     type: Literal["dpo"] = Field(default="dpo", description="Preference optimisation on pairs: DPO, IPO and kin.")
     loss_type: Annotated[tuple[PreferenceLoss, ...], OneOrMore, Field(min_length=1)] = Field(
@@ -170,8 +193,10 @@ class DPOMethod(Settings):
         )
 
 
-class ORPOMethod(Settings):
+class ORPOMethod(MethodSettings):
     """Odds ratio preference optimisation: likelihood of the chosen completion and an odds ratio, no reference."""
+
+    learning_rates = (8e-6, 8e-5)
 
     type: Literal["orpo"] = Field(default="orpo", description="Odds ratio preference optimisation, no reference.")
     beta: Annotated[Float, Field(gt=0)] = Field(
@@ -182,8 +207,10 @@ class ORPOMethod(Settings):
     )
 
 
-class CPOMethod(Settings):
+class CPOMethod(MethodSettings):
     """Contrastive preference optimisation: DPO with a uniform reference, and the likelihood of the chosen reply."""
+
+    learning_rates = (8e-6, 8e-5)
 
     type: Literal["cpo"] = Field(default="cpo", description="Contrastive preference optimisation, no reference.")
     loss_type: ContrastiveLoss = Field(default="sigmoid", description="How chosen and rejected are compared.")
@@ -214,8 +241,10 @@ class CPOMethod(Settings):
         return self
 
 
-class SimPOMethod(Settings):
+class SimPOMethod(MethodSettings):
     """Simple preference optimisation: log-probabilities per token as rewards, with a margin; no reference."""
+
+    learning_rates = (1e-6, 1e-6)
 
     type: Literal["simpo"] = Field(default="simpo", description="Simple preference optimisation, no reference.")
     beta: Annotated[Float, Field(gt=0)] = Field(
@@ -233,8 +262,11 @@ class SimPOMethod(Settings):
     alpha: Float = Field(default=0.0, description="AlphaPO's reward shape (1 - p^-alpha) / alpha; 0: log p.")
 
 
-class KTOMethod(Settings):
+class KTOMethod(MethodSettings):
     """Kahneman-Tversky optimisation: single completions that are labelled desirable or undesirable."""
+
+    kind = "unpaired"
+    learning_rates = (1e-6, 1e-6)
 
     type: Literal["kto"] = Field(default="kto", description="Single completions labelled desirable or undesirable.")
     loss_type: UnpairedLoss = Field(default="kto", description="What a completion's reward is held against.")
@@ -253,6 +285,10 @@ class KTOMethod(Settings):
     ref_model: Text | None = Field(
         default=None, description="Hub id or folder of another reference; null: the model itself before training."
     )
+
+    @property
+    def joins_completions(self) -> bool:
+        return self.loss_type == "kto"  # its KL is estimated from the completions of other examples
 
     @model_validator(mode="after")
     def _check(self) -> "KTOMethod":
@@ -291,14 +327,4 @@ METHODS: dict[str, type[AnyMethod]] = {
     "kto": KTOMethod,
 }
 METHOD_NAMES = (*METHODS, "ipo")
-# What an example of a method is made of: a single sequence, a pair of completions, or one completion with a label.
-EXAMPLES_OF: dict[str, Literal["sft", "pair", "unpaired"]] = {
-    "sft": "sft",
-    "reward": "pair",
-    "dpo": "pair",
-    "orpo": "pair",
-    "cpo": "pair",
-    "simpo": "pair",
-    "kto": "unpaired",
-}
 Method = Annotated[Annotated[AnyMethod, Field(discriminator="type")], BeforeValidator(spell_out)]

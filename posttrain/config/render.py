@@ -7,9 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from posttrain.config.data import SourceConfig
 from posttrain.config.fields import Setting, all_settings, choices, expected, full, list_choices
 from posttrain.config.files import write_yaml
-from posttrain.config.schema import EvaluationDataset, SourceConfig
+from posttrain.config.schema import EvaluationDataset
 
 WIDTH = 110
 HEADINGS = {

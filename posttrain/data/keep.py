@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from posttrain.config.known import KNOWN
+from posttrain.config.known import name_of
 from posttrain.data.readers import Record
 from posttrain.data.saved import SavedSplit, save
 from posttrain.data.sources import Files, layout_of, open_source, splits_of
@@ -17,7 +17,6 @@ def keep(
 ) -> list[SavedSplit]:
     """Write the splits (all there are by default) of what a `source` setting names to a new folder."""
     known = layout_of(source)
-    name = next((name for name, one in KNOWN.items() if one == known), None)
 
     def rows() -> Iterator[tuple[str, Iterator[Record], str | None]]:
         for split in splits or splits_of(source):
@@ -25,7 +24,7 @@ def keep(
             revision = _revision(found.paths[0]) if isinstance(found, Files) else None
             yield split, itertools.islice(found.read(), max_rows), revision
 
-    return save(folder, rows(), {"source": source, "known": name, "repo": known.repo if known else None})
+    return save(folder, rows(), {"source": source, "known": name_of(known), "repo": known.repo if known else None})
 
 
 def _revision(path: Path) -> str | None:

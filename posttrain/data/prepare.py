@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config.methods import EXAMPLES_OF
-from posttrain.config.schema import DataConfig, EvaluationDataset, RunConfig
+from posttrain.config.data import DataConfig
+from posttrain.config.schema import EvaluationDataset, RunConfig
 from posttrain.data import cache
 from posttrain.data.dataset import Dataset
 from posttrain.data.reading import Kind, Loaded, Part, Reader
@@ -41,7 +41,7 @@ class Prepared:
 def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     """The data of a run: what its method trains on, and every validation set."""
     method = config.method
-    kind = EXAMPLES_OF[method.type]
+    kind = method.kind
     targets = method.model_dump(include={"completion_only_loss", "assistant_only_loss"}) if kind == "sft" else {}
     prepared = prepare(config.data, tokenizer, kind, datasets=config.evaluation.datasets, seed=config.seed, **targets)
     if kind == "pair" and method.type != "reward":

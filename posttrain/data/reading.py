@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config.schema import DataConfig
+from posttrain.config.data import DataConfig
+from posttrain.config.methods import Kind
 from posttrain.data import cache
 from posttrain.data.dataset import Fitted, Limits, Table
 from posttrain.data.formats import Layout, find_layout
@@ -27,7 +28,6 @@ from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained,
 from posttrain.errors import DataError
 from posttrain.progress import progress
 
-Kind = Literal["sft", "pair", "unpaired"]
 BATCH = 256  # rows tokenised at a time
 SAMPLE = 100  # rows that tell the format
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config.schema import DataConfig, TagsConfig
+from posttrain.config.data import DataConfig, TagsConfig
 from posttrain.errors import DataError
 
 R1_ZERO_PREAMBLE = (

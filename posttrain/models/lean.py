@@ -104,7 +104,7 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        y = torch.empty_like(gate)
+        y = torch.empty_like(gate, memory_format=torch.contiguous_format)  # for blocks that are views of it
         for gate_rows, up_rows, out in _blocks(gate, up, y):
             torch.ops.aten.silu.out(gate_rows, out=out).mul_(up_rows)
         return y
@@ -113,7 +113,7 @@ class SwiGLU(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         [grad_y] = grad_outputs
         gate, up = ctx.saved_tensors
-        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        grad_gate, grad_up = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
         for gate_rows, up_rows, grad, out_gate, out_up in _blocks(gate, up, grad_y, grad_gate, grad_up):
             torch.ops.aten.silu.out(gate_rows, out=out_up).mul_(grad)
             torch.mul(grad, up_rows, out=out_gate)

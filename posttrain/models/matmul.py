@@ -21,14 +21,18 @@ ONEDNN = (
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b without gradients: (..., K), (M, K), (M) -> (..., M)."""
-    if not (ONEDNN and x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and x.numel()):
+    if not _is_for_onednn(x, weight):
         return nn.functional.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
+def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
+    return ONEDNN and x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and x.numel() > 0
+
+
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """The layer's own forward, through `product` where that differs."""
-    if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
+    if _is_for_onednn(x, layer.weight) and not torch.is_autocast_enabled("cpu"):
         return Linear.apply(x, layer.weight, layer.bias)
     return nn.functional.linear(x, layer.weight, layer.bias)
 

@@ -11,14 +11,14 @@ from posttrain.batch import Pack, pack
 from posttrain.config import RunConfig
 from posttrain.data import Prepared
 from posttrain.models.attention import width_step
+from posttrain.recipes.loop import epoch_order
 
 CANDIDATES = 8  # steps with most tokens; which of them fills a pack best is seen by packing
 
 
 def first_epoch(config: RunConfig, size: int) -> list[np.ndarray]:
     """The rows of each step of the first epoch that the run will take, in the loop's order."""
-    rng = np.random.default_rng([config.seed, 0])
-    order = rng.permutation(size) if config.data.shuffle else np.arange(size)
+    order = epoch_order(config, size, 0)
     batch = config.training.batch_size
     steps = math.ceil(size / batch)
     taken = min(steps, config.training.max_steps or steps)

@@ -86,7 +86,7 @@ class Job:
         check_positions(base_of(policy).config, self.config.data.max_length)
         if head == "reward":
             set_pad_token(base_of(policy), self.tokenizer)
-        if self.checkpoints_gradients():
+        if checkpoints_gradients(self.config, self.device):
             enable_gradient_checkpointing(policy)
             return_tensors_at_once()
         return policy.eval()
@@ -132,10 +132,6 @@ class Job:
     def saved(self, folder: Path) -> ModelConfig:
         """This model's settings with the weights of a folder of our own making."""
         return self.model.model_copy(update={"path": str(folder), "revision": None})
-
-    def checkpoints_gradients(self) -> bool:
-        """`auto` recomputes activations on a GPU only, where memory is scarcer than arithmetic."""
-        return checkpoints_gradients(self.config, self.device)
 
 
 def checkpoints_gradients(config: RunConfig, device: torch.device) -> bool:

@@ -51,7 +51,7 @@ def train(job: Job) -> Loop:
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     scorer = Scorer(policy)
-    with_kl = method.loss_type == "kto"
+    with_kl = method.joins_completions
     portions = in_training_order(job, data) if with_kl else whole_sets(job, data)
     reference = make_reference(job, method, scorer, data, portions)
 

@@ -40,6 +40,13 @@ FINISHED, EARLIER, SKIPPED, FAILED, NOT_RUN, STOPPED = (
 )
 
 
+def run_folder(root: Path, stage: Stage, model: int, several_stages: bool) -> Path:
+    """Where a model is trained at a stage."""
+    if len(stage.config.models) > 1:
+        root = root / stage.config.models[model].folder_name
+    return root / stage.name if several_stages else root
+
+
 @dataclass(slots=True)
 class Task:
     """One model at one stage. `config` has the one model, with the path of the model it starts from."""
@@ -99,11 +106,7 @@ class Pipeline:
         done: dict[str, Task] = {}
         for stage in self.stages:
             model = stage.config.models[index]
-            folder = self.root
-            if len(stage.config.models) > 1:
-                folder = folder / model.folder_name
-            if len(self.stages) > 1:
-                folder = folder / stage.name
+            folder = run_folder(self.root, stage, index, several_stages=len(self.stages) > 1)
             source = done[stage.init_from] if stage.init_from else None
             name = model.folder_name
             if source is not None:

@@ -13,12 +13,13 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.config import ModelConfig, RunConfig, Stage, check_skip, learning_rate
-from posttrain.config.methods import EXAMPLES_OF
 from posttrain.data import Prepared, prepare_run
 from posttrain.models.load import compute_dtype, device_of, load_tokenizer
 from posttrain.optim.schedules import warmup_count
 from posttrain.recipes.estimate import count, empty_model, estimate
 from posttrain.recipes.heaviest import first_epoch, heaviest_step, pack_rows
+from posttrain.recipes.loop import total_steps
+from posttrain.recipes.pipeline import run_folder
 from posttrain.recipes.probe import probe
 
 STEPS_LOOKED_AT = 50
@@ -43,9 +44,9 @@ class StageTokenizers:
 
     def skip(self, stage: Stage) -> None:
         """Take the tokenizer that the finished stage has saved, or else the model's own."""
-        config, several = stage.config, len(stage.config.models) > 1
-        model = config.models[self._model]
-        final = Path(config.output_dir, config.name or "", model.folder_name if several else "", stage.name, "final")
+        config, model = stage.config, stage.config.models[self._model]
+        root = Path(config.output_dir).expanduser() / (config.name or "")
+        final = run_folder(root, stage, self._model, several_stages=True) / "final"
         if config.name and final.is_dir():
             self._of[stage.name] = load_tokenizer(model.model_copy(update={"path": str(final), "revision": None}))
 
@@ -88,7 +89,7 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
     total, trained = count(empty)
     training = config.training
     per_epoch = math.ceil(len(data.train) / training.batch_size)
-    steps = training.max_steps or math.ceil(training.num_train_epochs * per_epoch)
+    steps = total_steps(config, len(data.train))
     packs, tokens, targets_seen = _sampled_steps(config, data)
     heaviest = heaviest_step(config, data, training.tokens_per_pack, device)
     memory = estimate(config, model, empty, heaviest, device)
@@ -105,7 +106,7 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
         table.add_row("data", line)
     for name, dataset in data.validation.items():
         table.add_row("validation", f"{name}: {len(dataset):,} examples")
-    unit = "pairs" if EXAMPLES_OF[method.type] == "pair" else "examples"
+    unit = "pairs" if method.kind == "pair" else "examples"
     table.add_row(
         "a step",
         f"{training.batch_size} {unit}, about {tokens:,.0f} tokens ({targets_seen:,.0f} scored) in {packs:.1f} packs",

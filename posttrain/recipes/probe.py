@@ -17,14 +17,15 @@ import torch
 from rich.console import Console
 
 from posttrain.batch import Pack
-from posttrain.config import ModelConfig, RunConfig, dump
+from posttrain.config import DPOMethod, KTOMethod, ModelConfig, RunConfig, dump
 from posttrain.data import Prepared
 from posttrain.errors import ConfigError, ModelError, is_out_of_memory
 from posttrain.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
-from posttrain.models.load import device_of, load_model
+from posttrain.models.load import device_of
 from posttrain.recipes.estimate import empty_model, estimate, holds_reference
 from posttrain.recipes.heaviest import heaviest_step
 from posttrain.recipes.job import Job
+from posttrain.recipes.reference import frozen_model
 from posttrain.scoring import RewardScorer, Scorer
 from posttrain.store.run import Run
 
@@ -202,10 +203,10 @@ class Step:
         self.optimizer = job.optimizer(policy)
         self.scorer = RewardScorer(policy) if self.reward else Scorer(policy)
         self.reference: Scorer | None = None
+        method = job.config.method
         if holds_reference(job.config, job.model):
-            other = getattr(job.config.method, "ref_model", None)
-            source = job.model if other is None else job.model.model_copy(update={"path": other})
-            self.reference = Scorer(load_model(source, "lm", job.dtype, job.device).requires_grad_(False))
+            assert isinstance(method, DPOMethod | KTOMethod) and isinstance(self.scorer, Scorer)
+            self.reference = frozen_model(job, method, self.scorer)
 
     def take(self, packs: list[Pack]) -> None:
         """Forward and backward of each pack, then the optimizer's step, after which its moments are there."""

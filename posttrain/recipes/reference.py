@@ -48,7 +48,7 @@ def make_reference(
     if method.ref_model is None and isinstance(policy.model, PeftModel):
         frozen, adapter = policy, policy.model
     else:
-        frozen, adapter = _frozen_model(job, method, policy), None
+        frozen, adapter = frozen_model(job, method, policy), None
 
     @torch.no_grad()
     def score(pack: Pack) -> torch.Tensor:
@@ -79,7 +79,7 @@ def whole_sets(job: Job, data: Prepared) -> list[Portion]:
     return [portion(name, dataset) for name, dataset in {"train": data.train, **data.validation}.items()]
 
 
-def _frozen_model(job: Job, method: DPOMethod | KTOMethod, policy: Scorer) -> Scorer:
+def frozen_model(job: Job, method: DPOMethod | KTOMethod, policy: Scorer) -> Scorer:
     """Another model, or the policy's own as it was before training, without gradients."""
     source = job.model if method.ref_model is None else job.model.model_copy(update={"path": method.ref_model})
     model = load_model(source, "lm", job.dtype, job.device).requires_grad_(False)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from posttrain.config import RunConfig, load
 from posttrain.errors import RunError
+from posttrain.store.files import flat
 from posttrain.store.provenance import redact
 
 # How long to train, and how often to log, save and evaluate; where the folder lies and what computes.
@@ -44,8 +44,8 @@ def saved_settings(folder: Path, given: RunConfig) -> RunConfig:
 
 def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
     """Raise RunError when the settings differ from the checkpoint's in anything that would make another run of it."""
-    saved = _flat(load(checkpoint / "config.yaml").config.model_dump(mode="json"))
-    given = _flat(redact(config.model_dump(mode="json")))
+    saved = flat(load(checkpoint / "config.yaml").config.model_dump(mode="json"), lists=True)
+    given = flat(redact(config.model_dump(mode="json")), lists=True)
     changed = [
         f"{path}: {saved.get(path)} -> {given.get(path)}"
         for path in sorted(saved.keys() | given.keys())
@@ -60,14 +60,3 @@ def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
 
 def _may_change(path: str) -> bool:
     return any(path == allowed or path.startswith(f"{allowed}.") for allowed in CHANGEABLE)
-
-
-def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}; lists by index."""
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else None
-    if items is None:
-        return {prefix: data}
-    flat: dict[str, Any] = {}
-    for key, value in items:
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat

@@ -13,6 +13,7 @@ from posttrain.errors import VitalSignError
 from posttrain.models.families import base_of
 from posttrain.optim.adamw import AdamW
 from posttrain.scoring import RewardScorer, Scorer
+from posttrain.store.files import bits
 
 PackOf = Callable[[list[Example]], list[Pack]]
 
@@ -151,11 +152,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:
 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """A number per tensor that changes, but for rare chance, when any of its bits does: the sum of its words."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return {
-        name: int(t.detach().contiguous().view(words[t.element_size()]).sum(dtype=torch.int64))
-        for name, t in tensors.items()
-    }
+    return {name: int(bits(t).sum(dtype=torch.int64)) for name, t in tensors.items()}
 
 
 def _dtype(scorer: nn.Module) -> torch.dtype:

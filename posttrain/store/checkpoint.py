@@ -17,6 +17,7 @@ from posttrain.errors import RunError
 from posttrain.store.atomic import remove_folder, write_file, write_folder
 
 MANIFEST = "manifest.json"
+MODELS = ("best", "final")  # what is saved of a run beside its checkpoints
 VERSION = 1
 
 

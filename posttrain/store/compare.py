@@ -8,17 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from posttrain.store.checkpoint import list_checkpoints, saved_step, verify
-from posttrain.store.files import load_json, load_tensors
+from posttrain.store.checkpoint import MODELS, list_checkpoints, saved_step, verify
+from posttrain.store.files import bits, flat, load_json, load_tensors
 from posttrain.store.metrics import read_metrics
 
 if TYPE_CHECKING:
     import torch
 
 CLOCK = ("time", "seconds", "save_seconds")  # what two equal runs may differ in
-MODELS = ("best", "final")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +93,11 @@ def _folder(one: Path, other: Path, seen: Comparison) -> Iterator[Difference]:
         for what in _tensors(load_tensors(one / name), load_tensors(other / name), seen):
             yield Difference(steps[0], f"{one.name}/{name}", what)
     if (one / "state.json").is_file():
-        a, b = (_flat(load_json(folder / "state.json")) for folder in (one, other))
+        a, b = (flat(load_json(folder / "state.json")) for folder in (one, other))
         for key in a | b:
-            if key.rpartition(".")[2] not in CLOCK and a.get(key) != b.get(key):
-                yield Difference(steps[0], f"{one.name}/state.json", f"{key} is {a.get(key)} and {b.get(key)}")
+            x, y = (json.dumps(values[key]) if key in values else None for values in (a, b))
+            if key.rpartition(".")[2] not in CLOCK and x != y:
+                yield Difference(steps[0], f"{one.name}/state.json", f"{key} is {x} and {y}")
 
 
 def _tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], seen: Comparison) -> Iterator[str]:
@@ -116,10 +116,7 @@ def _tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], seen: Compa
 
 def first_difference(x: torch.Tensor, y: torch.Tensor) -> str | None:
     """The index of the first value whose bits differ, both values, and how many differ; None when all are equal."""
-    import torch
-
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    unequal = x.contiguous().flatten().view(words) != y.contiguous().flatten().view(words)
+    unequal = bits(x) != bits(y)
     count = int(unequal.sum())
     if not count:
         return None
@@ -131,13 +128,3 @@ def first_difference(x: torch.Tensor, y: torch.Tensor) -> str | None:
 
 def _is_there(value: object) -> str:
     return "is missing" if value is None else "is there"
-
-
-def _flat(data: Any, prefix: str = "") -> dict[str, str]:
-    """{"a": {"b": 0.1}} as {"a.b": "0.1"}."""
-    if not isinstance(data, dict):
-        return {prefix: json.dumps(data)}
-    flat: dict[str, str] = {}
-    for key, value in data.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
-    return flat

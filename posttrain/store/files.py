@@ -38,6 +38,16 @@ def load_json(path: Path) -> Any:
         raise RunError(f"cannot read {path}: {error.strerror}") from None
 
 
+def flat(data: Mapping[str, Any], lists: bool = False) -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}; with `lists` those too, by index."""
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        inner = dict(enumerate(value)) if lists and isinstance(value, list | tuple) else value
+        nested = isinstance(inner, Mapping)
+        found |= {f"{key}.{rest}": leaf for rest, leaf in flat(inner, lists).items()} if nested else {str(key): value}
+    return found
+
+
 def _check_exact(data: Any, where: str) -> None:
     """Raise RunError, with the place, for what JSON would not give back unchanged."""
     if isinstance(data, float) and not math.isfinite(data):
@@ -136,3 +146,11 @@ def restore_rng(tensors: "Mapping[str, torch.Tensor]", facts: Mapping[str, Any])
 
 def _cuda_index(name: str) -> int:
     return int(name.rpartition(".")[2]) if name.startswith("rng.cuda.") else -1
+
+
+def bits(tensor: "torch.Tensor") -> "torch.Tensor":
+    """The values of a tensor as integers of the same width, in one row: equal where the bits are."""
+    import torch
+
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().flatten().view(words[tensor.element_size()])

@@ -10,13 +10,12 @@ import yaml
 
 from posttrain.errors import RunError
 from posttrain.store.atomic import LEFTOVER
-from posttrain.store.checkpoint import list_checkpoints
+from posttrain.store.checkpoint import MODELS, list_checkpoints
 from posttrain.store.metrics import latest_metrics
 from posttrain.store.run import RunInfo, find_runs, read_run
 
 # What a list shows of a run: the first of these that it has measured.
 HEADLINES = ("loss", "eval_loss")
-MODELS = ("best", "final")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import yaml
 
 from posttrain.store.atomic import write_file
 from posttrain.store.curves import curves_png
-from posttrain.store.files import load_json
+from posttrain.store.files import flat, load_json
 from posttrain.store.logs import harmless
 from posttrain.store.metrics import NAME, read_metrics
 from posttrain.store.progress import duration
@@ -176,8 +176,8 @@ def _page(title: str, cards: str, sections: Sequence[Section]) -> str:
 
 def _render(section: Section) -> str:
     if isinstance(section, Facts):
-        flat = _flatten(section.facts)
-        rows = "".join(f"<tr><th>{_text(name)}</th>{_cell(value)}</tr>" for name, value in flat.items())
+        facts = flat(section.facts)
+        rows = "".join(f"<tr><th>{_text(name)}</th>{_cell(value)}</tr>" for name, value in facts.items())
         return f'<table class="facts">{rows}</table>'
     if isinstance(section, Table):
         head = "".join(f"<th>{_text(name)}</th>" for name in section.header)
@@ -187,16 +187,6 @@ def _render(section: Section) -> str:
     if isinstance(section, Text):
         return f"<pre>{_text(section.text)}</pre>" if section.code else f"<p>{_text(section.text)}</p>"
     return f'<img src="{_data(section.png)}" alt="{_text(section.title)}">'
-
-
-def _flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in facts.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 def _cell(value: Any) -> str:

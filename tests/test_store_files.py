@@ -1,0 +1,109 @@
+"""What is saved comes back bit for bit: JSON, tensors, random streams."""
+
+import math
+import random
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.errors import RunError
+from posttrain.store.files import load_json, load_tensors, restore_rng, rng_state, save_json, save_tensors
+
+TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates too
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.recursive(FINITE | TEXT | st.integers() | st.none() | st.booleans(), lambda x: st.lists(x, max_size=3)))
+def test_json_round_trip_is_exact(tmp_path_factory, value):
+    path = tmp_path_factory.mktemp("json") / "x.json"
+    save_json(path, {"value": value})
+    assert repr(load_json(path)["value"]) == repr(value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_json_refuses_what_is_not_finite_and_says_where(tmp_path, value):
+    with pytest.raises(RunError, match=r"state.json: optimizer.groups\[1\].lr is"):
+        save_json(tmp_path / "state.json", {"optimizer": {"groups": [{}, {"lr": value}]}})
+    with pytest.raises(RunError, match="the key 3"):
+        save_json(tmp_path / "state.json", {"steps": {3: "x"}})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_or_missing_files_are_named(tmp_path):
+    (tmp_path / "bad.json").write_text('{"a": ')
+    (tmp_path / "bad.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    with pytest.raises(RunError, match=r"bad.json is damaged"):
+        load_json(tmp_path / "bad.json")
+    with pytest.raises(RunError, match=r"none.json is missing"):
+        load_json(tmp_path / "none.json")
+    with pytest.raises(RunError, match=r"bad.safetensors is damaged"):
+        load_tensors(tmp_path / "bad.safetensors")
+    with pytest.raises(RunError, match=r"none.safetensors is missing"):
+        load_tensors(tmp_path / "none.safetensors")
+
+
+def test_tensors_of_every_kind_come_back(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(6, 8, generator=generator)
+    tensors = {
+        "whole": base,
+        "tied": base,
+        "transposed": base.T,
+        "row": base[1],
+        "strided": base[:, ::3],
+        "expanded": base[:1].expand(4, 8),
+        "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 5),
+        "another empty": torch.zeros(0, 5),
+        "parameter": torch.nn.Parameter(base[2:4]),
+        "special": torch.tensor([math.nan, math.inf, -0.0, 1e-45]),
+    }
+    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool):
+        tensors[str(dtype)] = (base * 10).to(dtype)
+    save_tensors(tmp_path / "x.safetensors", tensors)
+    back = load_tensors(tmp_path / "x.safetensors")
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype and back[name].shape == tensor.shape, name
+        ours, theirs = tensor.detach().contiguous().reshape(-1), back[name].reshape(-1)
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), name
+    back["whole"].zero_()
+    assert not torch.equal(back["tied"], back["whole"]), "loaded tensors must be independent"
+
+
+def test_random_streams_go_on_where_they_were(tmp_path):
+    def draw() -> list[float]:
+        return [
+            random.random(),
+            random.gauss(0, 1),
+            float(numpy.random.rand()),
+            float(numpy.random.standard_normal()),
+            torch.rand(()).item(),
+            torch.randn(3).sum().item(),
+        ]
+
+    for seed in range(4):
+        random.seed(seed), numpy.random.seed(seed), torch.manual_seed(seed)
+        for _ in range(seed):
+            draw()  # an odd number of draws leaves half of a gaussian pair behind
+        tensors, facts = rng_state()
+        save_tensors(tmp_path / "rng.safetensors", tensors | {"other": torch.zeros(1)})
+        save_json(tmp_path / "rng.json", facts | {"other": 1})
+        expected = [draw() for _ in range(3)]
+        random.seed(99), numpy.random.seed(99), torch.manual_seed(99)
+        assert draw() != expected[0]
+        restore_rng(load_tensors(tmp_path / "rng.safetensors"), load_json(tmp_path / "rng.json"))
+        assert [draw() for _ in range(3)] == expected
+
+
+def test_random_state_that_cannot_be_restored_is_refused():
+    tensors, facts = rng_state()
+    with pytest.raises(RunError, match=r"lacks the random state rng\.numpy"):
+        restore_rng({name: tensor for name, tensor in tensors.items() if name != "rng.numpy"}, facts)
+    more = {f"rng.cuda.{torch.cuda.device_count()}": tensors["rng.torch"]}
+    with pytest.raises(RunError, match="CUDA devices"):
+        restore_rng(tensors | more, facts)
