@@ -150,27 +150,28 @@ def missed(results: dict[str, dict]) -> list[str]:
     return found
 
 
+def save(results: dict[str, dict]) -> None:
+    """Put these comparisons into results/cpu.json, beside the others that are there."""
+    path = RESULTS / "cpu.json"
+    path.parent.mkdir(exist_ok=True)
+    before = json.loads(path.read_text()) if path.exists() else {}
+    machine = {"processor": platform.machine(), "threads": THREADS, "torch": torch.__version__}
+    facts = {"machine": machine, "methods": before.get("methods", {}) | results}
+    path.write_text(json.dumps(facts, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("methods", nargs="*", default=list(COMPARISONS), metavar="METHOD", help=", ".join(COMPARISONS))
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
+    results = {}
     with TemporaryDirectory() as folder:
         models = Path(folder)
         make_models(models)
-        results = {name: compare(name, models, arguments.rounds) for name in arguments.methods}
-    path = RESULTS / "cpu.json"
-    path.parent.mkdir(exist_ok=True)
-    before = json.loads(path.read_text()) if path.exists() else {}
-    facts = {
-        "machine": {
-            "processor": platform.machine(),
-            "threads": THREADS,
-            "torch": torch.__version__,
-        },
-        "methods": before.get("methods", {}) | results,
-    }
-    path.write_text(json.dumps(facts, indent=1) + "\n")
+        for name in arguments.methods:
+            results[name] = compare(name, models, arguments.rounds)
+            save(results)
     print(table(results))
     failures = missed(results)
     if failures:
