@@ -1,10 +1,12 @@
-"""Policy gradients: advantages from rewards, and what a sampled token contributes to the loss. Unreduced.
+"""Policy gradients: what a sampled token contributes to the loss, given its completion's advantage. Unreduced.
 
-Sampling gives S completions y of prompts x, G of them to a prompt (its group), and a reward r for each. A token t of a
-completion has log π(y_t | x, y_<t) under the policy that is trained, log π_old of the policy that sampled it, and its
-completion's advantage A. The losses are elementwise: their tensors have one shape, [N] for a pack, (B, L) when padded.
+A token t of a completion has log π(y_t | x, y_<t) under the policy that is trained, log π_old under the policy as it was
+when the step began, and an advantage A. The losses are elementwise: their tensors have one shape, [N] for a pack, (B, L)
+when padded. `POLICY_LOSSES` says, by name, which is taken and how the tokens of a step are averaged.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,31 +14,12 @@ from torch import Tensor
 
 from posttrain.losses.divergence import MAX_EXPONENT
 
-ScaleRewards = Literal["group", "none"]
-
-
-def group_advantages(reward_S: Tensor, group_S: Tensor, *, scale_rewards: ScaleRewards, eps: float) -> Tensor:
-    """GRPO's advantage of each completion: how much better than its group's mean. [S], detached, dtype of the rewards.
-
-        group:  A_i = (r_i − mean r) / (std r + ε)     arXiv 2402.03300, section 4.1.2
-        none:   A_i =  r_i − mean r                    Dr. GRPO, arXiv 2503.20783: σ favours too easy or hard prompts
-
-    mean and std are over the group of i, std with n − 1 below. `group_S` names the group of each completion by any
-    integers; groups may differ in size. A completion alone in its group, or in a group of equal rewards, has A = 0.
-
-    Raises ValueError when the two are not vectors of one length.
-    """
-    if reward_S.ndim != 1 or reward_S.shape != group_S.shape:
-        raise ValueError(f"expected a group for each reward, got {list(reward_S.shape)} and {list(group_S.shape)}")
-    reward = reward_S.detach().double()  # so that the mean of equal rewards is that reward, exactly
-    _, index_S, count_G = torch.unique(group_S, return_inverse=True, return_counts=True)
-    mean_G = reward.new_zeros(len(count_G)).index_add(0, index_S, reward) / count_G
-    advantage_S = reward - mean_G[index_S]
-    if scale_rewards == "group":
-        squares_G = reward.new_zeros(len(count_G)).index_add(0, index_S, advantage_S**2)
-        scale_G = torch.sqrt(squares_G / (count_G - 1).clamp(min=1)) + eps
-        advantage_S = advantage_S / torch.where(scale_G > 0, scale_G, 1.0)[index_S]
-    return advantage_S.to(reward_S.dtype)
+# What one ratio π / π_old belongs to: a token; a completion, as the geometric mean over its tokens (GSPO); or a
+# completion, as the product over its tokens (RLOO).
+Level = Literal["token", "sequence", "product"]
+# How tokens are averaged: each completion's mean, then over completions; over all tokens of the update, or of the step's
+# rollout; or the sum of each completion's over a constant length.
+Average = Literal["sequences", "update_tokens", "rollout_tokens", "max_length"]
 
 
 def policy_gradient(logprob: Tensor, advantage: Tensor) -> Tensor:
@@ -48,16 +31,132 @@ def policy_gradient(logprob: Tensor, advantage: Tensor) -> Tensor:
     return -advantage * logprob
 
 
-def grpo_clip(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
-    """−min(ρ A, clip(ρ, 1 − ε, 1 + ε) A) with ρ = π / π_old, and where the clipped term was the smaller one.
+def grpo_clip(
+    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, epsilon: float, epsilon_high: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """−min(ρ A, clip(ρ, 1 − ε, 1 + ε_high) A) with ρ = π / π_old, and where the clipped term was the smaller one.
 
     PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with GRPO's advantage (arXiv 2402.03300, eq. 3). A token that is
     clipped (second result, bool) has no gradient: the policy has already moved ε in the direction that A asks for.
+    ε_high above ε leaves unlikely tokens more room to grow (clip-higher, DAPO, arXiv 2503.14476, section 3.1).
     """
     _check_shapes(logprob=logprob, old_logprob=old_logprob, advantage=advantage)
     ratio = torch.exp((logprob - old_logprob).clamp(max=MAX_EXPONENT))
-    free, held = ratio * advantage, ratio.clamp(1 - epsilon, 1 + epsilon) * advantage
-    return -torch.minimum(free, held), (held < free).detach()
+    held = ratio.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
+    free, clipped = ratio * advantage, held * advantage
+    return -torch.minimum(free, clipped), (clipped < free).detach()
+
+
+def cispo(
+    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, epsilon_high: float
+) -> tuple[Tensor, Tensor]:
+    """−min(ρ, ε_high) A log π with the weight detached, and where it was held. CISPO, arXiv 2506.13585, eq. 4 and 5.
+
+    No token loses its gradient, as clipped ones do in `grpo_clip`. ε_high bounds the ratio itself, as in TRL.
+    """
+    _check_shapes(logprob=logprob, old_logprob=old_logprob, advantage=advantage)
+    ratio = torch.exp((logprob - old_logprob).detach().clamp(max=MAX_EXPONENT))
+    return -ratio.clamp(max=epsilon_high) * advantage * logprob, (ratio > epsilon_high) & (advantage > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """One entry of POLICY_LOSSES."""
+
+    surrogate: Literal["plain", "clipped", "cispo"]
+    average: Average
+    level: Level = "token"
+
+
+POLICY_LOSSES: Mapping[str, PolicyLoss] = {
+    "grpo": PolicyLoss("clipped", "sequences"),  # arXiv 2402.03300, eq. 3
+    "bnpo": PolicyLoss("clipped", "update_tokens"),  # TRL: normalised by the update's own tokens
+    "dr_grpo": PolicyLoss("clipped", "max_length"),  # arXiv 2503.20783: no bias by length
+    "dapo": PolicyLoss("clipped", "rollout_tokens"),  # arXiv 2503.14476, eq. 8
+    "gspo": PolicyLoss("clipped", "sequences", "sequence"),  # arXiv 2507.18071, eq. 5
+    "cispo": PolicyLoss("cispo", "rollout_tokens"),  # arXiv 2506.13585
+    "no_baseline": PolicyLoss("plain", "sequences"),  # REINFORCE on the raw reward
+    "reinforce_with_baseline": PolicyLoss("plain", "sequences"),  # the same on advantages
+    "grpo_clip": PolicyLoss("clipped", "sequences"),  # the course's name for grpo
+    "rloo": PolicyLoss("clipped", "sequences", "product"),  # arXiv 2402.14740
+    "reinforce_plus_plus": PolicyLoss("clipped", "rollout_tokens"),  # arXiv 2501.03262
+}
+
+
+def policy_loss(
+    loss: PolicyLoss,
+    logprob_N: Tensor,
+    old_logprob_N: Tensor,
+    advantage_N: Tensor,
+    sequence_N: Tensor,
+    length_S: Tensor,
+    *,
+    level: Level | None = None,
+    epsilon: float,
+    epsilon_high: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The loss of each scored token, and where it was clipped. [N] both.
+
+    `sequence_N` numbers each token's completion, of which `length_S` counts the scored tokens. At a completion's `level`
+    (the loss's own unless given) its tokens have one ratio and, advantages being equal, one value, their mean.
+    ValueError where CISPO is asked for a completion's ratio: it weighs each token's own log-probability.
+    """
+    if loss.surrogate == "plain":
+        return policy_gradient(logprob_N, advantage_N), torch.zeros_like(sequence_N, dtype=torch.bool)
+    level = level or loss.level
+    if loss.surrogate == "cispo":
+        if level != "token":
+            raise ValueError("cispo has a ratio for each token: importance_sampling_level must be token")
+        bound = 1 + epsilon if epsilon_high is None else epsilon_high
+        return cispo(logprob_N, old_logprob_N, advantage_N, epsilon_high=bound)
+    if level != "token":
+        logratio_S = torch.zeros_like(length_S, dtype=logprob_N.dtype)
+        logratio_S = logratio_S.index_add(0, sequence_N, logprob_N - old_logprob_N)
+        if level == "sequence":
+            logratio_S = logratio_S / length_S.clamp(min=1)
+        logprob_N, old_logprob_N = logratio_S[sequence_N], torch.zeros_like(logprob_N)
+    return grpo_clip(logprob_N, old_logprob_N, advantage_N, epsilon=epsilon, epsilon_high=epsilon_high)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What an update's tokens are averaged over; known before its first backward."""
+
+    sequences: int  # completions of the update, those without a scored token too
+    tokens: int  # scored tokens of the update
+    rollout_tokens: float  # scored tokens of the step's rollout, divided by its updates
+    max_length: int  # the most tokens a completion may have
+
+
+def token_weights(average: Average, length_S: Tensor, sequence_N: Tensor, counts: Counts) -> Tensor:
+    """What each token's loss is multiplied by, so that the sum over all packs of an update is its loss. [N], float32.
+
+    `length_S` counts the scored tokens of each of the pack's completions.
+
+        sequences        1 / (completions · length)      GRPO
+        update_tokens    1 / tokens of the update        BNPO
+        rollout_tokens   1 / tokens of the rollout, its updates having equal shares     DAPO, CISPO
+        max_length       1 / (completions · max length)  Dr. GRPO
+    """
+    match average:
+        case "sequences":
+            return 1.0 / (counts.sequences * length_S.clamp(min=1).float())[sequence_N]
+        case "update_tokens":
+            weight = 1.0 / counts.tokens
+        case "rollout_tokens":
+            weight = 1.0 / counts.rollout_tokens
+        case "max_length":
+            weight = 1.0 / (counts.sequences * counts.max_length)
+    return torch.full(sequence_N.shape, weight, device=sequence_N.device)
+
+
+def truncated_weights(logprob: Tensor, sampler_logprob: Tensor, *, cap: float) -> Tensor:
+    """min(π / π_sampler, cap), detached: corrects for an engine whose numbers are not quite the trainer's.
+
+    Truncated importance sampling; `logprob` is of the policy as it was when it sampled, scored by the trainer.
+    """
+    _check_shapes(logprob=logprob, sampler_logprob=sampler_logprob)
+    return torch.exp((logprob - sampler_logprob).detach().clamp(max=MAX_EXPONENT)).clamp(max=cap)
 
 
 def _check_shapes(**named: Tensor) -> None:

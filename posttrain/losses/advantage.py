@@ -1,0 +1,106 @@
+"""Advantages: how much better a completion, or a token of it, did than was to be expected. All detached.
+
+A step samples S completions, G of them to a prompt (its group), and gives each a reward r. Statistics are taken in
+double precision, so that the mean of equal rewards is that reward exactly, and a group that tells nothing has A = 0.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ScaleRewards = Literal["group", "batch", "none"]
+
+
+def group_advantages(reward_S: Tensor, group_S: Tensor, *, scale_rewards: ScaleRewards, eps: float) -> Tensor:
+    """GRPO's advantage of each completion: how much better than its group's mean. [S], dtype of the rewards.
+
+        group:  A_i = (r_i − mean r) / (std r + ε)     arXiv 2402.03300, section 4.1.2
+        batch:  the same, with the standard deviation of all rewards of the step     arXiv 2508.08221, section 4.2
+        none:   A_i =  r_i − mean r                    Dr. GRPO, arXiv 2503.20783: σ favours too easy or hard prompts
+
+    mean is over the group of i, std has n − 1 below. `group_S` names the group of each completion by any integers;
+    groups may differ in size. A completion alone in its group, or in a group of equal rewards, has A = 0.
+
+    Raises ValueError when the two are not vectors of one length.
+    """
+    reward, index_S, count_G = _groups(reward_S, group_S)
+    mean_G = reward.new_zeros(len(count_G)).index_add(0, index_S, reward) / count_G
+    advantage_S = reward - mean_G[index_S]
+    if scale_rewards == "group":
+        squares_G = reward.new_zeros(len(count_G)).index_add(0, index_S, advantage_S**2)
+        scale_G = torch.sqrt(squares_G / (count_G - 1).clamp(min=1)) + eps
+        advantage_S = advantage_S / torch.where(scale_G > 0, scale_G, 1.0)[index_S]
+    elif scale_rewards == "batch":
+        advantage_S = advantage_S / _or_one(_std(reward) + eps)
+    return advantage_S.to(reward_S.dtype)
+
+
+def leave_one_out(reward_S: Tensor, group_S: Tensor) -> Tensor:
+    """RLOO: A_i = r_i − the mean of the others of its group. [S]. arXiv 2402.14740, eq. 7.
+
+    The others are independent of completion i, so that the gradient stays unbiased. Alone in its group, A = 0.
+    """
+    reward, index_S, count_G = _groups(reward_S, group_S)
+    sum_G = reward.new_zeros(len(count_G)).index_add(0, index_S, reward)
+    others_S = (count_G - 1)[index_S]
+    baseline_S = (sum_G[index_S] - reward) / others_S.clamp(min=1)
+    return torch.where(others_S > 0, reward - baseline_S, 0.0).to(reward_S.dtype)
+
+
+def normalized(advantage: Tensor, *, eps: float) -> Tensor:
+    """(A − mean A) / (std A + ε) over all entries, std with n − 1 below: REINFORCE++, arXiv 2501.03262, eq. 5; PPO."""
+    wide = advantage.detach().double()
+    return ((wide - wide.mean()) / _or_one(_std(wide) + eps)).to(advantage.dtype)
+
+
+def rewards_to_go(reward_N: Tensor, sequence_N: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """The return of each token, Σ_{k ≥ t} γ^(k − t) r_k over the rest of its sequence. [N].
+
+    `sequence_N` is ascending; the tokens of a sequence lie in order.
+    """
+    zeros = torch.zeros_like(reward_N)
+    return gae(reward_N, zeros, sequence_N, gamma=gamma, lam=1.0)[0]
+
+
+def gae(
+    reward_N: Tensor, value_N: Tensor, sequence_N: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over each sequence: advantages and returns, [N] both. arXiv 1506.02438, eq. 16.
+
+        δ_t = r_t + γ V_{t+1} − V_t        A_t = δ_t + γ λ A_{t+1}        R_t = A_t + V_t
+
+    V after the last token is 0: a completion ends there. `value_N` is V before each token; `sequence_N` is ascending.
+    Raises ValueError when the three differ in shape.
+    """
+    if not reward_N.shape == value_N.shape == sequence_N.shape or reward_N.ndim != 1:
+        shapes = ", ".join(str(list(t.shape)) for t in (reward_N, value_N, sequence_N))
+        raise ValueError(f"expected a reward, a value and a sequence for each token, got {shapes}")
+    reward, value = reward_N.detach().double(), value_N.detach().double()
+    last_N = torch.ones_like(sequence_N, dtype=torch.bool)
+    last_N[:-1] = sequence_N[1:] != sequence_N[:-1]
+    following_N = torch.cat([value[1:], value[-1:]]).masked_fill(last_N, 0.0)
+    delta_N = reward + gamma * following_N - value
+    # A short list of floats, walked backwards: a step of RL has some ten thousand tokens.
+    advantages, after = [], 0.0
+    for delta, last in zip(reversed(delta_N.tolist()), reversed(last_N.tolist()), strict=True):
+        after = delta if last else delta + gamma * lam * after
+        advantages.append(after)
+    advantage_N = torch.tensor(advantages[::-1], dtype=torch.float64, device=reward_N.device)
+    return advantage_N.to(reward_N.dtype), (advantage_N + value).to(reward_N.dtype)
+
+
+def _groups(reward_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards in double precision, the number of each completion's group, the size of each group."""
+    if reward_S.ndim != 1 or reward_S.shape != group_S.shape:
+        raise ValueError(f"expected a group for each reward, got {list(reward_S.shape)} and {list(group_S.shape)}")
+    _, index_S, count_G = torch.unique(group_S, return_inverse=True, return_counts=True)
+    return reward_S.detach().double(), index_S, count_G
+
+
+def _std(values: Tensor) -> Tensor:
+    return values.std() if values.numel() > 1 else values.new_zeros(())
+
+
+def _or_one(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, 1.0)

@@ -1,0 +1,298 @@
+"""Losses of the GRPO family and PPO: exact enumeration over a tiny policy, numbers by hand, and TRL's own trainer.
+
+The policy writes two tokens of a vocabulary of three, the second one's distribution depending on the first: nine
+completions, whose probabilities, and so every expectation, are known exactly.
+"""
+
+from collections import defaultdict
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from posttrain.losses import (
+    POLICY_LOSSES,
+    Counts,
+    adapted_kl_coef,
+    cispo,
+    gae,
+    group_advantages,
+    grpo_clip,
+    kl_penalty,
+    leave_one_out,
+    normalized,
+    policy_loss,
+    rewards_to_go,
+    token_weights,
+    truncated_weights,
+    value_loss,
+)
+
+V = 3
+COMPLETIONS = list(product(range(V), repeat=2))
+TOKEN_OF = torch.tensor(COMPLETIONS)  # (9, 2)
+SEQUENCE_N = torch.arange(9).repeat_interleave(2)
+LENGTH_S = torch.full((9,), 2)
+
+
+def policy(seed: int) -> torch.Tensor:
+    """Logits of the first token, then of the second after each first: (1 + V, V)."""
+    return torch.randn(1 + V, V, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def logprobs(logits: torch.Tensor) -> torch.Tensor:
+    """Log-probability of each token of each completion, (9, 2)."""
+    log_p = logits.log_softmax(-1)
+    first, second = TOKEN_OF.T
+    return torch.stack([log_p[0, first], log_p[1 + first, second]], dim=1)
+
+
+REWARD_S = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+
+def true_gradient(logits: torch.Tensor, reward_S: torch.Tensor = REWARD_S) -> torch.Tensor:
+    """−∇ Σ_y π(y) r(y)."""
+    (gradient,) = torch.autograd.grad(-(logprobs(logits).sum(1).exp() * reward_S).sum(), logits)
+    return gradient
+
+
+def of_samples(loss_of, logits: torch.Tensor, drawn: int = 1) -> torch.Tensor:
+    """The mean over all draws of `drawn` completions of the gradient of `loss_of(log-probabilities, which)`."""
+    total = torch.zeros_like(logits)
+    weight = logprobs(logits).detach().sum(1).exp()
+    for draw in product(range(9), repeat=drawn):
+        which = torch.tensor(draw)
+        (gradient,) = torch.autograd.grad(loss_of(logprobs(logits)[which], which), logits)
+        total += weight[which].prod() * gradient
+    return total
+
+
+@pytest.fixture
+def logits():
+    return policy(0).requires_grad_()
+
+
+def flat(logprob: torch.Tensor) -> tuple:
+    """Log-probabilities (S, 2) as a pack has them, with each token's completion and the lengths."""
+    size = len(logprob)
+    return logprob.flatten(), torch.arange(size).repeat_interleave(2), torch.full((size,), 2)
+
+
+@pytest.mark.parametrize("name", [name for name, loss in POLICY_LOSSES.items() if loss.surrogate == "clipped"])
+def test_on_policy_every_clipped_loss_is_the_policy_gradient(name, logits):
+    """With A = r and the policy that sampled, all have the true gradient, but for each one's constant factor."""
+    loss = POLICY_LOSSES[name]
+    counts = Counts(sequences=1, tokens=2, rollout_tokens=2, max_length=2)
+
+    def loss_of(logprob, which):
+        logprob_N, sequence_N, length_S = flat(logprob)
+        advantage_N = REWARD_S[which][sequence_N]
+        value_N, clipped_N = policy_loss(
+            loss, logprob_N, logprob_N.detach(), advantage_N, sequence_N, length_S, epsilon=0.2
+        )
+        assert not clipped_N.any()
+        return (token_weights(loss.average, length_S, sequence_N, counts) * value_N).sum()
+
+    factor = 1.0 if loss.level == "product" else 0.5  # means over two tokens, but for a product's
+    torch.testing.assert_close(of_samples(loss_of, logits), factor * true_gradient(logits), rtol=1e-6, atol=1e-8)
+
+
+def test_groups_leave_one_out_is_unbiased_and_the_groups_mean_nearly(logits):
+    """RLOO's baseline keeps the gradient as it is; one's own reward in the baseline shrinks it by 1 − 1/G, G = 2."""
+
+    def loss_of(advantages):
+        def of(logprob, which):
+            advantage_S = advantages(REWARD_S[which], torch.zeros(2, dtype=torch.long))
+            return -(advantage_S * logprob.sum(1)).mean()
+
+        return of
+
+    true = true_gradient(logits)
+    torch.testing.assert_close(of_samples(loss_of(leave_one_out), logits, 2), true, rtol=1e-9, atol=1e-12)
+
+    def centred(reward, group):
+        return group_advantages(reward, group, scale_rewards="none", eps=0)
+
+    torch.testing.assert_close(of_samples(loss_of(centred), logits, 2), 0.5 * true, rtol=1e-9, atol=1e-12)
+
+
+def test_off_policy_ratios_give_the_gradient_of_the_new_policy(logits):
+    """Sampled by an old policy, the product of ratios without clipping has the new policy's exact gradient."""
+    old = (logits.detach() + 0.3 * policy(1)).requires_grad_()
+    old_logprob = logprobs(old).detach()
+    total = torch.zeros_like(logits)
+    for s in range(9):
+        logprob_N, sequence_N, length_S = flat(logprobs(logits)[s : s + 1])
+        value_N, _ = policy_loss(
+            POLICY_LOSSES["rloo"],
+            logprob_N,
+            old_logprob[s],
+            REWARD_S[s].expand(2),
+            sequence_N,
+            length_S,
+            epsilon=1e6,
+        )
+        total += old_logprob[s].sum().exp() * torch.autograd.grad(value_N.mean(), logits)[0]
+    torch.testing.assert_close(total, true_gradient(logits), rtol=1e-9, atol=1e-12)
+
+
+def test_kl_estimates_by_enumeration():
+    """One token: means of the values and of the gradients, as the module's docstring states them."""
+    logits, ref = policy(0)[0].requires_grad_(), policy(3)[0].log_softmax(-1)
+
+    def mean(of) -> torch.Tensor:
+        return (logits.log_softmax(-1).detach().exp() * of).sum()
+
+    log_p = logits.log_softmax(-1)
+    kl, reverse = (log_p.exp() * (log_p - ref)).sum(), (ref.exp() * (ref - log_p)).sum()
+    assert torch.isclose(mean(kl_penalty(log_p, ref, estimator="k1")), kl)
+    assert torch.isclose(mean(kl_penalty(log_p, ref, estimator="k3")), kl)
+    assert (kl_penalty(log_p, ref, estimator="k3") >= 0).all()
+    want = {"k1": torch.zeros(3, dtype=torch.float64)}
+    want["k2"], want["k3"] = (torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (kl, reverse))
+    for name, gradient in want.items():
+        got = torch.autograd.grad(mean(kl_penalty(log_p, ref, estimator=name)), logits, retain_graph=True)[0]
+        torch.testing.assert_close(got, gradient, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match="k4"):
+        kl_penalty(log_p, ref, estimator="k4")
+
+
+def test_kl_in_the_reward_is_the_gradient_of_the_whole_kl(logits):
+    """E[(r − β k1 of the completion) ∇ log π] is the gradient of E[r] − β KL."""
+    ref, beta = logprobs(policy(3)).sum(1), 0.3
+    penalty = kl_penalty(logprobs(logits).sum(1), ref, estimator="k1").detach()
+    shaped = REWARD_S - beta * penalty
+
+    def loss_of(logprob, which):
+        return -(shaped[which] * logprob.sum(1)).sum()
+
+    log_p = logprobs(logits).sum(1)
+    objective = (log_p.exp() * (REWARD_S - beta * (log_p - ref))).sum()
+    (want,) = torch.autograd.grad(-objective, logits)
+    torch.testing.assert_close(of_samples(loss_of, logits), want, rtol=1e-9, atol=1e-12)
+
+
+def test_advantages_by_the_steps_own_spread():
+    """Group means 1 and 3, the spread of 0, 2, 1, 5: mean 2, variance 14/3."""
+    got = group_advantages(
+        torch.tensor([0.0, 2, 1, 5]), torch.tensor([0, 0, 1, 1]), scale_rewards="batch", eps=0.0
+    )
+    assert got.tolist() == pytest.approx([x / (14 / 3) ** 0.5 for x in (-1, 1, -2, 2)])
+    alike = group_advantages(torch.ones(4), torch.tensor([0, 0, 1, 1]), scale_rewards="batch", eps=0.0)
+    assert alike.tolist() == [0, 0, 0, 0]
+    assert leave_one_out(torch.tensor([1.0, 2, 6, 5]), torch.tensor([0, 0, 0, 1])).tolist() == [-3, -1.5, 4.5, 0]
+    assert normalized(torch.tensor([0.0, 2, 1, 5]), eps=0.0).tolist() == pytest.approx(
+        [x / (14 / 3) ** 0.5 for x in (-2, 0, -1, 3)]
+    )
+
+
+def test_gae_by_hand():
+    """Two sequences, γ = 0.5, λ = 0.5. The first: δ = (1 + 0.5·4 − 2, 3 − 4) = (1, −1), A = (1 − 0.25, −1)."""
+    reward, value = torch.tensor([1.0, 3, 2]), torch.tensor([2.0, 4, 1])
+    advantage, returns = gae(reward, value, torch.tensor([0, 0, 1]), gamma=0.5, lam=0.5)
+    assert advantage.tolist() == [0.75, -1, 1] and returns.tolist() == [2.75, 3, 2]
+    assert rewards_to_go(torch.tensor([1.0, 2, 4, 3]), torch.tensor([5, 5, 5, 6]), gamma=0.5).tolist() == [3, 4, 4, 3]
+    with pytest.raises(ValueError, match=r"\[3\], \[2\]"):
+        gae(reward, value[:2], torch.tensor([0, 0, 1]), gamma=1, lam=1)
+
+
+def test_values_move_no_further_than_the_clip_rewards():
+    """Held at 0.2 of the old value; the worse of both counts, so that a jump towards the return earns nothing more."""
+    value = torch.tensor([1.0, 1.0, 0.0], requires_grad=True)
+    loss, clipped = value_loss(value, torch.zeros(3), torch.tensor([1.0, -1.0, 2.0]), cliprange_value=0.2)
+    assert loss.tolist() == pytest.approx([0.5 * 0.64, 0.5 * 4, 0.5 * 4]) and clipped.tolist() == [True, False, False]
+    loss.sum().backward()
+    assert value.grad.tolist() == pytest.approx([0, 2, -2])
+
+
+def test_the_kl_coefficient_follows_its_target():
+    def adapted(kl):
+        return adapted_kl_coef(0.1, kl, target=6.0, horizon=1000, completions=100)
+
+    assert adapted(6.0) == 0.1 and adapted(60.0) == pytest.approx(0.1 * 1.02)
+    assert adapted(0.0) == pytest.approx(0.1 * 0.98) and adapted(6.6) == pytest.approx(0.1 * 1.01)
+
+
+def test_truncated_weights_and_cispo():
+    logprob = torch.log(torch.tensor([0.5, 0.1, 0.9])).requires_grad_()
+    sampler = torch.log(torch.tensor([0.25, 0.2, 0.1]))
+    weights = truncated_weights(logprob, sampler, cap=3.0)
+    assert weights.tolist() == pytest.approx([2, 0.5, 3]) and not weights.requires_grad
+    loss, held = cispo(logprob, sampler, torch.tensor([1.0, -1, 1]), epsilon_high=3.0)
+    loss.sum().backward()
+    assert logprob.grad.tolist() == pytest.approx([-2, 0.5, -3]) and held.tolist() == [False, False, True]
+    with pytest.raises(ValueError, match="cispo"):
+        ones = torch.ones(1, dtype=torch.long)
+        policy_loss(
+            POLICY_LOSSES["cispo"], sampler[:1], sampler[:1], sampler[:1], ones - 1, ones, level="sequence", epsilon=0.2
+        )
+
+
+MASK = (torch.arange(6) < torch.tensor([6, 3, 1, 4])[:, None]).long()
+
+
+@pytest.mark.parametrize("name", ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_losses_are_trls(name, beta):
+    """`GRPOTrainer._compute_loss` on the same numbers: loss, gradient, share of clipped tokens."""
+    grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="the oracle: pip install 'posttrain[bench]'")
+    torch.manual_seed(0)
+    logprob = (-3 * torch.rand(4, 6)).requires_grad_()
+    old, ref = logprob.detach() + 0.4 * torch.randn(4, 6), logprob.detach() + 0.4 * torch.randn(4, 6)
+    advantages = torch.tensor([1.0, -0.5, 2.0, -1.5])
+    high = 1.5 if name == "cispo" else 0.28
+    metrics = {"train": defaultdict(list)}
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprob, torch.zeros(4, 6), None),
+        accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, **_: x, num_processes=1),
+        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=2),
+        model=SimpleNamespace(training=True),
+        importance_sampling_level="sequence" if name == "gspo" else "token",
+        loss_type="grpo" if name == "gspo" else name,
+        beta=beta,
+        epsilon_low=0.2,
+        epsilon_high=high,
+        max_completion_length=10,
+        top_entropy_quantile=1.0,
+        current_gradient_accumulation_steps=1,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        _metrics=metrics,
+    )
+    prompt = torch.ones(4, 1, dtype=torch.long)
+    inputs = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": MASK, "completion_mask": MASK}
+    inputs |= {"advantages": advantages, "old_per_token_logps": old, "ref_per_token_logps": ref}
+    rollout_tokens = torch.tensor(31)  # of two updates, of which these 14 tokens are one
+    theirs = grpo_trainer.GRPOTrainer._compute_loss(trainer, None, inputs | {"num_items_in_batch": rollout_tokens})
+    (their_gradient,) = torch.autograd.grad(theirs, logprob)
+
+    scored = MASK.bool()
+    sequence_N, length_S = torch.arange(4)[:, None].expand(4, 6)[scored], MASK.sum(1)
+    loss = POLICY_LOSSES[name]
+    value_N, clipped_N = policy_loss(
+        loss,
+        logprob[scored],
+        old[scored],
+        advantages[sequence_N],
+        sequence_N,
+        length_S,
+        epsilon=0.2,
+        epsilon_high=high,
+    )
+    value_N = value_N + beta * kl_penalty(logprob[scored], ref[scored], estimator="k3")
+    counts = Counts(sequences=4, tokens=14, rollout_tokens=31 / 2, max_length=10)
+    ours = (token_weights(loss.average, length_S, sequence_N, counts) * value_N).sum()
+    (our_gradient,) = torch.autograd.grad(ours, logprob)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+    torch.testing.assert_close(our_gradient, their_gradient, rtol=1e-5, atol=1e-7)
+    if name not in ("cispo", "gspo"):
+        assert clipped_N.float().mean().item() == pytest.approx(metrics["train"]["clip_ratio/region_mean"][0])
+
+
+def test_clip_higher_by_hand():
+    ratio = torch.tensor([1.25, 1.5, 0.5]).log()
+    loss, clipped = grpo_clip(ratio, torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), epsilon=0.2, epsilon_high=0.3)
+    assert loss.tolist() == pytest.approx([-1.25, -1.3, 0.8]) and clipped.tolist() == [False, True, True]
