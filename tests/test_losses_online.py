@@ -175,9 +175,7 @@ def test_kl_in_the_reward_is_the_gradient_of_the_whole_kl(logits):
 
 def test_advantages_by_the_steps_own_spread():
     """Group means 1 and 3, the spread of 0, 2, 1, 5: mean 2, variance 14/3."""
-    got = group_advantages(
-        torch.tensor([0.0, 2, 1, 5]), torch.tensor([0, 0, 1, 1]), scale_rewards="batch", eps=0.0
-    )
+    got = group_advantages(torch.tensor([0.0, 2, 1, 5]), torch.tensor([0, 0, 1, 1]), scale_rewards="batch", eps=0.0)
     assert got.tolist() == pytest.approx([x / (14 / 3) ** 0.5 for x in (-1, 1, -2, 2)])
     alike = group_advantages(torch.ones(4), torch.tensor([0, 0, 1, 1]), scale_rewards="batch", eps=0.0)
     assert alike.tolist() == [0, 0, 0, 0]

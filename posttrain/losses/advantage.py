@@ -63,9 +63,7 @@ def rewards_to_go(reward_N: Tensor, sequence_N: Tensor, *, gamma: float = 1.0) -
     return gae(reward_N, zeros, sequence_N, gamma=gamma, lam=1.0)[0]
 
 
-def gae(
-    reward_N: Tensor, value_N: Tensor, sequence_N: Tensor, *, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
+def gae(reward_N: Tensor, value_N: Tensor, sequence_N: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over each sequence: advantages and returns, [N] both. arXiv 1506.02438, eq. 16.
 
         δ_t = r_t + γ V_{t+1} − V_t        A_t = δ_t + γ λ A_{t+1}        R_t = A_t + V_t

@@ -1,8 +1,8 @@
 """Policy gradients: what a sampled token contributes to the loss, given its completion's advantage. Unreduced.
 
-A token t of a completion has log π(y_t | x, y_<t) under the policy that is trained, log π_old under the policy as it was
-when the step began, and an advantage A. The losses are elementwise: their tensors have one shape, [N] for a pack, (B, L)
-when padded. `POLICY_LOSSES` says, by name, which is taken and how the tokens of a step are averaged.
+A token t of a completion has log π(y_t | x, y_<t) under the policy that is trained, log π_old under the policy as it
+was when the step began, and an advantage A. The losses are elementwise: their tensors have one shape, [N] for a pack,
+(B, L) when padded. `POLICY_LOSSES` says, by name, which is taken and how the tokens of a step are averaged.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from posttrain.losses.divergence import MAX_EXPONENT
 # What one ratio π / π_old belongs to: a token; a completion, as the geometric mean over its tokens (GSPO); or a
 # completion, as the product over its tokens (RLOO).
 Level = Literal["token", "sequence", "product"]
-# How tokens are averaged: each completion's mean, then over completions; over all tokens of the update, or of the step's
-# rollout; or the sum of each completion's over a constant length.
+# How tokens are averaged: each completion's mean, then over completions; over all tokens of the update, or of the
+# step's rollout; or the sum of each completion's over a constant length.
 Average = Literal["sequences", "update_tokens", "rollout_tokens", "max_length"]
 
 
@@ -47,9 +47,7 @@ def grpo_clip(
     return -torch.minimum(free, clipped), (clipped < free).detach()
 
 
-def cispo(
-    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, epsilon_high: float
-) -> tuple[Tensor, Tensor]:
+def cispo(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, epsilon_high: float) -> tuple[Tensor, Tensor]:
     """−min(ρ, ε_high) A log π with the weight detached, and where it was held. CISPO, arXiv 2506.13585, eq. 4 and 5.
 
     No token loses its gradient, as clipped ones do in `grpo_clip`. ε_high bounds the ratio itself, as in TRL.
@@ -97,8 +95,8 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """The loss of each scored token, and where it was clipped. [N] both.
 
-    `sequence_N` numbers each token's completion, of which `length_S` counts the scored tokens. At a completion's `level`
-    (the loss's own unless given) its tokens have one ratio and, advantages being equal, one value, their mean.
+    `sequence_N` numbers each token's completion, of which `length_S` counts the scored tokens. At a completion's
+    `level` (the loss's own unless given) its tokens have one ratio and, advantages being equal, one value, their mean.
     ValueError where CISPO is asked for a completion's ratio: it weighs each token's own log-probability.
     """
     if loss.surrogate == "plain":
