@@ -7,7 +7,8 @@ Shape letters, used as suffixes on tensors everywhere:
     P  preference pairs    V  vocabulary    D  hidden size    H  heads    B, L  rows and columns of a padded batch
 
 A preference pair is a tree with two leaves, a GRPO group one with G leaves, an SFT example one with a single leaf. The
-prompt's tokens are computed once for all its completions. One vector says which keys a query sees:
+prompt's tokens are computed once for all its completions, those of other examples in the pack too. One vector says
+which keys a query sees:
 
     key k is visible to query q   <=>   k <= q < end_T[k]
 
@@ -102,14 +103,17 @@ def pack(
 ) -> list[Pack]:
     """Lay examples into as few packs of at most `tokens_per_pack` physical tokens as first-fit-decreasing finds.
 
+    Examples of one tree whose roots are the same (a prompt that has several rows) share it where they share a pack.
     The last token of a sequence predicts nothing and is not fed, unless `keep_last` asks for its hidden state (reward
     models). `pad_to` fills every pack to a multiple of it with tokens that see only themselves, so that a compiled
-    kernel meets few shapes. The order of examples within a pack is theirs in the list.
+    kernel meets few shapes. The order of examples within a pack is theirs in the list, but that those with a
+    common root lie side by side.
 
     Raises ValueError when one example is longer than `tokens_per_pack`: its loss needs all of it at once.
     """
     lengths = [sum(physical_length(tree, keep_last) for tree in example.trees) for example in examples]
-    bins: list[list[int]] = []
+    roots = [_root(example, index) for index, example in enumerate(examples)]
+    bins: list[dict[Root, list[int]]] = []  # examples by what they share
     room: list[int] = []
     for index in sorted(range(len(examples)), key=lambda i: -lengths[i]):
         if lengths[index] > tokens_per_pack:
@@ -117,15 +121,34 @@ def pack(
                 f"row {examples[index].row} takes {lengths[index]} tokens, more than tokens_per_pack "
                 f"{tokens_per_pack}: raise training.tokens_per_pack or lower data.max_length"
             )
-        for b, free in enumerate(room):
-            if lengths[index] <= free:
-                bins[b].append(index)
-                room[b] -= lengths[index]
-                break
+        root = roots[index]
+        needed = [lengths[index] - (len(examples[index].trees[0].tokens) if root in held else 0) for held in bins]
+        fitting = [b for b, free in enumerate(room) if needed[b] <= free]
+        if fitting:
+            b = min(fitting, key=lambda b: root not in bins[b])
+            bins[b].setdefault(root, []).append(index)
+            room[b] -= needed[b]
         else:
-            bins.append([index])
+            bins.append({root: [index]})
             room.append(tokens_per_pack - lengths[index])
-    return [_Layout(keep_last).build([(i, examples[i]) for i in sorted(members)], pad_to or 1) for members in bins]
+    return [_Layout(keep_last).build(_in_order(held, examples), pad_to or 1) for held in bins]
+
+
+Root = tuple[bytes, bytes] | int
+
+
+def _root(example: Example, index: int) -> Root:
+    """Equal for examples that may share their root: its tokens, and which are trained; else a number of its own."""
+    root = example.trees[0]
+    if len(example.trees) > 1 or not root.children:
+        return index
+    ids = np.asarray(root.tokens, np.int64)
+    return ids.tobytes(), np.broadcast_to(np.asarray(root.trained, bool), ids.shape).tobytes()
+
+
+def _in_order(held: dict[Root, list[int]], examples: Sequence[Example]) -> list[list[tuple[int, Example]]]:
+    """A pack's examples with their numbers; those of one root together, where the first of them stands in the list."""
+    return [[(i, examples[i]) for i in members] for members in sorted(sorted(members) for members in held.values())]
 
 
 class _Layout:
@@ -143,12 +166,19 @@ class _Layout:
         self.last: list[int] = []
         self.group: list[int] = []
 
-    def build(self, members: Sequence[tuple[int, Example]], pad_to: int) -> Pack:
+    def build(self, members: Sequence[Sequence[tuple[int, Example]]], pad_to: int) -> Pack:
         tree_start = [0]
-        for group, example in members:
-            for tree in example.trees:
-                self.lay(tree, group, depth=0, previous=None, path=())
+        for sharing in members:
+            trees = sharing[0][1].trees
+            if len(sharing) > 1:
+                trees = (
+                    replace(trees[0], children=tuple(c for _, example in sharing for c in example.trees[0].children)),
+                )
+            for tree in trees:
+                self.lay(tree, depth=0, previous=None, path=())
                 tree_start.append(self.length)
+            for group, example in sharing:
+                self.group += [group] * sum(1 for tree in example.trees for _ in sequences(tree))
         padding = -self.length % pad_to
         end = np.empty(self.length + padding, np.int64)
         for start, stop, node_end in self.spans:
@@ -167,7 +197,7 @@ class _Layout:
             tree_start=tuple(tree_start),
         )
 
-    def lay(self, node: Sample, group: int, depth: int, previous: int | None, path: tuple[tuple, ...]) -> None:
+    def lay(self, node: Sample, depth: int, previous: int | None, path: tuple[tuple, ...]) -> None:
         """Append `node` and what is below it. `previous` is the physical token before the node, `path` the scored
         (source, target) arrays of the nodes above, which every leaf below owns a copy of."""
         ids = np.asarray(node.tokens, np.int64)
@@ -186,7 +216,7 @@ class _Layout:
 
         last = start + fed - 1 if fed else previous
         for child in node.children:
-            self.lay(child, group, depth + len(ids), last, path)
+            self.lay(child, depth + len(ids), last, path)
         if not node.children:
             if last is None:
                 raise ValueError(
@@ -196,7 +226,6 @@ class _Layout:
             self.target += [target for _, target in path]
             self.scored.append(sum(len(target) for _, target in path))
             self.last.append(last)
-            self.group.append(group)
         self.spans.append((start, start + fed, self.length))
 
 

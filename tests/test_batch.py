@@ -1,5 +1,7 @@
 """Properties of packs over random forests, against the plain definition of what a sequence is."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,9 +20,17 @@ def nodes(depth: int):
     return st.tuples(st.lists(token, min_size=2, max_size=6), st.none() | st.booleans(), children).map(build)
 
 
-FORESTS = st.lists(st.lists(nodes(2), min_size=1, max_size=2).map(tuple), min_size=1, max_size=5).map(
-    lambda rows: [Example(trees, row) for row, trees in enumerate(rows)]
-)
+@st.composite
+def forests(draw):
+    """Examples of one tree or two, of which some have the root of another."""
+    rows = draw(st.lists(st.lists(nodes(2), min_size=1, max_size=2), min_size=1, max_size=5))
+    for row, other in draw(st.lists(st.tuples(*[st.integers(0, len(rows) - 1)] * 2), max_size=3)):
+        root = rows[other][0]
+        rows[row][0] = replace(root, children=rows[row][0].children)
+    return [Example(tuple(trees), row) for row, trees in enumerate(rows)]
+
+
+FORESTS = forests()
 
 
 def flat(examples):
@@ -83,6 +93,21 @@ def test_sums_and_lengths_by_sequence():
     assert p.source_N.tolist() == [2, 3, 4, 2, 5]
     assert p.length_S().tolist() == [3, 2]
     assert p.sum_by_sequence(torch.tensor([1.0, 2.0, 3.0, 10.0, 20.0])).tolist() == [6.0, 30.0]
+
+
+def test_a_prompt_that_several_examples_have_is_laid_once():
+    """Rows 0, 2, 3 have one prompt; 3 trains it, so that its own targets are among the prompt's tokens."""
+    a, b = [5, 6, 7, 8], [9, 6, 7, 8]
+    rows = [(a, False, [1, 2]), (b, False, [3, 1]), (a, False, [4, 2, 2]), (a, True, [1, 1])]
+    examples = [Example((Sample(ids, trained, (Sample(own, True),)),), n) for n, (ids, trained, own) in enumerate(rows)]
+    [p] = pack(examples, 100)
+    print(p)
+    assert p.tokens_T.tolist() == [*a, 1, 4, 2, *b, 3, *a, 1]
+    assert p.group_S.tolist() == [0, 2, 1, 3] and p.length_S().tolist() == [2, 3, 2, 5]
+    assert p.tree_start == (0, 7, 12, 17)
+    sizes = [q.num_tokens for q in pack(examples, 7)]
+    assert sizes == [7, 5, 5], "the rows with one prompt are brought together"
+    assert [q.num_tokens for q in pack(examples[::2], 6)] == [6, 5], "and parted where they do not fit"
 
 
 def test_an_example_is_never_split():

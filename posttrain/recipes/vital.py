@@ -95,7 +95,7 @@ def _path(pack: Pack, examples: Sequence[Example], sequence: int) -> tuple[np.nd
     """Token ids and targets of one of a pack's sequences, from the example it came from."""
     group = int(pack.group_S[sequence])
     paths = [path for tree in examples[group].trees for path in sequences(tree)]
-    return paths[sequence - int((pack.group_S < group).sum())]
+    return paths[int((pack.group_S[:sequence] == group).sum())]
 
 
 @torch.no_grad()
