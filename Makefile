@@ -24,6 +24,7 @@ lint: .venv/.installed
 	$(BIN)/pyright
 
 bench: .venv/.installed
+	$(BIN)/python -m benchmarks.save
 	$(BIN)/python -m benchmarks.run
 
 learn: .venv/.installed

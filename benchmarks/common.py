@@ -125,3 +125,12 @@ def peak_memory_gb() -> float:
     """The most resident memory this process has had so far, in GB (1e9 bytes)."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def put_table(page: Path, table: str) -> None:
+    """Write the table into a page of the docs, between its two markers."""
+    head, begin, rest = page.read_text(encoding="utf-8").partition("<!-- table -->\n")
+    _, end, tail = rest.partition("<!-- end -->")
+    if not (begin and end):
+        raise SystemExit(f"{page} has no place for the table: <!-- table -->, <!-- end -->")
+    page.write_text(f"{head}{begin}{table}\n{end}{tail}", encoding="utf-8")

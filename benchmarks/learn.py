@@ -27,6 +27,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # the runs share the cores among them
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.common import put_table
 from posttrain import functional, recipes
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
@@ -276,15 +277,7 @@ def table(trials: Sequence[Trial]) -> str:
         columns = ["" if set(column) <= set("– ·") else column for column in columns]
         name = method if method == "untrained" else method.upper().replace("SIMPO", "SimPO")
         rows.append(f"| {name} | {labels} | {' | '.join(columns)} |")
-    return "\n".join(rows) + "\n"
-
-
-def with_table(page: str, trials: Sequence[Trial]) -> str:
-    """The page with its table replaced."""
-    head, begin, rest = page.partition("<!-- table -->\n")
-    _, end, tail = rest.partition("<!-- end -->")
-    assert begin and end, f"{PAGE} has no place for the table"
-    return f"{head}{begin}{table(trials)}{end}{tail}"
+    return "\n".join(rows)
 
 
 def main() -> int:
@@ -307,7 +300,7 @@ def main() -> int:
             "settings": SETTINGS,
         }
         save_json(RESULTS, facts | {"trials": [asdict(trial) for trial in trials]})
-        write_file(PAGE, with_table(PAGE.read_text(encoding="utf-8"), trials))
+        put_table(PAGE, table(trials))
     print(table(trials))
     failed = failures(trials)
     print("\n".join(failed) or "every threshold holds")

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.common import THREADS, make_models
+from benchmarks.common import THREADS, make_models, put_table
 from posttrain.models.matmul import product
 
 RESULTS = Path(__file__).parent / "results"
@@ -151,13 +151,14 @@ def missed(results: dict[str, dict]) -> list[str]:
 
 
 def save(results: dict[str, dict]) -> None:
-    """Put these comparisons into results/cpu.json, beside the others that are there."""
+    """Put these comparisons into results/cpu.json, beside the others that are there, and its table into the README."""
     path = RESULTS / "cpu.json"
     path.parent.mkdir(exist_ok=True)
     before = json.loads(path.read_text()) if path.exists() else {}
     machine = {"processor": platform.machine(), "threads": THREADS, "torch": torch.__version__}
     facts = {"machine": machine, "methods": before.get("methods", {}) | results}
     path.write_text(json.dumps(facts, indent=1) + "\n")
+    put_table(RESULTS.parent / "README.md", table(facts["methods"]))
 
 
 def main() -> None:

@@ -155,7 +155,7 @@ def measure(arguments: argparse.Namespace) -> dict:
         "threads": torch.get_num_threads(),
         "losses": [entry["loss"] for entry in logs],
         "grad_norms": [entry["grad_norm"] for entry in logs],
-        "tokens": int(logs[-1]["num_tokens"]),
+        "tokens": int(logs[-1].get("num_tokens", 0)) or None,  # ORPO does not count them
         "seconds": clock.marks[-1] - clock.marks[0],
         "step_seconds": [after - before for before, after in pairwise(clock.marks)],
         "memory_after_imports_gb": after_imports,

@@ -6,7 +6,8 @@ How a command of a fenced block is run:
   has the files of README.md, and four rows of real preference pairs as `pairs.jsonl`.
 - Names on the hub become local: data by DATA, models by `local_model`; MODEL in a command is a local model.
 - The Python blocks of a page are one program.
-- What trains is made small by SMALL, and `checkpoint-500` is then `checkpoint-1`. All else stays as it is written.
+- What trains is made small by SMALL: `checkpoint-500` is then `checkpoint-1`, and hundreds of steps are as many single
+  ones. All else stays as it is written.
 - A preset without further settings is trained by tests/test_presets.py; here it has to be among those.
 - `posttrain quickstart` is run by tests/test_quickstart.py; here its flags have to exist.
 A line that none of this covers fails the test.
@@ -101,6 +102,10 @@ class Reader:
                 assert rest[0] in LOCAL, f"{rest[0]} is no preset that tests/test_presets.py trains"
                 return
             rest = [re.sub(r"checkpoint-\d+$", "checkpoint-1", word) for word in rest]
+            rest = [
+                re.sub(r"00$", "", word) if flag == "--max-steps" else word
+                for flag, word in itertools.pairwise(["", *rest])
+            ]
             self.run([verb, *self.local(rest)])
         elif verb == "score":
             model = rest[0] if Path(rest[0]).exists() else str(self.shared / "models/stories260K")
