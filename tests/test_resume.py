@@ -189,8 +189,13 @@ def test_more_steps_stretch_the_schedule_and_that_is_said(tmp_path, shared, scra
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4, 5e-4, 3.75e-4, 2.5e-4, 1.25e-4])
 
 
-def test_resume_without_a_checkpoint_begins_anew(tmp_path, shared, scratch_model, monkeypatch, caplog):
+@pytest.mark.parametrize("on_an_adapter", [False, True])
+def test_resume_without_a_checkpoint_begins_anew(tmp_path, shared, scratch_model, monkeypatch, caplog, on_an_adapter):
+    """Adapters that go on adapters too, whose merged base the first try has left in `base/`."""
     sections = settings(shared, scratch_model, "dpo", max_steps=3)
+    if on_an_adapter:
+        start(tmp_path / "first", settings(shared, scratch_model, "sft", max_steps=1))
+        sections["model"] = {"path": str(tmp_path / "first/run/final"), "lora": {"r": 4}}
     start(tmp_path / "whole", sections)
     update = Loop.update
     with monkeypatch.context() as patch:

@@ -98,7 +98,10 @@ class Job:
         folder = self.run.folder.resolve() / "base"
         if not folder.exists():
             whole = self.model.model_copy(update={"load_in_4bit": False, "use_liger_kernel": False})
-            merged = load_model(whole, head, torch.float32, torch.device("cpu"))
+            with torch.random.fork_rng(
+                devices=[]
+            ):  # which adapters draw from: a run that finds `base/` has to go on alike
+                merged = load_model(whole, head, torch.float32, torch.device("cpu"))
             self.run.save_model(folder, 0, merged.save_pretrained)
         return self.saved(folder)
 
