@@ -121,11 +121,11 @@ def pack(
                 f"row {examples[index].row} takes {lengths[index]} tokens, more than tokens_per_pack "
                 f"{tokens_per_pack}: raise training.tokens_per_pack or lower data.max_length"
             )
-        root = roots[index]
-        needed = [lengths[index] - (len(examples[index].trees[0].tokens) if root in held else 0) for held in bins]
+        root, shared = roots[index], len(examples[index].trees[0].tokens)
+        needed = [lengths[index] - shared * (root in held) for held in bins]
         fitting = [b for b, free in enumerate(room) if needed[b] <= free]
         if fitting:
-            b = min(fitting, key=lambda b: root not in bins[b])
+            b = min(fitting, key=needed.__getitem__)  # the first that has the root, else the first
             bins[b].setdefault(root, []).append(index)
             room[b] -= needed[b]
         else:
@@ -171,14 +171,13 @@ class _Layout:
         for sharing in members:
             trees = sharing[0][1].trees
             if len(sharing) > 1:
-                trees = (
-                    replace(trees[0], children=tuple(c for _, example in sharing for c in example.trees[0].children)),
-                )
+                children = [child for _, example in sharing for child in example.trees[0].children]
+                trees = (replace(trees[0], children=tuple(children)),)
             for tree in trees:
                 self.lay(tree, depth=0, previous=None, path=())
                 tree_start.append(self.length)
             for group, example in sharing:
-                self.group += [group] * sum(1 for tree in example.trees for _ in sequences(tree))
+                self.group += [group] * sum(map(_leaves, example.trees))
         padding = -self.length % pad_to
         end = np.empty(self.length + padding, np.int64)
         for start, stop, node_end in self.spans:
@@ -227,6 +226,10 @@ class _Layout:
             self.scored.append(sum(len(target) for _, target in path))
             self.last.append(last)
         self.spans.append((start, start + fed, self.length))
+
+
+def _leaves(tree: Sample) -> int:
+    return sum(map(_leaves, tree.children)) or 1
 
 
 def _tensor(arrays: Sequence[np.ndarray]) -> torch.Tensor:

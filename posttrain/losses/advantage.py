@@ -25,12 +25,11 @@ def group_advantages(reward_S: Tensor, group_S: Tensor, *, scale_rewards: ScaleR
     Raises ValueError when the two are not vectors of one length.
     """
     reward, index_S, count_G = _groups(reward_S, group_S)
-    mean_G = reward.new_zeros(len(count_G)).index_add(0, index_S, reward) / count_G
+    mean_G = _sums(reward, index_S, count_G) / count_G
     advantage_S = reward - mean_G[index_S]
     if scale_rewards == "group":
-        squares_G = reward.new_zeros(len(count_G)).index_add(0, index_S, advantage_S**2)
-        scale_G = torch.sqrt(squares_G / (count_G - 1).clamp(min=1)) + eps
-        advantage_S = advantage_S / torch.where(scale_G > 0, scale_G, 1.0)[index_S]
+        std_G = torch.sqrt(_sums(advantage_S**2, index_S, count_G) / (count_G - 1).clamp(min=1))
+        advantage_S = advantage_S / _or_one(std_G + eps)[index_S]
     elif scale_rewards == "batch":
         advantage_S = advantage_S / _or_one(_std(reward) + eps)
     return advantage_S.to(reward_S.dtype)
@@ -42,9 +41,8 @@ def leave_one_out(reward_S: Tensor, group_S: Tensor) -> Tensor:
     The others are independent of completion i, so that the gradient stays unbiased. Alone in its group, A = 0.
     """
     reward, index_S, count_G = _groups(reward_S, group_S)
-    sum_G = reward.new_zeros(len(count_G)).index_add(0, index_S, reward)
     others_S = (count_G - 1)[index_S]
-    baseline_S = (sum_G[index_S] - reward) / others_S.clamp(min=1)
+    baseline_S = (_sums(reward, index_S, count_G)[index_S] - reward) / others_S.clamp(min=1)
     return torch.where(others_S > 0, reward - baseline_S, 0.0).to(reward_S.dtype)
 
 
@@ -94,6 +92,11 @@ def _groups(reward_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         raise ValueError(f"expected a group for each reward, got {list(reward_S.shape)} and {list(group_S.shape)}")
     _, index_S, count_G = torch.unique(group_S, return_inverse=True, return_counts=True)
     return reward_S.detach().double(), index_S, count_G
+
+
+def _sums(value_S: Tensor, index_S: Tensor, count_G: Tensor) -> Tensor:
+    """Of each group. [G]"""
+    return value_S.new_zeros(len(count_G)).index_add(0, index_S, value_S)
 
 
 def _std(values: Tensor) -> Tensor:

@@ -98,9 +98,7 @@ class Job:
         folder = self.run.folder.resolve() / "base"
         if not folder.exists():
             whole = self.model.model_copy(update={"load_in_4bit": False, "use_liger_kernel": False})
-            with torch.random.fork_rng(
-                devices=[]
-            ):  # which adapters draw from: a run that finds `base/` has to go on alike
+            with torch.random.fork_rng(devices=[]):  # a run that finds `base/` must draw the same adapters
                 merged = load_model(whole, head, torch.float32, torch.device("cpu"))
             self.run.save_model(folder, 0, merged.save_pretrained)
         return self.saved(folder)
