@@ -28,6 +28,10 @@ class VitalSignError(PosttrainError):
     """A check that must hold in every healthy run does not: training would be wrong, so it stops."""
 
 
+class RewardError(PosttrainError):
+    """A reward function, its settings or the grader behind it does not work as a reward must."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Python's own error, torch's for accelerators, and the plain RuntimeError of torch's allocator on a CPU."""
     return (

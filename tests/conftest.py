@@ -43,6 +43,16 @@ def blank_pictures(monkeypatch) -> None:
 
 
 @pytest.fixture(scope="session")
+def grading_pool():
+    """One grading worker as in training; a deadline that a busy machine keeps."""
+    from posttrain.grading.pool import Pool
+    from posttrain.rewards.known import MODULES
+
+    with Pool(1, deadline=20.0, modules=MODULES) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def scratch_model(shared, tmp_path_factory) -> Path:
     """A tiny Qwen3 with random weights and the minimind tokenizer (with its chat template)."""
     import torch

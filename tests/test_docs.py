@@ -2,8 +2,9 @@
 
 How a command of a fenced block is run:
 - In an empty folder, in the order of the page; what an earlier command has made is there for a later one.
-- A YAML block after a line that names a file (`hh.yaml`) is that file, for all commands of the page. Every page also
-  has the files of README.md, and four rows of real preference pairs as `pairs.jsonl`.
+- A block after a line that names a file of its kind (YAML `hh.yaml`, JSON `rows.jsonl`, Python `my_rewards.py`) is that
+  file, for all commands of the page. Every page also has the files of README.md, and four rows of real preference
+  pairs as `pairs.jsonl`.
 - Names on the hub become local: data by DATA, models by `local_model`; MODEL in a command is a local model.
 - The Python blocks of a page are one program.
 - What trains is made small by SMALL: `checkpoint-500` is then `checkpoint-1`, and hundreds of steps are as many single
@@ -30,6 +31,7 @@ from posttrain.cli import main
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+FILES = {"yaml": "yaml", "json": "jsonl", "python": "py"}
 SHELL = ("bash", "sh", "console", "shell")
 HH = "data/hh-harmless/train.jsonl.gz"
 DATA = {
@@ -50,8 +52,10 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
 
 
 def files(page: Path) -> dict[str, str]:
-    """The YAML files that a page shows, each in a block after a line that names it."""
-    named = [(re.search(r"`([\w-]+\.yaml)`", before), body) for kind, body, before in blocks(page) if kind == "yaml"]
+    """The files that a page shows, each in a block after a line that names it."""
+    named = [
+        (re.search(rf"`([\w-]+\.{FILES[kind]})`", before), body) for kind, body, before in blocks(page) if kind in FILES
+    ]
     return {found[1]: body for found, body in named if found}
 
 
@@ -110,6 +114,8 @@ class Reader:
         elif verb == "score":
             model = rest[0] if Path(rest[0]).exists() else str(self.shared / "models/stories260K")
             self.run([verb, model, *rest[1:]])
+        elif verb == "grade":
+            self.run([*arguments, "--workers", "1"])
         elif arguments[:2] == ["data", "save"]:
             self.run(["data", "save", str(self.shared / DATA[rest[1]][0]), *rest[2:], "--max-rows", "4"])
         elif verb == "quickstart":

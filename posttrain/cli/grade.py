@@ -1,0 +1,42 @@
+"""`posttrain grade`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+File = Annotated[Path, typer.Argument(help="JSONL, JSON, CSV or Parquet; also .gz.")]
+Reward = Annotated[
+    str,
+    typer.Option(
+        "--reward",
+        help="math, gsm8k, r1_zero, question_only, check_answer, check_numbers, match_format_exactly, "
+        "match_format_approximately; or module:function.",
+    ),
+]
+AnswerColumn = Annotated[str, typer.Option("--answer-column", help="The column with the right answer.")]
+CompletionColumn = Annotated[str, typer.Option("--completion-column", help="The column with what was written.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; default: FILE.graded.jsonl.")]
+Deadline = Annotated[float, typer.Option("--deadline", help="Seconds that one completion may take.")]
+Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Processes; default: one a core, at most 8.")]
+
+
+def grade(
+    file: File,
+    reward: Reward,
+    answer_column: AnswerColumn = "answer",
+    completion_column: CompletionColumn = "completion",
+    output: Output = None,
+    deadline: Deadline = 2.0,
+    workers: Workers = None,
+) -> None:
+    """Grade a file's completions in supervised worker processes, as in training.
+
+    Rows come out in the order they came in, with all their fields and `verdict` (correct, wrong, timeout, crashed,
+    bad_gold), `score`, `extracted`, `seconds`, and `parts` where a reward has some.
+    """
+    from posttrain.rewards.file import Columns, grade_file
+
+    target = output or file.with_name(f"{file.name}.graded.jsonl")
+    grade_file(file, target, reward, Columns(completion_column, answer_column), deadline, workers)
+    print(f"written: {target}")

@@ -1,0 +1,82 @@
+"""Where in a completion the answer stands. Plain text work, in one pass, whatever the text."""
+
+from __future__ import annotations
+
+import re
+
+THINK, THINK_END = "<think>", "</think>"
+ANSWER, ANSWER_END = "<answer>", "</answer>"
+# A box opens, a backslash hides the next character, a brace opens or closes.
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$\\]+)")
+# A sign behind a word, a number or a bracket is an operation: 3 is what `5-3` ends in.
+_NUMBER = re.compile(r"(?:(?<![\w.)\]}%])[-+])?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)")
+_MARKED = re.compile(r"(?:####|^A:)[ \t]*(.*)$", re.MULTILINE)
+
+
+def after_thinking(text: str) -> str:
+    """What follows the last `</think>`. Thinking that has not ended answers nothing: the result is then empty."""
+    end = text.rfind(THINK_END)
+    if text.rfind(THINK) > end:
+        return ""
+    return text if end < 0 else text[end + len(THINK_END) :]
+
+
+def last_box(text: str) -> str | None:
+    r"""The content of the last balanced `\boxed{…}` or `\fbox{…}`, the outer one of nested ones."""
+    opened: list[tuple[int, bool]] = []  # where the content of each open brace begins, and whether it is a box
+    found: tuple[int, int] | None = None
+    for match in _BRACES.finditer(text):
+        token = match.group()
+        if token.endswith("{") and (token == "{" or token.startswith(("\\boxed", "\\fbox"))):
+            opened.append((match.end(), token != "{"))
+        elif token == "}" and opened:
+            begin, box = opened.pop()
+            if box:
+                found = begin, match.start()
+    if found is not None:
+        return text[slice(*found)].strip()
+    bare = _last(_BARE_BOX, text)
+    return bare[1] if bare else None
+
+
+def last_answer_tag(text: str) -> str | None:
+    """The content of the last complete `<answer>…</answer>`."""
+    end = text.rfind(ANSWER_END)
+    begin = text.rfind(ANSWER, 0, end) if end >= 0 else -1
+    return None if begin < 0 else text[begin + len(ANSWER) : end].strip()
+
+
+def final_answer(text: str) -> str | None:
+    """The last balanced box or answer tag after the last `</think>`; of a box inside a tag, the box."""
+    rest = after_thinking(text)
+    tag = last_answer_tag(rest)
+    if tag is None:
+        return last_box(rest)
+    behind = last_box(rest[rest.rfind(ANSWER_END) :])
+    return behind if behind is not None else last_box(tag) or tag
+
+
+def marked_answer(text: str) -> str | None:
+    """What stands behind the last `####` (or a line's `A:`), as in GSM8K's own solutions."""
+    found = _last(_MARKED, text)
+    return found[1].strip() if found else None
+
+
+def last_number(text: str) -> str | None:
+    """The last number in a text, as it is written there."""
+    found = _last(_NUMBER, text)
+    return found.group() if found else None
+
+
+def first_number(text: str) -> str | None:
+    """The first number in a text, as it is written there."""
+    found = _NUMBER.search(text)
+    return found.group() if found else None
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    found = None
+    for match in pattern.finditer(text):
+        found = match
+    return found

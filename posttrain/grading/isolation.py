@@ -1,0 +1,107 @@
+"""What a grading worker is kept from: memory, files, programs, the network. Each where the platform allows it.
+
+A worker calls `isolate` once, after its imports. It never fails: what is in force is returned, by name, for the parent
+to show. Linux: resource limits (setrlimit(2)), Landlock (landlock(7)) for files, programs and TCP, and a network
+namespace of its own where an unprivileged process may make one. macOS: resource limits. Windows: none of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import struct
+import sys
+
+MEMORY_BYTES = 1_000_000_000  # of address space, hence also of memory
+# Landlock's numbers are the same on every architecture.
+CREATE_RULESET, RESTRICT_SELF = 444, 446
+NO_NEW_PRIVS = 38
+# The rights of each version of Landlock's interface that change something; reading is none of them.
+EXECUTE, WRITE_FILE, REMOVE_AND_MAKE, REFER, TRUNCATE, DEVICE_CONTROL = 1, 2, 0x1FF0, 1 << 13, 1 << 14, 1 << 15
+TCP = 0b11  # bind, connect
+NEW_USER, NEW_NET = 0x10000000, 0x40000000
+
+
+def isolate(memory_bytes: int = MEMORY_BYTES) -> list[str]:
+    """Give up what grading does not need; returns the names of what is now in force."""
+    in_force = []
+    if sys.platform == "linux":
+        if _no_network_namespace():
+            in_force.append("no network")
+        files, network = _landlock()
+        if files:
+            in_force.append("no writable files, no programs")
+        if network and "no network" not in in_force:
+            in_force.append("no TCP")
+    return in_force + _limits(memory_bytes, files_open="no writable files, no programs" not in in_force)
+
+
+def allow_cpu_seconds(seconds: float) -> None:
+    """Let this process compute so much longer and no more: the last resort against one whose parent has died."""
+    if os.name == "posix":
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        soft = int(used.ru_utime + used.ru_stime + seconds) + 2
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process has held so far; 0 where that is not known."""
+    if os.name != "posix":
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _limits(memory_bytes: int, files_open: bool) -> list[str]:
+    if os.name != "posix":
+        return []
+    import resource
+
+    in_force = []
+    # macOS takes the limit and does not keep it
+    kept = f"at most {memory_bytes / 1e9:g} GB of memory" if sys.platform == "linux" else ""
+    wanted = [(resource.RLIMIT_AS, memory_bytes, kept)]
+    wanted += [(resource.RLIMIT_CORE, 0, "")]
+    wanted += [(resource.RLIMIT_FSIZE, 0, "no growing files")] if files_open else []
+    for limit, value, name in wanted:
+        # macOS refuses some of them
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(limit, (value, value))
+            in_force += [name] if name else []
+    return in_force
+
+
+def _no_network_namespace() -> bool:
+    """Move into an empty network namespace. Containers often forbid it."""
+    try:
+        return ctypes.CDLL(None, use_errno=True).unshare(NEW_USER | NEW_NET) == 0
+    except (OSError, AttributeError):
+        return False
+
+
+def _landlock() -> tuple[bool, bool]:
+    """Deny every change to files, every program, every TCP connection: (files and programs, TCP) in force."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        version = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+        if version < 1:
+            return False, False
+        rights = EXECUTE | WRITE_FILE | REMOVE_AND_MAKE
+        rights |= (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
+        rights |= DEVICE_CONTROL if version >= 5 else 0
+        attributes = struct.pack("=Q", rights) + (struct.pack("=Q", TCP) if version >= 4 else b"")
+        ruleset = libc.syscall(CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
+        if ruleset < 0:
+            return False, False
+        done = libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0) == 0 and libc.syscall(RESTRICT_SELF, ruleset, 0) == 0
+        os.close(ruleset)
+        return done, done and version >= 4
+    except (OSError, AttributeError):
+        return False, False

@@ -1,0 +1,233 @@
+"""The pool of grading workers: completions in, verdicts out, in order, whatever the completions are.
+
+    with Pool(workers=4) as pool:
+        grades = pool.grade(jobs)                 # from any thread
+        grades = await pool.grade_async(jobs)     # from asyncio
+
+Each worker has a thread here that hands it one job at a time and waits for the reply; a further thread kills workers
+that are late. A job's deadline starts when it is handed over, so a queue costs nobody their time. A worker that was
+killed is replaced by one that has been started ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Self
+
+from posttrain.errors import RewardError
+from posttrain.grading.process import Deadlines, WorkerProcess
+from posttrain.grading.verdict import NON_VERDICTS, Grade, Job
+
+log = logging.getLogger("posttrain")
+
+DEADLINE_S = 2.0
+WAIT_S = 0.2  # the longest wait in one piece: Ctrl-C and the caller's own work come in between
+ALARM_SHARE = 0.005
+MOST_WORKERS = 8
+
+
+class Pool:
+    """Supervised worker processes. `modules` are imported by each before its first job, so that none pays for it.
+
+    `spares` more are kept ready to step in for killed ones. Close it, or use it as a context manager; a program that
+    ends without doing so leaves no process behind either.
+    """
+
+    def __init__(
+        self,
+        workers: int | None = None,
+        deadline: float = DEADLINE_S,
+        spares: int = 1,
+        modules: Sequence[str] = ("posttrain.grading.symbolic",),
+    ):
+        if workers is not None and workers < 1:
+            raise RewardError(f"grading needs 1 worker or more, not {workers}")
+        if not deadline > 0:
+            raise RewardError(f"the deadline of a grader must be above 0 seconds, not {deadline:g}")
+        self.workers = workers or min(os.cpu_count() or 1, MOST_WORKERS)
+        self.deadline = deadline
+        self.isolation: tuple[str, ...] = ()
+        self.counts: Counter[str] = Counter()
+        self._modules = tuple(modules)
+        self._jobs: queue.SimpleQueue[tuple[Job, Future[Grade], bool] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._broken: RewardError | None = None
+        self._alarmed = 0
+        self._deadlines = Deadlines()
+        self._alive: set[WorkerProcess] = set()
+        self._spares: deque[WorkerProcess] = deque()
+        self._threads: list[threading.Thread] = []
+        self._wanted_spares = spares
+        atexit.register(self.close)
+        for _ in range(self.workers + spares):
+            self._spares.append(self._start())
+        for number in range(self.workers):
+            thread = threading.Thread(target=self._serve, name=f"posttrain-grading-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    # --- asking ---------------------------------------------------------------------------------------------------
+
+    def submit(self, job: Job, count: bool = True) -> Future[Grade]:
+        """Queue a job. Never blocks; a cancelled future is not graded. `count`: its verdict goes into `counts`."""
+        future: Future[Grade] = Future()
+        with self._lock:
+            if self._closed:
+                raise RewardError("the grading pool is closed")
+            if self._broken is not None:
+                raise self._broken
+            self._jobs.put((job, future, count))
+        return future
+
+    def stream(self, jobs: Sequence[Job], count: bool = True) -> Iterator[Grade]:
+        """Grades in the order of the jobs, each as soon as it and those before it are there."""
+        yield from self.collect([self.submit(job, count) for job in jobs])
+
+    def collect(self, futures: Sequence[Future[Grade]]) -> Iterator[Grade]:
+        """The grades of what was submitted, in that order, waiting in pieces of a fifth of a second."""
+        try:
+            for future in futures:
+                while True:
+                    try:
+                        yield future.result(timeout=WAIT_S)
+                        break
+                    except FutureTimeout:
+                        continue
+            self._raise_alarm()
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def grade(self, jobs: Sequence[Job], count: bool = True) -> list[Grade]:
+        """The grade of each job, in order. Blocks this thread alone, in pieces of a fifth of a second."""
+        return list(self.stream(jobs, count))
+
+    async def grade_async(self, jobs: Sequence[Job]) -> list[Grade]:
+        """As `grade`, while the event loop goes on."""
+        grades = await asyncio.gather(*(asyncio.wrap_future(self.submit(job)) for job in jobs))
+        self._raise_alarm()
+        return list(grades)
+
+    def alarm(self) -> str | None:
+        """What to tell the user when more than 0.5 % of all completions so far have no verdict."""
+        total, missing = sum(self.counts.values()), sum(self.counts[kind] for kind in NON_VERDICTS)
+        if missing <= ALARM_SHARE * total:
+            return None
+        kinds = ", ".join(f"{self.counts[kind]} {kind}" for kind in sorted(NON_VERDICTS) if self.counts[kind])
+        return (
+            f"{missing} of {total} completions have no verdict ({kinds}): they are left out, not rewarded. "
+            "timeout: raise the deadline or look at what the model writes; crashed: see the reasons; "
+            "bad_gold: look at the answers in the data"
+        )
+
+    def _raise_alarm(self) -> None:
+        """Warn at the first cause and then whenever the number has doubled, so that a long run's log stays readable."""
+        message, missing = self.alarm(), sum(self.counts[kind] for kind in NON_VERDICTS)
+        if message is not None and missing >= 2 * self._alarmed:
+            self._alarmed = missing
+            log.warning(message)
+
+    # --- the workers ----------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """One thread's life: keep a worker, give it jobs, replace it when it is gone."""
+        worker: WorkerProcess | None = None
+        while (item := self._jobs.get()) is not None:
+            job, future, counted = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            if self._broken is not None:
+                future.set_exception(self._broken)
+                continue
+            try:
+                worker = worker or self._next()
+                grade, usable = worker.ask(job, self.deadline)
+            except RewardError as error:
+                with self._lock:
+                    self._broken = self._broken or error
+                future.set_exception(error)
+                continue
+            except Exception as error:  # a job that cannot be sent, such as one with options that are not JSON
+                future.set_exception(error)
+                continue
+            if not usable:
+                self._end(worker)
+                worker = None
+            if counted:
+                with self._lock:
+                    self.counts[grade.verdict] += 1
+            future.set_result(grade)
+        if worker is not None:
+            self._end(worker)
+
+    def _start(self) -> WorkerProcess:
+        worker = WorkerProcess(self._modules, self._deadlines)
+        with self._lock:
+            self._alive.add(worker)
+            if self._closed:
+                worker.kill()
+        return worker
+
+    def _next(self) -> WorkerProcess:
+        """A worker that is ready, taken from those started ahead; the next is started at once."""
+        with self._lock:
+            worker = self._spares.popleft() if self._spares else None
+            missing = len(self._spares) < self._wanted_spares
+        if worker is None:
+            worker = self._start()
+        if missing:
+            self._spares.append(self._start())
+        worker.wait_ready()
+        self.isolation = worker.isolation
+        return worker
+
+    def _end(self, worker: WorkerProcess) -> None:
+        with self._lock:
+            self._alive.discard(worker)
+        worker.close()
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End all workers, whatever they are doing. Safe to repeat, and from any thread."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            alive = list(self._alive)
+        for worker in alive:
+            worker.kill()
+        while True:
+            try:
+                item = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if item is not None:
+                item[1].cancel()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=5)
+        with self._lock:
+            alive, self._alive = list(self._alive), set()
+        for worker in alive:
+            worker.close()
+        self._deadlines.close()
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,176 @@
+"""A worker process as its supervisor sees it: started, asked one job at a time, killed at a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from posttrain.errors import RewardError
+from posttrain.grading.verdict import Grade, Job, read_grade
+
+STARTUP_S = 120.0
+TICK_S = 0.05  # how often deadlines are looked at
+OUT_OF_CPU = -24  # SIGXCPU: its own limit was faster than we
+REPLY_BYTES = 64_000  # a longer line is no reply of ours
+COMPLETION_CHARACTERS = 1_000_000  # an answer stands at the end: of a longer completion the end is graded
+# What a worker sees of the environment: no key, no token, no proxy.
+KEPT_VARIABLES = ("SYSTEMROOT", "WINDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+SET_VARIABLES = {
+    # gmpy2 computes in C without looking at signals or limits; plain integers are fast enough here
+    "SYMPY_GROUND_TYPES": "python",
+    "MPMATH_NOGMPY": "1",
+    "SYMPY_CACHE_SIZE": "1000",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONUTF8": "1",
+    "OMP_NUM_THREADS": "1",
+    "LC_ALL": "C.UTF-8",
+}
+
+
+class Deadlines:
+    """Kills what is late. A thread of its own, so that a deadline holds whatever the rest of the program does.
+
+    Time during which this process itself stood still (a laptop asleep, SIGSTOP, a machine far too busy) is nobody's
+    fault: every deadline moves by it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._due: dict[WorkerProcess, float] = {}
+        self._stop = threading.Event()
+        threading.Thread(target=self._watch, name="posttrain-grading-deadlines", daemon=True).start()
+
+    def start(self, worker: WorkerProcess, seconds: float) -> None:
+        with self._lock:
+            self._due[worker] = time.monotonic() + seconds
+
+    def end(self, worker: WorkerProcess) -> bool:
+        """Whether it was in time; if not, it has been killed or is about to be."""
+        with self._lock:
+            return self._due.pop(worker, None) is not None
+
+    def close(self) -> None:
+        self._stop.set()
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        while not self._stop.wait(TICK_S):
+            now = time.monotonic()
+            stood_still = now - before - 5 * TICK_S
+            before = now
+            with self._lock:
+                if stood_still > 0:
+                    self._due = {worker: due + stood_still for worker, due in self._due.items()}
+                late = [worker for worker, due in self._due.items() if due <= now]
+                for worker in late:
+                    del self._due[worker]
+            for worker in late:
+                worker.kill()
+
+
+class WorkerProcess:
+    """One worker. Owned by one thread at a time; `kill` may be called from any."""
+
+    def __init__(self, modules: Iterable[str], deadlines: Deadlines):
+        self._deadlines = deadlines
+        self._ready = False
+        self.isolation: tuple[str, ...] = ()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "posttrain.grading.worker", *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=_environment(),
+            cwd=os.path.abspath(os.sep),
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._jobs, self._replies = self._process.stdin, self._process.stdout
+        self.pid = self._process.pid
+
+    def wait_ready(self) -> None:
+        """Wait until it has imported everything. Raises RewardError when it does not come up."""
+        if self._ready:
+            return
+        self._deadlines.start(self, STARTUP_S)
+        reply = self._read()
+        in_time = self._deadlines.end(self)
+        if reply is None or "ready" not in reply or not in_time:
+            self.kill()
+            why = (reply or {}).get("failed") or f"it ended with status {self._process.wait()}"
+            why = why if in_time else f"it took over {STARTUP_S:g} s"
+            raise RewardError(
+                f"a grading worker does not start: {why}. To see more: "
+                f"{os.path.basename(sys.executable)} -m posttrain.grading.worker < /dev/null"
+            )
+        self.isolation = tuple(str(item) for item in reply["ready"])
+        self._ready = True
+
+    def ask(self, job: Job, deadline: float) -> tuple[Grade, bool]:
+        """The grade of one job, and whether this worker can take another. The deadline starts now."""
+        line = json.dumps(
+            {
+                "rule": job.rule,
+                "completion": job.completion[-COMPLETION_CHARACTERS:],
+                "gold": job.gold,
+                "options": dict(job.options),
+                "deadline": deadline,
+            }
+        )
+        started = time.perf_counter()
+        self._deadlines.start(self, deadline)
+        gold_is_good = False
+        reply = None
+        try:
+            self._jobs.write(line.encode() + b"\n")
+            self._jobs.flush()
+            reply = self._read()
+            if reply == {"gold": True}:
+                gold_is_good = True
+                reply = self._read()
+        except OSError:  # it died, or was killed, before it had read the job
+            pass
+        in_time = self._deadlines.end(self)
+        seconds = time.perf_counter() - started
+        if reply is not None:
+            return read_grade(reply, seconds), in_time and "verdict" in reply and not reply.get("retire")
+        self.kill()
+        status = self._process.wait()
+        if in_time and status != OUT_OF_CPU:
+            return Grade("crashed", seconds=seconds, reason=f"the worker ended with status {status}"), False
+        if gold_is_good:
+            return Grade("timeout", seconds=seconds, reason=f"no answer within {deadline:g} s"), False
+        return Grade("bad_gold", seconds=seconds, reason=f"the answer itself takes over {deadline:g} s to read"), False
+
+    def kill(self) -> None:
+        """End it now. Safe to repeat, and from any thread."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End it and collect what is left of it."""
+        self.kill()
+        self._process.wait()
+        for pipe in (self._jobs, self._replies):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    def _read(self) -> dict[str, Any] | None:
+        """The next line; None when it has died or says what no worker of ours says."""
+        line = self._replies.readline(REPLY_BYTES)
+        try:
+            reply = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        return reply if isinstance(reply, dict) else None
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    return kept | SET_VARIABLES | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}

@@ -1,0 +1,198 @@
+"""Whether two expressions are equal, by computer algebra. Imported by grading workers only.
+
+LaTeX is parsed by math-verify's grammar (latex2sympy2_extended), never by anything that evaluates Python: sympy's own
+way from text to expressions is closed here. Equality is decided by value: the difference at several points, to a
+hundred digits, and by simplification where that cannot decide. Decimals are exact fractions: nothing is rounded.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import accumulate, count, islice
+from typing import Any
+
+import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+from sympy.parsing import sympy_parser
+
+from posttrain.grading.notation import CLOSING, OPENING, is_balanced
+
+DIGITS, MOST_DIGITS = 30, 300
+CLOSE = sympy.Float("1e-100", 30)  # relative: what remains of a difference that is zero is far below
+POINTS, TRIES = 3, 8  # points at which both have a value, out of so many tried
+LONGEST = 2000  # characters
+DEEPEST = 25  # brackets within brackets
+_AS_WRITTEN = ConversionConfig(lowercase_symbols=False)
+# Functions and constants that are written without a backslash too.
+_PLAIN_NAME = re.compile(
+    r"(?<![a-zA-Z\\])(arc(?:sin|cos|tan)|(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp|sqrt|pi|infinity|inf)(?![a-zA-Z])"
+)
+_DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
+# Relations, words, and numbers in another base, whose index the grammar would drop, are no expressions.
+_FOREIGN = re.compile(r"[<>=]|\\(?:le|ge|ne|in|approx|sim|equiv|to|mid|text|pm|mp)(?![a-zA-Z])|[\d)}]\s*_")
+
+
+class Unreadable(Exception):
+    """The text is no expression that can be compared."""
+
+
+def _refuse(*_: object, **__: object) -> Any:
+    raise Unreadable("Python is not evaluated here")
+
+
+def _digits_only(text: str, *_: object, **__: object) -> sympy.Expr:
+    """What sympy makes of a string here: a number. The grammar hands its number literals over as strings."""
+    if not re.fullmatch(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", text) or len(text) > LONGEST:
+        raise Unreadable("Python is not evaluated here")
+    return sympy.Rational(text)
+
+
+# sympify(text) and S(text) end in the first function, which ends in the second, which calls Python's eval.
+sympy_parser.parse_expr = _digits_only
+sympy_parser.eval_expr = _refuse
+
+
+def warm_up() -> None:
+    """Do once what the first expression would pay for: the grammar's tables, sympy's caches."""
+    for gold, answer in (
+        (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
+        ("x^{2}+2x+1", "(x+1)^{2}"),
+        (r"\sin^{2} x", "x!"),
+    ):
+        same_expression(gold, answer)
+    same_equation("y=2x+3", "2x-y+3=0")
+
+
+def same_expression(gold: str, answer: str) -> bool:
+    """Whether two tidy texts are equal as expressions. Raises nothing for what cannot be read: that is not equal."""
+    try:
+        left, right = parse(gold), parse(answer)
+    except Unreadable:
+        return False
+    return _equal(left, right)
+
+
+def same_equation(gold: str, answer: str) -> bool:
+    """Whether two equations say the same: (left - right) of one is a constant multiple, not 0, of the other's."""
+    try:
+        first, second = (_difference(text) for text in (gold, answer))
+    except Unreadable:
+        return False
+    if not first.free_symbols or first.free_symbols != second.free_symbols:
+        return False
+    point: Any = dict(zip(_ordered(first, second), _values(), strict=False))
+    try:
+        factor: Any = sympy.nsimplify(first.subs(point) / second.subs(point), rational=False)
+    except (ArithmeticError, ValueError, TypeError, AttributeError):
+        return False
+    if not factor.is_number or not factor.is_finite or factor.is_zero:
+        return False
+    return _equal(first, second * factor)
+
+
+def parse(text: str) -> sympy.Expr:
+    """A tidy text as an expression. Raises Unreadable."""
+    if not text or len(text) > LONGEST or not is_balanced(text) or _FOREIGN.search(text) or _depth(text) > DEEPEST:
+        raise Unreadable(text[:50])
+    try:
+        result: Any = latex2sympy(as_latex(text), normalization_config=None, conversion_config=_AS_WRITTEN)
+        result = result.subs(sympy.Symbol("i"), sympy.I).doit()
+    except MemoryError:
+        raise
+    except Exception as error:  # ANTLR, sympy and the grammar's actions each have errors of their own
+        raise Unreadable(text[:50]) from error
+    if not isinstance(result, sympy.Expr) or result.is_Matrix:
+        raise Unreadable(text[:50])
+    return result
+
+
+def _depth(text: str) -> int:
+    return max(accumulate((c in OPENING) - (c in CLOSING) for c in text))
+
+
+def as_latex(text: str) -> str:
+    """Plain text such as `2*sqrt(3)/3`, `x**2` or `sin(pi/4)` as LaTeX; LaTeX stays as it is. Decimals as fractions."""
+    text = text.replace("**", "^").replace("^{\\circ}", r"\cdot\frac{\pi}{180}")
+    text = text.replace("*", r"\cdot ")
+    text = _PLAIN_NAME.sub(lambda m: "\\" + {"inf": "infty", "infinity": "infty"}.get(m[1], m[1]) + " ", text)
+    text = _grouped(text, r"\sqrt")
+    text = _grouped(text, "^")
+    return _DECIMAL.sub(lambda m: rf"\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}}", text)
+
+
+def _grouped(text: str, command: str) -> str:
+    """`command(…)` as `command{…}`: in LaTeX a parenthesis does not group."""
+    for _ in range(text.count(command)):
+        found = re.search(re.escape(command) + r"\s*\(", text)
+        if not found:
+            break
+        depth = 0
+        for index in range(found.end() - 1, len(text)):
+            depth += (text[index] == "(") - (text[index] == ")")
+            if depth == 0:
+                text = f"{text[: found.start()]}{command}{{{text[found.end() : index]}}}{text[index + 1 :]}"
+                break
+        else:
+            break
+    return text
+
+
+def _difference(text: str) -> sympy.Expr:
+    sides = text.split("=")
+    if len(sides) != 2:
+        raise Unreadable(text[:50])
+    return parse(sides[0].strip()) - parse(sides[1].strip())
+
+
+def _equal(left: sympy.Expr, right: sympy.Expr) -> bool:
+    if left == right:
+        return True
+    if left.is_Rational and right.is_Rational:
+        return False
+    if left.has(sympy.oo, sympy.zoo, sympy.nan) or right.has(sympy.oo, sympy.zoo, sympy.nan):
+        return False
+    difference = left - right
+    if difference.is_Rational:
+        return bool(difference.is_zero)
+    symbols = _ordered(left, right)
+    seen = 0
+    for shift in range(TRIES if symbols else 1):
+        point = dict(zip(symbols, _values(shift), strict=False))
+        verdict = _vanishes(difference, left, right, point)
+        if verdict is False:
+            return False
+        seen += verdict is True
+        if seen == (POINTS if symbols else 1):
+            return True
+    try:
+        return sympy.simplify(difference) == 0
+    except MemoryError:
+        raise
+    except Exception:  # simplify fails in as many ways as there are expressions; undecided is not equal
+        return False
+
+
+def _vanishes(difference: sympy.Expr, left: sympy.Expr, right: sympy.Expr, point: dict) -> bool | None:
+    """Whether two expressions agree at a point; None where they have no value there or it cannot be told."""
+    try:
+        value, *sides = (e.evalf(DIGITS, subs=point, maxn=MOST_DIGITS) for e in (difference, left, right))
+        if not all(e.is_number and e.is_finite for e in (value, *sides)):
+            return None
+        scale = max(abs(side) for side in sides)
+        if scale < CLOSE:
+            return None
+        return bool(abs(value) <= CLOSE * scale)
+    except MemoryError:
+        raise
+    except Exception:  # no value at this point: a pole, an undefined function, an order of magnitude beyond mpmath
+        return None
+
+
+def _ordered(*expressions: Any) -> list[Any]:
+    return sorted(set().union(*(e.free_symbols for e in expressions)), key=lambda symbol: symbol.name)
+
+
+def _values(shift: int = 0) -> Any:
+    """Unremarkable fractions of both signs, small enough for powers and roots: never 0, 1 or each other's negative."""
+    primes = (sympy.Rational(sympy.prime(n + 11), sympy.prime(n + 17)) for n in islice(count(), 7 * shift, None))
+    return (-value if (n + shift) % 3 == 1 else value * (1 + n % 2) for n, value in enumerate(primes))

@@ -1,0 +1,91 @@
+"""What a grader says of a completion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+Verdict = Literal["correct", "wrong", "timeout", "crashed", "bad_gold"]
+VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "timeout", "crashed", "bad_gold")
+# These say nothing about the completion: they are counted and left out of the update, never turned into a reward.
+NON_VERDICTS = frozenset({"timeout", "crashed", "bad_gold"})
+EXTRACTED_CHARACTERS = 1000  # of an answer, kept for people to read
+
+
+class BadGold(Exception):
+    """The reference answer cannot be used; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a rule says: its score, whether that means a right answer, the answer it read, the score's parts."""
+
+    score: float
+    correct: bool
+    extracted: str | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A way to grade. Both functions run in a worker; `options` are keyword arguments of both.
+
+    `check_gold(gold, **options)` raises BadGold; only where it does not is `judge(completion, gold, **options)` asked.
+    """
+
+    check_gold: Callable[..., None]
+    judge: Callable[..., Judgement]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One completion to grade: `rule` is the `module:NAME` of a Rule, importable in a worker."""
+
+    rule: str
+    completion: str
+    gold: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """The verdict on one completion. `score` is None without a verdict: there is no number to mistake for a reward."""
+
+    verdict: Verdict
+    score: float | None = None
+    extracted: str | None = None
+    seconds: float = 0.0  # from dispatch to the worker
+    parts: Mapping[str, float] = field(default_factory=dict)
+    reason: str | None = None  # why there is no verdict
+
+    @property
+    def counts(self) -> bool:
+        """Whether it says anything about the completion."""
+        return self.verdict not in NON_VERDICTS
+
+    @property
+    def format_and_answer(self) -> str:
+        """The class 00, 01, 10 or 11 of a rule that tells format and answer apart; else empty."""
+        return "".join(f"{self.parts[name]:.0f}" for name in ("format", "answer") if name in self.parts)
+
+
+def read_grade(reply: object, seconds: float) -> Grade:
+    """A worker's reply as a grade; what is not exactly of the agreed form is a crash. `reply` is parsed JSON."""
+    broken = Grade("crashed", seconds=seconds, reason="the worker's reply was not of the agreed form")
+    if not isinstance(reply, dict) or reply.get("verdict") not in VERDICTS:
+        return broken
+    verdict = cast(Verdict, reply["verdict"])
+    if verdict in NON_VERDICTS:
+        return Grade(verdict, seconds=seconds, reason=str(reply.get("reason"))[:EXTRACTED_CHARACTERS])
+    parts, extracted = reply.get("parts"), reply.get("extracted")
+    if not isinstance(parts, dict) or not all(_finite(value) for value in (reply.get("score"), *parts.values())):
+        return broken
+    if extracted is not None and not (isinstance(extracted, str) and len(extracted) <= EXTRACTED_CHARACTERS):
+        return broken
+    return Grade(verdict, float(reply["score"]), extracted, seconds, {k: float(v) for k, v in parts.items()})
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,239 @@
+"""Several rewards with weights: every part is kept, and what has no verdict has no reward.
+
+with Rewards(settings, tags=data.tags) as rewards:
+    rewarded = rewards(completions)          # rewarded.totals, rewarded.parts, rewarded.metrics()
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from posttrain.config import DevicesConfig, TagsConfig
+from posttrain.config.rewards import (
+    LengthReward,
+    ModelReward,
+    OverlongReward,
+    PythonReward,
+    RepetitionReward,
+    Reward,
+    RuleReward,
+    term_name,
+)
+from posttrain.errors import RewardError
+from posttrain.grading.pool import DEADLINE_S, Pool
+from posttrain.grading.verdict import VERDICTS, Grade, Job
+from posttrain.rewards import shaping
+from posttrain.rewards.known import MODULES, RULES, options_of, prove
+from posttrain.rewards.python import RewardFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A completion to be rewarded. `prompt` is a text or a list of messages; `columns` the rest of the row."""
+
+    text: str
+    tokens: Sequence[int] = ()
+    prompt: str | list[dict[str, Any]] = ""
+    answer: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One reward of every completion, unweighted. None: a function says not applicable, or a rule has no verdict."""
+
+    name: str
+    weight: float
+    values: tuple[float | None, ...]
+    grades: tuple[Grade, ...] | None = None  # of rules
+
+    def metrics(self) -> dict[str, float]:
+        """Mean and spread, of a rule also the number without a verdict by kind, and the shares of its own parts."""
+        values = [value for value in self.values if value is not None]
+        found = _moments(f"rewards/{self.name}", values)
+        if self.grades is None:
+            return found
+        counts = Counter(grade.verdict for grade in self.grades)
+        found |= {f"rewards/{self.name}/{verdict}": float(counts[verdict]) for verdict in VERDICTS}
+        classes = Counter(grade.format_and_answer for grade in self.grades if grade.counts and grade.parts)
+        for name in ("00", "01", "10", "11") if classes else ():
+            found[f"rewards/{self.name}/{name}"] = classes[name] / classes.total()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Rewarded:
+    """The weighted sum for each completion and what it is made of. A total of None is no reward: leave that one out."""
+
+    totals: tuple[float | None, ...]
+    parts: tuple[Part, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """For the log of a step, by TRL's names: reward, reward_std, rewards/{name}/mean, rewards/{name}/std.
+
+        Further: how many completions were left out, of each rule the number of each verdict, and of `r1_zero` and
+        `question_only` the share of each class (format right or not, answer right or not): 00, 01, 10, 11.
+        """
+        totals = [total for total in self.totals if total is not None]
+        moments = _moments("reward", totals)
+        found = {"reward": moments["reward/mean"], "reward_std": moments["reward/std"]} if totals else {}
+        found["rewards/left_out"] = float(len(self.totals) - len(totals))
+        for part in self.parts:
+            found |= part.metrics()
+        return found
+
+
+class Rewards:
+    """The rewards of a run, ready to use: models loaded, functions found, and rules proven on the known pairs.
+
+    `pool`: grading workers to share; without it, some are started if a rule needs them, and end with `close`.
+    `stages`: the folder of each reward model that an earlier stage trained. `max_completion_length`: the rollout's, for
+    `overlong`. Raises RewardError where a reward cannot work: better now than after the first rollout.
+    """
+
+    def __init__(
+        self,
+        settings: Sequence[Reward],
+        pool: Pool | None = None,
+        *,
+        tags: TagsConfig | None = None,
+        stages: Mapping[str, str] | None = None,
+        devices: DevicesConfig | None = None,
+        max_completion_length: int | None = None,
+        workers: int | None = None,
+        deadline: float = DEADLINE_S,
+    ):
+        if not settings:
+            raise RewardError("there is no reward: give at least one in `rewards:`")
+        names = [term_name(term) for term in settings]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise RewardError(f"two rewards are called {twice}: give one of them another `name`")
+        self._settings = tuple(settings)
+        self._tags = tags or TagsConfig()
+        self._own_pool: Pool | None = None
+        self._functions = {
+            name: _function(term, stages or {}, devices or DevicesConfig(), max_completion_length)
+            for name, term in zip(names, settings, strict=True)
+            if not isinstance(term, RuleReward)
+        }
+        if pool is None and len(self._functions) < len(settings):
+            pool = self._own_pool = Pool(workers, deadline, modules=MODULES)
+        self._pool = pool
+        try:
+            for term in settings:
+                if isinstance(term, RuleReward) and pool is not None:
+                    prove(pool, term.type, self._tags)
+        except BaseException:
+            self.close()
+            raise
+
+    def __call__(self, completions: Sequence[Completion]) -> Rewarded:
+        """Reward each completion. Rules are graded while the others compute. Raises RewardError."""
+        pending = {
+            term_name(term): [self._pool.submit(self._job(term, completion)) for completion in completions]
+            for term in self._settings
+            if isinstance(term, RuleReward) and self._pool is not None
+        }
+        values = {name: function(completions) for name, function in self._functions.items()}
+        parts = []
+        for term in self._settings:
+            name, grades = term_name(term), None
+            if name in pending and self._pool is not None:
+                grades = tuple(self._pool.collect(pending[name]))
+                values[name] = [grade.score for grade in grades]
+            parts.append(Part(name, term.weight, tuple(values[name]), grades))
+        return Rewarded(tuple(_total(parts, row) for row in range(len(completions))), tuple(parts))
+
+    def _job(self, term: RuleReward, completion: Completion) -> Job:
+        return Job(RULES[term.type], completion.text, completion.answer, options_of(term.type, self._tags))
+
+    def close(self) -> None:
+        """End the grading workers that were started here."""
+        if self._own_pool is not None:
+            self._own_pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+Function = Callable[[Sequence[Completion]], Sequence[float | None]]
+Computed = LengthReward | OverlongReward | RepetitionReward | ModelReward | PythonReward  # all but rules
+
+
+def _function(
+    term: Computed, stages: Mapping[str, str], devices: DevicesConfig, max_completion_length: int | None
+) -> Function:
+    """What computes a reward in this process."""
+    match term:
+        case PythonReward():
+            function = RewardFunction(term.function)
+            return lambda completions: function(_columns(completions))
+        case ModelReward():
+            from posttrain.rewards.learned import LearnedReward  # imports torch, which rules do not need
+
+            model = LearnedReward(_model_path(term, stages), devices)
+            return lambda completions: model([c.prompt for c in completions], [c.text for c in completions])
+        case LengthReward():
+            return lambda completions: [shaping.length(len(c.tokens), term.target, term.scale) for c in completions]
+        case OverlongReward():
+            limit = term.max_completion_length or max_completion_length
+            if limit is None or limit < term.cache:
+                raise RewardError(
+                    f"the reward {term_name(term)} punishes the last {term.cache} tokens (cache) before "
+                    f"max_completion_length, which is {limit or 'not given'}"
+                )
+            return lambda completions: [shaping.overlong(len(c.tokens), limit, term.cache) for c in completions]
+        case RepetitionReward():
+            return lambda completions: [
+                shaping.repetition(c.tokens, term.ngram_size, term.max_penalty) for c in completions
+            ]
+
+
+def _total(parts: Sequence[Part], row: int) -> float | None:
+    """The weighted sum; None when a rule has no verdict on this completion, or nothing applies to it."""
+    if any(part.grades is not None and not part.grades[row].counts for part in parts):
+        return None
+    applicable = [(part.weight, value) for part in parts if (value := part.values[row]) is not None]
+    return sum(weight * value for weight, value in applicable) if applicable else None
+
+
+def _moments(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Mean and sample standard deviation of the values, if there are any."""
+    if not values:
+        return {}
+    return {
+        f"{name}/mean": statistics.fmean(values),
+        f"{name}/std": statistics.stdev(values) if len(values) > 1 else 0.0,
+    }
+
+
+def _columns(completions: Sequence[Completion]) -> dict[str, list[Any]]:
+    """What a function is given, by the names that TRL has for it, and the columns of the data."""
+    names = dict.fromkeys(name for completion in completions for name in completion.columns)
+    columns = {name: [completion.columns.get(name) for completion in completions] for name in names}
+    return columns | {
+        "prompts": [completion.prompt for completion in completions],
+        "completions": [completion.text for completion in completions],
+        "completion_ids": [list(completion.tokens) for completion in completions],
+        "answer": [completion.answer for completion in completions],
+    }
+
+
+def _model_path(term: ModelReward, stages: Mapping[str, str]) -> str:
+    if term.path is not None:
+        return term.path
+    assert term.from_stage is not None
+    if term.from_stage not in stages:
+        raise RewardError(
+            f"there is no reward model of a stage {term.from_stage}; there is {', '.join(stages) or 'none'} "
+            "(or give its `path`)"
+        )
+    return stages[term.from_stage]

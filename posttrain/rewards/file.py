@@ -1,0 +1,168 @@
+"""`posttrain grade`: the completions of a file graded as in training, row by row in its order."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.config import TagsConfig
+from posttrain.data.readers import Record, read_files, type_name
+from posttrain.data.report import MALFORMED_SHARE, Malformed, list_malformed
+from posttrain.errors import DataError, RewardError
+from posttrain.grading.pool import DEADLINE_S, Pool
+from posttrain.grading.verdict import VERDICTS, Grade, Job
+from posttrain.progress import progress
+from posttrain.rewards.known import MODULES, NEEDS_ANSWER, RULES, options_of, prove
+from posttrain.rewards.python import RewardFunction
+from posttrain.store.atomic import write_file
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The names of a file's columns."""
+
+    completion: str = "completion"
+    answer: str = "answer"
+
+
+def grade_file(
+    file: Path,
+    output: Path,
+    reward: str,
+    columns: Columns,
+    deadline: float = DEADLINE_S,
+    workers: int | None = None,
+) -> Counter[str]:
+    """Grade every row of `file` and write the rows with their grades to `output` as JSONL; returns a count by verdict.
+
+    A row that cannot be read keeps its place, with `error` and no verdict. Raises RewardError for an unknown reward or
+    a grader that fails the known pairs, DataError when a column is not there or over 1 % of the rows cannot be read.
+    """
+    if reward not in RULES and ":" not in reward:
+        near = get_close_matches(reward, RULES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(RULES)}, and module:function"
+        raise RewardError(f"there is no reward {reward}{hint}")
+    records = list(read_files((file,)))
+    readable = [record for record in records if _text(record, columns.completion) is not None]
+    _refuse_what_cannot_be(file, reward, columns, records)
+    if reward in RULES:
+        grades = _by_rule(readable, reward, columns, deadline, workers)
+    else:
+        grades = _by_function(readable, reward, columns)
+    graded = dict(zip((record.row for record in readable), grades, strict=True))
+    lines = [json.dumps(_row(record, graded.get(record.row), columns), ensure_ascii=False) + "\n" for record in records]
+    write_file(output, "".join(lines).encode(errors="backslashreplace"))  # a lone surrogate has no UTF-8
+    _summary(reward, grades, len(records) - len(readable), Console(file=sys.stdout))
+    return Counter(grade.verdict for grade in grades)
+
+
+def _refuse_what_cannot_be(file: Path, reward: str, columns: Columns, records: Sequence[Record]) -> None:
+    rows = [record.value for record in records if record.value is not None]
+    there = ", ".join(rows[0]) if rows else "no columns"
+    if not any(columns.completion in row for row in rows):
+        raise DataError(
+            f"{file} has no column {columns.completion} with what was written: it has {there}; name it with "
+            "--completion-column"
+        )
+    if reward in NEEDS_ANSWER and not any(columns.answer in row for row in rows):
+        raise DataError(
+            f"{file} has no column {columns.answer} for the right answers: it has {there}; name it with --answer-column"
+        )
+    unread = [
+        Malformed(record.file, record.line, _problem(record, columns))
+        for record in records
+        if _text(record, columns.completion) is None
+    ]
+    if len(unread) > MALFORMED_SHARE * len(records):
+        raise DataError(
+            f"{len(unread)} of {len(records)} rows of {file} cannot be graded, which is over "
+            f"{MALFORMED_SHARE:.0%}:\n{list_malformed(unread)}"
+        )
+
+
+def _by_rule(
+    records: Sequence[Record], reward: str, columns: Columns, deadline: float, workers: int | None
+) -> list[Grade]:
+    tags, console = TagsConfig(), Console(stderr=True)
+    options = options_of(reward, tags)
+    jobs = [
+        Job(RULES[reward], _text(record, columns.completion) or "", _text(record, columns.answer), options)
+        for record in records
+    ]
+    with Pool(workers, deadline, modules=MODULES) as pool:
+        prove(pool, reward, tags)
+        console.print(
+            f"{pool.workers} workers, each with {', '.join(pool.isolation) or 'no isolation on this platform'}",
+            highlight=False,
+        )
+        return list(progress(pool.stream(jobs), "grading", len(jobs), console))
+
+
+def _by_function(records: Sequence[Record], name: str, columns: Columns) -> list[Grade]:
+    """A function's own scores: above 0 counts as correct; one that does not apply is `wrong` without a score."""
+    names = dict.fromkeys(key for record in records for key in record.value or {})
+    given: dict[str, list[Any]] = {key: [(record.value or {}).get(key) for record in records] for key in names}
+    given["completions"] = [_text(record, columns.completion) for record in records]
+    given["prompts"] = given.get("prompt", [""] * len(records))
+    given["answer"] = [_text(record, columns.answer) for record in records]
+    return [Grade("correct" if (score or 0) > 0 else "wrong", score) for score in RewardFunction(name)(given)]
+
+
+def _text(record: Record, column: str) -> str | None:
+    """A column's text; numbers, as answers often are, in their own spelling."""
+    value = (record.value or {}).get(column)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return json.dumps(value)
+    return value if isinstance(value, str) else None
+
+
+def _problem(record: Record, columns: Columns) -> str:
+    if record.value is None:
+        return record.problem or "the row cannot be read"
+    return f"{columns.completion} must be a text, not {type_name(record.value.get(columns.completion))}"
+
+
+def _row(record: Record, grade: Grade | None, columns: Columns) -> dict[str, Any]:
+    row = dict(record.value or {})
+    if grade is None:
+        return row | {"error": f"line {record.line}: {_problem(record, columns)}"}
+    row |= {"verdict": grade.verdict, "score": grade.score, "extracted": grade.extracted}
+    row |= {"seconds": round(grade.seconds, 6)}
+    row |= {"parts": dict(grade.parts)} if grade.parts else {}
+    return row | ({"reason": grade.reason} if grade.reason else {})
+
+
+def _summary(reward: str, grades: Sequence[Grade], unread: int, console: Console) -> None:
+    table = Table(title=f"{len(grades)} completions by {reward}", title_justify="left")
+    table.add_column("verdict")
+    table.add_column("rows", justify="right")
+    table.add_column("share", justify="right")
+    counts = Counter(grade.verdict for grade in grades)
+    for verdict in VERDICTS:
+        table.add_row(verdict, str(counts[verdict]), f"{counts[verdict] / len(grades):.1%}")
+    console.print(table)
+    for line in _more(grades):
+        console.print(line, highlight=False)
+    if unread:
+        console.print(f"{unread} rows could not be read: see their field `error`", highlight=False)
+
+
+def _more(grades: Sequence[Grade]) -> Iterator[str]:
+    scores = [grade.score for grade in grades if grade.score is not None]
+    if scores:
+        yield f"mean score {sum(scores) / len(scores):.4f} over {len(scores)} with a verdict"
+    seconds = sorted(grade.seconds for grade in grades)
+    if seconds[-1] > 0:
+        yield f"seconds a completion: median {seconds[len(seconds) // 2]:.4f}, slowest {seconds[-1]:.2f}"
+    classes = Counter(grade.format_and_answer for grade in grades if grade.parts)
+    if classes:
+        yield "format and answer, " + ", ".join(f"{name}: {classes[name]}" for name in ("00", "01", "10", "11"))

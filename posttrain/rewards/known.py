@@ -1,0 +1,119 @@
+"""The rewards that are rules, and 20 pairs each whose verdict is known: graded at start, or the run refuses to start.
+
+Frameworks have trained for days on rewards that were all zero because the grader behind them was broken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posttrain.config import TagsConfig
+from posttrain.errors import RewardError
+from posttrain.grading.pool import Pool
+from posttrain.grading.verdict import Job
+
+RULES = {
+    "match_format_exactly": "posttrain.rewards.tagged:MATCH_FORMAT_EXACTLY",
+    "match_format_approximately": "posttrain.rewards.tagged:MATCH_FORMAT_APPROXIMATELY",
+    "check_answer": "posttrain.rewards.tagged:CHECK_ANSWER",
+    "check_numbers": "posttrain.rewards.tagged:CHECK_NUMBERS",
+    "math": "posttrain.rewards.maths:MATH",
+    "gsm8k": "posttrain.rewards.maths:GSM8K",
+    "r1_zero": "posttrain.rewards.maths:R1_ZERO",
+    "question_only": "posttrain.rewards.maths:QUESTION_ONLY",
+}
+TAGGED = frozenset({"match_format_exactly", "match_format_approximately", "check_answer", "check_numbers"})
+NEEDS_ANSWER = frozenset(RULES) - {"match_format_exactly", "match_format_approximately"}
+# What each worker imports before its first job.
+MODULES = ("posttrain.grading.symbolic", "posttrain.rewards.maths", "posttrain.rewards.tagged")
+
+_NUMBERS = [("18", "18"), ("1,234", "1,234"), ("-7", "-7"), ("0.5", "0.5"), ("3", "3"), ("42", "42")]
+_NOT_NUMBERS = [("18", "81"), ("-7", "7"), ("1,234", "1,235"), ("0.5", "0.05")]
+_EQUAL = [
+    ("1234", "1,234"),
+    ("10000", r"10\,000"),
+    ("3.50", "3.5"),
+    (r"\frac{1}{3}", r"0.\overline{3}"),
+    ("32000", "3.2e4"),
+    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
+    ("x^2+2x+1", "(x+1)^2"),
+    ("(1,2)", r"\left(1, 2\right)"),
+    ("1, 2", "2, 1"),
+    (r"\text{east}", "east"),
+]
+_DIFFERENT = [
+    ("1234", "1,235"),
+    (r"\frac{1}{3}", "0.333"),
+    ("x^2+2x+1", "x^2+2x"),
+    ("(1,2)", "(2,1)"),
+    (r"\text{east}", "west"),
+    ("2", "-2"),
+]
+
+
+def options_of(name: str, tags: TagsConfig) -> dict[str, Any]:
+    """The keyword arguments of a rule."""
+    return {"tags": tags.model_dump()} if name in TAGGED else {}
+
+
+def canary(name: str, tags: TagsConfig) -> list[tuple[Job, str]]:
+    """20 jobs for a rule, each with the verdict that it must get."""
+    pairs = [(gold, answer, "correct") for gold, answer in _NUMBERS] + [(g, a, "wrong") for g, a in _NOT_NUMBERS]
+    if name == "gsm8k":
+        pairs += [("1234", "1,234", "correct"), ("10000", r"10\,000", "correct"), ("18", "", "wrong")]
+        pairs += [("5", f"{n}", "wrong") for n in range(6, 12)] + [("no number", "5", "bad_gold")]
+    elif name == "check_numbers":
+        pairs += [("1234", "1,234", "correct"), ("18", "eighteen", "wrong"), ("18", "", "wrong")]
+        pairs += [("5", f"{n}", "wrong") for n in range(6, 12)] + [("no number", "5", "bad_gold")]
+    elif name == "check_answer":
+        pairs += [("east", "east", "correct"), ("east", " east ", "correct"), ("east", "west", "wrong")]
+        pairs += [("5", f"{n}", "wrong") for n in range(6, 12)] + [("", "5", "bad_gold")]
+    elif name in TAGGED:
+        return _format_canary(name, tags)
+    else:
+        pairs = pairs[3:6] + [(g, a, "correct") for g, a in _EQUAL] + [(g, a, "wrong") for g, a in _DIFFERENT]
+        pairs += [("", "5", "bad_gold")]
+    assert len(pairs) == 20, (name, len(pairs))
+    rule, options = RULES[name], options_of(name, tags)
+    return [(Job(rule, _dressed(name, answer, tags), gold, options), want) for gold, answer, want in pairs]
+
+
+def _dressed(name: str, answer: str, tags: TagsConfig) -> str:
+    """An answer in the form that a rule looks for."""
+    if name in TAGGED:
+        return f"So it is.{tags.reasoning_end}{tags.solution_start}{answer}{tags.solution_end}"
+    if name == "gsm8k":
+        return f"It was none before.\n#### {answer}"
+    if name == "r1_zero":
+        return f"So it is. </think> <answer> {answer} </answer>"
+    return rf"So it is $\boxed{{{answer}}}$."
+
+
+def _format_canary(name: str, tags: TagsConfig) -> list[tuple[Job, str]]:
+    end, opened, closed = tags.reasoning_end, tags.solution_start, tags.solution_end
+    good = [
+        f"{working}{end}{opened}{answer}{closed}"
+        for working in ("", "1 + 1")
+        for answer in ("2", "x", " 7 ", "no", "1/2")
+    ]
+    bad = ["", "2", end, opened, closed, f"{opened}2{closed}", f"{end}{opened}2", f"{end}2{closed}"]
+    bad += [f"{opened}2{closed}" * 2, f"{closed}2{opened}"]
+    pairs = [(text, "correct") for text in good] + [(text, "wrong") for text in bad]
+    return [(Job(RULES[name], text, None, options_of(name, tags)), want) for text, want in pairs]
+
+
+def prove(pool: Pool, name: str, tags: TagsConfig) -> None:
+    """Grade the known pairs in the pool as it is. Raises RewardError when a verdict is not the one known."""
+    known = canary(name, tags)
+    grades = pool.grade([job for job, _ in known], count=False)
+    wrong = [
+        f"{job.completion[-60:]!r} against {job.gold!r}: {grade.verdict} ({grade.reason or 'no reason'}), not {want}"
+        for (job, want), grade in zip(known, grades, strict=True)
+        if grade.verdict != want
+    ]
+    if wrong:
+        shown = "; ".join(wrong[:3])
+        raise RewardError(
+            f"the grader of `{name}` gets {len(wrong)} of {len(known)} known pairs wrong, so its rewards could not be "
+            f"trusted: {shown}. Is another version of sympy or math-verify installed? See constraints.txt"
+        )

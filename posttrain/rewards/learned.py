@@ -1,0 +1,113 @@
+"""A trained reward model as a reward: the number it gives to a prompt with its completion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import groupby
+
+import torch
+
+from posttrain.batch import Example, Sample, pack
+from posttrain.config import DevicesConfig, ModelConfig
+from posttrain.data.render import rendering
+from posttrain.data.rows import Row, RowError, Turns
+from posttrain.data.tokenise import Tokeniser, Trained, common_prefix
+from posttrain.errors import ModelError, RewardError
+from posttrain.models.attention import width_step
+from posttrain.models.load import (
+    compute_dtype,
+    device_of,
+    is_reward_model,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
+from posttrain.scoring import RewardScorer
+
+TOKENS_PER_PACK = 8192
+
+
+class LearnedReward:
+    """A loaded reward model. It reads text, so its tokenizer need not be the policy's.
+
+    Conversations are written with its own chat template; a prompt that is a text is continued as it is.
+    """
+
+    def __init__(self, path: str, devices: DevicesConfig):
+        model = ModelConfig(path=path)
+        if not is_reward_model(model):
+            raise ModelError(f"{path} is no reward model: it has no classification head; `method: reward` trains one")
+        self.path = path
+        self._longest = getattr(load_config(model), "max_position_embeddings", None) or math.inf
+        self._device = device_of(devices)
+        self._tokenizer = load_tokenizer(model)
+        self._scorer = RewardScorer(load_model(model, "reward", compute_dtype(model, self._device), self._device))
+
+    @torch.no_grad()
+    def __call__(self, prompts: Sequence[str | Turns], completions: Sequence[str]) -> list[float]:
+        """The reward of each completion. Raises RewardError for one that is too long, or whose reward is not finite."""
+        rewards = [math.nan] * len(completions)
+        encoded = self._encode(prompts, completions)
+        budget = max([TOKENS_PER_PACK, *(len(item.tokens) for item in encoded)])
+        groups = list(_groups(prompts, encoded, budget))
+        examples = [_tree([encoded[index] for index in group]) for group in groups]
+        owners = [iter(group) for group in groups]
+        for packed in pack(examples, budget, True, width_step(self._device, budget)):
+            values = self._scorer(packed.to(self._device)).tolist()
+            for group, value in zip(packed.group_S.tolist(), values, strict=True):
+                rewards[next(owners[group])] = value
+        for index, value in enumerate(rewards):
+            if not math.isfinite(value):
+                raise RewardError(f"the reward model {self.path} gives {value} to completion {index}: it is damaged")
+        return rewards
+
+    def _encode(self, prompts: Sequence[str | Turns], completions: Sequence[str]) -> list[Trained]:
+        rows = [Row(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        talks = {not isinstance(prompt, str) for prompt in prompts}
+        if len(talks) > 1:
+            raise RewardError("prompts must all be texts or all be lists of messages")
+        with ExitStack() as stack:
+            renderer = None
+            if talks == {True}:
+                if self._tokenizer.chat_template is None:
+                    raise RewardError(f"the reward model {self.path} has no chat template for conversations")
+                renderer = stack.enter_context(rendering(self._tokenizer))
+            tokenised = Tokeniser(self._tokenizer, renderer, False).completions(rows, True)
+        found = []
+        for index, item in enumerate(tokenised):
+            if isinstance(item, RowError):
+                raise RewardError(f"completion {index} cannot be read by the reward model: {item}")
+            if len(item.tokens) > self._longest:
+                raise RewardError(
+                    f"completion {index} has {len(item.tokens)} tokens with its prompt, but the reward model "
+                    f"{self.path} reads {self._longest:g}: lower rollout.max_completion_length or "
+                    "data.max_prompt_length"
+                )
+            found.append(item)
+        return found
+
+
+def _groups(prompts: Sequence[str | Turns], encoded: Sequence[Trained], budget: int) -> Iterator[list[int]]:
+    """Completions of one prompt that stand side by side, as many as fit a pack: the prompt is read once for all."""
+    for _, members in groupby(range(len(prompts)), key=lambda index: prompts[index]):
+        group: list[int] = []
+        room = 0
+        for index in members:
+            length = len(encoded[index].tokens)
+            if length > room:
+                yield from [group] if group else []
+                group, room = [], budget
+            group.append(index)
+            room -= length
+        yield group
+
+
+def _tree(completions: Sequence[Trained]) -> Example:
+    """The tokens that all have in front as the trunk, what follows as leaves; no leaf is empty."""
+    trunk = list(completions[0].tokens[: min(min(item.prompt, len(item.tokens) - 1) for item in completions)])
+    for item in completions[1:]:
+        trunk = trunk[: common_prefix(trunk, item.tokens)]
+    leaves = tuple(Sample(item.tokens[len(trunk) :], trained=True) for item in completions)
+    return Example((Sample(trunk, children=leaves),) if trunk else leaves, row=0)

@@ -1,0 +1,105 @@
+r"""Answers that are right or wrong: `math`, `gsm8k`, and with their format `r1_zero` and `question_only`.
+
+    math            the last balanced box or answer tag after `</think>` equals the answer
+    gsm8k           the number behind the last `####`, else in the last box or tag, else the last number, equals it
+    r1_zero         1 if the format is `</think> <answer>…</answer>` and the answer is right, else 0
+    question_only   1 if there is a `\boxed{…}` and the answer is right, else 0
+
+The last two report format and answer as parts, so that all four classes (00, 01, 10, 11) can be told apart: a right
+answer in the wrong form is looked for too, but earns nothing. (Tags and rewards as in "Understanding R1-Zero-Like
+Training", Liu et al. 2025.)
+"""
+
+from __future__ import annotations
+
+from posttrain.grading.answers import LONGEST, is_readable, same_answer
+from posttrain.grading.extract import (
+    ANSWER,
+    ANSWER_END,
+    THINK_END,
+    after_thinking,
+    final_answer,
+    last_answer_tag,
+    last_box,
+    last_number,
+    marked_answer,
+)
+from posttrain.grading.numbers import Number, read_number, same_number
+from posttrain.grading.verdict import BadGold, Judgement, Rule
+
+
+def math(completion: str, gold: str) -> Judgement:
+    answer = final_answer(completion)
+    right = answer is not None and same_answer(_reference(gold), answer)
+    return Judgement(float(right), right, answer)
+
+
+def gsm8k(completion: str, gold: str) -> Judgement:
+    rest = after_thinking(completion)
+    answer = next((text for text in (marked_answer(rest), final_answer(rest)) if text and _number_in(text)), None)
+    answer = answer or last_number(rest)
+    given, right = _number_in(answer) if answer else None, _gsm8k_gold(gold)
+    correct = given is not None and right is not None and same_number(right, given)
+    return Judgement(float(correct), correct, answer)
+
+
+def r1_zero(completion: str, gold: str) -> Judgement:
+    opened = completion.rfind(f"{THINK_END} {ANSWER}")
+    formatted = opened >= 0 and completion.find(ANSWER_END, opened) >= 0
+    tag = last_answer_tag(after_thinking(completion)) if formatted else None
+    answer = (last_box(tag) or tag) if tag is not None else _loosely(completion)
+    return _four_classes(formatted, answer, gold)
+
+
+def question_only(completion: str, gold: str) -> Judgement:
+    box = last_box(after_thinking(completion))
+    return _four_classes(box is not None, box if box is not None else _loosely(completion), gold)
+
+
+def _four_classes(formatted: bool, answer: str | None, gold: str) -> Judgement:
+    right = answer is not None and same_answer(_reference(gold), answer)
+    both = formatted and right
+    return Judgement(float(both), both, answer, {"format": float(formatted), "answer": float(right)})
+
+
+def _loosely(completion: str) -> str | None:
+    """The answer of a completion without the right form: a box or tag anywhere behind the thinking, a last number."""
+    rest = after_thinking(completion)
+    return final_answer(rest) or marked_answer(rest) or last_number(rest)
+
+
+def _reference(gold: str) -> str:
+    """The answer itself, where the data has a whole solution with a box."""
+    return (last_box(gold) or gold) if "\\boxed" in gold else gold
+
+
+def _gsm8k_gold(gold: str) -> Number | None:
+    return read_number(marked_answer(gold) or gold)
+
+
+def _number_in(text: str) -> Number | None:
+    """The number that a text is, or the last one in it (`18 dollars`, `3 + 4 = 7`)."""
+    number = read_number(text)
+    if number is None and (last := last_number(text)):
+        number = read_number(last)
+    return number
+
+
+def check_answer(gold: str | None) -> None:
+    if not isinstance(gold, str) or not gold.strip():
+        raise BadGold("there is no answer to compare with")
+    if len(_reference(gold)) > LONGEST:
+        raise BadGold(f"the answer has {len(gold):,} characters")
+    if not is_readable(_reference(gold)):
+        raise BadGold(f"the answer is neither words nor a number nor an expression: {gold!r:.60}")
+
+
+def check_number(gold: str | None) -> None:
+    if not isinstance(gold, str) or _gsm8k_gold(gold) is None:
+        raise BadGold(f"the answer is no number, alone or behind ####: {gold!r:.60}")
+
+
+MATH = Rule(check_answer, math)
+GSM8K = Rule(check_number, gsm8k)
+R1_ZERO = Rule(check_answer, r1_zero)
+QUESTION_ONLY = Rule(check_answer, question_only)

@@ -1,0 +1,108 @@
+"""A reward that is a Python function of the user's own, named `module:function`.
+
+It is called as TRL calls one: `function(prompts=[…], completions=[…], answer=[…], column=[…]) -> [float, …]`, with the
+arguments that it takes. It runs in this process, unsupervised: it is the user's code, not the model's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import RewardError
+
+
+class RewardFunction:
+    """The function behind a name. Raises RewardError where the name leads nowhere, or to what cannot be called."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.function = _find(name)
+        parameters = inspect.signature(self.function).parameters.values()
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._takes = {p.name for p in named}
+        self._needs = [p.name for p in named if p.default is p.empty]
+        if not self._takes_all and "completions" not in self._takes:
+            raise RewardError(
+                f"{name} takes {', '.join(sorted(self._takes)) or 'nothing'}; a reward function takes `completions` "
+                "and, if it likes, prompts, answer, other columns or **kwargs"
+            )
+
+    def __call__(self, columns: Mapping[str, Sequence[Any]]) -> list[float | None]:
+        """One number for each completion; None where the function says that it does not apply.
+
+        Raises RewardError when the function fails or gives back anything else.
+        """
+        missing = [name for name in self._needs if name not in columns]
+        if missing:
+            raise RewardError(
+                f"{self.name} takes {', '.join(missing)}, which the data has not; there is {', '.join(columns)}"
+            )
+        given = {name: list(values) for name, values in columns.items() if self._takes_all or name in self._takes}
+        try:
+            rewards = self.function(**given)
+        except Exception as error:
+            place = _place(error, self.function)
+            raise RewardError(f"{self.name} failed{place} with {type(error).__name__}: {error}") from error
+        return self._checked(rewards, len(columns["completions"]))
+
+    def _checked(self, rewards: object, count: int) -> list[float | None]:
+        if hasattr(rewards, "tolist"):
+            rewards = rewards.tolist()  # type: ignore[union-attr]
+        if not isinstance(rewards, list | tuple):
+            raise RewardError(f"{self.name} gave back {type(rewards).__name__}; a list of {count} numbers is needed")
+        if len(rewards) != count:
+            raise RewardError(f"{self.name} gave back {len(rewards)} rewards for {count} completions")
+        return [self._number(reward, index) for index, reward in enumerate(rewards)]
+
+    def _number(self, reward: Any, index: int) -> float | None:
+        if reward is None:
+            return None
+        try:
+            value = math.nan if isinstance(reward, str | bytes) else float(reward)
+        except (TypeError, ValueError, OverflowError):
+            value = math.nan
+        if not math.isfinite(value):
+            raise RewardError(
+                f"{self.name} gave back {reward!r:.60} for completion {index}; a finite number is needed, "
+                "or None where the reward does not apply"
+            )
+        return value
+
+
+def _find(name: str) -> Callable[..., Any]:
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise RewardError(f"a reward function is named module:function, such as my_rewards:brevity, not {name!r}")
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # the `posttrain` command does not look in the current folder of itself
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not (module + ".").startswith(error.name + "."):
+            raise RewardError(f"{name}: the module {module} needs {error.name}, which is not installed") from error
+        raise RewardError(f"{name}: there is no module {module} in {Path.cwd()} or on Python's path") from error
+    except Exception as error:
+        raise RewardError(f"{name}: importing {module} failed with {type(error).__name__}: {error}") from error
+    function = getattr(found, attribute, None)
+    if not callable(function):
+        functions = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+        raise RewardError(f"{name}: {module} has no function {attribute}; it has {', '.join(functions) or 'none'}")
+    return function
+
+
+def _place(error: Exception, function: Callable[..., Any]) -> str:
+    """Where in the user's file it went wrong."""
+    code = getattr(function, "__code__", None)
+    trace, line = error.__traceback__, None
+    while trace is not None:
+        if code is not None and trace.tb_frame.f_code.co_filename == code.co_filename:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f" ({Path(code.co_filename).name} line {line})" if code is not None and line else ""

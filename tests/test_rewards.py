@@ -1,0 +1,348 @@
+"""Each reward's exact numbers, sums that keep their parts, and rewards that cannot work said so at once."""
+
+import sys
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from posttrain.config import DevicesConfig, TagsConfig
+from posttrain.config.rewards import Reward, term_name
+from posttrain.errors import ModelError, RewardError
+from posttrain.rewards import maths, shaping, tagged
+from posttrain.rewards.compose import Completion, Rewards
+
+REWARDS = TypeAdapter(tuple[Reward, ...])
+TAGS = TagsConfig().model_dump()
+OTHER = TagsConfig(reasoning_start="<t>", reasoning_end="</t>", solution_start="[", solution_end="]").model_dump()
+
+
+def settings(*terms: dict) -> tuple[Reward, ...]:
+    return REWARDS.validate_python(terms)
+
+
+def dress(text: str, tags: dict) -> str:
+    """`)` ends the reasoning, `[` and `]` stand around the solution."""
+    return "".join(
+        {")": tags["reasoning_end"], "[": tags["solution_start"], "]": tags["solution_end"]}.get(c, c) for c in text
+    )
+
+
+# --- the tagged format ------------------------------------------------------------------------------------------------
+
+#    completion     gold    exactly  approximately  answer  numbers
+TABLE = [
+    ("why)[18]", "18", 3.0, 1.5, 5.0, 3.0),  # everything: 12.5
+    ("", "18", 0.0, -3.0, -2.0, -1.5),  # the usual start: -6.5
+    ("18", "18", 0.0, -3.0, -2.0, -1.5),
+    ("why)[ 18 ]", "18", 3.0, 1.5, 3.5, 3.0),
+    ("why)[18]\n ", "18", 3.0, 1.5, 5.0, 3.0),
+    ("why)[18] so", "18", 0.0, 1.5, 5.0, 3.0),
+    ("why)[19]", "18", 3.0, 1.5, 2.0, -1.5),  # 19/18 = 1.056
+    ("why)[19.8]", "18", 3.0, 1.5, 2.0, -1.5),  # exactly 10 %
+    ("why)[16.2]", "18", 3.0, 1.5, 2.0, -1.5),
+    ("why)[21.6]", "18", 3.0, 1.5, 1.5, -1.5),  # exactly 20 %
+    ("why)[14.4]", "18", 3.0, 1.5, 1.5, -1.5),
+    ("why)[21.7]", "18", 3.0, 1.5, -2.0, -1.5),
+    ("why)[-18]", "18", 3.0, 1.5, -2.0, -1.5),
+    ("why)[18.0]", "18", 3.0, 1.5, 2.0, 3.0),
+    ("why)[1,000]", "1000", 3.0, 1.5, 2.0, 3.0),
+    ("why)[it is 18 dollars]", "18", 3.0, 1.5, -2.0, 3.0),
+    ("why)[east]", "18", 3.0, 1.5, -2.0, -1.5),
+    ("why)[0]", "0", 3.0, 1.5, 5.0, 3.0),
+    ("why)[0.0]", "0", 3.0, 1.5, 2.0, 3.0),
+    ("why)[1]", "0", 3.0, 1.5, -2.0, -1.5),
+    (")[18]", "18", 3.0, 1.5, 5.0, 3.0),
+    ("why[18]", "18", 0.0, 0.0, 5.0, 3.0),  # 0.5 + 0.5 - 1
+    ("why)18]", "18", 0.0, 0.0, -2.0, -1.5),
+    ("why)[18", "18", 0.0, 0.0, -2.0, 3.0),
+    ("why)[]", "18", 0.0, 1.5, -2.0, -1.5),
+    ("[18])why", "18", 0.0, 1.5, 5.0, 3.0),
+    ("a)b)[18]", "18", 3.0, 0.0, 5.0, 3.0),
+    ("a)[17][18]", "18", 3.0, -1.5, 5.0, 3.0),  # 0.5 - 1 - 1
+    ("why)[18]]", "18", 3.0, 0.0, -2.0, 3.0),
+]
+
+
+@pytest.mark.parametrize("tags", [TAGS, OTHER], ids=["default tags", "other tags"])
+@pytest.mark.parametrize(("text", "gold", *["exactly", "approximately", "answer", "numbers"]), TABLE)
+def test_tagged_rewards_by_hand(text, gold, exactly, approximately, answer, numbers, tags):
+    completion = dress(text, tags)
+    found = [
+        rule(completion, gold, tags).score
+        for rule in (tagged.format_exactly, tagged.format_approximately, tagged.answer, tagged.numbers)
+    ]
+    print(f"{completion!r} against {gold!r}: {found}, together {sum(found):g}")
+    assert found == [exactly, approximately, answer, numbers]
+
+
+def test_the_range_of_the_four_together():
+    totals = [sum(row[2:]) for row in TABLE]
+    assert (min(totals), max(totals)) == (-6.5, 12.5)
+
+
+# --- right or wrong ---------------------------------------------------------------------------------------------------
+
+CLASSES = [
+    # completion, class of r1_zero, class of question_only (format, answer), against 18
+    ("so </think> <answer> 18 </answer>", "11", "01"),
+    ("so </think> <answer> 17 </answer>", "10", "00"),
+    (r"so </think> <answer> \boxed{18} </answer>", "11", "11"),
+    (r"so </think> <answer> it is \boxed{18} </answer>", "11", "11"),
+    ("so </think><answer> 18 </answer>", "01", "01"),  # the space is part of the format
+    ("<answer> 18 </answer>", "01", "01"),
+    ("so </think> <answer> 18", "01", "01"),
+    (r"so \boxed{18}", "01", "11"),
+    (r"so \boxed{17}", "00", "10"),
+    (r"\boxed{17} then \boxed{18}", "01", "11"),
+    (r"\boxed{18} then \boxed{17}", "00", "10"),
+    (r"\boxed{18}</think> no", "00", "00"),
+    ("the answer is 18", "01", "01"),
+    ("the answer is 17", "00", "00"),
+    ("", "00", "00"),
+    ("</think> <answer></answer>", "10", "00"),
+]
+
+
+@pytest.mark.parametrize(("completion", "r1_zero", "question_only"), CLASSES)
+def test_four_classes(completion, r1_zero, question_only):
+    for rule, want in ((maths.r1_zero, r1_zero), (maths.question_only, question_only)):
+        found = rule(completion, "18")
+        assert f"{found.parts['format']:.0f}{found.parts['answer']:.0f}" == want, found
+        assert (found.score, found.correct) == (float(want == "11"), want == "11")
+
+
+def test_math_and_gsm8k_take_the_answer_from_where_it_stands():
+    assert maths.math(r"so \boxed{1,234}.", "1234").score == 1.0
+    assert maths.math("so 1234", "1234").score == 0.0, "a number alone is no answer of `math`"
+    assert maths.math(r"\boxed{5}", r"We get \boxed{5}.").score == 1.0, "a whole solution as the right answer"
+    for text in ("#### 18", "it is 17.\n#### $18.00", r"\boxed{18}", "<answer>18</answer>", "so 20 - 2 = 18 dollars."):
+        assert maths.gsm8k(text, "A lot.\n#### 18").score == 1.0, text
+    for text in ("#### 17", "18 is not 17", "eighteen", "", "<think>18"):
+        assert maths.gsm8k(text, "#### 18").score == 0.0, text
+
+
+# --- of tokens alone --------------------------------------------------------------------------------------------------
+
+
+def test_length_overlong_and_repetition_by_hand():
+    assert shaping.length(90, 100, 0.01) == pytest.approx(-0.1) == shaping.length(110, 100, 0.01)
+    # limit 100, cache 20: 0 up to 80, then (80 - n) / 20, beyond the limit -1
+    want = {0: 0.0, 80: 0.0, 81: -0.05, 90: -0.5, 100: -1.0, 101: -1.0}
+    assert {n: shaping.overlong(n, 100, 20) for n in want} == want
+    # a b a b a: 3-grams aba, bab, aba: one of three repeats
+    assert shaping.repetition([1, 2, 1, 2, 1], 3, -1.0) == pytest.approx(-1 / 3)
+    assert shaping.repetition([7] * 12, 3, -2.0) == pytest.approx(-2 * 0.9)
+    assert shaping.repetition([1, 2, 3, 4], 3, -1.0) == 0.0 == shaping.repetition([1, 1], 3, -1.0)
+
+
+# --- together ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def functions(tmp_path, monkeypatch):
+    """A module `my_rewards` in the working folder."""
+    (tmp_path / "my_rewards.py").write_text(
+        "import math\n"
+        "def brevity(completions, **kwargs):\n    return [-len(c) for c in completions]\n"
+        "def only_long(completions):\n    return [1 if len(c) > 5 else None for c in completions]\n"
+        "def by_column(completions, level, answer):\n    return [float(l) for l in level]\n"
+        "def raises(completions):\n    return [1 / 0 for c in completions]\n"
+        "def nan(completions):\n    return [math.nan] * len(completions)\n"
+        "def text(completions):\n    return ['1.0'] * len(completions)\n"
+        "def huge(completions):\n    return [10 ** 400] * len(completions)\n"
+        "def short(completions):\n    return [1.0]\n"
+        "def one(completions):\n    return 1.0\n"
+        "def tensor(completions):\n    import torch; return torch.ones(len(completions))\n"
+        "def no_completions(prompts):\n    return [1.0]\n"
+        "number = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def test_weighted_sum_keeps_every_part(grading_pool, functions):
+    terms = settings(
+        {"type": "match_format_approximately"},
+        {"type": "check_answer", "weight": 0.5, "name": "answer"},
+        {"type": "length", "target": 3, "scale": 0.1},
+        {"type": "python", "function": "my_rewards:only_long", "weight": 10},
+        {"type": "check_numbers", "weight": 0},
+    )
+    completions = [
+        Completion(dress("why)[18]", TAGS), [1, 2], answer="18"),
+        Completion("18", [1, 2, 3], answer="18"),
+        Completion(dress("why)[18]", TAGS), [1] * 5, answer=" "),  # no answer to compare with
+        Completion("", [], answer="eighteen"),  # no number: bad for check_numbers alone
+    ]
+    with Rewards(terms, grading_pool) as rewards:
+        found = rewards(completions)
+    print(found.metrics())
+    # 1.5 + 0.5 * 5 - 0.1 + 10;   -3 + 0.5 * -2 - 0   (only_long does not apply)
+    assert found.totals[:2] == (pytest.approx(13.9), pytest.approx(-4.0)) and found.totals[2:] == (None, None)
+    assert [part.name for part in found.parts] == [term_name(term) for term in terms]
+    assert found.parts[1].values == (5.0, -2.0, None, -2.0) and found.parts[3].values == (1.0, None, 1.0, None)
+    metrics = found.metrics()
+    assert metrics["reward"] == pytest.approx((13.9 - 4) / 2) and metrics["reward_std"] == pytest.approx(12.6572, 1e-4)
+    assert metrics["rewards/answer/mean"] == pytest.approx(1 / 3) and metrics["rewards/left_out"] == 2
+    assert (metrics["rewards/answer/bad_gold"], metrics["rewards/check_numbers/bad_gold"]) == (1, 2)
+    assert "rewards/length/timeout" not in metrics
+
+
+def test_four_classes_are_reported(grading_pool):
+    with Rewards(settings({"type": "r1_zero"}), grading_pool) as rewards:
+        metrics = rewards([Completion(text, answer="18") for text, *_ in CLASSES]).metrics()
+    counts = {name: sum(row[1] == name for row in CLASSES) for name in ("00", "01", "10", "11")}
+    assert {name: metrics[f"rewards/r1_zero/{name}"] * len(CLASSES) for name in counts} == counts
+    assert metrics["reward"] == pytest.approx(counts["11"] / len(CLASSES))
+
+
+def test_no_verdict_is_no_zero(grading_pool):
+    """A group without any verdict has no reward at all, and says so."""
+    with Rewards(settings({"type": "math"}), grading_pool) as rewards:
+        found = rewards([Completion(r"\boxed{1}", answer=""), Completion(r"\boxed{2}", answer=None)])
+    metrics = found.metrics()
+    assert found.totals == (None, None) and "reward" not in metrics and "rewards/math/mean" not in metrics
+    assert (metrics["rewards/left_out"], metrics["rewards/math/bad_gold"]) == (2, 2)
+
+
+def test_rewards_start_their_own_workers_and_end_them():
+    with Rewards(settings({"type": "gsm8k"}), workers=1) as rewards:
+        assert rewards([Completion("#### 3", answer="3")]).totals == (1.0,)
+        pool = rewards._own_pool
+    assert pool is not None
+    with pytest.raises(RewardError, match="closed"):
+        rewards([Completion("#### 3", answer="3")])
+
+
+def test_the_rollouts_length_is_the_limit_of_overlong():
+    with Rewards(settings({"type": "overlong", "cache": 20}), max_completion_length=100) as rewards:
+        assert rewards([Completion("", [0] * 90)]).totals == (-0.5,)
+    for limit, said in ((None, "not given"), (10, "10")):
+        with pytest.raises(RewardError, match=f"last 20 tokens .* which is {said}"):
+            Rewards(settings({"type": "overlong", "cache": 20}), max_completion_length=limit)
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+
+def test_functions_are_called_as_trl_calls_them(functions):
+    terms = [{"type": "python", "function": f"my_rewards:{name}", "name": name} for name in ("brevity", "by_column")]
+    with Rewards(settings(*terms, {"type": "python", "function": "my_rewards:tensor", "weight": 0.5})) as rewards:
+        found = rewards([Completion("four", columns={"level": "3"}), Completion("", columns={"level": "4"})])
+    assert found.totals == (-4 + 3 + 0.5, 0 + 4 + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_rewards:raises", r"my_rewards:raises failed \(my_rewards.py line 9\) with ZeroDivisionError: division by"),
+        ("my_rewards:nan", "gave back nan for completion 0; a finite number is needed"),
+        ("my_rewards:text", "gave back '1.0' for completion 0"),
+        ("my_rewards:huge", "gave back 1000000.* for completion 0"),
+        ("my_rewards:short", "gave back 1 rewards for 2 completions"),
+        ("my_rewards:one", "gave back float; a list of 2 numbers is needed"),
+        ("my_rewards:by_column", "takes level, which the data has not; there is prompts, completions"),
+        ("my_rewards:no_completions", "takes prompts; a reward function takes `completions`"),
+        ("my_rewards:brevty", "my_rewards has no function brevty; it has brevity, "),
+        ("my_rewards:number", "has no function number"),
+        ("no_such_module:f", "there is no module no_such_module in "),
+    ],
+)
+def test_functions_that_do_not_work(functions, name, message):
+    with pytest.raises(RewardError, match=message), Rewards(settings({"type": "python", "function": name})) as rewards:
+        rewards([Completion("a"), Completion("b")])
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("term", "message"),
+    [
+        ({"type": "maths"}, "does not match any of the expected tags"),
+        ({"type": "math", "target": 3}, "Extra inputs"),
+        ({"type": "length"}, "target"),
+        ({"type": "model"}, "give one of the two"),
+        ({"type": "model", "path": "a", "from": "b"}, "give one of the two"),
+        ({"type": "python", "function": "my_rewards.brevity"}, "pattern"),
+        ({"type": "overlong", "cache": 30, "max_completion_length": 20}, "is 30, above max_completion_length, 20"),
+        ({"type": "math", "weight": float("nan")}, "finite"),
+    ],
+)
+def test_settings_that_cannot_be(term, message):
+    with pytest.raises(ValidationError, match=message):
+        settings(term)
+
+
+def test_lists_that_cannot_be(grading_pool):
+    with pytest.raises(RewardError, match="there is no reward"):
+        Rewards(())
+    with pytest.raises(RewardError, match="two rewards are called math: give one of them another `name`"):
+        Rewards(settings({"type": "math"}, {"type": "math"}), grading_pool)
+    with pytest.raises(RewardError, match="no reward model of a stage reward; there is sft"):
+        Rewards(settings({"type": "model", "from": "reward"}), stages={"sft": "x"})
+
+
+# --- a reward model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reward_model(scratch_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reward")
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_pretrained(scratch_model, num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight)
+    model.config.max_position_embeddings = 200
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(scratch_model).save_pretrained(folder)
+    return folder
+
+
+def plain_rewards(folder, texts):
+    """transformers alone, one text at a time."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        return [
+            float(model(torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])).logits) for text in texts
+        ]
+
+
+def test_a_reward_model_gives_what_transformers_gives(reward_model):
+    """Prompts shared by several completions, one of them empty, and prompts that begin alike."""
+    stop = AutoTokenizer.from_pretrained(reward_model).eos_token
+    pairs = [("Say it.", " Yes"), ("Say it.", " No, no."), ("Say it.", ""), ("Say", " it"), ("Why?", " So")]
+    terms = settings({"type": "model", "from": "reward", "weight": 2.0})
+    with Rewards(terms, stages={"reward": str(reward_model)}, devices=DevicesConfig(type="cpu")) as rewards:
+        found = rewards([Completion(text, prompt=prompt) for prompt, text in pairs])
+    want = plain_rewards(reward_model, [prompt + text + stop for prompt, text in pairs])
+    print(found.parts[0].values, want)
+    assert found.parts[0].values == pytest.approx(want, abs=1e-5) and len(set(want)) == 5
+    assert found.totals == pytest.approx([2 * value for value in want], abs=1e-5)
+
+
+def test_a_reward_model_reads_conversations(reward_model):
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    chats = [[{"role": "user", "content": text}] for text in ("Hi", "Hi", "Ho")]
+    replies = ["there", "you", "there"]
+    with Rewards(settings({"type": "model", "path": str(reward_model)})) as rewards:
+        found = rewards([Completion(r, prompt=chat) for r, chat in zip(replies, chats, strict=True)])
+        with pytest.raises(RewardError, match="all be texts or all be lists"):
+            rewards([Completion("a", prompt="x"), Completion("b", prompt=chats[0])])
+        with pytest.raises(RewardError, match=r"tokens with its prompt, but .* reads 200: lower rollout"):
+            rewards([Completion("word " * 300, prompt="x")])
+    whole = [
+        tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": reply}], tokenize=False)
+        for chat, reply in zip(chats, replies, strict=True)
+    ]
+    want = plain_rewards(reward_model, whole)
+    print(found.totals, want)
+    assert found.totals == pytest.approx(want, abs=1e-5)
+
+
+def test_a_model_that_is_no_reward_model(scratch_model):
+    with pytest.raises(ModelError, match="is no reward model: it has no classification head"):
+        Rewards(settings({"type": "model", "path": str(scratch_model)}))
