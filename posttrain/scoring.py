@@ -39,11 +39,8 @@ class Scorer(nn.Module):
 
     def forward(self, pack: Pack, temperature: float = 1.0) -> Scores:
         hidden_N = hidden_states(self.model, pack, pack.source_N)
-        causal = base_of(self.model)
-        head = causal.get_output_embeddings()
-        assert isinstance(head, nn.Linear)
-        temperature, cap = temperature / logit_scale(causal.config), logit_softcap(causal.config)
-        return Scores(*ChunkedScores.apply(hidden_N, head.weight, head.bias, pack.target_N, temperature, cap))
+        head, scale, cap = _head(self.model)
+        return Scores(*ChunkedScores.apply(hidden_N, head.weight, head.bias, pack.target_N, temperature / scale, cap))
 
 
 class RewardScorer(nn.Module):
@@ -165,6 +162,25 @@ class ChunkedScores(torch.autograd.Function):
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden_N, grad_weight, grad_bias, None, None, None
+
+
+def next_token_logits(model: nn.Module, hidden_N: torch.Tensor) -> torch.Tensor:
+    """The logits that scores are made of, whole: (N, D) to (N, V) float32. For engines, which draw from them."""
+    head, scale, cap = _head(model)
+    return _logits(hidden_N, head.weight, head.bias, 1.0 / scale, cap)[0]
+
+
+def row_chunks(model: nn.Module, size: int) -> list[slice]:
+    """`size` rows divided so that the logits of one part are a block of CHUNK_ELEMENTS."""
+    return _chunks(size, _head(model)[0].weight)
+
+
+def _head(model: nn.Module) -> tuple[nn.Linear, float, float | None]:
+    """The LM head, what the family multiplies its logits by, and what it caps them at."""
+    causal = base_of(model)
+    head = causal.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    return head, logit_scale(causal.config), logit_softcap(causal.config)
 
 
 def _logits(hidden, weight, bias, temperature, softcap):

@@ -2,7 +2,8 @@
 
 A query sees the keys `k <= q < end_T[k]` and, in a layer with a sliding window, only those with
 `position_q - position_k < window`. The facts of one pack travel as the keyword argument `packed` from the backbone's
-forward down to the attention function: a `PackedMask`, whose masks are built once and shared by all layers.
+forward down to the attention function: a `PackedMask`, whose masks are built once and shared by all layers. What is
+passed there says itself how to attend, so that engines can pass a cache instead (posttrain/engines/cache.py).
 
 On CPU and MPS every node of a tree is one call of scaled_dot_product_attention. On CUDA FlexAttention takes the whole
 pack with one BlockMask; it compiles once for each width of a pack, so packs come in a few widths only (`width_step`).
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,31 @@ from posttrain.batch import Pack
 from posttrain.errors import ModelError
 
 NAME = "packed"
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """What a layer asks of its attention, beside the projections."""
+
+    scaling: float  # of the products of queries and keys
+    dropout: float
+    window: int | None  # a query sees keys nearer than this
+    softcap: float | None  # Gemma-2's capping of the logits, softcap · tanh(logits / softcap), which SDPA lacks
+
+
+class Visible(Protocol):
+    """What travels as `packed`: which keys the tokens of a forward see, and how they attend to them.
+
+    `read` are the tokens, in order, whose last hidden states will be read.
+    """
+
+    read: slice | torch.Tensor
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
+    ) -> torch.Tensor:
+        """query (1, H, T, d), key and value (1, H_kv, T, d) to output (1, H, T, d)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +82,7 @@ class PackedMask:
     """
 
     def __init__(self, pack: Pack, read: torch.Tensor | None = None):
-        self.read = slice(None) if read is None else read
+        self.read: slice | torch.Tensor = slice(None) if read is None else read
         self.end_T = pack.end_T
         self.position_T = pack.position_T
         self.num_tokens = pack.num_tokens
@@ -109,6 +136,13 @@ class PackedMask:
             self._blocks[window] = create_block_mask(visible, None, None, width, width, device, _compile=compiled)
         return self._blocks[window]
 
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
+    ) -> torch.Tensor:
+        """Attention of the pack's tokens to one another."""
+        flex = query.is_cuda and not how.dropout and query.shape[-1] >= 16
+        return (_flex if flex else _by_node)(query, key, value, self, how)
+
 
 def packed_attention(
     module: nn.Module,
@@ -120,59 +154,57 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    packed: PackedMask | None = None,
+    packed: Visible | None = None,
     **_unused,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query (1, H, T, d), key and value (1, H_kv, T, d) to output (1, T, H, d).
 
-    `_unused` takes what other implementations ask for (output_attentions, cache facts). `softcap` is Gemma-2's
-    tanh capping of the attention logits, which scaled_dot_product_attention lacks.
+    `_unused` takes what other implementations ask for (output_attentions, cache facts).
     """
     if packed is None:
         raise ModelError(
             "this model's attention is set to `packed`, which needs a pack: score through posttrain.scoring, "
             'or call model.set_attn_implementation("sdpa") before using it directly'
         )
-    if query.is_cuda and not dropout and query.shape[-1] >= 16:
-        out = _flex(query, key, value, packed, scaling, sliding_window, softcap)
-    else:
-        attend = _sdpa if softcap is None else functools.partial(_eager, softcap=softcap)
-        out = _by_node(attend, query, key, value, packed, sliding_window, scaling=scaling, dropout=dropout)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = packed.attend(module, query, key, value, How(scaling, dropout, sliding_window, softcap))
     return out.transpose(1, 2), None
 
 
-def _by_node(attend, query, key, value, packed, window, **settings):
+def _by_node(query, key, value, packed, how):
     """Every node's tokens against those above them and themselves: no product that the mask would throw away."""
+    attend = _sdpa if how.softcap is None else _eager
     nodes = packed.nodes()
     sizes = [node.stop - node.start for node in nodes]
     queries, keys, values = (tensor.split(sizes, dim=2) for tensor in (query, key, value))
     number = {node.start: i for i, node in enumerate(nodes)}
     parts = []
-    for node, q, k, v, mask in zip(nodes, queries, keys, values, packed.masks(window), strict=True):
+    for node, q, k, v, mask in zip(nodes, queries, keys, values, packed.masks(how.window), strict=True):
         if node.before:
             above = [number[part.start] for part in node.before]
             k = torch.cat([keys[i] for i in above] + [k], dim=2)
             v = torch.cat([values[i] for i in above] + [v], dim=2)
-        parts.append(attend(q, k, v, mask, **settings))
+        parts.append(attend(q, k, v, mask, how))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _sdpa(q, k, v, mask, *, scaling, dropout):
+def _sdpa(q, k, v, mask, how):
+    grouped = k.shape[1] != q.shape[1]
     return F.scaled_dot_product_attention(
-        q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
+        q, k, v, mask, how.dropout, is_causal=mask is None, scale=how.scaling, enable_gqa=grouped
     )
 
 
-def _eager(q, k, v, mask, *, scaling, dropout, softcap):
+def _eager(q, k, v, mask, how):
     """Plain attention with capped logits: softcap · tanh(logits / softcap), before the mask (Gemma 2, section 2)."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    logits = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    logits = softcap * torch.tanh(logits / softcap)
+    logits = q @ k.transpose(-1, -2) * how.scaling
+    logits = how.softcap * torch.tanh(logits / how.softcap)
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     weights = logits.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype)
-    return F.dropout(weights, dropout) @ v
+    return F.dropout(weights, how.dropout) @ v
 
 
 @functools.cache
@@ -187,7 +219,9 @@ def _compiled_flex():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _flex(q, k, v, packed, scaling, window, softcap):
+def _flex(q, k, v, packed, how):
+    softcap = how.softcap
+
     def cap(score, b, h, i, j):
         return softcap * torch.tanh(score / softcap)
 
@@ -196,8 +230,8 @@ def _flex(q, k, v, packed, scaling, window, softcap):
         k,
         v,
         score_mod=None if softcap is None else cap,
-        block_mask=packed.blocks(window),
-        scale=scaling,
+        block_mask=packed.blocks(how.window),
+        scale=how.scaling,
         enable_gqa=k.shape[1] != q.shape[1],
     )
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from posttrain.models.attention import PackedMask
+from posttrain.models.attention import Visible
 from posttrain.models.matmul import linear
 
 # Modules whose transformers forward is exactly what is computed here (proven by tests/test_equivalence.py).
@@ -65,7 +65,7 @@ def lean(model: PreTrainedModel, kernels: Kernels | None = None) -> None:
             module.forward = MethodType(mlp, module)
 
 
-def _last_layer(self, hidden_states: Tensor, packed: PackedMask | None = None, **settings) -> Tensor:
+def _last_layer(self, hidden_states: Tensor, packed: Visible | None = None, **settings) -> Tensor:
     attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), packed=packed, **settings)
     if packed is not None:
         hidden_states, attended = hidden_states[:, packed.read], attended[:, packed.read]

@@ -1,0 +1,122 @@
+"""The live completions as tensors, and the step that gives each of them its next token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.engines.cache import Cache, Decoding
+from posttrain.engines.protocol import Sampling
+from posttrain.engines.sampling import draw, token_words
+from posttrain.models.families import backbone_of, base_of
+from posttrain.scoring import next_token_logits, row_chunks
+
+
+class Shape(NamedTuple):
+    """How much of everything a step looks at: the live part on a CPU, rounded up to a few sizes on a GPU."""
+
+    rows: int
+    groups: int
+    members: int  # most live completions of a group
+    prompt_columns: int
+    own_columns: int
+    ragged: bool  # prompts or completions differ in length, or the shape is rounded up
+
+
+@dataclass(slots=True)
+class State:
+    """What a step reads and writes, on the device. Rows are the live completions, the first of the tensors' places."""
+
+    token_R: Tensor  # the last token drawn, which is fed next
+    count_R: Tensor  # tokens drawn so far
+    limit_R: Tensor
+    done_R: Tensor
+    group_R: Tensor  # the group's place in the cache
+    member_R: Tensor  # the row's place among the live ones of its group
+    key_R2: Tensor  # of its random stream
+    length_G: Tensor  # of the group's prompt
+    age_G: Tensor  # tokens that its completions have
+    tokens_RL: Tensor  # what was drawn, with a column for what comes after a row is done
+    logprobs_RL: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, groups: int, columns: int, device: torch.device) -> State:
+        def whole(*size: int) -> Tensor:
+            return torch.zeros(*size, dtype=torch.int64, device=device)
+
+        return cls(
+            token_R=whole(rows),
+            count_R=torch.ones(rows, dtype=torch.int64, device=device),  # so that an unused row has a column to write
+            limit_R=whole(rows),
+            done_R=torch.ones(rows, dtype=torch.bool, device=device),
+            group_R=whole(rows),
+            member_R=whole(rows),
+            key_R2=torch.zeros(rows, 2, dtype=torch.int32, device=device),
+            length_G=whole(groups),
+            age_G=whole(groups),
+            tokens_RL=whole(rows, columns + 1),
+            logprobs_RL=torch.zeros(rows, columns + 1, device=device),
+        )
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy what the rows at `source` have to the places `target`; their group and member are set apart."""
+        for tensor in (
+            self.token_R,
+            self.count_R,
+            self.limit_R,
+            self.done_R,
+            self.key_R2,
+            self.tokens_RL,
+            self.logprobs_RL,
+        ):
+            tensor[target] = tensor[source]
+
+
+class Stepper:
+    """Feeds every live completion its last token and draws its next one."""
+
+    def __init__(self, policy: nn.Module, sampling: Sampling, device: torch.device):
+        self.policy, self.sampling = policy, sampling
+        self.backbone = backbone_of(base_of(policy))
+        vocabulary = base_of(policy).get_output_embeddings().weight.shape[0]  # pyright: ignore
+        self.words_V = token_words(vocabulary, device)
+        self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
+
+    def step(self, state: State, cache: Cache, shape: Shape) -> None:
+        rows, groups = slice(shape.rows), slice(shape.groups)
+        group_R, column_R = state.group_R[rows], state.count_R[rows] - 1
+        decoding = Decoding(
+            cache,
+            group_R,
+            state.member_R[rows],
+            column_R,
+            state.length_G[groups],
+            state.age_G[groups],
+            members=shape.members,
+            prompt_columns=shape.prompt_columns,
+            own_columns=shape.own_columns,
+            ragged=shape.ragged,
+        )
+        position_R = state.length_G[group_R] + column_R
+        out = self.backbone(
+            input_ids=state.token_R[rows][None], position_ids=position_R[None], use_cache=False, packed=decoding
+        )
+        self.record(state, rows, out.last_hidden_state[0])
+        state.age_G[groups] += 1
+
+    def record(self, state: State, rows: slice, hidden_R: Tensor) -> None:
+        """Draw the next token of the rows from their last hidden states. A row that is done keeps what it has."""
+        place_R, done_R, key_R2 = state.count_R[rows].clone(), state.done_R[rows], state.key_R2[rows]
+        for part in row_chunks(self.policy, len(hidden_R)):
+            logits = next_token_logits(self.policy, hidden_R[part])
+            token, logprob = draw(logits, self.sampling, self.words_V, key_R2[part], place_R[part])
+            state.token_R[rows][part] = torch.where(done_R[part], state.token_R[rows][part], token)
+            state.tokens_RL[rows][part].scatter_(1, place_R[part, None], token[:, None])
+            state.logprobs_RL[rows][part].scatter_(1, place_R[part, None], logprob[:, None])
+        state.count_R[rows] += ~done_R
+        done_R |= state.count_R[rows] >= state.limit_R[rows]
+        if len(self.stops):
+            done_R |= (state.token_R[rows][:, None] == self.stops).any(1)

@@ -1,0 +1,145 @@
+"""What every engine takes and gives: token ids in, completions out. Text is made and read elsewhere.
+
+    engine.generate(prompts, sampling) -> completions of each prompt
+    engine.load(policy, version)       from now on completions come from these weights and carry this version
+
+What was sampled is what is trained on: a completion holds the very tokens, each with its log-probability under the
+distribution that it was drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import nn
+
+from posttrain.errors import ConfigError, DataError
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How completions are drawn. The filters apply in transformers' order: temperature, top_k, top_p, min_p.
+
+    With `temperature` 0 the most likely token is taken each time, and its log-probability is that at temperature 1.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0  # the fewest most likely tokens that have this share together; 1: all
+    top_k: int = 0  # so many most likely tokens; 0: all
+    min_p: float = 0.0  # tokens at least so likely as this share of the likeliest one; 0: all
+    max_completion_length: int = 512  # tokens, the stop token included
+    num_generations: int = 1  # completions of each prompt
+    stop_token_ids: tuple[int, ...] = ()  # a completion ends with one of these, which is its last token
+    stop: tuple[str, ...] = ()  # or with the token that completes one of these texts
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for holds, name, wanted in (
+            (self.temperature >= 0, "temperature", "0 (greedy) or more"),
+            (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
+            (self.top_k >= 0, "top_k", "0 (off) or more"),
+            (0 <= self.min_p <= 1, "min_p", "from 0 (off) to 1"),
+            (self.max_completion_length >= 1, "max_completion_length", "1 or more"),
+            (self.num_generations >= 1, "num_generations", "1 or more"),
+            (all(self.stop), "stop", "texts that are not empty"),
+        ):
+            if not holds:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it has to be {wanted}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One completion. `logprobs` are of the processed distribution: after temperature and filters, renormalised."""
+
+    tokens: list[int]  # at least one; without the prompt, with the stop token
+    logprobs: list[float]  # nats, one a token
+    finish_reason: FinishReason  # a stop token or text came, or the limit
+    version: int  # of the weights that drew it
+
+
+class Engine(Protocol):
+    """Draws completions.
+
+    A completion's random stream depends on its prompt's seed and its number alone: in float32 the same seed gives the
+    same tokens whatever else is asked for beside it.
+    """
+
+    version: int
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        seeds: Sequence[int] | None = None,
+        limits: Sequence[Sequence[int]] | None = None,
+    ) -> list[list[Completion]]:
+        """`sampling.num_generations` completions of every prompt, in order.
+
+        `seeds`: one a prompt; by default from `sampling.seed` and the prompt's place. `limits`: a limit of its own, at
+        most `max_completion_length`, for every completion of every prompt. No completion goes beyond the model's
+        positions: what they leave is the limit of a long prompt.
+
+        Raises DataError for a prompt that is empty, has ids outside the vocabulary, or leaves no room.
+        """
+        ...
+
+    def load(self, policy: nn.Module, version: int) -> None:
+        """Take the weights of `policy`, with its adapters as they are switched at the time of `generate`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt with everything that is asked of it: what engines make of the arguments of `generate`."""
+
+    index: int
+    tokens: Sequence[int]
+    seed: int
+    limits: tuple[int, ...]  # one for each completion
+
+
+def requests(
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    seeds: Sequence[int] | None,
+    limits: Sequence[Sequence[int]] | None,
+    *,
+    vocabulary: int,
+    positions: int | None,
+) -> list[Request]:
+    """The arguments of `generate`, checked. `positions` is how many the model has, None where it knows no bound."""
+    n, longest = sampling.num_generations, sampling.max_completion_length
+    for name, given in (("seeds", seeds), ("limits", limits)):
+        if given is not None and len(given) != len(prompts):
+            raise ValueError(f"{len(given)} {name} for {len(prompts)} prompts: give one for each")
+    made = []
+    for index, tokens in enumerate(prompts):
+        if not len(tokens):
+            raise DataError(f"prompt {index} is empty: there is nothing to complete; give at least one token")
+        outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        if outside is not None:
+            raise DataError(
+                f"prompt {index} has the token id {outside}, and the model's vocabulary has {vocabulary}: it was made "
+                "with another tokenizer"
+            )
+        room = longest if positions is None else min(longest, positions - len(tokens))
+        if room < 1:
+            raise DataError(
+                f"prompt {index} has {len(tokens)} tokens and the model {positions} positions, which leaves no room "
+                "for a completion: shorten the prompt (data.max_prompt_length) or leave it out"
+            )
+        own = [longest] * n if limits is None else list(limits[index])
+        if len(own) != n or min(own) < 1:
+            raise ValueError(f"limits of prompt {index}: {own}; give {n} of 1 or more")
+        seed = sampling.seed + index if seeds is None else seeds[index]
+        made.append(Request(index, tokens, seed, tuple(min(limit, room) for limit in own)))
+    return made

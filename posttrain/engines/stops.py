@@ -1,0 +1,33 @@
+"""Stop texts: whether a completion's newest tokens complete one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.errors import ConfigError
+
+
+class StopTexts:
+    """Looks for `stop` in the text of completions; with none it finds nothing, and needs no tokenizer."""
+
+    def __init__(self, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase | None):
+        if stop and tokenizer is None:
+            raise ConfigError("stop texts need a tokenizer, and this engine was made without one: give stop_token_ids")
+        self.stop, self.tokenizer = tuple(stop), tokenizer
+        # A token has at least a byte of text, but for special ones and the pieces of a character: some more are read.
+        self.tail = max((len(text.encode()) for text in stop), default=0) + 8
+
+    def __bool__(self) -> bool:
+        return bool(self.stop)
+
+    def first(self, tokens: Sequence[int], seen: int) -> int | None:
+        """How many of `tokens` there are when a stop text is first complete; the first `seen` are known to have none."""
+        if self.tokenizer is None:
+            return None
+        for end in range(seen + 1, len(tokens) + 1):
+            text = self.tokenizer.decode(list(tokens[max(0, end - self.tail) : end]))
+            if any(stop in text for stop in self.stop):
+                return end
+        return None
