@@ -16,7 +16,7 @@ LAYERS = [
     ["data"],
     ["models", "store"],
     ["scoring", "optim", "grading"],
-    ["rewards"],
+    ["rewards", "engines"],
     ["recipes", "functional"],
     ["quickstart", "verify"],
     ["cli"],

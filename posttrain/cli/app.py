@@ -2,7 +2,7 @@
 
 import typer
 
-from posttrain.cli import config, data, explore, grade, quickstart, runs, score, train, verify
+from posttrain.cli import config, data, explore, generate, grade, quickstart, runs, sample, score, train, verify
 from posttrain.cli.flags import SettingsCommand, with_settings
 
 EPILOG = "--debug, anywhere on the command line, shows the stack trace of an error."
@@ -23,6 +23,8 @@ def build() -> typer.Typer:
     app.command("explore", cls=SettingsCommand, epilog=EPILOG)(with_settings(explore.explore))
     app.command("score", epilog=EPILOG)(score.score)
     app.command("grade", epilog=EPILOG)(grade.grade)
+    app.command("generate", epilog=EPILOG)(generate.generate)
+    app.command("sample", epilog=EPILOG)(sample.sample)
     app.command("verify-resume", cls=SettingsCommand, epilog=EPILOG)(with_settings(verify.verify_resume))
     app.command("quickstart", epilog=EPILOG)(quickstart.quickstart)
     app.add_typer(config.app, name="config", rich_help_panel="Settings")

@@ -3,11 +3,18 @@
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
+from pydantic import ValidationError
 
+from posttrain.cli.errors import UsageError
 from posttrain.config import Stage, load
+from posttrain.config.base import Settings, SettingsConflict
+from posttrain.config.explain import wrong_value
+from posttrain.config.fields import full
+
+Group = TypeVar("Group", bound=Settings)
 
 Config = Annotated[
     str | None, typer.Argument(metavar="CONFIG|PRESET", help="A YAML or JSON file, or a preset of `config list`.")
@@ -30,3 +37,18 @@ def load_stages(config: str | None, overrides: list[str] | None, flags: Mapping[
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     return loaded.stages
+
+
+def from_flags(group: type[Group], given: Mapping[str, Any]) -> Group:
+    """A group of settings from a verb's own flags, by the names of its fields. Raises UsageError for a wrong value."""
+    try:
+        return group(**given)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        conflict = problem.get("ctx", {}).get("error")
+        if isinstance(conflict, SettingsConflict):
+            name, message = conflict.problems[0]
+        else:
+            name = str(problem["loc"][0])
+            message = wrong_value(given[name], full(group.model_fields[name]))
+        raise UsageError(f"--{name.replace('_', '-')} {message}") from error

@@ -74,6 +74,7 @@ class DataConfig(Settings):
         "sharegpt",
         "alpaca",
         "problem_answer",
+        "prompt",
         "text",
         "hh",
     ] = Field(default="auto", description="How a row is laid out; auto: told by its columns.")

@@ -81,7 +81,7 @@ def _messages(problem: Any, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath
         kind = f"is {_show(method['type'])}; {did_you_mean(method['type'], METHOD_NAMES)}" if "type" in method else ""
         yield (*path, "type"), kind or "is missing"
     else:
-        yield path, _type_message(problem["input"], annotation)
+        yield path, wrong_value(problem["input"], annotation)
 
 
 def _locate(loc: tuple[str | int, ...], values: Any) -> tuple[KeyPath, Any]:
@@ -191,7 +191,8 @@ def did_you_mean(given: Any, words: Iterable[str]) -> str:
     return f"{meant}it is one of {', '.join(words)}"
 
 
-def _type_message(given: Any, annotation: Any) -> str:
+def wrong_value(given: Any, annotation: Any) -> str:
+    """What is wrong with a value that its setting does not take, and what it takes."""
     words = choices(annotation)
     if words and isinstance(given, str):
         return f"is {_show(given)}; {did_you_mean(given, words)}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -164,6 +164,8 @@ def _bounds(constraints: list[Any]) -> str:
             words.append(f"above {_number(constraint.gt)}")
         elif isinstance(constraint, Lt):
             words.append(f"below {_number(constraint.lt)}")
+        elif isinstance(constraint, Le):
+            words.append(f"at most {_number(constraint.le)}")
         elif pattern is not None:
             words.append(PATTERNS[pattern])
     return " and ".join(words)

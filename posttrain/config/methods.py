@@ -34,8 +34,8 @@ F_DIVERGENCE_LOSSES = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo
 REFERENCE_FREE_LOSSES = F_DIVERGENCE_LOSSES | {"aot", "aot_unpaired"}
 LABEL_SMOOTHING_LOSSES = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"})
 
-# What an example is made of: a single sequence, a pair of completions, or one completion with a label.
-Kind = Literal["sft", "pair", "unpaired"]
+# What an example is made of: a single sequence, a pair of completions, one completion with a label, or a prompt alone.
+Kind = Literal["sft", "pair", "unpaired", "prompt"]
 
 
 class MethodSettings(Settings):

@@ -297,6 +297,11 @@ class RunConfig(Settings):
             "prompt_completion or messages",
         )
         problems.check(
+            kind == "prompt" or self.data.format != "prompt",
+            "data.format",
+            f"is prompt, which has nothing that {self.method.type} could learn from: it needs completions",
+        )
+        problems.check(
             self.method.type != "sft" or not self.method.completion_only_loss or self.data.format != "text",
             "method.completion_only_loss",
             "is true, but data.format: text has no prompt and completion",

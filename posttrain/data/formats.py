@@ -139,6 +139,13 @@ def problem_answer(fields: Fields, template: Template) -> Row:
     return Row(problem, reply) if template.turns else Row(f"{problem}\n", reply)
 
 
+def prompt(fields: Fields, template: Template) -> Row:
+    """`prompt` alone, as a text or as messages: what a completion is drawn for."""
+    value = field(fields, "prompt")
+    asked = text_of(value, "prompt") if isinstance(value, str) else messages_of(value, "prompt")
+    return Row(asked, "" if isinstance(asked, str) else [], tools=tools_of(fields.get("tools")))
+
+
 def text(fields: Fields, template: Template) -> Row:
     """`text`: a plain document, all of it trained on."""
     return Row(None, text_of(field(fields, "text"), "text"))
@@ -185,6 +192,9 @@ FORMATS: dict[str, Format] = {
             ("expected_answer", "answer"),
         ),
         one_of=("solution", "answer"),
+    ),
+    "prompt": Format(
+        prompt, ("prompt",), ("tools",), (("problem", "prompt"), ("question", "prompt"), ("instruction", "prompt"))
     ),
     "text": Format(text, ("text",)),
 }
@@ -281,7 +291,8 @@ def _detect(columns: dict[str, str], there: Iterable[str], sample: list[dict], k
         return "hh" if "prompt" not in names and sum(transcripts) * 2 > len(transcripts) else "preference"
     if "conversations" in names:
         return "sharegpt"
-    for format in ("messages", "alpaca", "prompt_completion", "problem_answer", "text"):
+    told = ("messages", "alpaca", "prompt_completion", "problem_answer", *(["prompt"] if kind == "prompt" else []), "text")
+    for format in told:
         known = FORMATS[format]
         found = _resolve(known, columns, names)
         if set(known.required) <= found.keys() and (not known.one_of or {found.get(n) for n in known.one_of} & names):

@@ -122,7 +122,7 @@ class Reader:
 
     def _part(self, part: Part, max_rows: int | None) -> tuple[pa.Table, Reading, str, str | None]:
         source = open_source(part.source, part.split, max_rows, self.seed, self.template.compose)
-        format, columns = self._layout(part.source)
+        format, columns = self.layout(part.source)
         facts = {"source": source.digest, "max_rows": max_rows, "format": format, "columns": columns}
         key = cache.fingerprint({**self.settings, **facts})
         table, reading, note = cache.cached(
@@ -133,7 +133,7 @@ class Reader:
         )
         return table, reading, key, note
 
-    def _layout(self, source: str) -> tuple[str, dict[str, str]]:
+    def layout(self, source: str) -> tuple[str, dict[str, str]]:
         """Format and columns as set; where they are not, those of a known set."""
         format, columns = self.data.format, self.data.columns
         known = layout_of(source)
@@ -170,7 +170,7 @@ class Reader:
                 rows, records_of = [], []
                 for record in batch:
                     try:
-                        rows.append(self._row(record, layout))
+                        rows.append(self.row(record, layout))
                         records_of.append(record)
                     except RowError as error:
                         malformed.append(Malformed(record.file, record.line, str(error)))
@@ -194,11 +194,13 @@ class Reader:
             )
         return Reading(layout.name, read, tuple(malformed), seen.duplicates, shifted)
 
-    def _row(self, record: Record, layout: Layout) -> Row:
-        """A record in the common form, with the settings that change texts applied."""
+    def row(self, record: Record, layout: Layout) -> Row:
+        """A record in the common form, with the settings that change texts applied. Raises RowError."""
         if record.value is None:
             raise RowError(record.problem)
         row = layout.read(record.value, self.template)
+        if self.kind == "prompt":
+            row = _as_prompt(row)
         if self.kind == "sft" and row.rejected is not None:
             row = Row(row.prompt, row.chosen, tools=row.tools)
         if self.data.strip_think:
@@ -293,6 +295,16 @@ def _last_turn_as_completion(row: Row) -> Row:
     if isinstance(messages, str) or len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise RowError("completion_only_loss needs the conversation to end with an assistant's turn after another")
     return replace(row, prompt=messages[:-1], chosen=messages[-1:])
+
+
+def _as_prompt(row: Row) -> Row:
+    """What is asked, without the reply that is there: a conversation up to its last turn of the assistant."""
+    if row.prompt is not None:
+        return Row(row.prompt, "", tools=row.tools)
+    turns = row.chosen
+    if not isinstance(turns, str) and turns[-1]["role"] == "assistant":
+        turns = turns[:-1]
+    return Row(turns, "", tools=row.tools)
 
 
 def _with_system(row: Row, system: str) -> Row:

@@ -125,6 +125,14 @@ class Tokeniser:
             out.append(Trained(full, spans, cut, cut < len(prompt)))
         return out
 
+    def prompts(self, rows: Sequence[Row]) -> list[tuple[str, Ids] | RowError]:
+        """Text and tokens of each row's prompt as the model sees it before it answers."""
+        texts = self._texts([(row, row.prompt, None) for row in rows])
+        return [
+            ids if isinstance(ids, RowError) else (cast(str, text), ids)
+            for text, ids in zip(texts, self._encode(texts), strict=True)
+        ]
+
     def documents(self, rows: Sequence[Row]) -> list[Trained | RowError]:
         """Plain texts, every token trained."""
         texts: list[str | RowError] = [self._stopped(cast(str, row.chosen)) for row in rows]

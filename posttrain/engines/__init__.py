@@ -1,6 +1,32 @@
 """Engines draw completions: token ids in, tokens with their log-probabilities out (docs/engines.md)."""
 
-from posttrain.engines.embedded import EmbeddedEngine
-from posttrain.engines.protocol import Completion, Engine, Sampling
+from __future__ import annotations
 
-__all__ = ["Completion", "EmbeddedEngine", "Engine", "Sampling"]
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.config.rollout import EngineName
+from posttrain.engines.embedded import EmbeddedEngine
+from posttrain.engines.plain import TransformersEngine
+from posttrain.engines.protocol import Completion, Engine, Sampling
+from posttrain.engines.stops import stop_token_ids
+from posttrain.engines.streams import seed_of
+
+__all__ = [
+    "Completion",
+    "EmbeddedEngine",
+    "Engine",
+    "Sampling",
+    "TransformersEngine",
+    "make_engine",
+    "seed_of",
+    "stop_token_ids",
+]
+
+
+def make_engine(
+    name: EngineName, policy: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None, *, version: int = 0
+) -> Engine:
+    """The engine of that name over `policy`. Raises ModelError where it cannot run this model."""
+    made = {"embedded": EmbeddedEngine, "transformers": TransformersEngine}[name]
+    return made(policy, tokenizer, version=version)

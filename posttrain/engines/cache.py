@@ -69,7 +69,13 @@ class Cache:
                 side[target, :, :columns] = side[source, :, :columns]
 
     def buffer(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Memory to write into, kept from call to call: fresh pages cost a CPU more than the arithmetic on them."""
+        """Memory to write into, of finite numbers.
+
+        On a CPU it is kept from call to call: fresh pages cost more than the arithmetic on them. On a GPU allocation is
+        cheap, and a recorded step needs memory of its own.
+        """
+        if like.device.type != "cpu":
+            return like.new_zeros(*shape)
         size = 1
         for length in shape:
             size *= length
@@ -195,7 +201,7 @@ class Decoding:
         columns = key.shape[2]
         key, value = key.flatten(0, 1), value.flatten(0, 1)
         query = query.reshape(count * heads, queries, size)
-        if query.dtype == torch.float32:
+        if query.dtype == torch.float32 and query.device.type == "cpu":
             scores = self.cache.buffer(name, (count * heads, queries, columns), query)
             torch.bmm(query * how.scaling, key.transpose(1, 2), out=scores)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from posttrain.engines.cache import Cache, Decoding
 from posttrain.engines.protocol import Sampling
-from posttrain.engines.sampling import draw, token_words
+from posttrain.engines.sampling import draw
+from posttrain.engines.streams import token_words
 from posttrain.models.families import backbone_of, base_of
 from posttrain.scoring import next_token_logits, row_chunks
 
@@ -61,6 +62,21 @@ class State:
             logprobs_RL=torch.zeros(rows, columns + 1, device=device),
         )
 
+    def copy(self) -> State:
+        return State(*(getattr(self, field.name).clone() for field in fields(self)))
+
+    def become(self, other: State) -> None:
+        """Take the other's values, each tensor staying where it is."""
+        for field in fields(self):
+            getattr(self, field.name).copy_(getattr(other, field.name))
+
+    def idle(self, start: int, member: int) -> None:
+        """Let the rows from `start` on be computed without an effect: done, and at a place of a group that no row has."""
+        self.done_R[start:] = True
+        self.count_R[start:] = 1
+        self.group_R[start:] = 0
+        self.member_R[start:] = member
+
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy what the rows at `source` have to the places `target`; their group and member are set apart."""
         for tensor in (
@@ -77,6 +93,9 @@ class State:
 
 class Stepper:
     """Feeds every live completion its last token and draws its next one."""
+
+    steps_between_checks = 1
+    static = False  # whether a step computes more rows than there are live ones
 
     def __init__(self, policy: nn.Module, sampling: Sampling, device: torch.device):
         self.policy, self.sampling = policy, sampling

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,10 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.batch import Example, Sample, pack
 from posttrain.engines.cache import Cache, Prefill
 from posttrain.engines.decode import Shape, State, Stepper
-from posttrain.engines.protocol import Completion, Request, Sampling, requests
-from posttrain.engines.sampling import keys
+from posttrain.engines.graphs import COLUMNS, StaticStepper
+from posttrain.engines.protocol import Completion, Request, Sampling, not_finite, requests
 from posttrain.engines.stops import StopTexts
-from posttrain.errors import ModelError, VitalSignError
+from posttrain.engines.streams import keys
+from posttrain.errors import ModelError
 from posttrain.models.attention import width_step
 from posttrain.models.families import backbone_of, base_of, check_positions, is_packed
 
@@ -34,7 +36,8 @@ class EmbeddedEngine:
     """Engine (see protocol.py) for families that take packs. `tokenizer` is needed for stop texts only.
 
     The policy may be a plain transformers model or a PEFT one; adapters count as they are switched when `generate` is
-    called. In float32 log-probabilities are those of `posttrain.scoring` to 1e-5.
+    called. In float32 log-probabilities are those of `posttrain.scoring` to 1e-5. `static` says whether steps have few
+    shapes and are recorded (graphs.py); by default they are on a GPU.
     """
 
     def __init__(
@@ -44,8 +47,10 @@ class EmbeddedEngine:
         *,
         version: int = 0,
         max_rows: int = MAX_ROWS,
+        static: bool | None = None,
     ):
-        self.tokenizer, self.max_rows = tokenizer, max_rows
+        self.tokenizer, self.max_rows, self.static = tokenizer, max_rows, static
+        self._held: _Memory | None = None
         self.load(policy, version)
 
     def load(self, policy: nn.Module, version: int) -> None:
@@ -57,6 +62,10 @@ class EmbeddedEngine:
                 f"{base.config._attn_implementation}: set rollout.engine: transformers"
             )
         self.policy, self.version = policy, version
+
+    def release(self) -> None:
+        """Give back what a GPU holds between calls: the cache and the recorded steps, which are then made anew."""
+        self._held = None
 
     def generate(
         self,
@@ -80,9 +89,23 @@ class EmbeddedEngine:
             return []
         check_positions(base.config, max(len(request.tokens) + max(request.limits) for request in asked))
         texts = StopTexts(sampling.stop, self.tokenizer)
+        size = _Size.of(asked, sampling, self.max_rows)
+        device = head.weight.device  # pyright: ignore
         with torch.inference_mode(), evaluating(self.policy):
-            run = _Generation(self.policy, asked, sampling, texts, self.version, self.max_rows, head.weight.device)
-            return run.completions()
+            memory = self._memory(sampling, size, device)
+            return _Generation(memory, asked, texts, self.version).completions()
+
+    def _memory(self, sampling: Sampling, size: _Size, device: torch.device) -> _Memory:
+        """What to draw in: made for the call, or where shapes are static the one of the last call if it serves."""
+        on_gpu = device.type == "cuda"
+        if not (on_gpu if self.static is None else self.static):
+            return _Memory(self.policy, sampling, size, device, Stepper(self.policy, sampling, device))
+        if self._held is None or not self._held.serves(self.policy, sampling, size):
+            self._held = None  # before the new one is made: there may not be room for two
+            stepper = StaticStepper(self.policy, sampling, device, compiled=on_gpu)
+            self._held = _Memory(self.policy, sampling, size.rounded(), device, stepper)
+        self._held.state.idle(0, size.members)
+        return self._held
 
 
 @contextlib.contextmanager
@@ -117,31 +140,55 @@ class Row:
     seen: int = 0  # tokens in which stop texts were looked for
 
 
+class _Size(NamedTuple):
+    """What the cache has room for."""
+
+    rows: int
+    groups: int
+    members: int
+    prompt_columns: int
+    own_columns: int
+
+    @classmethod
+    def of(cls, asked: Sequence[Request], sampling: Sampling, max_rows: int) -> _Size:
+        n = sampling.num_generations
+        rows = min(len(asked) * n, max(n, max_rows))
+        # Groups of which some completions are done hold a place while others enter.
+        groups = min(len(asked), 2 * rows // n)
+        longest = max(max(request.limits) for request in asked)
+        return cls(rows, groups, n, max(len(request.tokens) for request in asked), longest)
+
+    def rounded(self) -> _Size:
+        """With columns for somewhat longer prompts and completions, so that the next calls find room too."""
+        prompt, own = (-(-columns // COLUMNS) * COLUMNS for columns in (self.prompt_columns, self.own_columns))
+        return self._replace(prompt_columns=prompt, own_columns=own)
+
+
+class _Memory:
+    """The tensors that completions are drawn in, and what steps over them."""
+
+    def __init__(self, policy: nn.Module, sampling: Sampling, size: _Size, device: torch.device, stepper: Stepper):
+        self.policy, self.sampling, self.size, self.device, self.stepper = policy, sampling, size, device, stepper
+        self.cache = Cache(size.groups, size.rows, size.members, size.prompt_columns, size.own_columns)
+        self.state = State.empty(size.rows, size.groups, size.own_columns, device)
+
+    def serves(self, policy: nn.Module, sampling: Sampling, size: _Size) -> bool:
+        """Whether a call with these can use it: the same policy and drawing, and room enough."""
+        same = self.policy is policy and self.size.members == size.members
+        drawing = replace(sampling, seed=self.sampling.seed, max_completion_length=self.sampling.max_completion_length)
+        return same and drawing == self.sampling and all(a >= b for a, b in zip(self.size, size, strict=True))
+
+
 class _Generation:
     """One call of `generate`."""
 
-    def __init__(
-        self,
-        policy: nn.Module,
-        asked: list[Request],
-        sampling: Sampling,
-        texts: StopTexts,
-        version: int,
-        max_rows: int,
-        device: torch.device,
-    ):
-        self.policy, self.sampling, self.texts, self.version, self.device = policy, sampling, texts, version, device
-        self.n = n = sampling.num_generations
+    def __init__(self, memory: _Memory, asked: list[Request], texts: StopTexts, version: int):
+        self.memory, self.policy, self.sampling, self.device = memory, memory.policy, memory.sampling, memory.device
+        self.cache, self.state, self.stepper = memory.cache, memory.state, memory.stepper
+        self.texts, self.version = texts, version
+        self.n = n = memory.sampling.num_generations
         # Long prompts first would waste least, but the order of a caller is often by difficulty: it is kept.
         self.waiting = deque(asked)
-        self.max_rows = min(len(asked) * n, max(n, max_rows))
-        # Groups of which some completions are done hold a place while others enter.
-        self.max_groups = min(len(asked), 2 * self.max_rows // n)
-        longest = max(max(request.limits) for request in asked)
-        columns = max(len(request.tokens) for request in asked)
-        self.cache = Cache(self.max_groups, self.max_rows, n, columns, longest)
-        self.state = State.empty(self.max_rows, self.max_groups, longest, device)
-        self.stepper = Stepper(policy, sampling, device)
         self.groups: list[Group] = []  # by slot
         self.rows: list[Row] = []  # by place in the state's tensors
         self.found: list[list[Completion | None]] = [[None] * n for _ in asked]
@@ -151,9 +198,10 @@ class _Generation:
             if self.admit():
                 self.retire()
             if self.rows:
-                self.stepper.step(self.state, self.cache, self.shape())
-                for group in self.groups:
-                    group.age += 1
+                for _ in range(self.stepper.steps_between_checks):
+                    self.stepper.step(self.state, self.cache, self.shape())
+                    for group in self.groups:
+                        group.age += 1
                 self.retire()
         return [[done for done in group if done is not None] for group in self.found]
 
@@ -169,8 +217,8 @@ class _Generation:
         fresh: list[Group] = []
         while (
             self.waiting
-            and len(self.rows) + (len(fresh) + 1) * self.n <= self.max_rows
-            and len(self.groups) + len(fresh) < self.max_groups
+            and len(self.rows) + (len(fresh) + 1) * self.n <= self.memory.size.rows
+            and len(self.groups) + len(fresh) < self.memory.size.groups
         ):
             fresh.append(Group(self.waiting.popleft(), len(self.groups) + len(fresh)))
         if not fresh:
@@ -239,10 +287,7 @@ class _Generation:
         tokens = self.state.tokens_RL[index, :columns].tolist()
         logprobs_RL = self.state.logprobs_RL[index, :columns]
         if not logprobs_RL.isfinite().all():
-            raise VitalSignError(
-                "the engine: the model gives log-probabilities that are not finite, so nothing can be drawn from it: "
-                "its weights have diverged or are damaged; go back to an earlier checkpoint, or lower the learning rate"
-            )
+            raise not_finite()
         logprobs = logprobs_RL.tolist()
         stops = set(self.sampling.stop_token_ids)
         for place, count, ids, values in zip(places, counts, tokens, logprobs, strict=True):
@@ -282,6 +327,8 @@ class _Generation:
         """Tell the state which group each row is of, and which of its live rows it is."""
         member = {id(row): number for group in self.groups for number, row in enumerate(group.live)}
         state, rows, groups = self.state, slice(len(self.rows)), slice(len(self.groups))
+        if self.stepper.static:
+            state.idle(len(self.rows), self.n)
         state.group_R[rows] = self.whole([row.group.slot for row in self.rows])
         state.member_R[rows] = self.whole([member[id(row)] for row in self.rows])
         state.length_G[groups] = self.whole([len(group.request.tokens) for group in self.groups])

@@ -15,7 +15,8 @@ from typing import Literal, Protocol
 
 from torch import nn
 
-from posttrain.errors import ConfigError, DataError
+from posttrain.engines.streams import seed_of
+from posttrain.errors import ConfigError, DataError, VitalSignError
 
 FinishReason = Literal["stop", "length"]
 
@@ -140,6 +141,14 @@ def requests(
         own = [longest] * n if limits is None else list(limits[index])
         if len(own) != n or min(own) < 1:
             raise ValueError(f"limits of prompt {index}: {own}; give {n} of 1 or more")
-        seed = sampling.seed + index if seeds is None else seeds[index]
+        seed = seed_of(sampling.seed, index) if seeds is None else seeds[index]
         made.append(Request(index, tokens, seed, tuple(min(limit, room) for limit in own)))
     return made
+
+
+def not_finite() -> VitalSignError:
+    """What to raise when a log-probability is NaN or infinite."""
+    return VitalSignError(
+        "the engine: the model gives log-probabilities that are not finite, so nothing can be drawn from it: its "
+        "weights have diverged or are damaged; go back to an earlier checkpoint, or lower the learning rate"
+    )

@@ -1,12 +1,14 @@
-"""Stop texts: whether a completion's newest tokens complete one."""
+"""What ends a completion: stop tokens, and stop texts that its newest tokens complete."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.errors import ConfigError
+from posttrain.models.families import base_of
 
 
 class StopTexts:
@@ -31,3 +33,10 @@ class StopTexts:
             if any(stop in text for stop in self.stop):
                 return end
         return None
+
+
+def stop_token_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """What ends a completion of this model: the tokenizer's end of text, and what its generation_config.json adds."""
+    given = getattr(base_of(policy).generation_config, "eos_token_id", None)
+    ids = [tokenizer.eos_token_id, *(given if isinstance(given, list) else [given])]
+    return tuple(dict.fromkeys(int(id) for id in ids if id is not None))

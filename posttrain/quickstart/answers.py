@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from posttrain.config import TagsConfig
+from posttrain.config import ModelConfig, TagsConfig
+from posttrain.engines import EmbeddedEngine, Sampling, seed_of, stop_token_ids
+from posttrain.models.load import load_model, load_tokenizer
 from posttrain.progress import progress
 from posttrain.store.atomic import write_file
 
 LONGEST = 56  # tokens of a reply; a right one has at most 45
-ROWS = 256  # replies computed at a time
+ROWS = 256  # replies judged at a time
+REPLIES = 1024  # drawn between two movements of the progress bar
 PER_PROBLEM = 2  # most pairs of one problem
 TAGS = TagsConfig()
 Problem = dict[str, str]  # problem, solution (the working), answer
@@ -46,40 +48,36 @@ def grade(text: str, answer: str) -> tuple[bool, bool, bool]:
     return (True, found[1] != "", found[2] == answer) if found else (False, False, False)
 
 
-@torch.inference_mode()
 def ask(
     model: Path, problems: Sequence[Problem], what: str, *, samples: int = 1, seed: int | None = None
 ) -> list[Reply]:
-    """`samples` replies to every problem, those of one problem side by side; greedy, or at temperature 1 with a seed.
-
-    The model folder is read by plain transformers: posttrain makes ordinary model folders.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    policy: Any = AutoModelForCausalLM.from_pretrained(model).eval()
-    greedy = seed is None
-    torch.manual_seed(seed or 0)
-    asked = [problem for problem in problems for _ in range(samples)]
+    """`samples` replies to every problem, those of one problem side by side; greedy, or at temperature 1 with a seed."""
+    settings = ModelConfig(path=str(model))
+    tokenizer = load_tokenizer(settings)
+    policy = load_model(settings, "lm", torch.float32, torch.device("cpu"))
+    engine = EmbeddedEngine(policy)
+    sampling = Sampling(
+        temperature=0.0 if seed is None else 1.0,
+        max_completion_length=LONGEST,
+        num_generations=samples,
+        stop_token_ids=stop_token_ids(policy, tokenizer),
+    )
+    prompts = [
+        tokenizer.apply_chat_template(turns(problem["problem"]), add_generation_prompt=True, tokenize=False)
+        for problem in problems
+    ]
+    tokens = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     replies = []
-    for start in progress(range(0, len(asked), ROWS), what):
-        rows = asked[start : start + ROWS]
-        prompts = [
-            tokenizer.apply_chat_template(turns(row["problem"]), add_generation_prompt=True, tokenize=False)
-            for row in rows
-        ]
-        batch = tokenizer(prompts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
-        out = policy.generate(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            max_new_tokens=LONGEST,
-            do_sample=not greedy,
-            top_k=0 if not greedy else None,
-        )
-        new = out[:, batch["input_ids"].shape[1] :]
-        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
-        finished = (new == tokenizer.eos_token_id).any(1).tolist()
-        for row, text, done in zip(rows, texts, finished, strict=True):
-            whole = TAGS.reasoning_start + text
-            replies.append(Reply(row["problem"], whole, *grade(whole, row["answer"]), done))
+    at_once = max(1, REPLIES // samples)
+    for start in progress(range(0, len(problems), at_once), what):
+        some = range(start, min(start + at_once, len(problems)))
+        seeds = [seed_of(seed or 0, index) for index in some]
+        for index, group in zip(some, engine.generate([tokens[i] for i in some], sampling, seeds=seeds), strict=True):
+            problem = problems[index]
+            for completion in group:
+                text = TAGS.reasoning_start + str(tokenizer.decode(completion.tokens, skip_special_tokens=True))
+                finished = completion.finish_reason == "stop"
+                replies.append(Reply(problem["problem"], text, *grade(text, problem["answer"]), finished))
     return replies
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -149,7 +150,15 @@ def enable_gradient_checkpointing(policy: nn.Module) -> None:
     """
     for layer in base_of(policy).modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+            layer.forward = partial(_checkpointed, layer.forward)
+
+
+def _checkpointed(forward: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
+    """The layer's forward, recomputed in backward where there will be one. Without gradients `checkpoint` would still
+    save the state of random generators at every call, which engines make by the thousand."""
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **settings)
+    return checkpoint(forward, *inputs, use_reentrant=False, **settings)
 
 
 def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

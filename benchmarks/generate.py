@@ -1,0 +1,178 @@
+"""The embedded engine beside transformers' own `generate`, at natural lengths: `python -m benchmarks.generate`.
+
+Prompts are GSM8K questions. Each completion ends at the length, in the model's own tokens, of a recorded model solution
+drawn from `example_model_solutions.jsonl` (at most 256), as if its stop token had come then; both sides have the same
+draw, the same prompts and temperature 1. transformers generates the whole batch at once with its own key-value cache
+and sdpa attention, which is what TRL does without vLLM, and stops when the longest completion is done. Each side runs in
+a process of its own, in turn; the tokens counted are those of the completions. Prints the table and writes
+results/generate.json. Leave the machine alone meanwhile.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList
+
+from benchmarks.common import SHARED, THREADS, make_models, peak_memory_gb
+from posttrain.config.schema import ModelConfig
+from posttrain.engines import EmbeddedEngine, Sampling
+from posttrain.models.load import load_model
+
+RESULTS = Path(__file__).parent / "results"
+LIMIT = 256
+LONGEST_PROMPT = 160  # tokens; the end of a longer question is kept
+WORK = {"stories260K": (64, 8), "bench": (16, 8)}  # prompts, completions of each
+GOALS = {"stories260K": 4.0, "bench": 6.0}  # our tokens a second over transformers'
+
+
+def work(name: str, model: Path, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts as token ids, and the length of every completion."""
+    rows = [json.loads(line) for line in (SHARED / "data/gsm8k/example_model_solutions.jsonl").open(encoding="utf-8")]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rng = random.Random(seed)
+    count, n = WORK[name]
+    questions = list(dict.fromkeys(row["question"] for row in rows))
+    prompts = [tokenizer(text).input_ids[-LONGEST_PROMPT:] for text in rng.sample(questions, count)]
+    solutions = [text for row in rng.sample(rows, count * n) for text in [rng.choice(solutions_of(row))]]
+    lengths = [min(LIMIT, len(tokenizer(text, add_special_tokens=False).input_ids) + 1) for text in solutions]
+    return prompts, [lengths[start : start + n] for start in range(0, len(lengths), n)]
+
+
+def solutions_of(row: dict) -> list[str]:
+    """The recorded solutions of a row, whatever model wrote them."""
+    return [value["solution"] for value in row.values() if isinstance(value, dict) and "solution" in value]
+
+
+class AtLengths(StoppingCriteria):
+    """Every row is done at a length of its own."""
+
+    def __init__(self, start: int, lengths: torch.Tensor):
+        self.start, self.lengths = start, lengths
+
+    def __call__(self, input_ids, scores, **_unused):
+        return input_ids.shape[1] - self.start >= self.lengths
+
+
+def run_embedded(model: Path, prompts: list[list[int]], limits: list[list[int]]):
+    config = ModelConfig(path=str(model), dtype="float32")
+    policy = load_model(config, "lm", torch.float32, torch.device("cpu"))
+    engine = EmbeddedEngine(policy)
+    sampling = Sampling(num_generations=len(limits[0]), max_completion_length=LIMIT)
+
+    def generate(count: int) -> int:
+        groups = engine.generate(prompts[:count], sampling, limits=limits[:count])
+        return sum(len(completion.tokens) for group in groups for completion in group)
+
+    return generate
+
+
+def run_transformers(model: Path, prompts: list[list[int]], limits: list[list[int]]):
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
+    policy.generation_config.eos_token_id = None
+    n = len(limits[0])
+
+    def generate(count: int) -> int:
+        width = max(map(len, prompts[:count]))
+        ids = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts[:count] for _ in range(n)])
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts[:count] for _ in range(n)])
+        lengths = torch.tensor([limit for group in limits[:count] for limit in group])
+        policy.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=LIMIT,
+            pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([AtLengths(width, lengths)]),
+        )
+        return int(lengths.sum())
+
+    return generate
+
+
+SIDES = {"embedded": run_embedded, "transformers": run_transformers}
+
+
+def one_side(side: str, name: str, model: Path) -> dict:
+    """Tokens a second of one side, after a small warm-up, in this process."""
+    torch.set_num_threads(THREADS)
+    prompts, limits = work(name, model)
+    generate = SIDES[side](model, prompts, limits)
+    generate(2)
+    began = time.perf_counter()
+    tokens = generate(len(prompts))
+    seconds = time.perf_counter() - began
+    return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds, "peak_gb": peak_memory_gb()}
+
+
+def measure(side: str, name: str, model: Path) -> dict:
+    """One side in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.generate", "--side", side, "--work", name, "--model", str(model)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{side} {name} failed:\n{done.stdout}\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(name: str, model: Path, rounds: int) -> dict:
+    """Both sides in turn, `rounds` times: medians, and the ratio of each round."""
+    found: dict[str, list[dict]] = {side: [] for side in SIDES}
+    for number in range(rounds):
+        for side, results in found.items():
+            results.append(measure(side, name, model))
+            print(f"  {name} {number + 1}/{rounds}: {side} {results[-1]['tokens_per_second']:,.0f} tokens/s", flush=True)
+    pairs = zip(found["embedded"], found["transformers"], strict=True)
+    ratios = [ours["tokens_per_second"] / theirs["tokens_per_second"] for ours, theirs in pairs]
+    return {"ratio": statistics.median(ratios), "ratios": ratios, "goal": GOALS[name], **found}
+
+
+def table(results: dict[str, dict]) -> str:
+    """The comparison as Markdown."""
+    lines = ["| model, prompts × completions | embedded ÷ transformers | goal | tokens/s | peak GB |", "|---|---|---|---|---|"]
+    for name, r in results.items():
+        count, n = WORK[name]
+        medians = {
+            key: [statistics.median(one[key] for one in r[side]) for side in SIDES]
+            for key in ("tokens_per_second", "peak_gb")
+        }
+        (ours, theirs), (our_gb, their_gb) = medians["tokens_per_second"], medians["peak_gb"]
+        lines.append(
+            f"| {name}, {count} × {n} | {r['ratio']:.2f} ({min(r['ratios']):.2f} to {max(r['ratios']):.2f}) "
+            f"| ≥ {r['goal']:g} | {ours:,.0f} / {theirs:,.0f} | {our_gb:.2f} / {their_gb:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=list(WORK), help=f"any of {', '.join(WORK)}")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--side", choices=SIDES)
+    parser.add_argument("--work", choices=WORK)
+    parser.add_argument("--model", type=Path)
+    given = parser.parse_args()
+    if given.side:
+        print(json.dumps(one_side(given.side, given.work, given.model)))
+        return
+    with TemporaryDirectory() as folder:
+        models = {"stories260K": SHARED / "models/stories260K", "bench": make_models(Path(folder))["policy"]}
+        results = {name: compare(name, models[name], given.rounds) for name in given.names}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "generate.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

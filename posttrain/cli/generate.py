@@ -1,0 +1,77 @@
+"""`posttrain generate`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from posttrain.cli.score import Dtype, Format, Template
+from posttrain.cli.settings import from_flags
+from posttrain.config import DataConfig, DevicesConfig, ModelConfig
+from posttrain.config.rollout import RolloutConfig
+
+Model = Annotated[str, typer.Argument(help="Hub id or folder: a causal model, or a LoRA adapter of one.")]
+File = Annotated[Path, typer.Argument(help="Prompts, as rows of any format: JSONL, JSON, CSV or Parquet; also .gz.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; default: FILE.generated.jsonl.")]
+NumGenerations = Annotated[int, typer.Option("--num-generations", "-n", min=1, help="Completions of each prompt.")]
+EngineOption = Annotated[str, typer.Option("--engine", help="embedded, or transformers for any architecture.")]
+Temperature = Annotated[float, typer.Option("--temperature", help="Of sampling; 0: greedy.")]
+TopP = Annotated[float, typer.Option("--top-p", help="The likeliest tokens that have this share together.")]
+TopK = Annotated[int, typer.Option("--top-k", help="So many likeliest tokens; 0: all.")]
+MinP = Annotated[float, typer.Option("--min-p", help="Tokens at least so likely as this share of the likeliest.")]
+MaxLength = Annotated[int, typer.Option("--max-completion-length", help="Longest completion in tokens.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="A text that ends a completion; repeatable.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same completions.")]
+
+
+def generate(
+    model: Model,
+    file: File,
+    output: Output = None,
+    num_generations: NumGenerations = 1,
+    engine: EngineOption = "embedded",
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    max_completion_length: MaxLength = 512,
+    stop: Stop = None,
+    seed: Seed = 0,
+    format: Format = "auto",
+    template: Template = None,
+    dtype: Dtype = "auto",
+) -> None:
+    """Draw completions for the prompts of a file.
+
+    Rows come out in the order they came in, with all their fields and `completions`, each with `text`, `token_ids`,
+    `logprobs` (of the distribution drawn from) and `finish_reason` (stop or length).
+    """
+    model_settings = from_flags(ModelConfig, {"path": model, "dtype": dtype})
+    rollout = from_flags(
+        RolloutConfig,
+        {
+            "engine": engine,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "max_completion_length": max_completion_length,
+            "stop": tuple(stop or ()),
+        },
+    )
+    data = {"source": str(file), "format": format, "template": template or "none"}
+    from_flags(DataConfig, data)
+    from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
+    from posttrain.recipes.generate import generate as generate_for
+
+    if template is None and load_tokenizer(model_settings).chat_template:
+        data["template"] = "chat"
+    target = output or file.with_name(f"{file.name}.generated.jsonl")
+    done = generate_for(
+        model_settings, file, target, DataConfig(**data), rollout, DevicesConfig(), num_generations, seed
+    )
+    print(
+        f"{done.completions:,} completions of {done.prompts:,} prompts: {done.tokens:,} tokens in {done.seconds:.1f} s "
+        f"({done.tokens / max(done.seconds, 1e-9):,.0f} a second), {done.truncated:,} ended by the limit"
+    )
+    print(f"written: {target}")

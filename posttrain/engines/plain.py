@@ -1,0 +1,178 @@
+"""The engine of transformers' own `generate`: slower, for any architecture that transformers can generate with.
+
+Drawing, streams, limits and stops are those of the other engines: `generate` runs the model and the cache, and is told
+each token by a processor of logits that has only that token left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from posttrain.engines.embedded import evaluating
+from posttrain.engines.protocol import Completion, Request, Sampling, not_finite, requests
+from posttrain.engines.sampling import draw
+from posttrain.engines.stops import StopTexts
+from posttrain.engines.streams import keys, token_words
+from posttrain.models.attention import NAME as PACKED
+from posttrain.models.families import base_of, logit_softcap
+
+
+class TransformersEngine:
+    """Engine (see protocol.py) by transformers' `generate`, `max_rows` completions at a time, prompts left padded.
+
+    A policy whose attention is `packed` generates with transformers' own, and is packed again afterwards.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        version: int = 0,
+        max_rows: int = 256,
+    ):
+        self.tokenizer, self.max_rows = tokenizer, max_rows
+        self.load(policy, version)
+
+    def load(self, policy: nn.Module, version: int) -> None:
+        """Run on `policy` from now on; its weights are used where they are."""
+        self.policy, self.version = policy, version
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        seeds: Sequence[int] | None = None,
+        limits: Sequence[Sequence[int]] | None = None,
+    ) -> list[list[Completion]]:
+        base = base_of(self.policy)
+        asked = requests(
+            prompts,
+            sampling,
+            seeds,
+            limits,
+            vocabulary=base.get_input_embeddings().weight.shape[0],  # pyright: ignore
+            positions=getattr(base.config, "max_position_embeddings", None),
+        )
+        texts = StopTexts(sampling.stop, self.tokenizer)
+        at_once = max(1, self.max_rows // sampling.num_generations)
+        found: list[list[Completion]] = []
+        with torch.inference_mode(), evaluating(self.policy), _own_attention(base), _plain_defaults(base):
+            for start in range(0, len(asked), at_once):
+                found += self._batch(base, asked[start : start + at_once], sampling, texts)
+        return found
+
+    def _batch(
+        self, base: PreTrainedModel, asked: Sequence[Request], sampling: Sampling, texts: StopTexts
+    ) -> list[list[Completion]]:
+        n, device = sampling.num_generations, base.device
+        width = max(len(request.tokens) for request in asked)
+        prompts = torch.zeros(len(asked), width, dtype=torch.int64)
+        mask = torch.zeros_like(prompts)
+        for row, request in enumerate(asked):
+            prompts[row, width - len(request.tokens) :] = torch.as_tensor(request.tokens)
+            mask[row, width - len(request.tokens) :] = 1
+        drawing = _Drawing(asked, sampling, texts, device)
+        base.generate(
+            input_ids=prompts.repeat_interleave(n, 0).to(device),  # pyright: ignore
+            attention_mask=mask.repeat_interleave(n, 0).to(device),
+            generation_config=GenerationConfig(
+                max_new_tokens=max(max(request.limits) for request in asked), do_sample=False, pad_token_id=0
+            ),
+            logits_processor=LogitsProcessorList([drawing]),
+            stopping_criteria=StoppingCriteriaList([_Done(drawing)]),
+        )
+        rows = drawing.completions(self.version)
+        return [rows[start : start + n] for start in range(0, len(rows), n)]
+
+
+class _Drawing(LogitsProcessor):
+    """Draws each row's token and keeps it with its log-probability; `generate` is left no other."""
+
+    def __init__(self, asked: Sequence[Request], sampling: Sampling, texts: StopTexts, device: torch.device):
+        self.sampling, self.texts = sampling, texts
+        streams = [(request.seed, number) for request in asked for number in range(sampling.num_generations)]
+        self.key_B2 = keys(streams, device)
+        self.limit_B = torch.tensor([limit for request in asked for limit in request.limits], device=device)
+        self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
+        self.words_V: Tensor | None = None
+        self.tokens: list[Tensor] = []  # a step's, (B)
+        self.logprobs: list[Tensor] = []
+        self.count_B = torch.zeros_like(self.limit_B)  # tokens of each row, until it is done
+        self.stopped_B = torch.zeros_like(self.limit_B, dtype=torch.bool)
+        self.done_B = torch.zeros_like(self.stopped_B)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.float()
+        if self.words_V is None:
+            self.words_V = token_words(scores.shape[-1], scores.device)
+        place_B = torch.full_like(self.count_B, len(self.tokens))
+        token_B, logprob_B = draw(scores.clone(), self.sampling, self.words_V, self.key_B2, place_B)
+        self.tokens.append(token_B)
+        self.logprobs.append(logprob_B)
+        self.count_B += ~self.done_B
+        stopped_B = (token_B[:, None] == self.stops).any(1)
+        if self.texts:
+            for row in (~self.done_B).nonzero().squeeze(1).tolist():
+                drawn = [int(token[row]) for token in self.tokens[-self.texts.tail - 1 :]]
+                stopped_B[row] |= self.texts.first(drawn, len(drawn) - 1) is not None
+        self.stopped_B |= stopped_B & ~self.done_B
+        self.done_B |= stopped_B | (self.count_B >= self.limit_B)
+        return torch.full_like(scores, -torch.inf).scatter_(1, token_B[:, None], 0.0)
+
+    def completions(self, version: int) -> list[Completion]:
+        tokens, logprobs = torch.stack(self.tokens, 1).tolist(), torch.stack(self.logprobs, 1)
+        made = []
+        for row, count in enumerate(self.count_B.tolist()):
+            if not logprobs[row, :count].isfinite().all():
+                raise not_finite()
+            reason = "stop" if self.stopped_B[row] else "length"
+            made.append(Completion(tokens[row][:count], logprobs[row, :count].tolist(), reason, version))
+        return made
+
+
+class _Done(StoppingCriteria):
+    def __init__(self, drawing: _Drawing):
+        self.drawing = drawing
+
+    def __call__(self, input_ids, scores, **_unused) -> torch.BoolTensor:
+        return self.drawing.done_B  # pyright: ignore
+
+
+@contextlib.contextmanager
+def _own_attention(base: PreTrainedModel) -> Iterator[None]:
+    """transformers' attention in place of `packed`; capped logits need the eager one."""
+    if base.config._attn_implementation != PACKED:
+        yield
+        return
+    capped = getattr(base.config, "attn_logit_softcapping", None) or logit_softcap(base.config)
+    base.set_attn_implementation("eager" if capped else "sdpa")
+    try:
+        yield
+    finally:
+        base.set_attn_implementation(PACKED)
+
+
+@contextlib.contextmanager
+def _plain_defaults(base: PreTrainedModel) -> Iterator[None]:
+    """Without the model's own defaults of generation (penalties, stop tokens): what is asked for is all there is."""
+    own = base.generation_config
+    base.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        base.generation_config = own

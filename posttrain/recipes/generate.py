@@ -1,0 +1,129 @@
+"""`posttrain generate`: completions of the prompts of a file, in its order, each row with all its fields."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.config import DataConfig, DevicesConfig, ModelConfig
+from posttrain.config.rollout import RolloutConfig
+from posttrain.data.prompts import Prompt, prompts_of
+from posttrain.data.readers import read_files
+from posttrain.data.report import Malformed
+from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids
+from posttrain.models.load import compute_dtype, device_of, load_model, load_tokenizer
+from posttrain.progress import progress
+from posttrain.store.atomic import write_file
+
+log = logging.getLogger("posttrain")
+
+COMPLETIONS_AT_ONCE = 1024  # between two movements of the progress bar
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What came of a file."""
+
+    prompts: int
+    completions: int
+    tokens: int
+    truncated: int  # completions that the limit ended
+    seconds: float
+
+
+def generate(
+    model: ModelConfig,
+    file: Path,
+    output: Path,
+    data: DataConfig,
+    rollout: RolloutConfig,
+    devices: DevicesConfig,
+    num_generations: int,
+    seed: int,
+) -> Generated:
+    """Draw completions for every row of `file` and write the rows with their `completions` to `output` as JSONL.
+
+    A completion has `text` (without the stop token), `token_ids`, `logprobs` and `finish_reason`. A row without a
+    usable prompt keeps its place, with `error`. A row's completions depend on the seed and its number alone.
+    """
+    device = device_of(devices)
+    tokenizer = load_tokenizer(model)
+    records = list(read_files((file,)))
+    prompts = prompts_of(records, data, tokenizer, str(file))
+    policy = load_model(model, "lm", compute_dtype(model, device), device)
+    engine = make_engine(rollout.engine, policy, tokenizer)
+    sampling = sampling_of(rollout, num_generations, stop_token_ids(policy, tokenizer), seed)
+    good = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
+    began = time.perf_counter()
+    drawn = draw_all(engine, good, sampling, f"generating for {file.name}")
+    seconds = time.perf_counter() - began
+
+    lines = []
+    for record, prompt in zip(records, prompts, strict=True):
+        row: dict[str, Any] = dict(record.value or {})
+        if isinstance(prompt, Malformed):
+            row["error"] = prompt.reason
+        else:
+            row["completions"] = [as_json(done, sampling, tokenizer) for done in drawn[prompt.row]]
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    write_file(output, "".join(lines))
+    if len(good) < len(records):
+        log.warning("%d of %d rows have no usable prompt: see their field `error`", len(records) - len(good), len(records))
+    found = [completion for group in drawn.values() for completion in group]
+    return Generated(
+        prompts=len(good),
+        completions=len(found),
+        tokens=sum(len(completion.tokens) for completion in found),
+        truncated=sum(completion.finish_reason == "length" for completion in found),
+        seconds=seconds,
+    )
+
+
+def sampling_of(rollout: RolloutConfig, num_generations: int, stops: tuple[int, ...], seed: int) -> Sampling:
+    """The settings as an engine takes them."""
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        max_completion_length=rollout.max_completion_length,
+        num_generations=num_generations,
+        stop_token_ids=stops,
+        stop=rollout.stop,
+        seed=seed,
+    )
+
+
+def draw_all(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> dict[int, list[Completion]]:
+    """The completions of each prompt, by its row; streams are by row, so that how rows are divided changes nothing."""
+    at_once = max(1, COMPLETIONS_AT_ONCE // sampling.num_generations)
+    drawn = {}
+    for start in progress(range(0, len(prompts), at_once), what):
+        some = prompts[start : start + at_once]
+        groups = engine.generate([p.tokens for p in some], sampling, seeds=[seed_of(sampling.seed, p.row) for p in some])
+        drawn |= {prompt.row: group for prompt, group in zip(some, groups, strict=True)}
+    return drawn
+
+
+def text_of(completion: Completion, sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A completion's text, without its stop token."""
+    tokens = completion.tokens
+    if tokens[-1] in sampling.stop_token_ids:
+        tokens = tokens[:-1]
+    return str(tokenizer.decode(tokens))
+
+
+def as_json(completion: Completion, sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return {
+        "text": text_of(completion, sampling, tokenizer),
+        "token_ids": completion.tokens,
+        "logprobs": completion.logprobs,
+        "finish_reason": completion.finish_reason,
+    }

@@ -1,0 +1,392 @@
+"""One suite for every engine: the record, streams, log-probabilities, new weights, stops, adapters, bad input.
+
+The models are those of tests/test_equivalence.py: small, with weights scaled up so that attention is sharp and a wrong
+mask, position or cache shows in every number.
+"""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from test_equivalence import CONFIGS, VOCAB, make
+from transformers import AutoTokenizer
+
+from posttrain.batch import Example, Sample, pack
+from posttrain.engines import EmbeddedEngine, Sampling, TransformersEngine, make_engine
+from posttrain.errors import ConfigError, DataError, ModelError, VitalSignError
+from posttrain.models.families import FAMILIES, base_of
+from posttrain.models.lean import lean
+from posttrain.scoring import Scorer
+
+PACKED = [name for name, family in FAMILIES.items() if family.packed]
+PROMPTS = [[5, 9, 11, 30, 7], [8, 8, 21], [40, 3, 17, 26, 5, 6, 19, 33, 50, 12, 4], [60], [9, 14, 22, 5, 31, 44]]
+DRAWN = Sampling(temperature=0.8, max_completion_length=14, num_generations=3, stop_token_ids=(7, 19), seed=3)
+
+
+def policy_of(family: str = "qwen3", **settings):
+    """A policy as recipes have it: packed where its family is, with lean layers."""
+    model = make(family, **settings)
+    if FAMILIES[family].packed:
+        model.set_attn_implementation("packed")
+    lean(model)
+    return model
+
+
+def with_lora(model):
+    """`model` with adapters that change it a good deal."""
+    torch.manual_seed(5)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    return adapted.eval()
+
+
+@pytest.fixture(params=["embedded", "transformers"])
+def engine_of(request):
+    """Makes an engine over a policy."""
+    return lambda policy, **settings: make_engine(request.param, policy, **settings)
+
+
+def tokens_of(groups):
+    return [[completion.tokens for completion in group] for group in groups]
+
+
+def trainer_logprobs(policy, prompt, group, temperature):
+    """Those of the group's tokens by posttrain.scoring, from one pack."""
+    tree = Sample(prompt, children=tuple(Sample(completion.tokens, True) for completion in group))
+    [whole] = pack([Example((tree,), 0)], 1000)
+    with torch.no_grad():
+        return Scorer(policy)(whole, temperature=temperature).logprob_N
+
+
+def assert_trainers(policy, prompts, groups, temperature):
+    worst = 0.0
+    for prompt, group in zip(prompts, groups, strict=True):
+        got = torch.tensor([value for completion in group for value in completion.logprobs])
+        worst = max(worst, (got - trainer_logprobs(policy, prompt, group, temperature)).abs().max().item())
+    print(f"largest difference of a log-probability: {worst:.2e}")
+    assert worst <= 1e-5
+
+
+def test_the_record(engine_of):
+    engine = engine_of(policy_of(), version=4)
+    groups = engine.generate(PROMPTS, DRAWN)
+    assert [len(group) for group in groups] == [3] * len(PROMPTS)
+    reasons = Counter()
+    for completion in (completion for group in groups for completion in group):
+        assert 1 <= len(completion.tokens) == len(completion.logprobs) <= 14
+        assert all(value <= 0 for value in completion.logprobs) and completion.version == 4
+        stops = [token in DRAWN.stop_token_ids for token in completion.tokens]
+        assert not any(stops[:-1]) and stops[-1] == (completion.finish_reason == "stop")
+        assert stops[-1] or len(completion.tokens) == 14
+        reasons[completion.finish_reason] += 1
+    assert set(reasons) == {"stop", "length"}, "the prompts should show both ends"
+    assert len({tuple(completion.tokens) for completion in groups[0]}) > 1, "completions of a group differ"
+    assert engine.generate([], DRAWN) == []
+
+
+def test_the_same_seed_gives_the_same_text(engine_of):
+    engine = engine_of(policy_of())
+    first = engine.generate(PROMPTS, DRAWN)
+    assert engine.generate(PROMPTS, DRAWN) == first
+    assert tokens_of(engine.generate(PROMPTS, replace(DRAWN, seed=4))) != tokens_of(first)
+
+
+def test_whatever_else_is_in_the_batch(engine_of):
+    engine = engine_of(policy_of("gemma3_text"))
+    seeds = [11, 22, 33, 44, 55]
+    together = tokens_of(engine.generate(PROMPTS, DRAWN, seeds=seeds))
+    alone = [
+        tokens_of(engine.generate([prompt], DRAWN, seeds=[seed]))[0]
+        for prompt, seed in zip(PROMPTS, seeds, strict=True)
+    ]
+    assert alone == together
+    turned = tokens_of(engine.generate(PROMPTS[::-1], DRAWN, seeds=seeds[::-1]))
+    assert turned[::-1] == together
+    fewer = tokens_of(engine.generate(PROMPTS, replace(DRAWN, num_generations=2), seeds=seeds))
+    assert fewer == [group[:2] for group in together]
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_engines_agree_while_rows_leave_and_enter(family):
+    """A handful of rows at a time, lengths of their own: what the scheduler does changes no token, and logprobs are
+    the trainer's."""
+    policy = policy_of(family)
+    prompts, limits = PROMPTS * 3, [[1 + (5 * i + 7 * j) % 14 for j in range(3)] for i in range(15)]
+    sampling = replace(DRAWN, stop_token_ids=())
+    few = EmbeddedEngine(policy, max_rows=7).generate(prompts, sampling, limits=limits)
+    assert [[len(completion.tokens) for completion in group] for group in few] == limits
+    assert tokens_of(EmbeddedEngine(policy).generate(prompts, sampling, limits=limits)) == tokens_of(few)
+    assert_trainers(policy, prompts, few, sampling.temperature)
+    if family in ("qwen3", "gemma2", "opt"):
+        plain = TransformersEngine(policy, max_rows=9).generate(prompts, sampling, limits=limits)
+        assert tokens_of(plain) == tokens_of(few)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_static_shapes_draw_the_same(family):
+    """What a GPU records, run plainly: rounded shapes, rows without a use, checks every few steps, memory kept."""
+    policy, sampling = policy_of(family), replace(DRAWN, stop_token_ids=(7,))
+    want = EmbeddedEngine(policy).generate(PROMPTS * 2, sampling)
+    engine = EmbeddedEngine(policy, max_rows=9, static=True)
+    got = engine.generate(PROMPTS * 2, sampling)
+    assert tokens_of(got) == tokens_of(want)
+    assert_trainers(policy, PROMPTS * 2, got, sampling.temperature)
+    held = engine._held
+    again = engine.generate(PROMPTS[:3], replace(sampling, seed=9, max_completion_length=5))
+    assert engine._held is held, "a smaller call is served by the memory that is there"
+    assert tokens_of(again) == tokens_of(
+        EmbeddedEngine(policy).generate(PROMPTS[:3], replace(sampling, seed=9, max_completion_length=5))
+    )
+    engine.generate(PROMPTS[:3], replace(sampling, temperature=1.5))
+    assert engine._held is not held
+
+
+@pytest.mark.slow
+def test_the_step_is_compiled_whole():
+    """torch.compile takes the whole step of a static shape without a break, and it draws the same tokens."""
+    import torch._dynamo
+
+    from posttrain.engines.graphs import StaticStepper
+
+    policy, sampling = policy_of("qwen3"), replace(DRAWN, stop_token_ids=(7,))
+    want = EmbeddedEngine(policy).generate(PROMPTS, sampling)
+    made = []
+
+    class Compiled(StaticStepper):
+        def __init__(self, policy, sampling, device, compiled):
+            super().__init__(policy, sampling, device, compiled=False)
+            self.run = torch.compile(self.run, dynamic=True, fullgraph=True, backend="aot_eager")
+            made.append(self)
+
+    engine = EmbeddedEngine(policy, static=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("posttrain.engines.embedded.StaticStepper", Compiled)
+        got = engine.generate(PROMPTS, sampling)
+    assert made and tokens_of(got) == tokens_of(want)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_logprobs_are_the_trainers(engine_of, family):
+    policy = policy_of(family)
+    assert_trainers(policy, PROMPTS, engine_of(policy).generate(PROMPTS, DRAWN), DRAWN.temperature)
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_greedy_is_transformers_greedy(engine_of, family):
+    reference = make(family)
+    sampling = Sampling(temperature=0.0, max_completion_length=12, stop_token_ids=(2,))
+    groups = engine_of(policy_of(family)).generate(PROMPTS, sampling)
+    for prompt, [completion] in zip(PROMPTS, groups, strict=True):
+        row = torch.tensor([prompt])
+        out = reference.generate(row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=12)
+        assert completion.tokens == out[0, len(prompt) :].tolist()
+    assert_trainers(policy_of(family), PROMPTS, groups, 1.0)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in PACKED])
+def test_families_that_are_not_packed(family):
+    policy, reference = policy_of(family), make(family)
+    with pytest.raises(ModelError, match=r"rollout\.engine: transformers"):
+        EmbeddedEngine(policy)
+    groups = TransformersEngine(policy).generate(PROMPTS, replace(DRAWN, temperature=0.0, num_generations=1))
+    for prompt, [completion] in zip(PROMPTS, groups, strict=True):
+        logits = reference(torch.tensor([prompt + completion.tokens])).logits[0, len(prompt) - 1 : -1]
+        assert completion.tokens == logits.argmax(-1).tolist()
+
+
+def test_new_weights_change_output_and_version(engine_of):
+    policy = policy_of()
+    engine = engine_of(policy)
+    before = engine.generate(PROMPTS, DRAWN)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    engine.load(policy, version=1)
+    after = engine.generate(PROMPTS, DRAWN)
+    assert {completion.version for group in after for completion in group} == {1}
+    assert tokens_of(after) != tokens_of(before)
+    assert_trainers(policy, PROMPTS, after, DRAWN.temperature)
+
+
+def test_a_prompt_is_prefilled_once_and_finished_rows_cost_nothing():
+    """Tokens that go through the model: every prompt's once, every completion's but the last."""
+    policy, fed = policy_of(), []
+    policy.get_input_embeddings().register_forward_hook(lambda module, given, out: fed.append(given[0].numel()))
+    groups = EmbeddedEngine(policy, max_rows=8).generate(PROMPTS, replace(DRAWN, num_generations=4))
+    drawn = [len(completion.tokens) for group in groups for completion in group]
+    assert sum(fed) == sum(map(len, PROMPTS)) + sum(drawn) - len(drawn)
+
+
+@pytest.mark.parametrize(
+    "filters", [dict(top_k=5), dict(top_p=0.6), dict(min_p=0.2), dict(top_k=20, top_p=0.8, min_p=0.05, temperature=1.7)]
+)
+def test_filters_are_transformers_warpers(filters):
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    from posttrain.engines.sampling import process
+
+    sampling = Sampling(**filters)
+    torch.manual_seed(0)
+    logits = want = 3 * torch.randn(50, VOCAB)
+    warpers = [TemperatureLogitsWarper(sampling.temperature)] if sampling.temperature != 1 else []
+    warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    warpers += [MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
+    for warper in warpers:
+        want = warper(torch.zeros(50, 1), want)
+    torch.testing.assert_close(process(logits.clone(), sampling), want)
+    assert (want == -math.inf).any()
+
+
+def test_logprobs_are_of_the_processed_distribution(engine_of):
+    """With filters they are those of the tokens left, renormalised, and no other token is drawn."""
+    policy = policy_of()
+    sampling = replace(DRAWN, top_k=6, top_p=0.9, min_p=0.02, stop_token_ids=())
+    groups = engine_of(policy).generate(PROMPTS, sampling)
+    reference = make("qwen3")
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            logits = reference(torch.tensor([prompt + completion.tokens])).logits[0, len(prompt) - 1 : -1]
+            for row, token, logprob in zip(logits.detach(), completion.tokens, completion.logprobs, strict=True):
+                assert logprob == pytest.approx(by_hand(row, sampling)[token], abs=1e-5)
+
+
+def by_hand(logits, sampling) -> dict[int, float]:
+    """Log-probabilities of the tokens that temperature, top_k, top_p and min_p leave, in plain Python."""
+    p = (logits / sampling.temperature).softmax(-1).tolist()
+    order = sorted(range(len(p)), key=lambda i: -p[i])[: sampling.top_k]
+    total, kept, before = sum(p[i] for i in order), [], 0.0
+    for i in order:
+        if before / total < sampling.top_p:
+            kept.append(i)
+        before += p[i]
+    kept = [i for i in kept if p[i] >= sampling.min_p * p[kept[0]]]
+    total = sum(p[i] for i in kept)
+    return {i: math.log(p[i] / total) for i in kept}
+
+
+def test_tokens_come_as_often_as_they_are_likely(engine_of):
+    """First tokens of 4,000 completions against their probabilities: chi-square over the likelier ones."""
+    policy, prompt, n = policy_of("llama"), PROMPTS[0], 4000
+    sampling = Sampling(temperature=2.0, max_completion_length=2, num_generations=n)
+    [group] = engine_of(policy).generate([prompt], sampling)
+    logits = make("llama")(torch.tensor([prompt])).logits[0, -1] / 2.0
+    expected = n * logits.detach().softmax(-1)
+    found = torch.bincount(torch.tensor([completion.tokens[0] for completion in group]), minlength=VOCAB)
+    common = expected >= 5
+    chi2 = ((found - expected) ** 2 / expected)[common].sum().item()
+    freedom = int(common.sum())
+    print(f"chi-square {chi2:.1f} with {freedom} degrees of freedom")
+    assert freedom >= 5 and chi2 < freedom + 5 * math.sqrt(2 * freedom)
+    # The second token is drawn anew: completions that begin alike go on differently.
+    starts = Counter(completion.tokens[0] for completion in group)
+    likeliest = starts.most_common(1)[0][0]
+    assert len({completion.tokens[1] for completion in group if completion.tokens[0] == likeliest}) > 3
+
+
+def test_stop_texts(engine_of, shared):
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "minimind6400")
+    policy = policy_of(vocab_size=len(tokenizer))
+    free = replace(DRAWN, stop_token_ids=(), max_completion_length=20, num_generations=2)
+    engine = engine_of(policy, tokenizer=tokenizer)
+    whole = engine.generate(PROMPTS, free)
+    pairs = [tokenizer.decode(whole[0][0].tokens[start : start + 2]) for start in range(3, 15)]
+    text = next(pair for pair in pairs if "\ufffd" not in pair)[:-1]  # it ends within the text of a token
+    stopped = engine.generate(PROMPTS, replace(free, stop=(text, "no such text")))
+    seen = 0
+    for was, now in zip((c for g in whole for c in g), (c for g in stopped for c in g), strict=True):
+        ends = [end for end in range(1, 21) if text in tokenizer.decode(was.tokens[:end])]
+        size = ends[0] if ends else 20
+        assert now.tokens == was.tokens[:size] and now.logprobs == pytest.approx(was.logprobs[:size], abs=1e-5)
+        assert now.finish_reason == ("stop" if ends else "length")
+        seen += bool(ends)
+    assert seen
+    with pytest.raises(ConfigError, match="need a tokenizer"):
+        engine_of(policy).generate(PROMPTS, replace(free, stop=("x",)))
+
+
+def test_adapters_on_and_off(engine_of):
+    base = tokens_of(engine_of(policy_of()).generate(PROMPTS, DRAWN))
+    policy = with_lora(policy_of())
+    engine = engine_of(policy)
+    policy.train()  # as a recipe may leave it: dropout is off while the engine draws, and on again afterwards
+    adapted = engine.generate(PROMPTS, DRAWN)
+    assert all(module.training for module in policy.modules())
+    policy.eval()
+    assert tokens_of(adapted) != base
+    assert_trainers(policy, PROMPTS, adapted, DRAWN.temperature)
+    with policy.disable_adapter():
+        assert tokens_of(engine.generate(PROMPTS, DRAWN)) == base
+    assert base_of(policy).config._attn_implementation == "packed"
+
+
+def test_limits_of_positions(engine_of):
+    """A completion ends where the model's positions do; a prompt that leaves none is named."""
+    engine = engine_of(policy_of("gpt2", n_positions=16))
+    sampling = replace(DRAWN, stop_token_ids=(), num_generations=1, max_completion_length=12)
+    groups = engine.generate([[3] * 10, [4] * 3], sampling)
+    assert [len(group[0].tokens) for group in groups] == [6, 12]
+    with pytest.raises(DataError, match="prompt 1 has 16 tokens and the model 16 positions.*max_prompt_length"):
+        engine.generate([[3], [3] * 16], sampling)
+
+
+@pytest.mark.parametrize(("prompt", "message"), [([], "prompt 1 is empty"), ([3, VOCAB], f"token id {VOCAB}.*another")])
+def test_bad_prompts_are_named(engine_of, prompt, message):
+    with pytest.raises(DataError, match=message):
+        engine_of(policy_of()).generate([[3], prompt], DRAWN)
+
+
+def test_weights_that_are_not_finite(engine_of):
+    policy = policy_of()
+    policy.lm_head.weight.data[5] = math.nan
+    with pytest.raises(VitalSignError, match="not finite"):
+        engine_of(policy).generate(PROMPTS, DRAWN)
+
+
+@pytest.mark.parametrize(
+    "wrong", [dict(temperature=-1.0), dict(top_p=0.0), dict(num_generations=0), dict(max_completion_length=0)]
+)
+def test_bad_sampling_is_named(wrong):
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is"):
+        Sampling(**wrong)
+
+
+def test_streams_are_one_and_the_same_everywhere():
+    """The numbers of the race by plain Python integers; and apart streams, places and tokens they are unrelated."""
+    from posttrain.engines.streams import exponentials, keys, seed_of, token_words
+
+    def mix(x):
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            x = (x ^ x >> shift) * factor % 2**32
+        return x ^ x >> 16
+
+    key = keys([(3, 0), (3, 1), (2**40, 0)], torch.device("cpu"))
+    place = torch.tensor([0, 5, 70000])
+    got = exponentials(token_words(200, key.device), key, place)
+    for row, token in ((0, 0), (1, 17), (2, 199), (2, 3)):
+        first, second = (int(word) % 2**32 for word in key[row])
+        start = mix((first + int(place[row]) * 0x9E3779B9) % 2**32)
+        x = mix(token + 1) ^ start
+        x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+        x ^= start * 0x846CA68B % 2**32 ^ second
+        x = (x ^ x >> 15) * 0x846CA68B % 2**32
+        x = (x ^ x >> 16) & 0x7FFFFFFF
+        assert got[row, token].item() == pytest.approx(-math.log1p(-min((x + 0.5) / 2**31, 1 - 2**-24)), rel=1e-5)
+
+    assert len({seed_of(*parts) for parts in [(), (0,), (1,), (0, 1), (1, 0), (0, 0, 1)]}) == 6
+    many = keys([(seed, number) for seed in range(20) for number in range(10)], torch.device("cpu"))
+    table = torch.stack([exponentials(token_words(100, many.device), many, torch.full((200,), p)) for p in range(20)])
+    assert table.mean().item() == pytest.approx(1.0, abs=0.01) and table.std().item() == pytest.approx(1.0, abs=0.02)
+    below = (table < math.log(2)).float() * 2 - 1  # a fair coin each
+    for axis in range(3):
+        beside = (below * below.roll(1, axis)).mean().item()
+        assert abs(beside) < 4 / math.sqrt(below.numel()), f"neighbours along axis {axis} are related: {beside}"
+
+
+def test_every_packed_family_is_here():
+    assert set(PACKED) <= set(CONFIGS)

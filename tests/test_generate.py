@@ -1,0 +1,153 @@
+"""`posttrain generate` and `posttrain sample`: prompts from every kind of row, what is written, what is suggested."""
+
+import json
+
+import pytest
+import yaml
+
+from posttrain.cli import main
+from posttrain.config import DataConfig
+from posttrain.config.rollout import RolloutConfig
+from posttrain.data.prompts import prompts_of
+from posttrain.data.readers import Record
+from posttrain.recipes.sample import Measured, format_of, suggestions
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+ROWS = {
+    "prompt": ({"prompt": "Hi"}, "Hi"),
+    "prompt as messages": ({"prompt": TURNS[:1]}, "Hi"),
+    "question": ({"question": "Hi"}, "Hi"),
+    "problem and answer": ({"problem": "Hi", "answer": "3"}, "Hi\n"),
+    "prompt and completion": ({"prompt": "Hi", "completion": "Hello"}, "Hi"),
+    "pair": ({"prompt": "Hi", "chosen": "a", "rejected": "b"}, "Hi"),
+    "transcript": (
+        {"chosen": "\n\nHuman: Hi\n\nAssistant: a", "rejected": "\n\nHuman: Hi\n\nAssistant: b"},
+        "\n\nHuman: Hi\n\nAssistant:",
+    ),
+    "alpaca": ({"instruction": "Hi", "input": "", "output": "Hello"}, "Hi\n"),
+    "document": ({"text": "Once upon"}, "Once upon"),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(shared):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(shared / "tokenizers" / "minimind6400")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_is_asked(tokenizer, name):
+    row, text = ROWS[name]
+    data = DataConfig(source="f.jsonl", template="none")
+    [found] = prompts_of([Record(0, "f.jsonl", 1, row)], data, tokenizer, "f.jsonl")
+    assert found.text == text and found.fields == row and tokenizer.decode(found.tokens) == text
+
+
+@pytest.mark.parametrize("row", [{"messages": TURNS}, {"messages": TURNS[:1]}, {"prompt": "Hi"}])
+def test_the_template_opens_the_reply(tokenizer, row):
+    """A conversation's own last reply is not part of what is asked."""
+    data = DataConfig(source="f.jsonl", system_prompt="Be brief.")
+    [found] = prompts_of([Record(0, "f.jsonl", 1, row)], data, tokenizer, "f.jsonl")
+    asked = [{"role": "system", "content": "Be brief."}, TURNS[0]]
+    assert found.text == tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+
+
+def write_prompts(path):
+    rows = [{"prompt": "Once upon a time", "id": 7}, {"prompt": 3}, {"prompt": "Lily and Tom"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+@pytest.mark.parametrize("engine", ["embedded", "transformers"])
+def test_generate(shared, tmp_path, capsys, engine):
+    rows = write_prompts(tmp_path / "p.jsonl")
+    model = str(shared / "models/stories260K")
+    arguments = ["generate", model, str(tmp_path / "p.jsonl"), "-n", "3", "--max-completion-length", "12"]
+    assert main([*arguments, "--engine", engine, "--stop", "."]) == 0
+    assert "6 completions of 2 prompts" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "p.jsonl.generated.jsonl").read_text().splitlines()]
+    assert [{k: v for k, v in line.items() if k not in ("completions", "error")} for line in lines] == rows
+    assert "prompt must be" in lines[1]["error"] and "completions" not in lines[1]
+    for line in (lines[0], lines[2]):
+        assert len(line["completions"]) == 3
+        for done in line["completions"]:
+            assert set(done) == {"text", "token_ids", "logprobs", "finish_reason"}
+            assert 1 <= len(done["token_ids"]) == len(done["logprobs"]) <= 12
+            assert ("." in done["text"]) == (done["finish_reason"] == "stop")
+
+
+def test_generate_is_the_same_whatever_the_engine_and_the_other_rows(shared, tmp_path):
+    write_prompts(tmp_path / "p.jsonl")
+    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "Once upon a time"}) + "\n")
+    model, found = str(shared / "models/stories260K"), []
+    for file, engine in (("p", "embedded"), ("p", "transformers"), ("one", "embedded")):
+        target = tmp_path / f"{file}.{engine}.jsonl"
+        arguments = ["generate", model, str(tmp_path / f"{file}.jsonl"), "-n", "2", "-o", str(target), "--seed", "5"]
+        assert main([*arguments, "--engine", engine, "--max-completion-length", "20"]) == 0
+        first = json.loads(target.read_text().splitlines()[0])
+        found.append([done["token_ids"] for done in first["completions"]])
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--top-p", "0", "--top-p is 0.0; it must be a number above 0 and at most 1"),
+        ("--engine", "vlm", "--engine is 'vlm'; "),
+        ("--temperature", "-1", "--temperature is -1.0; it must be a number of 0 or more"),
+        ("--format", "promt", "--format is 'promt'; did you mean prompt?"),
+    ],
+)
+def test_wrong_flags_are_named(tmp_path, capsys, flag, value, message):
+    assert main(["generate", "model", str(tmp_path / "p.jsonl"), flag, value]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_format_of_prompts_trains_nothing(tmp_path, capsys):
+    settings = {"model": {"path": "m"}, "method": "sft", "data": {"source": "p.jsonl", "format": "prompt"}}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["config", "show", str(tmp_path / "a.yaml")]) == 1
+    assert "data.format is prompt, which has nothing that sft could learn from" in capsys.readouterr().err
+
+
+def test_sample_draws_with_the_settings_of_the_run(shared, scratch_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    settings = {
+        "name": "r",
+        "model": {"path": str(scratch_model), "lora": True},
+        "method": "sft",
+        "data": {"source": "builtin:arithmetic", "max_rows": 20, "template": "tags"},
+        "training": {"max_steps": 1, "batch_size": 2},
+    }
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["train", "a.yaml"]) == 0
+    capsys.readouterr()
+    assert main(["sample", "runs/r", "--prompts", "2", "-n", "3", "--max-completion-length", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "<start_working_out>" in out, "the prompt ends as the template of the run has it"
+    assert "runs/r/final" in out and "ended by the limit" in out and "100%" in out
+    assert "cut off at 8 tokens" in out and "Only 0% keep the template's format" in out
+    assert main(["sample", "runs/nothing"]) == 2 and "no such folder" in capsys.readouterr().err
+
+
+def test_formats():
+    tags = format_of(DataConfig(source="f", template="tags"))
+    assert tags("so 3<end_working_out><SOLUTION>3</SOLUTION>") and not tags("3") and not tags("</SOLUTION>" * 2)
+    assert format_of(DataConfig(source="f", template="r1_zero"))(" x </think> <answer> 3 </answer>")
+    assert format_of(DataConfig(source="f", template="question_only"))("it is \\boxed{3}")
+    assert format_of(DataConfig(source="f")) is None
+
+
+def test_suggestions():
+    rollout = RolloutConfig(max_completion_length=8)
+
+    def said(**changes):
+        fine = dict(row=0, lengths=(4, 5), truncated=0.0, distinct=1.0, formatted=1.0)
+        return " ".join(suggestions([Measured(**(fine | changes))], rollout))
+
+    assert said() == "Nothing stands in the way of training on these."
+    assert "cut off at 8 tokens" in said(truncated=1.0)
+    assert "raise the temperature" in said(distinct=0.25)
+    assert "Train with SFT first" in said(formatted=0.1) and "Nothing" in said(formatted=None)
