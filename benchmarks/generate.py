@@ -3,8 +3,8 @@
 Prompts are GSM8K questions. Each completion ends at the length, in the model's own tokens, of a recorded model solution
 drawn from `example_model_solutions.jsonl` (at most 256), as if its stop token had come then; both sides have the same
 draw, the same prompts and temperature 1. transformers generates the whole batch at once with its own key-value cache
-and sdpa attention, which is what TRL does without vLLM, and stops when the longest completion is done. Each side runs in
-a process of its own, in turn; the tokens counted are those of the completions. Prints the table and writes
+and sdpa attention, which is what TRL does without vLLM, and stops when the longest completion is done. Each side runs
+in a process of its own, in turn; the tokens counted are those of the completions. Prints the table and writes
 results/generate.json. Leave the machine alone meanwhile.
 """
 
@@ -132,7 +132,9 @@ def compare(name: str, model: Path, rounds: int) -> dict:
     for number in range(rounds):
         for side, results in found.items():
             results.append(measure(side, name, model))
-            print(f"  {name} {number + 1}/{rounds}: {side} {results[-1]['tokens_per_second']:,.0f} tokens/s", flush=True)
+            print(
+                f"  {name} {number + 1}/{rounds}: {side} {results[-1]['tokens_per_second']:,.0f} tokens/s", flush=True
+            )
     pairs = zip(found["embedded"], found["transformers"], strict=True)
     ratios = [ours["tokens_per_second"] / theirs["tokens_per_second"] for ours, theirs in pairs]
     return {"ratio": statistics.median(ratios), "ratios": ratios, "goal": GOALS[name], **found}
@@ -140,7 +142,10 @@ def compare(name: str, model: Path, rounds: int) -> dict:
 
 def table(results: dict[str, dict]) -> str:
     """The comparison as Markdown."""
-    lines = ["| model, prompts × completions | embedded ÷ transformers | goal | tokens/s | peak GB |", "|---|---|---|---|---|"]
+    lines = [
+        "| model, prompts × completions | embedded ÷ transformers | goal | tokens/s | peak GB |",
+        "|---|---|---|---|---|",
+    ]
     for name, r in results.items():
         count, n = WORK[name]
         medians = {

@@ -59,17 +59,14 @@ def generate(
             "stop": tuple(stop or ()),
         },
     )
-    data = {"source": str(file), "format": format, "template": template or "none"}
-    from_flags(DataConfig, data)
+    data = from_flags(DataConfig, {"source": str(file), "format": format, "template": template or "none"})
     from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
     from posttrain.recipes.generate import generate as generate_for
 
     if template is None and load_tokenizer(model_settings).chat_template:
-        data["template"] = "chat"
+        data = data.model_copy(update={"template": "chat"})
     target = output or file.with_name(f"{file.name}.generated.jsonl")
-    done = generate_for(
-        model_settings, file, target, DataConfig(**data), rollout, DevicesConfig(), num_generations, seed
-    )
+    done = generate_for(model_settings, file, target, data, rollout, DevicesConfig(), num_generations, seed)
     print(
         f"{done.completions:,} completions of {done.prompts:,} prompts: {done.tokens:,} tokens in {done.seconds:.1f} s "
         f"({done.tokens / max(done.seconds, 1e-9):,.0f} a second), {done.truncated:,} ended by the limit"

@@ -260,7 +260,7 @@ def _resolve(known: Format, columns: dict[str, str], there: Iterable[str]) -> di
     free = [name for name in (*named, *known.optional) if name in columns or name not in taken]
     found = {name: columns.get(name, name) for name in free if name not in aliased}
     for alias, name in known.aliases:
-        if name in aliased and alias not in found.values():
+        if name in aliased and alias in there and alias not in found.values():
             found.setdefault(name, alias)
     return found
 
@@ -291,7 +291,14 @@ def _detect(columns: dict[str, str], there: Iterable[str], sample: list[dict], k
         return "hh" if "prompt" not in names and sum(transcripts) * 2 > len(transcripts) else "preference"
     if "conversations" in names:
         return "sharegpt"
-    told = ("messages", "alpaca", "prompt_completion", "problem_answer", *(["prompt"] if kind == "prompt" else []), "text")
+    told = (
+        "messages",
+        "alpaca",
+        "prompt_completion",
+        "problem_answer",
+        *(["prompt"] if kind == "prompt" else []),
+        "text",
+    )
     for format in told:
         known = FORMATS[format]
         found = _resolve(known, columns, names)

@@ -71,7 +71,7 @@ class State:
             getattr(self, field.name).copy_(getattr(other, field.name))
 
     def idle(self, start: int, member: int) -> None:
-        """Let the rows from `start` on be computed without an effect: done, and at a place of a group that no row has."""
+        """Let the rows from `start` on be computed without an effect: done, and a member that no group has."""
         self.done_R[start:] = True
         self.count_R[start:] = 1
         self.group_R[start:] = 0

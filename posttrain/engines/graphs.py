@@ -40,7 +40,6 @@ class StaticStepper(Stepper):
         self.device = device
         self.run = torch.compile(super().step, dynamic=True) if compiled else super().step
         self.graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
-        self.pool: tuple[int, int] | None = None
 
     def step(self, state: State, cache: Cache, shape: Shape) -> None:
         shape = rounded(shape, cache)
@@ -62,9 +61,9 @@ class StaticStepper(Stepper):
                 state.become(before)  # keys and values that were written ahead are written again in their turn
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        pool = next((other.pool() for other in self.graphs.values()), None)  # they never run at the same time
+        with torch.cuda.graph(graph, pool=pool):  # pyright: ignore[reportArgumentType]
             self.run(state, cache, shape)
-        self.pool = graph.pool()
         state.become(before)  # recording does not compute; drawn tokens come with the first replay
         log.debug("the engine recorded a step of %s", shape)
         return graph

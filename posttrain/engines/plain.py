@@ -60,20 +60,20 @@ class TransformersEngine:
         limits: Sequence[Sequence[int]] | None = None,
     ) -> list[list[Completion]]:
         base = base_of(self.policy)
+        positions = getattr(base.config, "max_position_embeddings", None)
         asked = requests(
             prompts,
             sampling,
             seeds,
             limits,
             vocabulary=base.get_input_embeddings().weight.shape[0],  # pyright: ignore
-            positions=getattr(base.config, "max_position_embeddings", None),
+            positions=positions,
         )
         texts = StopTexts(sampling.stop, self.tokenizer)
-        at_once = max(1, self.max_rows // sampling.num_generations)
         found: list[list[Completion]] = []
         with torch.inference_mode(), evaluating(self.policy), _own_attention(base), _plain_defaults(base):
-            for start in range(0, len(asked), at_once):
-                found += self._batch(base, asked[start : start + at_once], sampling, texts)
+            for batch in _batches(asked, max(1, self.max_rows // sampling.num_generations), positions):
+                found += self._batch(base, batch, sampling, texts)
         return found
 
     def _batch(
@@ -98,6 +98,17 @@ class TransformersEngine:
         )
         rows = drawing.completions(self.version)
         return [rows[start : start + n] for start in range(0, len(rows), n)]
+
+
+def _batches(asked: Sequence[Request], at_once: int, positions: int | None) -> Iterator[Sequence[Request]]:
+    """Up to `at_once` prompts, or one where rows that are done would go on beyond the model's positions."""
+    for start in range(0, len(asked), at_once):
+        batch = asked[start : start + at_once]
+        steps, longest = max(max(request.limits) for request in batch), max(len(request.tokens) for request in batch)
+        if positions is None or longest + steps <= positions:
+            yield batch
+        else:
+            yield from ([request] for request in batch)
 
 
 class _Drawing(LogitsProcessor):

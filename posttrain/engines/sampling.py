@@ -15,6 +15,7 @@ import torch
 from posttrain.engines.protocol import Sampling
 from posttrain.engines.streams import exponentials
 
+
 def process(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """The logits of the distribution to draw from: (B, V) float32, -inf where a filter leaves a token out.
 
@@ -50,9 +51,7 @@ def draw(
     highest = logits.amax(-1, keepdim=True)
     weight = (logits - highest).exp_()
     total = weight.sum(-1)
-    if sampling.greedy:
-        token_B = logits.argmax(-1)
-    else:
-        token_B = weight.div_(exponentials(words_V, key_B2, place_B)).argmax(-1)
+    race = logits if sampling.greedy else weight.div_(exponentials(words_V, key_B2, place_B))
+    token_B = race.argmax(-1)
     chosen = logits.gather(1, token_B[:, None]).squeeze(1)
     return token_B, chosen - highest.squeeze(1) - total.log()

@@ -25,7 +25,7 @@ class StopTexts:
         return bool(self.stop)
 
     def first(self, tokens: Sequence[int], seen: int) -> int | None:
-        """How many of `tokens` there are when a stop text is first complete; the first `seen` are known to have none."""
+        """How many of `tokens` there are when a stop text is first complete; the first `seen` have none."""
         if self.tokenizer is None:
             return None
         for end in range(seen + 1, len(tokens) + 1):

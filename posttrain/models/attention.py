@@ -166,8 +166,8 @@ def packed_attention(
             "this model's attention is set to `packed`, which needs a pack: score through posttrain.scoring, "
             'or call model.set_attn_implementation("sdpa") before using it directly'
         )
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = packed.attend(module, query, key, value, How(scaling, dropout, sliding_window, softcap))
+    how = How(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, sliding_window, softcap)
+    out = packed.attend(module, query, key, value, how)
     return out.transpose(1, 2), None
 
 

@@ -51,7 +51,7 @@ def grade(text: str, answer: str) -> tuple[bool, bool, bool]:
 def ask(
     model: Path, problems: Sequence[Problem], what: str, *, samples: int = 1, seed: int | None = None
 ) -> list[Reply]:
-    """`samples` replies to every problem, those of one problem side by side; greedy, or at temperature 1 with a seed."""
+    """`samples` replies to every problem, those of one side by side; greedy, or at temperature 1 with a seed."""
     settings = ModelConfig(path=str(model))
     tokenizer = load_tokenizer(settings)
     policy = load_model(settings, "lm", torch.float32, torch.device("cpu"))
@@ -63,10 +63,10 @@ def ask(
         stop_token_ids=stop_token_ids(policy, tokenizer),
     )
     prompts = [
-        tokenizer.apply_chat_template(turns(problem["problem"]), add_generation_prompt=True, tokenize=False)
+        str(tokenizer.apply_chat_template(turns(problem["problem"]), add_generation_prompt=True, tokenize=False))
         for problem in problems
     ]
-    tokens = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    tokens = tokenizer(prompts, add_special_tokens=False).input_ids
     replies = []
     at_once = max(1, REPLIES // samples)
     for start in progress(range(0, len(problems), at_once), what):

@@ -75,7 +75,9 @@ def generate(
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     write_file(output, "".join(lines))
     if len(good) < len(records):
-        log.warning("%d of %d rows have no usable prompt: see their field `error`", len(records) - len(good), len(records))
+        log.warning(
+            "%d of %d rows have no usable prompt: see their field `error`", len(records) - len(good), len(records)
+        )
     found = [completion for group in drawn.values() for completion in group]
     return Generated(
         prompts=len(good),
@@ -107,7 +109,9 @@ def draw_all(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, what
     drawn = {}
     for start in progress(range(0, len(prompts), at_once), what):
         some = prompts[start : start + at_once]
-        groups = engine.generate([p.tokens for p in some], sampling, seeds=[seed_of(sampling.seed, p.row) for p in some])
+        groups = engine.generate(
+            [p.tokens for p in some], sampling, seeds=[seed_of(sampling.seed, p.row) for p in some]
+        )
         drawn |= {prompt.row: group for prompt, group in zip(some, groups, strict=True)}
     return drawn
 

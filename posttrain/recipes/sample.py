@@ -143,8 +143,8 @@ def suggestions(measured: Sequence[Measured], rollout: RolloutConfig) -> list[st
     found = []
     if mean([one.truncated for one in measured]) > FEW:
         found.append(
-            f"Most completions are cut off at {rollout.max_completion_length} tokens, so a reward sees no ending: raise "
-            "rollout.max_completion_length, or train with SFT first, which teaches where to stop."
+            f"Most completions are cut off at {rollout.max_completion_length} tokens, so a reward sees no ending: "
+            "raise rollout.max_completion_length, or train with SFT first, which teaches where to stop."
         )
     if mean([one.distinct for one in measured]) < FEW:
         found.append(
