@@ -77,6 +77,15 @@ def test_generate(shared, tmp_path, capsys, engine):
             assert ("." in done["text"]) == (done["finish_reason"] == "stop")
 
 
+def test_a_prompt_without_room_is_an_error_of_its_row(shared, tmp_path):
+    rows = [{"prompt": "Once upon a time " * 300}, {"prompt": "Once"}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = str(shared / "models/stories260K")
+    assert main(["generate", model, str(tmp_path / "p.jsonl"), "--max-completion-length", "3"]) == 0
+    long, short = map(json.loads, (tmp_path / "p.jsonl.generated.jsonl").read_text().splitlines())
+    assert "leaves no room" in long["error"] and "completions" not in long and len(short["completions"]) == 1
+
+
 def test_generate_is_the_same_whatever_the_engine_and_the_other_rows(shared, tmp_path):
     write_prompts(tmp_path / "p.jsonl")
     (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "Once upon a time"}) + "\n")

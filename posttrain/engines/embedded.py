@@ -26,7 +26,7 @@ from posttrain.engines.stops import StopTexts
 from posttrain.engines.streams import keys
 from posttrain.errors import ModelError
 from posttrain.models.attention import width_step
-from posttrain.models.families import backbone_of, base_of, check_positions, is_packed
+from posttrain.models.families import backbone_of, base_of, check_positions, is_packed, positions_of
 
 MAX_ROWS = 256  # more live completions are hardly faster, and take memory
 TOKENS_PER_PREFILL = 8192
@@ -83,7 +83,7 @@ class EmbeddedEngine:
             seeds,
             limits,
             vocabulary=base.get_input_embeddings().weight.shape[0],  # pyright: ignore
-            positions=getattr(base.config, "max_position_embeddings", None),
+            positions=positions_of(base.config),
         )
         if not asked:
             return []

@@ -27,7 +27,7 @@ from posttrain.engines.sampling import draw
 from posttrain.engines.stops import StopTexts
 from posttrain.engines.streams import keys, token_words
 from posttrain.models.attention import NAME as PACKED
-from posttrain.models.families import base_of, logit_softcap
+from posttrain.models.families import base_of, logit_softcap, positions_of
 
 
 class TransformersEngine:
@@ -60,7 +60,7 @@ class TransformersEngine:
         limits: Sequence[Sequence[int]] | None = None,
     ) -> list[list[Completion]]:
         base = base_of(self.policy)
-        positions = getattr(base.config, "max_position_embeddings", None)
+        positions = positions_of(base.config)
         asked = requests(
             prompts,
             sampling,

@@ -59,6 +59,11 @@ def is_packed(base: PreTrainedModel) -> bool:
     return base.config._attn_implementation == PACKED
 
 
+def positions_of(config: PretrainedConfig) -> int | None:
+    """How many positions the model has, or was trained on; None where it knows no bound."""
+    return getattr(config, "max_position_embeddings", None)
+
+
 def check_positions(config: PretrainedConfig, max_length: int) -> None:
     """Refuse lengths at which the rotary embedding depends on the longest sequence beside it (`dynamic`, `longrope`).
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
 from posttrain.config.rollout import RolloutConfig
@@ -18,6 +18,7 @@ from posttrain.data.prompts import Prompt, prompts_of
 from posttrain.data.readers import read_files
 from posttrain.data.report import Malformed
 from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids
+from posttrain.models.families import positions_of
 from posttrain.models.load import compute_dtype, device_of, load_model, load_tokenizer
 from posttrain.progress import progress
 from posttrain.store.atomic import write_file
@@ -60,6 +61,7 @@ def generate(
     policy = load_model(model, "lm", compute_dtype(model, device), device)
     engine = make_engine(rollout.engine, policy, tokenizer)
     sampling = sampling_of(rollout, num_generations, stop_token_ids(policy, tokenizer), seed)
+    prompts = [too_long(prompt, policy) or prompt for prompt in prompts]
     good = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
     began = time.perf_counter()
     drawn = draw_all(engine, good, sampling, f"generating for {file.name}")
@@ -101,6 +103,15 @@ def sampling_of(rollout: RolloutConfig, num_generations: int, stops: tuple[int, 
         stop=rollout.stop,
         seed=seed,
     )
+
+
+def too_long(prompt: Prompt | Malformed, policy: PreTrainedModel) -> Malformed | None:
+    """Why nothing can be drawn for a prompt that takes all of the model's positions; else None."""
+    positions = positions_of(policy.config)
+    if not isinstance(prompt, Prompt) or positions is None or len(prompt.tokens) < positions:
+        return None
+    reason = f"the prompt has {len(prompt.tokens):,} tokens and the model {positions:,} positions: it leaves no room"
+    return Malformed("", prompt.row, reason)
 
 
 def draw_all(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> dict[int, list[Completion]]:

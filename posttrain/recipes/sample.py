@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.config import DataConfig, RunConfig, TagsConfig
 from posttrain.config.rollout import RolloutConfig
@@ -21,7 +22,7 @@ from posttrain.data.templates import choose_template
 from posttrain.engines import Completion, make_engine, stop_token_ids
 from posttrain.errors import DataError, RunError
 from posttrain.models.load import compute_dtype, device_of, is_reward_model, load_model, load_tokenizer
-from posttrain.recipes.generate import draw_all, sampling_of, text_of
+from posttrain.recipes.generate import draw_all, sampling_of, text_of, too_long
 from posttrain.store.checkpoint import newest_complete
 
 Keeps = Callable[[str], bool]
@@ -59,7 +60,7 @@ def sample(
     policy = load_model(model, "lm", compute_dtype(model, device), device)
     engine = make_engine(rollout.engine, policy, tokenizer)
     sampling = sampling_of(rollout, num_generations, stop_token_ids(policy, tokenizer), seed)
-    prompts = first_prompts(config, tokenizer, num_prompts)
+    prompts = first_prompts(config, policy, tokenizer, num_prompts)
     drawn = draw_all(engine, prompts, sampling, "sampling")
 
     keeps = format_of(config.data)
@@ -84,7 +85,9 @@ def newest_model(folder: Path) -> Path:
     return folder / "final" if (folder / "final").is_dir() else newest_complete(folder)[0]
 
 
-def first_prompts(config: RunConfig, tokenizer, count: int) -> list[Prompt]:
+def first_prompts(
+    config: RunConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int
+) -> list[Prompt]:
     """The first usable prompts of the validation set, or else of the training set. Raises DataError without any."""
     data, held = config.data, config.data.validation
     if held is not None and held.source is not None:
@@ -95,7 +98,8 @@ def first_prompts(config: RunConfig, tokenizer, count: int) -> list[Prompt]:
         source, split = data.source[0].source, data.source[0].split
     rows = open_source(source, split, None, config.seed, choose_template(data, tokenizer).compose).read()
     records = list(itertools.islice(rows, 4 * count))  # some may be malformed
-    found = [prompt for prompt in prompts_of(records, data, tokenizer, source) if isinstance(prompt, Prompt)]
+    asked = [prompt for prompt in prompts_of(records, data, tokenizer, source) if isinstance(prompt, Prompt)]
+    found = [prompt for prompt in asked if too_long(prompt, policy) is None]
     if not found:
         raise DataError(f"none of the first {len(records)} rows of {source} has a usable prompt")
     return found[:count]
