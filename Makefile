@@ -26,6 +26,7 @@ lint: .venv/.installed
 bench: .venv/.installed
 	$(BIN)/python -m benchmarks.save
 	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.generate
 
 learn: .venv/.installed
 	$(BIN)/python -m benchmarks.learn

@@ -200,8 +200,8 @@ def test_probe_finds_what_fits_a_limit(settings, capsys):
     file = settings("probed", "sft", {"tokens_per_pack": 8192})
     config = load(file).config
     data = prepare_run(config, load_tokenizer(config.models[0]))
-    release_memory()  # what earlier tests left would make room beyond the limit
-    limit = memory_in_use() + 420 * MIB
+    release_memory()  # what earlier tests left would make room beyond the limit; a little of it stays
+    limit = memory_in_use() + 380 * MIB
     found = probe(config, config.models[0], data, limit)
     print(found, capsys.readouterr().err)
     assert 384 <= found.tokens_per_pack < (found.too_large or 0)
