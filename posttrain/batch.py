@@ -18,8 +18,9 @@ says causality, document boundaries and prompt sharing, for trees of any depth.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +48,7 @@ class Example:
     margin: float | None = None  # reward models: by how much chosen is better
     tie: bool = False  # reward models: neither of the two is better
     label: bool | None = None  # KTO: whether the completion is desirable
+    facts: Mapping[str, Any] | None = None  # online methods: `prompt` as it was written, `answer`, the row's `columns`
 
 
 @dataclass(frozen=True, slots=True)

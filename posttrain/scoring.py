@@ -7,8 +7,10 @@ exists, and prompt tokens never meet the head. Being a module's forward, it can 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from posttrain.batch import Pack
@@ -38,9 +40,43 @@ class Scorer(nn.Module):
         self.model = model
 
     def forward(self, pack: Pack, temperature: float = 1.0) -> Scores:
+        return scores_of(self.model, hidden_states(self.model, pack, pack.source_N), pack.target_N, temperature)
+
+
+class ValueScorer(nn.Module):
+    """A causal language model with a value head: what return is to be expected before each scored token.
+
+    The head reads the hidden states that predict the tokens. It begins at 0, and is saved beside the model.
+    """
+
+    FILE = "value_head.safetensors"
+
+    def __init__(self, model: nn.Module, head: nn.Linear):
+        super().__init__()
+        self.model, self.head = model, head
+
+    @classmethod
+    def of(cls, model: nn.Module, checkpoint: Path | None = None) -> ValueScorer:
+        """The model with a new head, or with the one of a checkpoint."""
+        words, _, _ = _head(model)
+        head = nn.Linear(words.in_features, 1).to(words.weight.device)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        if checkpoint is not None:
+            head.load_state_dict(load_file(checkpoint / cls.FILE))
+        return cls(model, head)
+
+    def forward(self, pack: Pack, temperature: float = 1.0) -> tuple[Scores, torch.Tensor]:
+        """Scores, and values (N), float32."""
         hidden_N = hidden_states(self.model, pack, pack.source_N)
-        head, scale, cap = _head(self.model)
-        return Scores(*ChunkedScores.apply(hidden_N, head.weight, head.bias, pack.target_N, temperature / scale, cap))
+        value_N = self.head(hidden_N.to(self.head.weight.dtype)).squeeze(-1).float()
+        return scores_of(self.model, hidden_N, pack.target_N, temperature), value_N
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+        save_file(
+            {name: t.detach().float().contiguous() for name, t in self.head.state_dict().items()}, folder / self.FILE
+        )
 
 
 class RewardScorer(nn.Module):
@@ -74,6 +110,12 @@ def hidden_states(model: nn.Module, pack: Pack, index: torch.Tensor) -> torch.Te
     out = backbone(input_ids=rows.tokens_SL, attention_mask=rows.mask_SL, use_cache=False).last_hidden_state
     owner = pack.sequence_N if index is pack.source_N else torch.arange(pack.num_sequences, device=index.device)
     return out[owner, pack.position_T[index]]
+
+
+def scores_of(model: nn.Module, hidden_N: torch.Tensor, target_N: torch.Tensor, temperature: float) -> Scores:
+    """The scores of targets from the hidden states (N, D) that predict them."""
+    head, scale, cap = _head(model)
+    return Scores(*ChunkedScores.apply(hidden_N, head.weight, head.bias, target_N, temperature / scale, cap))
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,7 @@ def test_a_missing_file_names_its_neighbour(refused):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("method=dppo", "method.type is 'dppo'; did you mean dpo?"),
+        ("method=dpoo", "method.type is 'dpoo'; did you mean dpo?"),
         ("method.loss_type=sigmod", "method.loss_type.0 is 'sigmod'; did you mean sigmoid?"),
         ("data.format=prefrence", "data.format is 'prefrence'; did you mean preference?"),
         ("training.max_steps=many", "training.max_steps is 'many'; it must be a whole number"),

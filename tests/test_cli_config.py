@@ -16,7 +16,7 @@ from posttrain.cli.flags import plain, short_names
 from posttrain.cli.train import saved_config
 from posttrain.config import dump, load, preset_names
 from posttrain.config.fields import all_settings
-from posttrain.config.methods import METHOD_NAMES
+from posttrain.config.methods import METHOD_NAMES, METHODS
 from posttrain.config.render import EXAMPLES, STARTER, starter, with_reference
 from posttrain.errors import DataError, RunError
 
@@ -54,7 +54,10 @@ def test_a_starter_file_loads_back_to_the_defaults(run, tmp_path, method, full):
     assert text == starter(method, everything=full)
     config = load("new.yaml").config
     paths = [f"model.path={config.models[0].path}", f"data.source={config.data.source}", f"method={method}"]
-    changed = [] if full else ["data.validation={ratio: 0.05}", "checkpoint.best_metric=eval_loss"]
+    online = METHODS[config.method.type].kind == "prompt"
+    best = "eval_reward" if online else "eval_loss"
+    changed = [] if full else ["data.validation={ratio: 0.05}", f"checkpoint.best_metric={best}"]
+    changed += ["rewards=[{type: math}]"] if online else []
     assert config == load(None, [*paths, *changed]).config
     assert all(len(line) <= 110 for line in text.splitlines())
 
@@ -63,7 +66,7 @@ def test_a_full_starter_file_has_every_setting_of_the_method():
     values = yaml.safe_load(starter("dpo", everything=True))
     for setting in all_settings():
         if (setting.methods and "dpo" not in setting.methods) or setting.path.startswith(
-            ("model.lora.", "data.validation.")
+            ("model.lora.", "data.validation.", "rewards", "rollout.")
         ):
             continue
         node = values
@@ -217,7 +220,7 @@ def test_every_setting_has_a_flag_with_its_description_in_help(run):
         (["train", "good.yaml", "--model-index", "one"], 2, "model-index"),
         (["train", "good.yaml", "--resume", "--overwrite"], 2, "give one of them"),
         (["train", "good.yaml", "--model-index", "1"], 2, "--model-index 1: there are models 0 to 0"),
-        (["config", "new", "dppo"], 1, "there is no method dppo; did you mean dpo?"),
+        (["config", "new", "dpoo"], 1, "there is no method dpoo; did you mean dpo?"),
         (["config", "new"], 2, "Missing argument"),
         (["confg"], 2, "No such command 'confg'"),
     ],

@@ -25,6 +25,7 @@ from posttrain.config.render import EXAMPLES
 from posttrain.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent / "posttrain"
+ONLINE = "data: {source: x}\nrewards: [{type: math}]\n"
 BASE = "model: gpt2\nmethod: sft\ndata: {source: rows.jsonl}\n"
 
 
@@ -130,6 +131,17 @@ def test_aliases_are_read_with_a_note_that_names_the_line(write):
         "a.yaml:4: kl_coef is read as beta",
         "override model.lora_alpha=9: lora_alpha is read as lora.alpha",
     ]
+
+
+def test_aliases_of_online_methods_come_to_each_ones_own_names(write):
+    write({"a.yaml": "model: gpt2\nmethod: {type: grpo, group_size: 4, cliprange: 0.1, kl_coef: 0.3}\n" + ONLINE})
+    grpo = load("a.yaml").config.method
+    assert grpo.type == "grpo" and (grpo.num_generations, grpo.epsilon, grpo.beta) == (4, 0.1, 0.3)
+    ppo = load("a.yaml", ["method.type=ppo", "method.kl_coef=0.2", "method.ppo_epochs=3"]).config.method
+    assert ppo.type == "ppo" and (ppo.kl_coef, ppo.num_ppo_epochs, ppo.cliprange) == (0.2, 3, 0.2)
+    write({"b.yaml": "model: gpt2\nmethod: {type: ppo, clip_ratio: 0.3, kl_coef: 0.1}\n" + ONLINE})
+    loaded = load("b.yaml")
+    assert loaded.config.method.cliprange == 0.3 and loaded.notes == ["b.yaml:2: clip_ratio is read as epsilon"]
 
 
 def test_an_alias_beside_its_own_name_is_an_error(write):
@@ -273,6 +285,8 @@ def configs(draw):
             st.fixed_dictionaries({"type": st.just("orpo"), "beta": floats, "completion_only_loss": st.booleans()}),
             st.fixed_dictionaries({"type": st.just("cpo"), "beta": floats, "alpha": floats}),
             st.fixed_dictionaries({"type": st.just("simpo"), "simpo_gamma": floats}),
+            st.fixed_dictionaries({"type": st.just("ppo"), "kl_coef": floats, "cliprange": floats}),
+            st.fixed_dictionaries({"type": st.just("grpo"), "beta": floats, "epsilon_high": st.none() | floats}),
         )
     )
     validation = st.none() | st.fixed_dictionaries({"source": text, "split": text, "max_rows": st.integers(1, 10**30)})
@@ -294,9 +308,10 @@ def configs(draw):
     model = draw(st.fixed_dictionaries({"path": text, "name": st.none() | names, "lora": lora}))
     training = draw(st.fixed_dictionaries({"learning_rate": st.none() | floats, "adam_epsilon": floats}))
     name = draw(st.none() | names)
-    return RunConfig.model_validate(
-        {"name": name, "models": [model], "method": method, "data": data, "training": training}
-    )
+    settings = {"name": name, "models": [model], "method": method, "data": data, "training": training}
+    if METHODS[method["type"]].kind == "prompt":
+        settings["rewards"] = [{"type": "length", "target": 5, "weight": draw(floats)}, {"type": "model", "path": "m"}]
+    return RunConfig.model_validate(settings)
 
 
 @settings(max_examples=150, deadline=None)

@@ -116,7 +116,7 @@ def test_wrong_data_settings(tmp_path, data, message):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ({"type": "dppo"}, f"method.type is 'dppo'; did you mean dpo? it is one of {NAMES}"),
+        ({"type": "dpoo"}, f"method.type is 'dpoo'; did you mean dpo? it is one of {NAMES}"),
         ({}, "method.type is missing"),
         ({"type": "trpo"}, f"method.type is 'trpo'; did you mean orpo? it is one of {NAMES}"),
         (["sft", "dpo"], f"method is a list; it must be one of {NAMES}, or a mapping with type"),

@@ -136,12 +136,14 @@ class Reader:
         shown = settings_only(rest) or [str(next(Path(word) for word in rest if Path(word).is_dir()) / "config.yaml")]
         whole = yaml.safe_load(self.run(["config", "show", *shown]))
         changes = {f"--{flag}": value for flag, value in SMALL.items()}
-        for stage in whole.pop("stages", {"": {}}).values():
+        for name, stage in whole.pop("stages", {"": {}}).items():
             settings = {**whole, **stage}
             source = settings["data"]["source"]
             if source in DATA:
                 file, format = DATA[source]
                 changes |= {"--source": self.shared / file, "--format": format}
+            if settings.get("rewards"):
+                changes[f"stages.{name}.".removeprefix("stages..") + "rollout.max_completion_length"] = 16
             if settings["data"]["validation"] is not None:
                 changes["--validation"] = "{rows: 2}"
             for index, model in enumerate(settings["models"]):

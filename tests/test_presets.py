@@ -17,6 +17,8 @@ LOCAL = {
     "dpo-many-models": ("chat", PAIRS, ["data.format=sharegpt", "data.validation.rows=2"]),
     "dpo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
     "dpo-ultrafeedback-lora": ("chat", PAIRS, ["data.format=sharegpt"]),
+    "grpo-gsm8k": ("chat", "data/gsm8k/train.jsonl", ["rollout.max_completion_length=16"]),
+    "ppo-gsm8k": ("chat", "data/gsm8k/train.jsonl", ["rollout.max_completion_length=16"]),
     "ipo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
     "kto": ("chat", LABELLED, []),
     "kto-lora": ("chat", LABELLED, []),

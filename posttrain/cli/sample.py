@@ -41,7 +41,8 @@ def sample(
         raise UsageError(f"{checkpoint}: no such folder")
     config = load(saved_config(checkpoint)).stages[0].config
     given = {"engine": engine, "temperature": temperature, "max_completion_length": max_completion_length}
-    rollout = from_flags(RolloutConfig, {name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    rollout = from_flags(RolloutConfig, config.rollout.model_dump() | given)
     from rich.console import Console
 
     from posttrain.recipes.sample import sample as sample_from  # imports torch, which takes seconds

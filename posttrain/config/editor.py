@@ -3,7 +3,7 @@
 from typing import Any
 
 from posttrain.config.layers import ALIASES
-from posttrain.config.methods import METHOD_NAMES, METHODS
+from posttrain.config.methods import METHOD_NAMES, METHODS, PPO_NAMES
 from posttrain.config.schema import RunConfig
 
 # pydantic writes a bound after a validator under its own name.
@@ -42,8 +42,11 @@ def json_schema() -> dict[str, Any]:
     named = [("models", "ModelConfig"), *(("method", method.__name__) for method in METHODS.values())]
     for section, group in named:
         for alias, target in ALIASES[section].items():
-            if target[0] in groups[group]["properties"]:
-                groups[group]["properties"][alias] = {"description": f"Another name of {'.'.join(target)}."}
+            known, names = groups[group]["properties"], target
+            if group == "PPOMethod":
+                names = tuple(PPO_NAMES.get(name, name) for name in target)
+            if names[0] in known and alias not in known:
+                known[alias] = {"description": f"Another name of {'.'.join(names)}."}
     return schema
 
 

@@ -138,6 +138,8 @@ def expected(annotation: Any) -> str:
         return " or ".join(dict.fromkeys(expected(branch) for branch in get_args(annotation)))
     if get_origin(annotation) is Literal:
         return " or ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) is tuple and len(models_in(get_args(annotation)[0])) > 1:
+        return "a list of mappings, each with its type"
     if get_origin(annotation) is tuple:
         return f"a list of {_plural(get_args(annotation)[0])}"
     if get_origin(annotation) is dict:

@@ -1,12 +1,12 @@
 """Layers of settings (preset, file, overrides, flags): their short forms spelt out, and one laid over the other."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.config.files import KeyPath, Tree, parse_value
-from posttrain.config.methods import spell_out
+from posttrain.config.methods import PPO_NAMES, spell_out
 from posttrain.errors import ConfigError
 
 # Names that users of other systems know -> ours, within a section.
@@ -17,9 +17,16 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
         "lora_dropout": ("lora", "dropout"),
         "lora_target_modules": ("lora", "target_modules"),
     },
-    "method": {"kl_coef": ("beta",)},
+    "method": {
+        "kl_coef": ("beta",),
+        "group_size": ("num_generations",),
+        "cliprange": ("epsilon",),
+        "clip_ratio": ("epsilon",),
+        "n_minibatches": ("num_minibatches",),
+        "ppo_epochs": ("num_iterations",),
+    },
 }
-SECTIONS = ("data", "training", "evaluation", "checkpoint", "tracking", "devices")
+SECTIONS = ("data", "training", "evaluation", "checkpoint", "tracking", "devices", "rollout", "rewards")
 # A choice among alternatives: naming another one in an upper layer replaces what the lower layer chose.
 CHOICES: dict[KeyPath, tuple[str, ...]] = {("data", "validation"): ("ratio", "rows", "source")}
 
@@ -125,7 +132,8 @@ def spell_out_layer(layer: Tree, notes: list[str]) -> Tree:
         ]
     method = values.get("method")
     if isinstance(method, dict):
-        method = _rename(method, "method", ("method",), origins, notes)
+        own = PPO_NAMES.values() if method.get("type") == "ppo" else ()
+        method = _rename(method, "method", ("method",), origins, notes, own)
     if method is not None:
         values["method"] = spell_out(method)
     return Tree(values, origins)
@@ -140,10 +148,17 @@ def _spell_out_model(model: Any, path: KeyPath, origins: dict[KeyPath, str], not
 
 
 def _rename(
-    values: dict[str, Any], section: str, path: KeyPath, origins: dict[KeyPath, str], notes: list[str]
+    values: dict[str, Any],
+    section: str,
+    path: KeyPath,
+    origins: dict[KeyPath, str],
+    notes: list[str],
+    own: Collection[str] = (),
 ) -> dict[str, Any]:
-    result = {key: value for key, value in values.items() if key not in ALIASES[section]}
-    for alias, target in ALIASES[section].items():
+    """The values under our names; those in `own` are aliases elsewhere, and names of a setting here."""
+    aliases = {alias: target for alias, target in ALIASES[section].items() if alias not in own}
+    result = {key: value for key, value in values.items() if key not in aliases}
+    for alias, target in aliases.items():
         if alias not in values:
             continue
         where = origins.get((*path, alias), "settings")

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from posttrain.config.data import SourceConfig
 from posttrain.config.fields import Setting, all_settings, choices, expected, full, list_choices
 from posttrain.config.files import write_yaml
+from posttrain.config.methods import METHODS
 from posttrain.config.schema import EvaluationDataset
 
 WIDTH = 110
@@ -23,8 +24,10 @@ HEADINGS = {
     "checkpoint": "Checkpoints",
     "tracking": "Tracking",
     "devices": "Devices",
+    "rollout": "Rollouts",
 }
-EXAMPLES = {
+ONLINE = {"model.path": "Qwen/Qwen3-0.6B", "data.source": "gsm8k", "rewards": [{"type": "math"}]}
+EXAMPLES: dict[str, dict[str, Any]] = {
     "sft": {"model.path": "Qwen/Qwen3-0.6B-Base", "data.source": "trl-lib/Capybara"},
     "reward": {"model.path": "openai-community/gpt2", "data.source": "Anthropic/hh-rlhf"},
     "dpo": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/ultrafeedback_binarized"},
@@ -32,9 +35,14 @@ EXAMPLES = {
     "cpo": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/ultrafeedback_binarized"},
     "simpo": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/ultrafeedback_binarized"},
     "kto": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/kto-mix-14k"},
+    "ppo": ONLINE,
+    "grpo": ONLINE,
+    "rloo": ONLINE,
+    "reinforce_plus_plus": ONLINE,
     "ipo": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/ultrafeedback_binarized"},
 }
 STARTER = (
+    "rewards",
     "model.path",
     "model.lora",
     "method.type",
@@ -42,6 +50,11 @@ STARTER = (
     "method.beta",
     "method.simpo_gamma",
     "method.cpo_alpha",
+    "method.num_generations",
+    "method.scale_rewards",
+    "method.epsilon",
+    "method.cliprange",
+    "method.kl_coef",
     "method.desirable_weight",
     "method.undesirable_weight",
     "data.source",
@@ -54,6 +67,9 @@ STARTER = (
     "training.max_steps",
     "evaluation.eval_steps",
     "checkpoint.best_metric",
+    "rollout.engine",
+    "rollout.temperature",
+    "rollout.max_completion_length",
 )
 
 
@@ -61,7 +77,8 @@ def starter(method: str, everything: bool = False) -> str:
     """A commented settings file for a method (`ipo` too): the settings one usually changes, or every one there is."""
     values = {**EXAMPLES[method], "method.type": method}
     if not everything:
-        values |= {"data.validation": {"ratio": 0.05}, "checkpoint.best_metric": "eval_loss"}
+        best = "eval_reward" if _online(method) else "eval_loss"
+        values |= {"data.validation": {"ratio": 0.05}, "checkpoint.best_metric": best}
     wanted = [s for s in all_settings() if _belongs(s, method) and (everything or s.path in STARTER)]
     lines = [
         f"# Settings of {_article(method)} run. Start it:  posttrain train FILE",
@@ -83,8 +100,14 @@ def _belongs(setting: Setting, method: str) -> bool:
     if method == "ipo" and setting.path == "method.loss_type":
         return False  # `type: ipo` says it
     kind = "dpo" if method == "ipo" else method
+    if setting.path.startswith(("rewards", "rollout.")) and not _online(method):
+        return False
     inside_group = setting.path.startswith(("model.lora.", "data.validation."))
     return (not setting.methods or kind in setting.methods) and not inside_group
+
+
+def _online(method: str) -> bool:
+    return method in METHODS and METHODS[method].kind == "prompt"
 
 
 def _entry(setting: Setting, value: Any, method: str) -> list[str]:

@@ -24,6 +24,10 @@ class RolloutConfig(Settings):
         default=0.0, description="Draw from tokens at least so likely as this share of the likeliest; 0: all."
     )
     max_completion_length: Positive = Field(default=512, description="Longest completion in tokens.")
+    save: bool = Field(default=True, description="Keep every completion of an online run in rollouts.sqlite.")
+    max_database_gb: Annotated[Float, Field(gt=0)] = Field(
+        default=20.0, description="When rollouts.sqlite would grow beyond this, its oldest steps make room."
+    )
     stop: Annotated[tuple[Text, ...], OneOrMore] = Field(
         default=(), description="Texts that end a completion, beside the stop token."
     )

@@ -17,7 +17,9 @@ from posttrain.config.base import (
     Text,
 )
 from posttrain.config.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
-from posttrain.config.methods import Method
+from posttrain.config.methods import Method, OnlineMethod
+from posttrain.config.rewards import Reward, term_name
+from posttrain.config.rollout import RolloutConfig
 
 
 class LoraConfig(Settings):
@@ -64,7 +66,7 @@ class ModelConfig(Settings):
 class TrainingConfig(Settings):
     """The optimisation."""
 
-    batch_size: Positive = Field(default=16, description="Examples (pairs) per step, over all devices.")
+    batch_size: Positive = Field(default=16, description="Examples (pairs, prompts) per step, over all devices.")
     tokens_per_pack: Positive = Field(
         default=8192, description="The memory knob; accumulation follows from it and batch_size."
     )
@@ -223,6 +225,9 @@ class RunConfig(Settings):
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = Field(
         default=0, description="Of shuffling, initialisation and dropout."
     )
+    rewards: tuple[Reward, ...] = Field(
+        default=(), description="What completions are worth (online methods): a list, added up by weight."
+    )
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)] = Field(
         description="The models to train, one after the other; `model:` is short for one."
     )
@@ -233,6 +238,7 @@ class RunConfig(Settings):
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="What is saved during training.")
     tracking: TrackingConfig = Field(default=TrackingConfig(), description="What is written down.")
     devices: DevicesConfig = Field(default=DevicesConfig(), description="Where to train.")
+    rollout: RolloutConfig = Field(default=RolloutConfig(), description="How completions are drawn (online methods).")
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
@@ -251,6 +257,7 @@ class RunConfig(Settings):
                 "freezes the weights, so something else has to be trained: set model.lora, e.g. model.lora: true",
             )
         self._check_lengths(problems)
+        self._check_online(problems)
         self._check_evaluation(problems)
         problems.report()
         return self
@@ -305,6 +312,35 @@ class RunConfig(Settings):
             self.method.type != "sft" or not self.method.completion_only_loss or self.data.format != "text",
             "method.completion_only_loss",
             "is true, but data.format: text has no prompt and completion",
+        )
+
+    def _check_online(self, problems: Problems) -> None:
+        method, rollout = self.method, self.rollout
+        if not isinstance(method, OnlineMethod):
+            for name, unused in (("rewards", not self.rewards), ("rollout", rollout == RolloutConfig())):
+                problems.check(unused, name, f"is read by methods that draw completions, not by {method.type}")
+            return
+        problems.check(bool(self.rewards), "rewards", "is empty; give at least one, e.g. rewards: [{type: math}]")
+        named = [term_name(reward) for reward in self.rewards]
+        for index, name in enumerate(named):
+            problems.check(
+                name not in named[:index], f"rewards.{index}.name", f"would be {name!r}, as an earlier reward's"
+            )
+        problems.check(
+            rollout.temperature > 0, "rollout.temperature", f"is 0, which draws one completion only; {method.type} "
+            "learns from what tells several apart",
+        )  # fmt: skip
+        problems.check(
+            rollout.max_completion_length < self.data.max_length,
+            "rollout.max_completion_length",
+            f"is {rollout.max_completion_length}, which leaves no room for a prompt in data.max_length = "
+            f"{self.data.max_length}",
+        )
+        problems.check(
+            method.num_minibatches <= self.training.batch_size,
+            "method.num_minibatches",
+            f"is {method.num_minibatches}, more than the {self.training.batch_size} prompts of a step "
+            "(training.batch_size)",
         )
 
     def _check_evaluation(self, problems: Problems) -> None:

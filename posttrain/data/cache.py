@@ -33,6 +33,9 @@ SCHEMAS = {
     "unpaired": pa.schema(
         [("row", pa.int64()), ("tokens", INTS), ("spans", INTS), ("prompt", pa.int32()), ("label", pa.bool_())]
     ),
+    "prompt": pa.schema(
+        [("row", pa.int64()), ("tokens", INTS), ("spans", INTS), ("prompt", pa.int32()), ("facts", pa.string())]
+    ),
     "pair": pa.schema(
         [
             ("row", pa.int64()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,6 +75,8 @@ class Table:
             self.tie: Array = table.column("tie").to_numpy()
         else:
             self.prompt: Array = table.column("prompt").to_numpy()
+        if kind == "prompt":
+            self.facts = table.column("facts")
         if kind == "unpaired":
             self.label: Array = table.column("label").to_numpy()
 
@@ -103,7 +106,10 @@ class Table:
             stop = np.where(split, length, np.minimum(length, start + limits.max_length))
             for row in map(int, np.flatnonzero(over & ~split)):
                 spans = self.lists["spans"][row].reshape(-1, 2)
-                keep[row] = (np.maximum(spans[:, 0], start[row] + 1) < np.minimum(spans[:, 1], stop[row])).any()
+                keep[row] = (
+                    self.kind == "prompt"
+                    or (np.maximum(spans[:, 0], start[row] + 1) < np.minimum(spans[:, 1], stop[row])).any()
+                )
         view = np.stack([np.arange(len(length)), start, stop], axis=1)[keep]
         if split.any():
             view = _pieces(view, split[view[:, 0]], limits.max_length)
@@ -186,10 +192,8 @@ class Dataset:
     def __getitem__(self, index: int) -> Example:
         if not -len(self) <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
-        kind = self._table.kind
-        return (
-            self._pair(index) if kind == "pair" else self._labelled(index) if kind == "unpaired" else self._one(index)
-        )
+        read = {"pair": self._pair, "unpaired": self._labelled, "prompt": self._prompt, "sft": self._one}
+        return read[self._table.kind](index)
 
     @property
     def labels(self) -> Array:
@@ -208,6 +212,12 @@ class Dataset:
         tokens, cut = table.lists["tokens"][at], int(table.prompt[at])
         tree = Sample(tokens[start:cut], False, (Sample(tokens[cut:stop], True),))
         return Example((tree,), int(table.row[at]), label=bool(table.label[at]))
+
+    def _prompt(self, index: int) -> Example:
+        table = self._table
+        at, start, stop = (int(value) for value in self._view[index])
+        facts = json.loads(table.facts[at].as_py())
+        return Example((Sample(table.lists["tokens"][at][start:stop]),), int(table.row[at]), facts=facts)
 
     def _one(self, index: int) -> Example:
         table = self._table

@@ -136,14 +136,15 @@ def problem_answer(fields: Fields, template: Template) -> Row:
         solution, answer = (solution, boxed) if boxed else ("", solution)
     tagged = template.name in ("tags", "r1_zero", "question_only")
     reply = template.compose(solution, answer.strip()) if tagged else plain
-    return Row(problem, reply) if template.turns else Row(f"{problem}\n", reply)
+    return Row(problem if template.turns else f"{problem}\n", reply, answer=answer.strip() or None)
 
 
 def prompt(fields: Fields, template: Template) -> Row:
-    """`prompt` alone, as a text or as messages: what a completion is drawn for."""
+    """`prompt` alone, as a text or as messages: what a completion is drawn for; `answer` where a reward needs it."""
     value = field(fields, "prompt")
     asked = text_of(value, "prompt") if isinstance(value, str) else messages_of(value, "prompt")
-    return Row(asked, "" if isinstance(asked, str) else [], tools=tools_of(fields.get("tools")))
+    answer = None if fields.get("answer") is None else number_or_text(fields["answer"], "answer")
+    return Row(asked, "" if isinstance(asked, str) else [], tools=tools_of(fields.get("tools")), answer=answer)
 
 
 def text(fields: Fields, template: Template) -> Row:
@@ -194,7 +195,10 @@ FORMATS: dict[str, Format] = {
         one_of=("solution", "answer"),
     ),
     "prompt": Format(
-        prompt, ("prompt",), ("tools",), (("problem", "prompt"), ("question", "prompt"), ("instruction", "prompt"))
+        prompt,
+        ("prompt",),
+        ("answer", "tools"),
+        (("problem", "prompt"), ("question", "prompt"), ("instruction", "prompt")),
     ),
     "text": Format(text, ("text",)),
 }
@@ -291,14 +295,9 @@ def _detect(columns: dict[str, str], there: Iterable[str], sample: list[dict], k
         return "hh" if "prompt" not in names and sum(transcripts) * 2 > len(transcripts) else "preference"
     if "conversations" in names:
         return "sharegpt"
-    told = (
-        "messages",
-        "alpaca",
-        "prompt_completion",
-        "problem_answer",
-        *(["prompt"] if kind == "prompt" else []),
-        "text",
-    )
+    told = ["messages", "alpaca", "prompt_completion", "problem_answer", "text"]
+    if kind == "prompt":  # one that is called so is a prompt as it is, unless its answer is to be read from a solution
+        told.insert(3 if "prompt" in names and "solution" not in names else 4, "prompt")
     for format in told:
         known = FORMATS[format]
         found = _resolve(known, columns, names)

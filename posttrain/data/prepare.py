@@ -43,7 +43,9 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Prepar
     method = config.method
     kind = method.kind
     targets = method.model_dump(include={"completion_only_loss", "assistant_only_loss"}) if kind == "sft" else {}
-    prepared = prepare(config.data, tokenizer, kind, datasets=config.evaluation.datasets, seed=config.seed, **targets)
+    room = config.rollout.max_completion_length if kind == "prompt" else 0
+    sets, seed = config.evaluation.datasets, config.seed
+    prepared = prepare(config.data, tokenizer, kind, datasets=sets, seed=seed, completion_length=room, **targets)
     if kind == "pair" and method.type != "reward":
         for name, dataset in {"train": prepared.train, **prepared.validation}.items():
             if ties := int(dataset.ties.sum()):
@@ -62,12 +64,14 @@ def prepare(
     completion_only_loss: bool | None = None,
     assistant_only_loss: bool = False,
     datasets: Sequence[EvaluationDataset] = (),
+    completion_length: int = 0,
     cache_dir: Path | None = None,
     seed: int = 0,
 ) -> Prepared:
     """Read and tokenise everything that `data` names, and the further evaluation `datasets`.
 
-    `kind` is `sft` for single sequences, `pair` for preference pairs, `unpaired` for labelled completions.
+    `kind` is `sft` for single sequences, `pair` for preference pairs, `unpaired` for labelled completions, `prompt` for
+    prompts alone, which leave room for `completion_length` tokens in `max_length`.
     `completion_only_loss` None trains completions where a row has a prompt and everything elsewhere. The template is
     put on the tokenizer. `validation` holds the set under `data.validation` as "validation" and the further ones under
     their names. The same seed gives the same split.
@@ -85,6 +89,7 @@ def prepare(
         assistant_only_loss,
         cache_dir or cache.default_folder(),
         seed,
+        completion_length,
     )
     parts = (
         [Part(data.source, data.split, data.max_rows)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -67,6 +68,7 @@ class Reader:
         assistant_only_loss: bool,
         folder: Path,
         seed: int,
+        completion_length: int = 0,
     ):
         self.data = data
         self.tokenizer = tokenizer
@@ -76,6 +78,7 @@ class Reader:
         self.assistant_only_loss = assistant_only_loss
         self.folder = folder
         self.seed = seed
+        self.completion_length = completion_length  # room to leave for what is yet to be drawn
         self.settings = {
             "tokenizer": cache.tokenizer_fingerprint(tokenizer),
             "template": [template.name, template.turns, template.tags.model_dump()],
@@ -105,7 +108,8 @@ class Reader:
             left = None if left is None else left - reading.read
         table = Table(tables, self.kind, [reading.read for reading in readings])
         limits = limits or self._limits(table)
-        documents = np.repeat([reading.format == "text" for reading in readings], [len(part) for part in tables])
+        cut = self.kind != "prompt"  # a text that is a prompt stays whole
+        documents = np.repeat([cut and r.format == "text" for r in readings], [len(part) for part in tables])
         fitted = table.fit(limits, documents)
         report = _report(name, readings, fitted, limits, notes)
         if not len(fitted.view):
@@ -118,6 +122,9 @@ class Reader:
         if isinstance(given, str):  # p90: the length that 90 % of the prompts do not exceed
             lengths = table.prompt_lengths()
             given = max(1, int(np.percentile(lengths, int(given[1:]), method="higher"))) if len(lengths) else None
+        if self.kind == "prompt":
+            longest = self.data.max_length - self.completion_length
+            given = longest if given is None else min(given, longest)
         return Limits(self.data.max_length, given, self.data.overlong)
 
     def _part(self, part: Part, max_rows: int | None) -> tuple[pa.Table, Reading, str, str | None]:
@@ -182,7 +189,7 @@ class Reader:
                     if isinstance(item, RowError):
                         malformed.append(Malformed(record.file, record.line, str(item)))
                         continue
-                    kept.append(_columns(record, item) | ({} if row.label is None else {"label": row.label}))
+                    kept.append(_columns(record, item, self.kind) | self._beside(record, row))
                     shifted += item.shifted
                     seen.add(item)
                 writer.write(kept)
@@ -193,6 +200,14 @@ class Reader:
                 f"The first:\n{list_malformed(malformed)}"
             )
         return Reading(layout.name, read, tuple(malformed), seen.duplicates, shifted)
+
+    def _beside(self, record: Record, row: Row) -> dict[str, Any]:
+        """What is kept of a row beside its tokens: a label; of a prompt, what rewards are given."""
+        if self.kind == "prompt":
+            prompt = row.prompt if not self.template.turns or row.prompt is None else as_turns(row.prompt, "user")
+            facts = {"prompt": prompt, "answer": row.answer, "columns": record.value}
+            return {"facts": json.dumps(facts, ensure_ascii=False, default=str)}
+        return {} if row.label is None else {"label": row.label}
 
     def row(self, record: Record, layout: Layout) -> Row:
         """A record in the common form, with the settings that change texts applied. Raises RowError."""
@@ -223,6 +238,8 @@ class Reader:
     ) -> Sequence[Trained | Compared | RowError]:
         if self.kind == "pair":
             return tokeniser.pairs(rows)
+        if self.kind == "prompt":
+            return [item if isinstance(item, RowError) else _prompt(item[1]) for item in tokeniser.prompts(rows)]
         if self.kind == "unpaired":
             return tokeniser.completions(rows, completion_only_loss=True)
         if layout.name == "text":
@@ -230,6 +247,11 @@ class Reader:
         if any(row.prompt is None for row in rows):
             return tokeniser.conversations(rows)
         return tokeniser.completions(rows, self.completion_only_loss is not False)
+
+
+def _prompt(tokens: Sequence[int]) -> Trained | RowError:
+    """A prompt as a sequence that is nothing else."""
+    return Trained(tokens, (), len(tokens)) if len(tokens) else RowError("the prompt comes to no tokens")
 
 
 def _refuse_implicit(value: dict[str, Any], layout: Layout) -> None:
@@ -240,11 +262,11 @@ def _refuse_implicit(value: dict[str, Any], layout: Layout) -> None:
         )
 
 
-def _columns(record: Record, item: Trained | Compared) -> dict[str, Any]:
-    """An example as a row of the cache. Raises DataError when none of its tokens is a target."""
+def _columns(record: Record, item: Trained | Compared, kind: Kind) -> dict[str, Any]:
+    """An example as a row of the cache. Raises DataError when none of its tokens is a target, but for prompts alone."""
     where = f"{record.file} line {record.line} (row {record.row})"
     if isinstance(item, Trained):
-        if first_trained(item.spans, len(item.tokens)) >= len(item.tokens):
+        if kind != "prompt" and first_trained(item.spans, len(item.tokens)) >= len(item.tokens):
             raise DataError(
                 f"{where} has nothing to train: of its {len(item.tokens)} tokens none is a target (an assistant "
                 "turn, a completion, or any token after the first)"
@@ -300,7 +322,7 @@ def _last_turn_as_completion(row: Row) -> Row:
 def _as_prompt(row: Row) -> Row:
     """What is asked, without the reply that is there: a conversation up to its last turn of the assistant."""
     if row.prompt is not None:
-        return Row(row.prompt, "", tools=row.tools)
+        return Row(row.prompt, "", tools=row.tools, answer=row.answer)
     turns = row.chosen
     if not isinstance(turns, str) and turns[-1]["role"] == "assistant":
         turns = turns[:-1]

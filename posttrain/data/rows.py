@@ -49,6 +49,7 @@ class Row:
     tie: bool = False
     tools: list[Any] | None = None
     label: bool | None = None  # of single completions: desirable or not
+    answer: str | None = None  # the right one, of rows that have it apart: what rewards compare with
 
 
 Fields = Mapping[str, Any]

@@ -5,17 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from posttrain.batch import Pack
 from posttrain.optim.adamw import AdamW
 
 Metrics = dict[str, torch.Tensor]
 
 
+class HasTokens(Protocol):
+    """A pack, or what goes with one."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+Batch = TypeVar("Batch", bound=HasTokens)
+
+
 @dataclass(frozen=True, slots=True)
-class Objective:
+class Objective(Generic[Batch]):
     """What a batch is trained on. Every pack gives its share: shares add up to the batch's loss and metrics.
 
     `of(pack)` returns the share of the loss, with its graph, and the shares of the metrics; `count` is what the batch's
@@ -24,7 +34,7 @@ class Objective:
     completions of one class; a batch may lack them.
     """
 
-    of: Callable[[Pack], tuple[torch.Tensor, Metrics]]
+    of: Callable[[Batch], tuple[torch.Tensor, Metrics]]
     count: int
     counts: Mapping[str, int] = field(default_factory=dict)
 
@@ -40,7 +50,7 @@ class Updated:
     applied: bool
 
 
-def update(packs: Iterable[Pack], objective: Objective, optimizer: AdamW, learning_rate: float) -> Updated:
+def update(packs: Iterable[Batch], objective: Objective[Batch], optimizer: AdamW, learning_rate: float) -> Updated:
     """Sum the packs' gradients and take one step.
 
     A loss or a gradient that is not finite leaves weights and optimizer state unchanged.

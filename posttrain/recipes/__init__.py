@@ -1,4 +1,5 @@
-"""One recipe a method, each a file that reads top to bottom: sft, reward, preference, reference_free, kto.
+"""One recipe a method, each a file that reads top to bottom: sft, reward, preference, reference_free, kto,
+ppo, grpo.
 
 `train` runs a configuration.
 """
@@ -19,7 +20,7 @@ import torch
 from posttrain.config import RunConfig, Stage, dump
 from posttrain.errors import RunError
 from posttrain.memory import release_memory
-from posttrain.recipes import kto, preference, reference_free, reward, sft
+from posttrain.recipes import grpo, kto, ppo, preference, reference_free, reward, sft
 from posttrain.recipes.finish import finish
 from posttrain.recipes.job import Job
 from posttrain.recipes.pipeline import Pipeline, Task, is_whole_run, keep_saved_path, refuse_other_start
@@ -42,6 +43,10 @@ RECIPES = {
     "cpo": reference_free.train,
     "simpo": reference_free.train,
     "kto": kto.train,
+    "ppo": ppo.train,
+    "grpo": grpo.train,
+    "rloo": grpo.train,
+    "reinforce_plus_plus": grpo.train,
 }
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from posttrain.batch import Pack
-from posttrain.config import DPOMethod, KTOMethod, ModelConfig, RunConfig
+from posttrain.config import DPOMethod, KTOMethod, ModelConfig, OnlineMethod, RunConfig
 from posttrain.models.attention import NAME as PACKED
 from posttrain.models.attention import PackedMask
 from posttrain.models.families import FAMILIES, backbone_of, base_of
@@ -82,6 +82,8 @@ def count(model: nn.Module) -> tuple[int, int]:
 def holds_reference(config: RunConfig, model: ModelConfig) -> bool:
     """Whether a second model lies in memory as the reference, rather than an adapter switched off or saved numbers."""
     method = config.method
+    if isinstance(method, OnlineMethod):
+        return method.needs_reference and (model.lora is None or method.ref_model is not None)
     if not isinstance(method, DPOMethod | KTOMethod) or method.precompute_ref_log_probs:
         return False
     if isinstance(method, DPOMethod) and not method.use_ref_model:

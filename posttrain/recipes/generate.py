@@ -21,6 +21,7 @@ from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of
 from posttrain.models.families import positions_of
 from posttrain.models.load import compute_dtype, device_of, load_model, load_tokenizer
 from posttrain.progress import progress
+from posttrain.rollout import sampling_of
 from posttrain.store.atomic import write_file
 
 log = logging.getLogger("posttrain")
@@ -87,21 +88,6 @@ def generate(
         tokens=sum(len(completion.tokens) for completion in found),
         truncated=sum(completion.finish_reason == "length" for completion in found),
         seconds=seconds,
-    )
-
-
-def sampling_of(rollout: RolloutConfig, num_generations: int, stops: tuple[int, ...], seed: int) -> Sampling:
-    """The settings as an engine takes them."""
-    return Sampling(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        max_completion_length=rollout.max_completion_length,
-        num_generations=num_generations,
-        stop_token_ids=stops,
-        stop=rollout.stop,
-        seed=seed,
     )
 
 

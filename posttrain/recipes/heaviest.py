@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from posttrain.batch import Pack, pack
-from posttrain.config import RunConfig
+from posttrain.batch import Example, Pack, Sample, pack
+from posttrain.config import OnlineMethod, RunConfig
 from posttrain.data import Prepared
 from posttrain.models.attention import width_step
 from posttrain.recipes.loop import epoch_order
@@ -30,7 +31,20 @@ def pack_rows(
 ) -> list[Pack]:
     """The packs of a step, as its method's recipe lays them."""
     examples = [data.train[int(row)] for row in rows]
+    if isinstance(config.method, OnlineMethod):
+        length = config.rollout.max_completion_length
+        examples = [e for one in examples for e in with_completions(one, config.method, length, tokens_per_pack)]
     return pack(examples, tokens_per_pack, keep_last=config.method.type == "reward", pad_to=pad_to)
+
+
+def with_completions(prompt: Example, method: OnlineMethod, length: int, tokens_per_pack: int) -> list[Example]:
+    """A prompt with completions as long as they may become, divided as a rollout divides them."""
+    tree = prompt.trees[0]
+    leaf = Sample(np.zeros(length, np.int64), trained=True)
+    each = max(1, (tokens_per_pack - len(tree.tokens)) // max(length - 1, 1))
+    whole, rest = divmod(method.num_generations, each)
+    counts = [each] * whole + [rest] * (rest > 0)
+    return [replace(prompt, trees=(replace(tree, children=(leaf,) * count),)) for count in counts]
 
 
 def heaviest_step(config: RunConfig, data: Prepared, tokens_per_pack: int, device: torch.device) -> list[Pack]:

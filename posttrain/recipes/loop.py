@@ -11,26 +11,28 @@ import math
 import signal
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
 from posttrain.batch import Example, Pack
-from posttrain.config import RunConfig
+from posttrain.config import OnlineMethod, RunConfig
 from posttrain.data import Dataset, Prepared
 from posttrain.errors import RunError, VitalSignError
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.schedules import schedule, warmup_count
-from posttrain.optim.update import Metrics, Objective, add, to_floats, update
+from posttrain.optim.update import HasTokens, Metrics, Objective, add, to_floats, update
 from posttrain.progress import progress
 from posttrain.recipes.job import Job
 from posttrain.recipes.signals import handling
+from posttrain.recipes.state import State
 from posttrain.recipes.vital import MovedWeights, check_finite
 from posttrain.store.files import load_json, load_tensors, restore_rng, rng_state, save_json, save_tensors
 from posttrain.store.logs import QUIET_LOGGER
@@ -40,6 +42,7 @@ log = logging.getLogger("posttrain")
 
 MAX_SKIPPED_IN_A_ROW = 5
 PATIENCE_S = 3.0  # how long a step may go on after a signal; what sends SIGTERM kills 10 s later at the earliest
+Batch = TypeVar("Batch", bound=HasTokens)
 ObjectiveOf = Callable[[list[Example]], tuple[list[Pack], Objective]]
 
 
@@ -54,34 +57,8 @@ def epoch_order(config: RunConfig, rows: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([config.seed, epoch]).permutation(rows) if config.data.shuffle else np.arange(rows)
 
 
-@dataclass(slots=True)
-class State:
-    """Where the loop stands, beside weights, optimizer and random generators."""
-
-    step: int = 0
-    num_tokens: int = 0
-    order: int = 0  # CRC-32 of the row numbers trained on so far, as they came
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    evaluated: bool = False  # at this step
-    best: float | None = None
-    evaluations_since_best: int = 0
-    seconds: float = 0.0  # of steps and evaluations
-    save_seconds: float = 0.0  # of checkpoints
-    window: dict[str, float] = field(default_factory=dict)  # sums since the last log line
-    window_steps: dict[str, int] = field(default_factory=dict)  # those that had the metric
-    memory: dict[str, float] = field(default_factory=dict)  # what the method itself has to remember
-
-    def as_json(self) -> dict[str, Any]:
-        """For `from_json`. JSON has no NaN, which a metric may be although loss and gradient are finite."""
-        window = {name: value if math.isfinite(value) else None for name, value in self.window.items()}
-        return asdict(self) | {"window": window}
-
-    @classmethod
-    def from_json(cls, saved: dict[str, Any]) -> State:
-        window = {name: math.nan if value is None else value for name, value in saved["window"].items()}
-        facts: dict[str, Any] = {**saved, "window": window}
-        return cls(**facts)
+class _GivenUpError(Exception):
+    """A signal came while a step had changed nothing yet."""
 
 
 class Loop:
@@ -96,7 +73,9 @@ class Loop:
         self.warmup = warmup_count(training.warmup_steps, self.total)
         self.peak_rate = job.learning_rate()
         self.state = State()
+        self.before_saving: Callable[[], None] = lambda: None  # what has to be on disk before a checkpoint is
         self.stop: str | None = None  # the signal that asks for it
+        self._drawing = False
         self._asked = 0.0  # when
         self._rows = np.empty(0, int)  # of the step under way
         self._rng_before: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None  # and the generators before it
@@ -108,7 +87,7 @@ class Loop:
             self.total,
             start_step=self.state.step,
             logging_steps=job.config.tracking.logging_steps,
-            shown=("loss", "mean_token_accuracy", "rewards/margins", "accuracy"),
+            shown=("loss", "mean_token_accuracy", "rewards/margins", "accuracy", "reward"),
         )
 
     # Steps
@@ -145,36 +124,76 @@ class Loop:
 
     def update(self, packs: list[Pack], objective: Objective) -> None:
         """One optimizer step at the schedule's learning rate. A step that is not finite is skipped and counted."""
-        state, step = self.state, self.state.step + 1
-        done = update(self._while_patient(packs), objective, self.optimizer, self.rate(step))
-        if done.applied:
+        self.updates([(packs, objective)])
+
+    def updates(
+        self,
+        parts: Iterable[tuple[Sequence[Batch], Objective[Batch]]],
+        measure: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None,
+    ) -> None:
+        """The optimizer steps that make up a step, at its learning rate. One that is not finite is skipped and counted.
+
+        Of the metrics the step has the means over its updates, of those named `min_…` and `max_…` the extremes;
+        `measure`, which is given them, says what is logged beside them.
+        """
+        state, step, tokens = self.state, self.state.step + 1, 0
+        made: list[dict[str, float]] = []
+        for packs, objective in parts:
+            done = update(self._while_patient(packs, bool(made)), objective, self.optimizer, self.rate(step))
+            tokens += sum(pack.num_tokens for pack in packs)
+            if not done.applied:
+                self._count_skipped(step, done.metrics)
+                continue
             state.skipped_in_a_row = 0
-            for name, value in done.metrics.items():
-                state.window[name] = state.window.get(name, 0.0) + value
-                state.window_steps[name] = state.window_steps.get(name, 0) + 1
-        else:
-            self._count_skipped(step, done.metrics)
-        tokens = sum(pack.num_tokens for pack in packs)
+            made.append(done.metrics)
+            if self._moved is not None and self.rate(step) > 0 and done.metrics["grad_norm"] > 0:
+                self._moved.check(self.rate(step), done.metrics["grad_norm"])
+                self._moved = None
+        metrics = _over_updates(made)
+        if measure is not None:
+            metrics |= measure(metrics)
+        for name, value in metrics.items():
+            state.window[name] = state.window.get(name, 0.0) + value
+            state.window_steps[name] = state.window_steps.get(name, 0) + 1
+        state.updates += len(made)
         state.step, state.evaluated = step, False
         state.num_tokens += tokens
         state.order = zlib.crc32(self._rows.astype("<i8").tobytes(), state.order)
-        self.progress.step(step, tokens, done.metrics)
+        self.progress.step(step, tokens, metrics)
         if step % self.job.config.tracking.logging_steps == 0 or step == self.total:
             self._log()
-        if self._moved is not None and done.applied and self.rate(step) > 0 and done.metrics["grad_norm"] > 0:
-            self._moved.check(self.rate(step), done.metrics["grad_norm"])
-            self._moved = None
 
-    def _while_patient(self, packs: list[Pack]) -> Iterator[Pack]:
-        """The packs of a step. One that is far from done some seconds after a signal is given up, as if never begun."""
+    def _while_patient(self, packs: Sequence[Batch], updated: bool) -> Iterator[Batch]:
+        """The packs of an update. One far from done some seconds after a signal is given up, as if never begun."""
         for pack in packs:
             if self.stop and time.monotonic() - self._asked > PATIENCE_S:
-                log.warning("step %d takes too long to finish: it is given up", self.state.step + 1)
-                self.optimizer.forget()
-                if self.state.step:
-                    self.save_checkpoint(self._rng_before)
-                self._leave_if_asked()
+                self._give_up_step(updated)
             yield pack
+
+    def _give_up_step(self, updated: bool) -> None:
+        """Leave in the middle of a step. Where it has `updated` the weights already, the last checkpoint stands."""
+        log.warning("step %d takes too long to finish: it is given up", self.state.step + 1)
+        self.optimizer.forget()
+        if self.state.step and not updated:
+            self.save_checkpoint(self._rng_before)
+        self._leave_if_asked()
+
+    @contextmanager
+    def drawing(self, evaluating: bool = False) -> Iterator[None]:
+        """While completions are drawn and scored: nothing is changed yet, so a signal gives that up at once."""
+        self._drawing = True
+        try:
+            if self.stop:
+                raise _GivenUpError
+            yield
+        except _GivenUpError:
+            self._drawing = False
+            if not evaluating:
+                self._give_up_step(updated=False)
+            self.save_checkpoint()
+            self._leave_if_asked()
+        finally:
+            self._drawing = False
 
     def rate(self, step: int) -> float:
         kind = self.job.config.training.lr_scheduler_type
@@ -205,6 +224,9 @@ class Loop:
             "epoch": state.step / self.steps_per_epoch,
             "num_tokens": state.num_tokens,
         }
+        if isinstance(self.job.config.method, OnlineMethod):
+            metrics["num_updates"] = state.updates
+            metrics |= {name: count for name, count in state.memory.items() if name.startswith("alarms/")}
         if state.skipped:
             metrics["skipped_steps"] = state.skipped
         self.job.run.log(state.step, metrics)
@@ -224,12 +246,15 @@ class Loop:
 
     def evaluate(self, objective_of: ObjectiveOf) -> dict[str, float]:
         """Measure every validation set without gradients, log it, keep the model if it is the best so far."""
+        return self.evaluate_by(partial(self._measure, objective_of))
+
+    def evaluate_by(self, measure: Callable[[str, Dataset], Mapping[str, float]]) -> dict[str, float]:
+        """The same with a measurement of the method's own, given each set's name and the part to look at."""
         self.policy.eval()
         metrics = {"epoch": self.state.step / self.steps_per_epoch}
         for name, dataset in self.data.validation.items():
             prefix = "eval_" if name == "validation" else f"eval_{name}_"
-            measured = self._measure(name, dataset, objective_of)
-            metrics |= {f"{prefix}{key}": value for key, value in measured.items()}
+            metrics |= {f"{prefix}{key}": value for key, value in measure(name, dataset).items()}
         self.policy.train(self.dropout)
         self.state.evaluated = True
         self.job.run.log(self.state.step, metrics)
@@ -237,11 +262,15 @@ class Loop:
         self._keep_best(metrics)
         return metrics
 
-    @torch.no_grad()
-    def _measure(self, name: str, dataset: Dataset, objective_of: ObjectiveOf) -> dict[str, float]:
-        """Means over a data set: every batch's metrics weigh by what they are means over (tokens, pairs, a class)."""
+    def evaluated_rows(self, dataset: Dataset) -> int:
+        """How many rows of a validation set are looked at: the first ones."""
         limit = self.job.config.evaluation.num_batches
-        size = len(dataset) if limit is None else min(len(dataset), limit * self.batch_size)
+        return len(dataset) if limit is None else min(len(dataset), limit * self.batch_size)
+
+    @torch.no_grad()
+    def _measure(self, objective_of: ObjectiveOf, name: str, dataset: Dataset) -> dict[str, float]:
+        """Means over a data set: every batch's metrics weigh by what they are means over (tokens, pairs, a class)."""
+        size = self.evaluated_rows(dataset)
         total: dict[str, float] = {}
         count: dict[str, int] = {}
         for start in progress(range(0, size, self.batch_size), f"evaluating {name}"):
@@ -287,6 +316,7 @@ class Loop:
         """The model, the optimizer, the generators (or `rng`) and where the loop stands; whole or not at all."""
         began = time.perf_counter()
         check_finite(self.optimizer.masters, self.state.step)
+        self.before_saving()
         generators, facts = rng or rng_state()
 
         def write(folder: Path) -> None:
@@ -347,7 +377,10 @@ class Loop:
         def ask(number: int, frame: object) -> None:
             if self.stop and number == signal.SIGINT:
                 raise KeyboardInterrupt
+            first = not self.stop
             self.stop, self._asked = signal.Signals(number).name, time.monotonic()
+            if self._drawing and first:
+                raise _GivenUpError
             log.warning("%s: finishing the step, then saving a checkpoint (again to leave at once)", self.stop)
 
         with handling(ask, signal.SIGINT, signal.SIGTERM):
@@ -358,3 +391,13 @@ class Loop:
             raise KeyboardInterrupt("stopped by Ctrl-C; go on with --resume")
         if self.stop:
             raise SystemExit(128 + signal.SIGTERM)
+
+
+def _over_updates(made: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a step's updates as the step's: means, and extremes of what is named so."""
+    combined: dict[str, float] = {}
+    for name in dict.fromkeys(name for metrics in made for name in metrics):
+        values = [metrics[name] for metrics in made if name in metrics]
+        of = min if name.startswith("min_") else max if name.startswith("max_") else fmean
+        combined[name] = of(values)
+    return combined

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.config import RunConfig, Stage, check_skip, dump, load
+from posttrain.config.rewards import ModelReward, Reward
 from posttrain.errors import ConfigError, PosttrainError, RunError
 from posttrain.recipes.resume import refuse_changes
 from posttrain.store.atomic import write_file
@@ -111,7 +112,9 @@ class Pipeline:
             name = model.folder_name
             if source is not None:
                 model = model.model_copy(update={"name": name, "path": str(source.final), "revision": None})
-            config = stage.config.model_copy(update={"models": (model,), "name": self.root.name})
+            rewards = tuple(_with_path(reward, done, stage.name) for reward in stage.config.rewards)
+            updated = {"models": (model,), "name": self.root.name, "rewards": rewards}
+            config = stage.config.model_copy(update=updated)
             done[stage.name] = Task(name, stage.name, config, folder, source, stage.name in skip)
             self.tasks.append(done[stage.name])
 
@@ -223,6 +226,22 @@ class Pipeline:
             outcome = SKIPPED if task.skip else task.outcome
             table.add_row(task.title, outcome, steps, seconds, note[:160])
         return table
+
+
+def _with_path(reward: Reward, done: Mapping[str, Task], stage: str) -> Reward:
+    """A reward with the folder of the reward model that an earlier stage trains; others as they are."""
+    if not isinstance(reward, ModelReward) or reward.from_stage is None:
+        return reward
+    source = done.get(reward.from_stage)
+    if source is None or source.config.method.type != "reward":
+        trained = [name for name, task in done.items() if task.config.method.type == "reward"]
+        raise ConfigError(
+            f"stage {stage}: rewards: {reward.from_stage} is no earlier stage that trains a reward model; there is "
+            f"{', '.join(trained) or 'none'} (one made elsewhere is given by its path)"
+            if stage
+            else f"rewards: from: {reward.from_stage} names a stage, and there are none: give the model's path"
+        )
+    return reward.model_copy(update={"path": str(source.final), "from_stage": None})
 
 
 def _measured(results: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config import ModelConfig, RunConfig, Stage, check_skip, learning_rate
+from posttrain.config import ModelConfig, OnlineMethod, RunConfig, Stage, check_skip, learning_rate
 from posttrain.data import Prepared, prepare_run
 from posttrain.models.load import compute_dtype, device_of, load_tokenizer
 from posttrain.optim.schedules import warmup_count
@@ -106,11 +106,15 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
         table.add_row("data", line)
     for name, dataset in data.validation.items():
         table.add_row("validation", f"{name}: {len(dataset):,} examples")
-    unit = "pairs" if method.kind == "pair" else "examples"
+    unit = {"pair": "pairs", "prompt": "prompts"}.get(method.kind, "examples")
     table.add_row(
         "a step",
         f"{training.batch_size} {unit}, about {tokens:,.0f} tokens ({targets_seen:,.0f} scored) in {packs:.1f} packs",
     )
+    if isinstance(method, OnlineMethod):
+        most, n = config.rollout.max_completion_length, training.batch_size * method.num_generations
+        table.add_row("a rollout", f"{n:,} completions of up to {most:,} tokens, then {method.updates} updates")
+        table.add_row("in all", f"up to {steps * n:,} completions, {steps * method.updates:,} updates")
     table.add_row("steps", f"{steps:,} ({steps / per_epoch:.2f} epochs of {per_epoch:,})")
     table.add_row("tokens in all", f"about {steps * tokens:,.0f}")
     warmup = warmup_count(training.warmup_steps, steps)

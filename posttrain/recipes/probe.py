@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from posttrain.batch import Pack
-from posttrain.config import DPOMethod, KTOMethod, ModelConfig, RunConfig, dump
+from posttrain.config import DPOMethod, KTOMethod, ModelConfig, OnlineMethod, RunConfig, dump
 from posttrain.data import Prepared
 from posttrain.errors import ConfigError, ModelError, is_out_of_memory
 from posttrain.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
@@ -205,8 +205,8 @@ class Step:
         self.reference: Scorer | None = None
         method = job.config.method
         if holds_reference(job.config, job.model):
-            assert isinstance(method, DPOMethod | KTOMethod) and isinstance(self.scorer, Scorer)
-            self.reference = frozen_model(job, method, self.scorer)
+            assert isinstance(method, DPOMethod | KTOMethod | OnlineMethod) and isinstance(self.scorer, Scorer)
+            self.reference = frozen_model(job, method.ref_model, self.scorer)
 
     def take(self, packs: list[Pack]) -> None:
         """Forward and backward of each pack, then the optimizer's step, after which its moments are there."""

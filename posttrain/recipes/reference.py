@@ -45,21 +45,36 @@ def make_reference(
     job: Job, method: DPOMethod | KTOMethod, policy: Scorer, data: Prepared, portions: Sequence[Portion]
 ) -> Reference:
     """The reference that the settings ask for; when it is precomputed, the numbers of the examples in `portions`."""
-    if method.ref_model is None and isinstance(policy.model, PeftModel):
-        frozen, adapter = policy, policy.model
-    else:
-        frozen, adapter = frozen_model(job, method, policy), None
+    frozen, score_tokens = token_reference(job, method.ref_model, policy)
 
-    @torch.no_grad()
     def score(pack: Pack) -> torch.Tensor:
-        with adapter.disable_adapter() if adapter else nullcontext():
-            return pack.sum_by_sequence(frozen(pack).logprob_N)
+        return pack.sum_by_sequence(score_tokens(pack))
 
     if not method.precompute_ref_log_probs:
         return lambda pack, examples: score(pack)
     key = _key(job, frozen, data)
     tables = [_precomputed(job, score, portion, f"{key}-{portion.name}") for portion in portions]
     return Known.of(tables)
+
+
+def token_reference(
+    job: Job, ref_model: str | None, policy: Scorer, temperature: float = 1.0
+) -> tuple[Scorer, Callable[[Pack], torch.Tensor]]:
+    """The reference and what it gives to a pack: the log-probability of each scored token (N), without gradients.
+
+    It is another model, or the policy's own as it was before training: the same with its adapter off, or a frozen copy.
+    """
+    if ref_model is None and isinstance(policy.model, PeftModel):
+        frozen, adapter = policy, policy.model
+    else:
+        frozen, adapter = frozen_model(job, ref_model, policy), None
+
+    @torch.no_grad()
+    def score(pack: Pack) -> torch.Tensor:
+        with adapter.disable_adapter() if adapter else nullcontext():
+            return frozen(pack, temperature).logprob_N
+
+    return frozen, score
 
 
 def no_reference(pack: Pack, examples: list[Example]) -> torch.Tensor:
@@ -79,9 +94,9 @@ def whole_sets(job: Job, data: Prepared) -> list[Portion]:
     return [portion(name, dataset) for name, dataset in {"train": data.train, **data.validation}.items()]
 
 
-def frozen_model(job: Job, method: DPOMethod | KTOMethod, policy: Scorer) -> Scorer:
+def frozen_model(job: Job, ref_model: str | None, policy: Scorer) -> Scorer:
     """Another model, or the policy's own as it was before training, without gradients."""
-    source = job.model if method.ref_model is None else job.model.model_copy(update={"path": method.ref_model})
+    source = job.model if ref_model is None else job.model.model_copy(update={"path": ref_model})
     model = load_model(source, "lm", job.dtype, job.device).requires_grad_(False)
     ours, theirs = base_of(policy.model).config.vocab_size, model.config.vocab_size
     if ours != theirs:

@@ -22,7 +22,8 @@ from posttrain.data.templates import choose_template
 from posttrain.engines import Completion, make_engine, stop_token_ids
 from posttrain.errors import DataError, RunError
 from posttrain.models.load import compute_dtype, device_of, is_reward_model, load_model, load_tokenizer
-from posttrain.recipes.generate import draw_all, sampling_of, text_of, too_long
+from posttrain.recipes.generate import draw_all, text_of, too_long
+from posttrain.rollout import sampling_of
 from posttrain.store.checkpoint import newest_complete
 
 Keeps = Callable[[str], bool]

@@ -115,6 +115,32 @@ def check_margins(logratio_S: torch.Tensor, length_S: torch.Tensor, dtype: torch
     return worst
 
 
+def check_sampler(worst: float, dtype: torch.dtype, engine: str) -> None:
+    """The engine draws from the policy that is trained: no token's log-probability differs by more than rounding.
+
+    Takes the largest difference (nats) of a step. Raises VitalSignError above ten times what `dtype` explains for one
+    token; small differences of many tokens are an alarm, not the end of the run.
+    """
+    if not worst <= 10 * ROUNDING[dtype]:
+        raise VitalSignError(
+            f"sampler = trainer fails: the log-probability of a drawn token differs by {worst:.3g} nats between the "
+            f"engine ({engine}) and the trainer. The engine has other weights (stale ones, another adapter, another "
+            "dtype) or another temperature; with rollout.engine: embedded the two are one model, so report this"
+        )
+
+
+@torch.no_grad()
+def check_ratio(logratio_N: torch.Tensor, dtype: torch.dtype) -> None:
+    """Before the first update the policy is the old policy: every ratio is 1 but for rounding."""
+    worst = float(logratio_N.abs().amax()) if len(logratio_N) else 0.0
+    if not worst <= ROUNDING[dtype]:
+        raise VitalSignError(
+            f"ratio = 1 fails: before the first update the log-probability of a token differs by {worst:.3g} nats from "
+            "that of the old policy, which is the same model. It is scored in another way the second time (dropout, "
+            "an adapter that is switched, other packs)"
+        )
+
+
 class MovedWeights:
     """After the first update, some trained tensor has moved and no frozen one has."""
 

@@ -1,0 +1,47 @@
+"""Alarms of online runs: what goes wrong while every number stays finite. Counted in the metrics, said in the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+log = logging.getLogger("posttrain")
+
+COLLAPSED = 0.05  # of the entropy at the first step
+WITHOUT_VERDICT = 0.005  # of the completions
+EFFECTIVE = 0.9  # of the tokens: below it the engine's policy is not the trainer's
+EVERY = 20  # after the first, one in so many is said again
+
+SAID = {
+    "no_spread": "no group has completions of different reward, so that nothing can be learned from this step: the "
+    "task is too hard or too easy for this model, or the reward is broken",
+    "truncated": "every completion reached rollout.max_completion_length: raise it, or see whether the stop token is "
+    "the one that the model was taught",
+    "no_verdict": "more than 0.5 % of the completions have no verdict (timeout, crashed, bad_gold) and are left out",
+    "entropy": "the entropy has fallen below 5 % of the first step's: the policy hardly explores any more; lower "
+    "training.learning_rate, or raise method.beta or method.entropy_coef",
+    "sampler": "the engine's probabilities differ from the trainer's so much that a tenth of the tokens is lost to it",
+}
+
+
+class Alarms:
+    """Looks at a step's metrics. Counts are kept in `memory`, which checkpoints hold, as alarms/{name}."""
+
+    def __init__(self, memory: dict[str, float]):
+        self.memory = memory
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> None:
+        entropy = metrics.get("entropy")
+        if entropy is not None:
+            self.memory.setdefault("first_entropy", entropy)
+        rung = {
+            "no_spread": metrics.get("frac_reward_zero_std", 0.0) == 1.0,
+            "truncated": metrics.get("completions/clipped_ratio", 0.0) == 1.0,
+            "no_verdict": metrics.get("rewards/left_out_ratio", 0.0) > WITHOUT_VERDICT,
+            "entropy": entropy is not None and entropy < COLLAPSED * self.memory["first_entropy"],
+            "sampler": metrics.get("sampling/effective_sample_size", 1.0) < EFFECTIVE,
+        }
+        for name in (name for name, rings in rung.items() if rings):
+            count = self.memory[f"alarms/{name}"] = self.memory.get(f"alarms/{name}", 0.0) + 1
+            if count % EVERY == 1:
+                log.warning("step %d: %s", step, SAID[name])

@@ -1,0 +1,175 @@
+"""PPO: completions of the policy are rewarded, a value head says what was to be expected, and the policy follows.
+
+    r_t = -kl_coef KL_t, and the completion's reward at its last token        (arXiv 1909.08593, section 2)
+    A_t = sum_k (gamma lam)^k delta_{t+k}     delta_t = r_t + gamma V_{t+1} - V_t      (GAE, arXiv 1506.02438, eq. 16)
+    loss = - min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + vf_coef max((V - R)^2, (V_clip - R)^2) / 2
+
+(PPO, arXiv 1707.06347, eq. 7 and 9.) The value head reads the policy's own last hidden states and begins at 0. A step
+is one rollout of batch_size prompts, then num_ppo_epochs x num_minibatches updates; means are over tokens. Dropout is
+off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from posttrain.batch import Pack
+from posttrain.config import PPOMethod
+from posttrain.losses import adapted_kl_coef, gae, grpo_clip, kl_penalty, normalized, truncated_weights, value_loss
+from posttrain.optim.update import Objective
+from posttrain.recipes.alarms import Alarms
+from posttrain.recipes.job import Job
+from posttrain.recipes.loop import Loop
+from posttrain.recipes.online import Step, evaluate, in_packs, minibatches, rollout_store, sampler_of, scored, signs_of
+from posttrain.recipes.reference import token_reference
+from posttrain.recipes.vital import check_margins, check_packing, check_ratio
+from posttrain.rollout import Part, Rollout
+from posttrain.scoring import Scorer, ValueScorer
+
+EPS = 1e-8  # beside the spread that advantages are divided by
+
+
+def train(job: Job) -> Loop:
+    method = job.config.method
+    assert isinstance(method, PPOMethod)
+    data = job.data()
+    actor_critic = ValueScorer.of(job.policy("lm"), job.checkpoint)
+    optimizer = job.optimizer(actor_critic)
+    policy = actor_critic.model
+    temperature = job.config.rollout.temperature
+    reference = None
+    if method.needs_reference:
+        _, reference = token_reference(job, method.ref_model, Scorer(policy), temperature)
+
+    def logprobs_and_values(pack: Pack) -> Tensor:
+        scores, value_N = actor_critic(pack, temperature)
+        return torch.stack([scores.logprob_N, value_N], dim=1)
+
+    def objective_of(step: PPOStep, tokens: int, sequences: int, first: bool) -> Objective[Part]:
+        def share(part: Part):
+            part = part.to(job.device)
+            at_N = part.token_N
+            scores, value_N = actor_critic(part.pack, temperature)
+            old_N, advantage_N = step.trainer_R[at_N], step.advantage_R[at_N]
+            if first:
+                check_ratio(scores.logprob_N.detach() - old_N, job.dtype)
+            policy_N, clipped_N = grpo_clip(scores.logprob_N, old_N, advantage_N, epsilon=method.cliprange)
+            step.new_R[at_N], step.clipped_R[at_N] = scores.logprob_N.detach(), clipped_N
+            if method.importance_sampling_cap is not None:
+                policy_N = policy_N * truncated_weights(old_N, step.sampler_R[at_N], cap=method.importance_sampling_cap)
+            value_loss_N, value_clipped_N = value_loss(
+                value_N, step.value_R[at_N], step.return_R[at_N], cliprange_value=method.cliprange_value
+            )
+            loss_N = policy_N + method.vf_coef * value_loss_N - method.entropy_coef * scores.entropy_N
+            change_N = (scores.logprob_N - old_N).detach()
+            means = {
+                "loss/policy": policy_N,
+                "loss/value": value_loss_N,
+                "entropy": scores.entropy_N,
+                "clip_ratio": clipped_N.float(),
+                "value_clip_ratio": value_clipped_N.float(),
+                "approx_kl": 0.5 * change_N**2,  # from the old policy, as in TRL
+            }
+            metrics = {name: value_N.detach().sum() / tokens for name, value_N in means.items()}
+            return loss_N.sum() / tokens, metrics | {"max_ratio": change_N.amax().exp()}
+
+        return Objective(share, sequences)
+
+    def updates_of(step: PPOStep, number: int) -> Iterator[tuple[list[Part], Objective[Part]]]:
+        for epoch in range(method.num_ppo_epochs):
+            key = (job.config.seed, number, epoch)
+            for place, chosen in enumerate(minibatches(step.rollout, step.in_loss_S, method.num_minibatches, key)):
+                parts = step.parts if method.num_minibatches == 1 else in_packs(job, step.rollout, chosen)
+                first = number == 1 and epoch == place == 0
+                yield parts, objective_of(step, int(step.rollout.length_S[chosen].sum()), len(chosen), first)
+
+    loop = Loop(job, actor_critic, optimizer, data, dropout=False)
+    with sampler_of(job, policy) as sample, rollout_store(job, loop) as store:
+        alarms, memory = Alarms(loop.state.memory), loop.state.memory
+        sample.engine.load(policy, loop.state.step)
+        if loop.evaluation_due:
+            evaluate(loop, sample, store)
+        for number, prompts in loop.steps():
+            with loop.drawing():
+                rollout = sample(number, prompts, method.num_generations, version=number - 1)
+                step = PPOStep(job, rollout, method.mask_truncated_completions)
+                step.trainer_R, step.value_R = scored(job, rollout, step.parts, logprobs_and_values, 2).unbind(1)
+                if reference is not None:
+                    step.reference_R = scored(job, rollout, step.parts, reference)[:, 0]
+                if number == 1 and step.parts:
+                    check_packing(Scorer(policy), rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack)
+                    if step.reference_R is not None and method.ref_model is None:
+                        logratio_S = step.sums(step.trainer_R - step.reference_R)
+                        check_margins(logratio_S, rollout.length_S.to(job.device), job.dtype)
+                kl_coef = memory.get("kl_coef", method.kl_coef)
+                estimate_advantages(method, step, kl_coef)
+
+            def measure(metrics: Mapping[str, float], step=step, number=number, kl_coef=kl_coef) -> dict[str, float]:
+                found = step.rollout.metrics() | values_seen(step)
+                if metrics:
+                    found |= signs_of(job, sample, step.trainer_R, step.rollout, step.in_loss_S)
+                if step.kl_S is not None:
+                    found |= {"kl": step.kl_S.mean().item(), "kl_coef": kl_coef}
+                alarms.look(number, {**metrics, **found})
+                return found
+
+            loop.updates(updates_of(step, number), measure)
+            if method.target_kl is not None and step.kl_S is not None:
+                memory["kl_coef"] = adapted_kl_coef(
+                    kl_coef,
+                    step.kl_S.mean().item(),
+                    target=method.target_kl,
+                    horizon=method.kl_horizon,
+                    completions=len(step.kl_S),
+                )
+            if store is not None:
+                store.add(number, number / loop.steps_per_epoch, *step.stored())
+            sample.engine.load(policy, number)
+            if loop.evaluation_due:
+                evaluate(loop, sample, store)
+    return loop
+
+
+class PPOStep(Step):
+    """A step with what GAE makes of it."""
+
+    value_R: Tensor  # before each token, when the step began
+    return_R: Tensor
+    kl_S: Tensor | None = None  # nats, of each completion in the loss
+
+    def __init__(self, job: Job, rollout: Rollout, mask_truncated: bool):
+        super().__init__(job, rollout, mask_truncated)
+
+
+def estimate_advantages(method: PPOMethod, step: PPOStep, kl_coef: float) -> None:
+    """Give the step its advantages, normalised over the step's tokens, and its returns; 0 for what is left out."""
+    rollout = step.rollout
+    reward_R = torch.zeros_like(step.value_R)
+    if step.reference_R is not None:
+        kl_R = kl_penalty(step.trainer_R, step.reference_R, estimator=method.kl_estimator)
+        reward_R = -kl_coef * kl_R
+        step.kl_S = step.sums(kl_R)[step.in_loss_S.to(kl_R.device)]
+    last_S = rollout.start_S + rollout.length_S - 1
+    reward_R[last_S] += rollout.reward_S.nan_to_num().to(reward_R.device)
+    inside_R = torch.isin(rollout.sequence_R, step.in_loss_S).to(reward_R.device)
+    step.return_R = torch.zeros_like(reward_R)
+    if inside_R.any():
+        sequence_N = rollout.sequence_R.to(reward_R.device)[inside_R]
+        advantage_N, return_N = gae(
+            reward_R[inside_R], step.value_R[inside_R], sequence_N, gamma=method.gamma, lam=method.lam
+        )
+        step.advantage_R[inside_R] = normalized(advantage_N, eps=EPS)
+        step.return_R[inside_R] = return_N
+
+
+def values_seen(step: PPOStep) -> dict[str, float]:
+    """How well the values foretell the returns: 1 where they do, 0 where they know no more than the mean."""
+    inside_R = torch.isin(step.rollout.sequence_R, step.in_loss_S).to(step.value_R.device)
+    return_N, value_N = step.return_R[inside_R], step.value_R[inside_R]
+    if len(return_N) < 2 or return_N.var() == 0:
+        return {}
+    explained = 1 - (return_N - value_N).var() / return_N.var()
+    return {"value": value_N.mean().item(), "explained_variance": explained.item()}

@@ -1,0 +1,294 @@
+"""Rollouts: prompts to completions with their log-probabilities, rewards and verdicts, ready to be trained on.
+
+    rollout = sample(step, prompts)      P prompts, S completions, G to each prompt, those of a prompt side by side
+
+Per-token numbers of a rollout (log-probabilities, advantages, values) are flat tensors, completion behind completion in
+the rollout's own order: (R), R scored tokens in all. A `Part` is a pack of some of the completions, with the places of
+its N scored tokens among the R, so that `old_R[part.token_N]` are the numbers that belong to the pack.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.batch import Example, Pack, Sample
+from posttrain.config import RolloutConfig
+from posttrain.engines import Completion, Engine, Sampling
+from posttrain.errors import DataError, VitalSignError
+from posttrain.rewards.compose import Completion as Text
+from posttrain.rewards.compose import Rewarded, Rewards
+
+PackOf = Callable[[Sequence[Example]], list[Pack]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A pack of completions: which ones (S), and where each scored token's numbers are in the rollout's order (N)."""
+
+    pack: Pack
+    completion_S: Tensor
+    token_N: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.pack.num_tokens
+
+    def to(self, device: torch.device | str) -> Part:
+        return Part(self.pack.to(device), self.completion_S.to(device), self.token_N.to(device))
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What was drawn for the prompts of a step, and what it is worth.
+
+    `rewarded` has a total for every completion; one of None has no verdict, is no reward, and is left out of training.
+    """
+
+    prompts: Sequence[Example]
+    completions: tuple[Completion, ...]  # S
+    texts: tuple[str, ...]  # S
+    rewarded: Rewarded
+    group_S: Tensor  # the place of each completion's prompt in `prompts`
+    resampled: int = 0  # groups that were drawn again because their rewards were equal
+
+    @cached_property
+    def reward_S(self) -> Tensor:
+        """Float32; NaN where there is no reward."""
+        return torch.tensor([np.nan if total is None else total for total in self.rewarded.totals])
+
+    @cached_property
+    def has_reward_S(self) -> Tensor:
+        return torch.tensor([total is not None for total in self.rewarded.totals], dtype=torch.bool)
+
+    @cached_property
+    def truncated_S(self) -> Tensor:
+        """Whether a completion ended at the limit of its length."""
+        return torch.tensor([completion.finish_reason == "length" for completion in self.completions], dtype=torch.bool)
+
+    @cached_property
+    def length_S(self) -> Tensor:
+        return torch.tensor([len(completion.tokens) for completion in self.completions])
+
+    @cached_property
+    def start_S(self) -> Tensor:
+        """Where each completion's tokens begin in the rollout's order."""
+        return self.length_S.cumsum(0) - self.length_S
+
+    @cached_property
+    def sampler_R(self) -> Tensor:
+        """The log-probability with which the engine drew each token."""
+        return torch.tensor([value for completion in self.completions for value in completion.logprobs])
+
+    @cached_property
+    def sequence_R(self) -> Tensor:
+        """The completion that each token belongs to."""
+        return torch.arange(len(self.completions)).repeat_interleave(self.length_S)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.length_S.sum())
+
+    def spread_G(self) -> Tensor:
+        """Whether the rewards of each prompt's completions differ: what tells a group's completions apart."""
+        spread = torch.zeros(len(self.prompts), dtype=torch.bool)
+        for group in range(len(self.prompts)):
+            values = self.reward_S[(self.group_S == group) & self.has_reward_S]
+            spread[group] = len(values) > 1 and bool((values != values[0]).any())
+        return spread
+
+    def examples(self, chosen: Sequence[int] | Tensor, tokens_per_pack: int) -> tuple[list[Example], list[list[int]]]:
+        """The chosen completions as trees, and which ones are the leaves of each.
+
+        Those of a prompt are leaves of one tree, of several where one would be larger than a pack.
+        """
+        examples: list[Example] = []
+        owners: list[list[int]] = []
+        members: dict[int, list[int]] = {}
+        for index in map(int, chosen):
+            members.setdefault(int(self.group_S[index]), []).append(index)
+        for group, indices in members.items():
+            prompt = self.prompts[group].trees[0]
+            for some in _fitting(indices, self.length_S.tolist(), len(prompt.tokens), tokens_per_pack):
+                leaves = tuple(Sample(self.completions[index].tokens, trained=True) for index in some)
+                examples.append(replace(self.prompts[group], trees=(replace(prompt, children=leaves),)))
+                owners.append(some)
+        return examples, owners
+
+    def parts(self, chosen: Sequence[int] | Tensor, pack_of: PackOf, tokens_per_pack: int) -> list[Part]:
+        """The chosen completions in packs."""
+        examples, owners = self.examples(chosen, tokens_per_pack)
+        start_S, made = self.start_S, []
+        for packed in pack_of(examples):
+            whose = [index for example in dict.fromkeys(packed.group_S.tolist()) for index in owners[example]]
+            places = [torch.arange(int(self.length_S[i])) + start_S[i] for i in whose]
+            made.append(Part(packed, torch.tensor(whose), torch.cat(places)))
+        return made
+
+    def metrics(self) -> dict[str, float]:
+        """What is to be seen of every rollout, by TRL's names."""
+        length, stopped = self.length_S.float(), self.length_S[~self.truncated_S].float()
+        found = {
+            "completions/mean_length": length.mean().item(),
+            "completions/min_length": length.min().item(),
+            "completions/max_length": length.max().item(),
+            "completions/clipped_ratio": self.truncated_S.float().mean().item(),
+            "resampled_groups": float(self.resampled),
+            "rewards/left_out_ratio": 1.0 - self.has_reward_S.float().mean().item(),
+        }
+        if len(self.completions) > len(self.prompts):
+            found["frac_reward_zero_std"] = 1.0 - self.spread_G().float().mean().item()
+        if len(stopped):
+            found["completions/mean_terminated_length"] = stopped.mean().item()
+        return found | self.rewarded.metrics()
+
+
+def _fitting(indices: Sequence[int], lengths: Sequence[int], prompt: int, most: int) -> Iterable[list[int]]:
+    """Completions divided so that each part fits a pack with its prompt."""
+    some: list[int] = []
+    taken = prompt
+    for index in indices:
+        fed = lengths[index] - 1  # the last token predicts nothing
+        if some and taken + fed > most:
+            yield some
+            some, taken = [], prompt
+        some.append(index)
+        taken += fed
+    yield some
+
+
+def sampling_of(rollout: RolloutConfig, num_generations: int, stops: tuple[int, ...], seed: int) -> Sampling:
+    """The settings as an engine takes them."""
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        max_completion_length=rollout.max_completion_length,
+        num_generations=num_generations,
+        stop_token_ids=stops,
+        stop=rollout.stop,
+        seed=seed,
+    )
+
+
+class Sampler:
+    """Draws and rewards completions. `seed` is the run's.
+
+    A completion's random stream is a function of the run's seed, the step, and the prompt's place in it, so that a
+    resumed run draws what the uninterrupted one would have.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rewards: Rewards,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: RolloutConfig,
+        *,
+        stop_token_ids: tuple[int, ...],
+        seed: int,
+    ):
+        self.engine, self.rewards, self.tokenizer, self.seed = engine, rewards, tokenizer, seed
+        self.sampling = sampling_of(settings, 1, stop_token_ids, seed)
+
+    @property
+    def filtered(self) -> bool:
+        """Whether the engine draws from a part of the policy's distribution only, so that its numbers are others."""
+        return self.sampling.top_p < 1 or self.sampling.top_k > 0 or self.sampling.min_p > 0
+
+    def __call__(
+        self, stream: int | str, prompts: Sequence[Example], num_generations: int, rounds: int = 0, version: int = 0
+    ) -> Rollout:
+        """`num_generations` completions of each prompt, from weights that must be of this `version`.
+
+        `stream` names the random numbers: the step, or the validation set. Groups of equal rewards are drawn again, in
+        as many `rounds` at most. Raises VitalSignError when the engine serves other weights, RewardError.
+        """
+        rollout = self._draw(f"{stream}", prompts, num_generations, version)
+        for round in range(1, rounds + 1):
+            again = (~rollout.spread_G()).nonzero().squeeze(1).tolist()
+            if not again:
+                break
+            fresh = self._draw(f"{stream} {round}", [prompts[place] for place in again], num_generations, version)
+            rollout = _with_groups(rollout, again, fresh)
+        return rollout
+
+    def _draw(self, stream: str, prompts: Sequence[Example], n: int, version: int) -> Rollout:
+        seeds = [_number(self.seed, stream, place, prompt.row) for place, prompt in enumerate(prompts)]
+        drawn = self.engine.generate(
+            [np.asarray(prompt.trees[0].tokens).tolist() for prompt in prompts],
+            replace(self.sampling, num_generations=n),
+            seeds=seeds,
+        )
+        completions = tuple(completion for group in drawn for completion in group)
+        stale = {completion.version for completion in completions} - {version}
+        if stale:
+            raise VitalSignError(
+                f"the engine draws from weights of version {min(stale)}, and the policy is at {version}: it was not "
+                "given the new weights after the last step"
+            )
+        group_S = torch.arange(len(prompts)).repeat_interleave(n)
+        texts = tuple(self._text(completion) for completion in completions)
+        asked = [_asked(prompts[group]) for group in group_S.tolist()]
+        rewarded = self.rewards(
+            [
+                Text(text, completion.tokens, **facts)
+                for text, completion, facts in zip(texts, completions, asked, strict=True)
+            ]
+        )
+        return Rollout(prompts, completions, texts, rewarded, group_S)
+
+    def _text(self, completion: Completion) -> str:
+        return str(self.tokenizer.decode(completion.tokens, skip_special_tokens=True))
+
+
+def _asked(prompt: Example) -> dict[str, Any]:
+    """What a reward is told of a row beside the completion."""
+    facts: Mapping[str, Any] | None = prompt.facts
+    if facts is None:
+        raise DataError(f"row {prompt.row} is no prompt: rollouts need data that was prepared as prompts")
+    return {"prompt": facts["prompt"], "answer": facts["answer"], "columns": facts["columns"]}
+
+
+def _with_groups(rollout: Rollout, places: Sequence[int], fresh: Rollout) -> Rollout:
+    """The rollout with the groups of these prompts replaced."""
+    n = len(rollout.completions) // len(rollout.prompts)
+    new = {place: number for number, place in enumerate(places)}
+    index = [
+        (1, new[group] * n + member) if group in new else (0, group * n + member)
+        for group in range(len(rollout.prompts))
+        for member in range(n)
+    ]
+    both = (rollout, fresh)
+    parts = tuple(
+        replace(
+            part,
+            values=tuple(both[which].rewarded.parts[number].values[at] for which, at in index),
+            grades=None
+            if part.grades is None
+            else tuple((both[which].rewarded.parts[number].grades or ())[at] for which, at in index),
+        )
+        for number, part in enumerate(rollout.rewarded.parts)
+    )
+    return Rollout(
+        rollout.prompts,
+        tuple(both[which].completions[at] for which, at in index),
+        tuple(both[which].texts[at] for which, at in index),
+        Rewarded(tuple(both[which].rewarded.totals[at] for which, at in index), parts),
+        rollout.group_S,
+        rollout.resampled + len(places),
+    )
+
+
+def _number(seed: int, stream: str, place: int, row: int) -> int:
+    """The seed of a prompt's completions, 64 bits."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {stream} {place} {row}".encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,292 @@
+"""`rollouts.sqlite`: every completion that a run was trained on, with all numbers that made its gradient.
+
+A step is one transaction, written by a thread of its own while training goes on: it is there with all its groups or not
+at all. A checkpoint waits until what came before it is on disk, and a resumed run begins by deleting what came after,
+so that no rollout is lost or there twice. When the file would grow beyond its limit the oldest steps make room.
+
+Per-token numbers are little-endian arrays (float32, int32 for tokens, uint8 for flags), one a completion.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.errors import RunError
+
+log = logging.getLogger("posttrain")
+
+NAME = "rollouts.sqlite"
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS prompts (
+    step INTEGER, prompt_index INTEGER, row INTEGER, epoch REAL, prompt TEXT, tokens BLOB, facts TEXT,
+    PRIMARY KEY (step, prompt_index)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS rollouts (
+    step INTEGER, prompt_index INTEGER, rollout_index INTEGER, completion TEXT, reward REAL, advantage REAL,
+    finish_reason TEXT, version INTEGER, parts TEXT, tokens BLOB, sampler_logprobs BLOB, old_logprobs BLOB,
+    new_logprobs BLOB, ref_logprobs BLOB, advantages BLOB, clipped BLOB,
+    PRIMARY KEY (step, prompt_index, rollout_index)
+);
+CREATE TABLE IF NOT EXISTS evaluations (
+    step INTEGER, dataset TEXT, row INTEGER, prompt TEXT, completion TEXT, reward REAL, finish_reason TEXT, parts TEXT,
+    tokens BLOB
+);
+CREATE INDEX IF NOT EXISTS evaluations_step ON evaluations (step);
+"""
+TOKENS = {"tokens": np.dtype("<i4"), "clipped": np.dtype("u1")}  # the other arrays are float32
+ARRAYS = ("tokens", "sampler_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "advantages", "clipped")
+BUSY_S = 30.0  # how long another program may keep the file locked
+WAITING = 4  # steps that may wait to be written; then training waits for the disk
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrompt:
+    """A prompt of a step. `facts` are what rewards were told: prompt, answer, columns."""
+
+    row: int
+    text: str
+    tokens: Sequence[int]
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRollout:
+    """A completion of a step; `parts` has each reward's value and, of rules, its verdict. Arrays are per token."""
+
+    prompt_index: int
+    rollout_index: int
+    completion: str
+    reward: float | None
+    advantage: float | None
+    finish_reason: str
+    version: int
+    parts: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEvaluation:
+    """A completion of a validation prompt."""
+
+    row: int
+    prompt: str
+    completion: str
+    reward: float | None
+    finish_reason: str
+    parts: Mapping[str, Any]
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    step: int
+    epoch: float
+    prompts: Sequence[StoredPrompt] = ()
+    rollouts: Sequence[StoredRollout] = ()
+    dataset: str = ""
+    evaluations: Sequence[StoredEvaluation] = ()
+
+
+class RolloutStore:
+    """The writer of a run's rollouts. Raises RunError, at the latest at the next checkpoint, when it cannot write."""
+
+    def __init__(self, folder: Path, max_bytes: int, after: int):
+        """Open or create the file; what is there of steps after `after` is of a future that was given up."""
+        self.path, self.max_bytes = folder / NAME, max_bytes
+        try:
+            with closing(_connect(self.path)) as connection, connection:
+                connection.executescript(SCHEMA)
+                for table in ("prompts", "rollouts", "evaluations"):
+                    connection.execute(f"DELETE FROM {table} WHERE step > ?", (after,))
+        except sqlite3.Error as error:
+            raise self._refusal(error) from error
+        self._waiting: queue.Queue[_Write | None] = queue.Queue(WAITING)
+        self._failed: sqlite3.Error | None = None
+        self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
+        self._thread.start()
+
+    def add(self, step: int, epoch: float, prompts: Sequence[StoredPrompt], rollouts: Sequence[StoredRollout]) -> None:
+        """Have a step written."""
+        self._put(_Write(step, epoch, prompts, rollouts))
+
+    def add_evaluation(self, step: int, dataset: str, evaluations: Sequence[StoredEvaluation]) -> None:
+        """Have the evaluation of a data set written, in place of one of the same step."""
+        self._put(_Write(step, 0.0, dataset=dataset, evaluations=evaluations))
+
+    def _put(self, write: _Write) -> None:
+        self._raise_failure()
+        self._waiting.put(write)
+
+    def flush(self) -> None:
+        """Return when everything given so far is on disk."""
+        self._waiting.join()
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Write what waits, and end the thread. Raises nothing: a run that ends in an error keeps its own."""
+        self._waiting.put(None)
+        self._thread.join()
+        if self._failed is not None:
+            log.warning("%s", self._refusal(self._failed))
+
+    def _raise_failure(self) -> None:
+        if self._failed is not None:
+            raise self._refusal(self._failed) from self._failed
+
+    def _refusal(self, error: sqlite3.Error) -> RunError:
+        return RunError(
+            f"{self.path} cannot be written: {error}. Make room or end the program that holds it, then go on with "
+            "--resume; rollout.save: false trains without it"
+        )
+
+    def _work(self) -> None:
+        connection = _connect(self.path)
+        with closing(connection):
+            while (write := self._waiting.get()) is not None:
+                try:
+                    if self._failed is None:
+                        self._write(connection, write)
+                except sqlite3.Error as error:
+                    self._failed = error
+                finally:
+                    self._waiting.task_done()
+            self._waiting.task_done()
+
+    def _write(self, connection: sqlite3.Connection, write: _Write) -> None:
+        with connection:  # one transaction
+            connection.executemany(
+                "INSERT INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (write.step, index, p.row, write.epoch, p.text, _blob("tokens", p.tokens), _json(p.facts))
+                    for index, p in enumerate(write.prompts)
+                ],
+            )
+            connection.executemany(
+                f"INSERT INTO rollouts VALUES ({', '.join('?' * (9 + len(ARRAYS)))})",
+                [
+                    (
+                        write.step,
+                        r.prompt_index,
+                        r.rollout_index,
+                        r.completion,
+                        r.reward,
+                        r.advantage,
+                        r.finish_reason,
+                        r.version,
+                        _json(r.parts),
+                        *(_blob(name, r.arrays.get(name)) for name in ARRAYS),
+                    )
+                    for r in write.rollouts
+                ],
+            )
+            connection.execute("DELETE FROM evaluations WHERE step = ? AND dataset = ?", (write.step, write.dataset))
+            connection.executemany(
+                "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (
+                        write.step, write.dataset, e.row, e.prompt, e.completion, e.reward, e.finish_reason,
+                        _json(e.parts), _blob("tokens", e.tokens),
+                    )
+                    for e in write.evaluations
+                ],
+            )  # fmt: skip
+            self._make_room(connection, write.step)
+
+    def _make_room(self, connection: sqlite3.Connection, newest: int) -> None:
+        """Delete the oldest steps while the file holds more than its limit; the newest step always stays."""
+        while _used(connection) > self.max_bytes:
+            oldest = connection.execute("SELECT MIN(step) FROM prompts").fetchone()[0]
+            if oldest is None or oldest >= newest:
+                return
+            for table in ("prompts", "rollouts", "evaluations"):
+                connection.execute(f"DELETE FROM {table} WHERE step <= ?", (oldest,))
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=BUSY_S)
+    connection.execute("PRAGMA journal_mode = WAL")  # readers do not wait for the writer, nor it for them
+    connection.execute("PRAGMA synchronous = FULL")
+    return connection
+
+
+def _used(connection: sqlite3.Connection) -> int:
+    size, pages, free = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_size", "page_count", "freelist_count")
+    )
+    return size * (pages - free)
+
+
+def _blob(name: str, values: Sequence[int] | np.ndarray | None) -> bytes | None:
+    return None if values is None else np.asarray(values).astype(TOKENS.get(name, "<f4")).tobytes()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+class StoredRun:
+    """The rollouts of a run, for reading; the run may still be going on."""
+
+    def __init__(self, folder: Path):
+        path = folder / NAME
+        if not path.is_file():
+            raise RunError(f"{folder} has no {NAME}: only methods that draw completions have one, with rollout.save")
+        self._connection = sqlite3.connect(path, timeout=BUSY_S)
+        self._connection.row_factory = sqlite3.Row
+
+    def __enter__(self) -> StoredRun:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._connection.close()
+
+    def steps(self) -> list[int]:
+        return [row[0] for row in self._connection.execute("SELECT DISTINCT step FROM prompts ORDER BY step")]
+
+    def prompts(self, step: int) -> list[dict[str, Any]]:
+        rows = self._connection.execute("SELECT * FROM prompts WHERE step = ? ORDER BY prompt_index", (step,))
+        return [_read(row) for row in rows]
+
+    def rollouts(self, step: int, prompt_index: int | None = None) -> list[dict[str, Any]]:
+        """The completions of a step, or of one of its prompts; per-token columns as arrays."""
+        where = "" if prompt_index is None else " AND prompt_index = :prompt"
+        rows = self._connection.execute(
+            f"SELECT * FROM rollouts WHERE step = :step{where} ORDER BY prompt_index, rollout_index",
+            {"step": step, "prompt": prompt_index},
+        )
+        return [_read(row) for row in rows]
+
+    def summary(self) -> Iterator[dict[str, Any]]:
+        """A line for each step: prompts, completions, mean and extreme rewards, how many have none."""
+        yield from map(
+            dict,
+            self._connection.execute(
+                "SELECT step, COUNT(DISTINCT prompt_index) AS prompts, COUNT(*) AS completions, "
+                "AVG(reward) AS reward, MIN(reward) AS lowest, MAX(reward) AS highest, "
+                "SUM(reward IS NULL) AS left_out, AVG(finish_reason = 'length') AS truncated "
+                "FROM rollouts GROUP BY step ORDER BY step"
+            ),
+        )
+
+
+def _read(row: sqlite3.Row) -> dict[str, Any]:
+    found = dict(row)
+    for name in ARRAYS:
+        if isinstance(found.get(name), bytes):
+            found[name] = np.frombuffer(found[name], TOKENS.get(name, np.dtype("<f4")))
+    for name in ("facts", "parts"):
+        if name in found:
+            found[name] = json.loads(found[name])
+    return found

@@ -1,0 +1,108 @@
+"""A task of seconds for methods that draw completions: sums of two numbers below 20, which a small model was taught.
+
+The model is taught every sum, then noise on the weights that choose its words leaves about one answer in ten right.
+Reinforcement learning is given four fifths of the problems; the others are held out from it.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from posttrain.engines import EmbeddedEngine, Sampling
+from posttrain.models.attention import NAME as PACKED
+from posttrain.models.lean import lean
+
+PROBLEMS = [(f"{a}+{b}=", str(a + b)) for a in range(20) for b in range(20)]
+NOISED = "lm_head"  # what is weakened: noise on all weights would make a model forget each sum in its own way
+STOP, START = "$", "^"
+EXACT_SETTINGS = 'rewards=[{"type": "python", "function": "sums:exact", "name": "exact"}]'
+
+
+def exact(completions, answer, **_columns):
+    """The reward: 1 for the right sum."""
+    return [float(text.strip() == str(right)) for text, right in zip(completions, answer, strict=True)]
+
+
+def make(folder: Path, seed: int = 0, right: float = 0.1) -> None:
+    """Write `model/`, `train.jsonl` and `test.jsonl` to the folder."""
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer()
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+            initializer_range=0.05,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    teach(model, tokenizer)
+    weaken(model, tokenizer, right)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = [{"prompt": problem, "answer": answer} for problem, answer in PROBLEMS]
+    random.Random(seed).shuffle(rows)
+    for name, part in (("train", rows[80:]), ("test", rows[:80])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character."""
+    vocabulary = {character: index for index, character in enumerate(f"{START}{STOP}0123456789+=")}
+    plain = Tokenizer(models.WordLevel(vocabulary, unk_token=START))
+    plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    plain.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, bos_token=START, eos_token=STOP)
+
+
+def teach(model: PreTrainedModel, tokenizer, steps: int = 300) -> None:
+    """Supervised learning of every sum, written out: `7+8=15$`, with the loss on what follows the sign."""
+    asked = [len(tokenizer(problem).input_ids) for problem, _ in PROBLEMS]
+    ids = [tokenizer(problem + answer + STOP).input_ids for problem, answer in PROBLEMS]
+    longest = max(map(len, ids))
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
+    place, first = torch.arange(longest)[None], torch.tensor(asked)[:, None]
+    outside = (place < first) | (place >= torch.tensor([len(row) for row in ids])[:, None])
+    target = tokens.masked_fill(outside, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=steps)
+    for _ in range(steps):
+        some = torch.randint(len(tokens), (100,))
+        model(input_ids=tokens[some], labels=target[some]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+def weaken(model: PreTrainedModel, tokenizer, right: float) -> None:
+    """Add as much noise as leaves this share of the answers right, found by halving."""
+    taught = {name: p.detach().clone() for name, p in model.named_parameters()}
+    noise = {name: torch.randn_like(p) * p.detach().std() for name, p in model.named_parameters() if NOISED in name}
+    low, high = 0.0, 10.0
+    for _ in range(10):
+        middle = (low + high) / 2
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(taught[name] + middle * noise[name] if name in noise else taught[name])
+        low, high = (middle, high) if accuracy(model, tokenizer, PROBLEMS) > right else (low, middle)
+
+
+def accuracy(model: PreTrainedModel, tokenizer, problems, seed: int = 0) -> float:
+    """The share of right answers, drawn at temperature 1."""
+    model.set_attn_implementation(PACKED)
+    lean(model)
+    sampling = Sampling(max_completion_length=6, stop_token_ids=(tokenizer.eos_token_id,), seed=seed)
+    prompts = [tokenizer(problem).input_ids for problem, _ in problems]
+    drawn = EmbeddedEngine(model, tokenizer).generate(prompts, sampling)
+    texts = [tokenizer.decode(group[0].tokens, skip_special_tokens=True) for group in drawn]
+    model.set_attn_implementation("sdpa")
+    return sum(exact(texts, [answer for _, answer in problems])) / len(problems)
