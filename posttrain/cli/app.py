@@ -2,7 +2,20 @@
 
 import typer
 
-from posttrain.cli import config, data, explore, generate, grade, quickstart, runs, sample, score, train, verify
+from posttrain.cli import (
+    config,
+    data,
+    explore,
+    generate,
+    grade,
+    quickstart,
+    rollouts,
+    runs,
+    sample,
+    score,
+    train,
+    verify,
+)
 from posttrain.cli.flags import SettingsCommand, with_settings
 
 EPILOG = "--debug, anywhere on the command line, shows the stack trace of an error."
@@ -25,6 +38,9 @@ def build() -> typer.Typer:
     app.command("grade", epilog=EPILOG)(grade.grade)
     app.command("generate", epilog=EPILOG)(generate.generate)
     app.command("sample", epilog=EPILOG)(sample.sample)
+    app.command("rollouts", epilog=EPILOG)(rollouts.rollouts)
+    app.command("why", epilog=EPILOG)(rollouts.why)
+    app.command("regrade", epilog=EPILOG)(rollouts.regrade)
     app.command("verify-resume", cls=SettingsCommand, epilog=EPILOG)(with_settings(verify.verify_resume))
     app.command("quickstart", epilog=EPILOG)(quickstart.quickstart)
     app.add_typer(config.app, name="config", rich_help_panel="Settings")

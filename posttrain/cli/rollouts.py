@@ -1,0 +1,76 @@
+"""`posttrain rollouts`, `posttrain why` and `posttrain regrade`: what a run was trained on, down to the tokens."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from posttrain.cli.errors import UsageError
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of a method that draws completions.")]
+OneStep = Annotated[int | None, typer.Option("--step", min=1, help="The completions of one step; default: all steps.")]
+Step = Annotated[int, typer.Option("--step", min=1, help="Which step.")]
+Prompt = Annotated[int | None, typer.Option("--prompt", min=0, help="One prompt of the step: rewards by their parts.")]
+Rollout = Annotated[int | None, typer.Option("--rollout", min=0, help="One completion of the prompt: its tokens.")]
+Rewards = Annotated[
+    list[str],
+    typer.Option(
+        "--reward", help='A reward: its type, module:function, or settings such as "{type: length, target: 50}".'
+    ),
+]
+
+
+def rollouts(run: Run, step: OneStep = None) -> None:
+    """List the completions that a run was trained on, from its rollouts.sqlite: by step, or those of one step."""
+    from rich.console import Console
+
+    from posttrain.recipes.receipt import show_rollouts  # imports torch, which takes seconds
+
+    show_rollouts(_folder(run), step, Console())
+
+
+def why(run: Run, step: Step, prompt: Prompt = None, rollout: Rollout = None) -> None:
+    """Say why a step did what it did: its metrics, its groups, a group's rewards by part, a completion's tokens.
+
+    Of each token: the log-probability with which it was drawn, that of the old, the new and the reference policy, the
+    advantage, the ratio, and whether it was clipped.
+    """
+    if rollout is not None and prompt is None:
+        raise UsageError("--rollout needs --prompt: which prompt's?")
+    from rich.console import Console
+
+    from posttrain.recipes.receipt import why as explain_step
+
+    explain_step(_folder(run), step, prompt, rollout, Console())
+
+
+def regrade(run: Run, reward: Rewards) -> None:
+    """Give a run's stored completions other rewards, and list the advantages that change their sign. Needs no GPU."""
+    from pydantic import TypeAdapter, ValidationError
+    from rich.console import Console
+
+    from posttrain.config.rewards import Reward
+    from posttrain.recipes.receipt import regrade as regrade_run
+
+    try:
+        settings = [TypeAdapter(Reward).validate_python(_spelt_out(text)) for text in reward]
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise UsageError(f"--reward {' '.join(reward)}: {where} {problem['msg']}".replace("  ", " ")) from error
+    regrade_run(_folder(run), settings, Console())
+
+
+def _spelt_out(text: str) -> object:
+    """`math` is {type: math}; `my_rewards:brevity` a function; anything in braces is settings."""
+    from posttrain.config.files import parse_value
+
+    if text.lstrip().startswith("{"):
+        return parse_value(text, "--reward").values["value"]
+    return {"type": "python", "function": text} if ":" in text else {"type": text}
+
+
+def _folder(run: Path) -> Path:
+    if not run.is_dir():
+        raise UsageError(f"{run}: no such folder")
+    return run

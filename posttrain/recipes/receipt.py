@@ -1,0 +1,225 @@
+"""`posttrain rollouts`, `why` and `regrade`: from a step's metrics down to the tokens that made its gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.config import GRPOMethod, PolicyGradientMethod, RLOOMethod, RunConfig, load
+from posttrain.config.rewards import Reward
+from posttrain.errors import PosttrainError, RunError
+from posttrain.losses import group_advantages, leave_one_out
+from posttrain.models.load import load_tokenizer
+from posttrain.rewards.compose import Completion, Rewards
+from posttrain.store.metrics import read_metrics
+from posttrain.store.rollouts import StoredRun
+
+SHOWN = 60  # characters of a text in a table
+EPS = 1e-4
+
+
+def show_rollouts(folder: Path, step: int | None, console: Console) -> None:
+    """All steps of a run in a line each, or the completions of one step."""
+    with StoredRun(folder) as stored:
+        if step is None:
+            table = _table("step", "prompts", "completions", "reward", "lowest", "highest", "left out", "truncated")
+            for line in stored.summary():
+                numbers = [line[name] for name in ("reward", "lowest", "highest")]
+                counts = [line[name] for name in ("step", "prompts", "completions")]
+                table.add_row(
+                    *map(str, counts), *map(_number, numbers), str(line["left_out"]), f"{line['truncated']:.0%}"
+                )
+            console.print(table)
+            return
+        _require(stored, step)
+        prompts = stored.prompts(step)
+        table = _table("prompt", "rollout", "reward", "advantage", "tokens", "ended by", "completion")
+        for one in stored.rollouts(step):
+            first = f"{one['prompt_index']}" if one["rollout_index"] == 0 else ""
+            if first:
+                table.add_section()
+                table.add_row(
+                    first, "", "", "", "", "", Text(_short(prompts[one["prompt_index"]]["prompt"]), style="dim")
+                )
+            cells = (_number(one["reward"]), _number(one["advantage"]), str(len(one["tokens"])), one["finish_reason"])
+            table.add_row("", str(one["rollout_index"]), *cells, Text(_short(one["completion"])))
+        console.print(table)
+
+
+def why(folder: Path, step: int, prompt: int | None, rollout: int | None, console: Console) -> None:
+    """The step's metrics and groups; with `prompt` a group's rewards by their parts; with `rollout` its tokens."""
+    with StoredRun(folder) as stored:
+        _require(stored, step)
+        if prompt is None:
+            _print_metrics(folder, step, console)
+            _print_groups(stored, step, console)
+            return
+        group = stored.rollouts(step, prompt)
+        if not group:
+            raise RunError(f"step {step} has no prompt {prompt}: its prompts are 0 to {len(stored.prompts(step)) - 1}")
+        asked = stored.prompts(step)[prompt]
+        if rollout is None:
+            console.print(Text(f"row {asked['row']}: {asked['prompt']}", style="dim"))
+            _print_parts(group, console)
+            return
+        if not 0 <= rollout < len(group):
+            raise RunError(f"prompt {prompt} of step {step} has the rollouts 0 to {len(group) - 1}, no {rollout}")
+        _print_tokens(group[rollout], _tokenizer(folder), console)
+
+
+def _print_metrics(folder: Path, step: int, console: Console) -> None:
+    """What was logged of the step: alone if every step is, else with the steps since the line before."""
+    lines = [line for line in read_metrics(folder) if line["step"] >= step and "loss" in line]
+    if not lines:
+        return
+    table = _table("metric", "value")
+    for name, value in lines[0].items():
+        if name not in ("step", "time"):
+            table.add_row(name, _number(value))
+    after = "" if lines[0]["step"] == step else f" (logged at step {lines[0]['step']}, with the steps before it)"
+    table.title = f"step {step}{after}"
+    console.print(table)
+
+
+def _print_groups(stored: StoredRun, step: int, console: Console) -> None:
+    table = _table("prompt", "row", "rewards", "largest advantage", "clipped", "largest ratio", "sum |A|")
+    for index, asked in enumerate(stored.prompts(step)):
+        group = stored.rollouts(step, index)
+        rewards = ", ".join(_number(one["reward"]) for one in group)
+        trained = [one for one in group if one["advantages"] is not None]
+        advantages = [one["advantage"] for one in trained]
+        clipped = sum(int(one["clipped"].sum()) for one in trained)
+        ratio = max((float(abs(one["new_logprobs"] - one["old_logprobs"]).max()) for one in trained), default=0.0)
+        weight = sum(float(abs(one["advantages"]).sum()) for one in trained)
+        largest = max(advantages, key=abs, default=None)
+        cells = (_number(largest), str(clipped), f"{math.exp(ratio):.4f}", f"{weight:.3g}")
+        table.add_row(str(index), str(asked["row"]), rewards, *cells)
+    console.print(table)
+
+
+def _print_parts(group: Sequence[Mapping[str, Any]], console: Console) -> None:
+    names = list(group[0]["parts"])
+    table = _table("rollout", "reward", "advantage", *names, "completion")
+    for one in group:
+        parts = [_part(one["parts"][name]) for name in names]
+        row = (str(one["rollout_index"]), _number(one["reward"]), _number(one["advantage"]), *parts)
+        table.add_row(*row, Text(_short(one["completion"])))
+    console.print(table)
+
+
+def _part(part: Mapping[str, Any]) -> str:
+    value = f"{part['weight']:g} x {_number(part['value'])}"
+    if part.get("verdict"):
+        value += f" {part['verdict']}"
+    return value + (f" ({part['extracted']})" if part.get("extracted") else "")
+
+
+def _print_tokens(one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, console: Console) -> None:
+    columns = [name for name in ("sampler_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "advantages")]
+    there = [name for name in columns if one[name] is not None]
+    table = _table("", "token", *(name.removesuffix("_logprobs") for name in there), "ratio", "clipped")
+    for place, token in enumerate(one["tokens"].tolist()):
+        text = repr(tokenizer.decode([token]))[1:-1] if tokenizer is not None else str(token)
+        values = [f"{one[name][place]:+.4f}" for name in there]
+        ratio = clipped = "-"
+        if one["new_logprobs"] is not None:
+            ratio = f"{math.exp(float(one['new_logprobs'][place] - one['old_logprobs'][place])):.4f}"
+            clipped = "clipped" if one["clipped"][place] else ""
+        table.add_row(str(place), Text(text), *values, ratio, clipped)
+    console.print(table)
+
+
+def regrade(folder: Path, settings: Sequence[Reward], console: Console) -> int:
+    """Give the stored completions other rewards, and list those whose advantage changes its sign. Returns how many."""
+    config = _config(folder)
+    method = config.method
+    if not isinstance(method, PolicyGradientMethod):
+        raise RunError(f"{folder} is a run of {method.type}: regrade compares completions of a prompt, as GRPO does")
+    changed, total, table = 0, 0, _table("step", "prompt", "rollout", "reward", "new", "A", "new A", "completion")
+    most = config.rollout.max_completion_length
+    with (
+        StoredRun(folder) as stored,
+        Rewards(settings, tags=config.data.tags, devices=config.devices, max_completion_length=most) as rewards,
+    ):
+        for step in stored.steps():
+            prompts, rollouts = stored.prompts(step), stored.rollouts(step)
+            graded = rewards([_completion(prompts[one["prompt_index"]], one) for one in rollouts]).totals
+            usable = [i for i, one in enumerate(rollouts) if None not in (one["reward"], graded[i])]
+            groups = torch.tensor([rollouts[i]["prompt_index"] for i in usable])
+            old = _advantages(method, [rollouts[i]["reward"] for i in usable], groups)
+            new = _advantages(method, [float(graded[i] or 0.0) for i in usable], groups)
+            total += len(usable)
+            for index, before, after in zip(usable, old, new, strict=True):
+                if before * after < 0 or (before == 0) != (after == 0):
+                    changed += 1
+                    one = rollouts[index]
+                    where = (step, one["prompt_index"], one["rollout_index"])
+                    numbers = (one["reward"], graded[index], before, after)
+                    table.add_row(*map(str, where), *map(_number, numbers), Text(_short(one["completion"])))
+    if changed:
+        console.print(table)
+    console.print(f"{changed:,} of {total:,} advantages change their sign")
+    return changed
+
+
+def _advantages(method: PolicyGradientMethod, rewards: Sequence[float], groups: torch.Tensor) -> list[float]:
+    values = torch.tensor(rewards, dtype=torch.float64)
+    if isinstance(method, RLOOMethod):
+        return leave_one_out(values, groups).tolist()
+    scale = method.scale_rewards if isinstance(method, GRPOMethod) else "none"
+    return group_advantages(values, groups, scale_rewards=scale, eps=EPS).tolist()
+
+
+def _completion(prompt: Mapping[str, Any], one: Mapping[str, Any]) -> Completion:
+    facts = prompt["facts"]
+    tokens = one["tokens"].tolist()
+    return Completion(one["completion"], tokens, facts["prompt"], facts["answer"], facts["columns"])
+
+
+def _require(stored: StoredRun, step: int) -> None:
+    steps = stored.steps()
+    if step not in steps:
+        there = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
+        raise RunError(
+            f"there are no rollouts of step {step}; there are {there} (rollout.max_database_gb drops old ones)"
+        )
+
+
+def _config(folder: Path) -> RunConfig:
+    return load(folder / "config.yaml").config
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The run's tokenizer; None where it is not there any more, and tokens are shown as numbers."""
+    model = _config(folder).models[0]
+    for path in (folder / "final", None):
+        try:
+            return load_tokenizer(model if path is None else model.model_copy(update={"path": str(path)}))
+        except PosttrainError:
+            continue
+    return None
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="bold")
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("completion", "token", "metric", "rewards") else "right")
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _short(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= SHOWN else flat[: SHOWN - 1] + "…"

@@ -1,0 +1,168 @@
+"""`rollouts.sqlite`: whole steps or none, whatever kills the writer; and what is read out of it."""
+
+import multiprocessing
+import os
+import random
+import signal
+import sqlite3
+import time
+
+import numpy as np
+import pytest
+from sums import EXACT_SETTINGS, make
+
+from posttrain import recipes
+from posttrain.cli import main
+from posttrain.config import load
+from posttrain.errors import RunError
+from posttrain.store import rollouts
+from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout, StoredRun
+
+PROMPTS, EACH = 3, 4
+
+
+def step_of(number: int) -> tuple[list[StoredPrompt], list[StoredRollout]]:
+    prompts = [StoredPrompt(p, f"{p}+{number}=", [1, p], {"answer": str(p + number)}) for p in range(PROMPTS)]
+    made = [
+        StoredRollout(
+            prompt_index=p,
+            rollout_index=r,
+            completion=f"{number} {p} {r}",
+            reward=None if r == 0 else r / 4,
+            advantage=r - 1.5,
+            finish_reason="stop",
+            version=number - 1,
+            parts={"exact": {"value": r / 4, "weight": 1.0}},
+            arrays={
+                "tokens": np.arange(r + 1),
+                "sampler_logprobs": np.full(r + 1, -0.5),
+                "clipped": np.ones(r + 1, bool),
+            },
+        )
+        for p in range(PROMPTS)
+        for r in range(EACH)
+    ]
+    return prompts, made
+
+
+def test_what_is_written_is_read(tmp_path):
+    store = RolloutStore(tmp_path, GIB, after=-1)
+    for number in (1, 2):
+        store.add(number, number / 2, *step_of(number))
+    evaluation = [StoredEvaluation(7, "1+1=", "2", 1.0, "stop", {}, [3])]
+    store.add_evaluation(2, "validation", evaluation)
+    store.add_evaluation(2, "validation", evaluation)  # made again after an interruption: there once
+    store.flush()
+    with StoredRun(tmp_path) as stored:
+        assert stored.steps() == [1, 2]
+        assert stored.prompts(2)[1]["facts"] == {"answer": "3"} and stored.prompts(2)[1]["tokens"].tolist() == [1, 1]
+        one = stored.rollouts(2, 1)[3]
+        assert (one["completion"], one["reward"], one["advantage"], one["version"]) == ("2 1 3", 0.75, 1.5, 1)
+        assert one["tokens"].tolist() == [0, 1, 2, 3] and one["sampler_logprobs"].tolist() == [-0.5] * 4
+        assert one["old_logprobs"] is None and one["clipped"].tolist() == [1, 1, 1, 1]
+        [first, _] = stored.summary()
+        assert (first["prompts"], first["completions"], first["left_out"]) == (3, 12, 3) and first["reward"] == 0.5
+    store.close()
+    with sqlite3.connect(tmp_path / rollouts.NAME) as connection:
+        assert connection.execute("SELECT COUNT(*) FROM evaluations").fetchone()[0] == 1
+
+
+def test_a_resumed_run_begins_after_its_checkpoint(tmp_path):
+    store = RolloutStore(tmp_path, GIB, after=-1)
+    for number in range(1, 6):
+        store.add(number, 0.0, *step_of(number))
+    store.close()
+    store = RolloutStore(tmp_path, GIB, after=3)
+    store.add(4, 0.0, *step_of(4))
+    store.close()
+    with StoredRun(tmp_path) as stored:
+        assert stored.steps() == [1, 2, 3, 4]
+
+
+def test_the_oldest_steps_make_room(tmp_path):
+    store = RolloutStore(tmp_path, 60_000, after=-1)
+    for number in range(1, 60):
+        store.add(number, 0.0, *step_of(number))
+    store.close()
+    with StoredRun(tmp_path) as stored:
+        steps = stored.steps()
+    assert 1 < len(steps) < 59 and steps == list(range(steps[0], 60))
+    assert (tmp_path / rollouts.NAME).stat().st_size < 120_000
+
+
+def write_forever(folder) -> None:
+    store = RolloutStore(folder, GIB, after=10**9)
+    with StoredRun(folder) as stored:
+        begin = max(stored.steps(), default=0) + 1
+    for number in range(begin, begin + 10**6):
+        store.add(number, 0.0, *step_of(number))
+
+
+def test_a_killed_writer_leaves_whole_steps(tmp_path):
+    """Twenty kills at random moments: the file is sound each time, and every step has all its completions."""
+    luck, context = random.Random(0), multiprocessing.get_context("fork")
+    for _ in range(20):
+        process = context.Process(target=write_forever, args=(tmp_path,))
+        process.start()
+        time.sleep(luck.uniform(0.02, 0.08))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    with sqlite3.connect(tmp_path / rollouts.NAME) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+        counts = connection.execute("SELECT COUNT(*) FROM rollouts GROUP BY step").fetchall()
+        prompts = connection.execute("SELECT COUNT(*) FROM prompts GROUP BY step").fetchall()
+    print(f"{len(counts)} steps written by 20 killed writers")
+    assert len(counts) > 1 and set(counts) == {(PROMPTS * EACH,)} and set(prompts) == {(PROMPTS,)}
+
+
+def test_a_file_that_stays_locked_stops_the_run_with_a_word(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "BUSY_S", 0.05)
+    store = RolloutStore(tmp_path, GIB, after=-1)
+    holder = sqlite3.connect(tmp_path / rollouts.NAME)
+    holder.execute("BEGIN EXCLUSIVE")
+    store.add(1, 0.0, *step_of(1))
+    with pytest.raises(RunError, match="cannot be written: database is locked"):
+        store.flush()
+    holder.close()
+    store.close()
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_from_a_metric_down_to_the_tokens(tmp_path, capsys, monkeypatch):
+    """A run of three steps: its list, a step's receipt, a group's parts, a completion's tokens, other rewards."""
+    make(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    paths = [f"output_dir={tmp_path}", f"model.path={tmp_path / 'model'}", f"data.source={tmp_path / 'train.jsonl'}"]
+    settings = ["name=run", "method.type=grpo", "method.num_generations=4", "data.template=none", "data.max_length=24"]
+    sizes = ["rollout.max_completion_length=6", "training.batch_size=4", "training.max_steps=3", EXACT_SETTINGS]
+    recipes.train(load(None, [*paths, *settings, *sizes, "tracking.logging_steps=1", "devices.type=cpu"]).config)
+    run = str(tmp_path / "run")
+    with StoredRun(tmp_path / "run") as stored:
+        first = stored.rollouts(1)
+        assert len(first) == 16 and stored.steps() == [1, 2, 3]
+        for one in first:
+            assert len(one["tokens"]) == len(one["new_logprobs"]) == len(one["advantages"])
+            np.testing.assert_allclose(one["sampler_logprobs"], one["old_logprobs"], atol=1e-4)
+            np.testing.assert_allclose(one["ref_logprobs"], one["old_logprobs"], atol=1e-5)
+            assert one["parts"]["exact"]["value"] == one["reward"]
+    capsys.readouterr()
+    seen = {}
+    for arguments in (
+        ["rollouts", run],
+        ["rollouts", run, "--step", "2"],
+        ["why", run, "--step", "2"],
+        ["why", run, "--step", "2", "--prompt", "1"],
+        ["why", run, "--step", "2", "--prompt", "1", "--rollout", "0"],
+        ["regrade", run, "--reward", "sums:exact"],
+        ["regrade", run, "--reward", "{type: length, target: 1}"],
+    ):
+        assert main(arguments) == 0, capsys.readouterr().err
+        seen[" ".join(arguments[2:])] = capsys.readouterr().out
+    print(seen["--step 2"], seen["--step 2 --prompt 1 --rollout 0"])
+    assert "frac_reward_zero_std" in seen["--step 2"] or "prompt" in seen["--step 2"]
+    assert "ratio" in seen["--step 2 --prompt 1 --rollout 0"] and "1 x" in seen["--step 2 --prompt 1"]
+    assert seen["--reward sums:exact"].startswith("0 of 48 advantages")
+    assert "of 48 advantages" in seen["--reward {type: length, target: 1}"]
+    assert not seen["--reward {type: length, target: 1}"].startswith("0 of")
+    assert main(["why", run, "--step", "9"]) == 1 and "there are steps 1 to 3" in capsys.readouterr().err
