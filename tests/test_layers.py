@@ -17,6 +17,7 @@ LAYERS = [
     ["models", "store"],
     ["scoring", "optim", "grading"],
     ["rewards", "engines"],
+    ["rollout"],
     ["recipes", "functional"],
     ["quickstart", "verify"],
     ["cli"],

@@ -5,18 +5,20 @@ from posttrain.config.load import Loaded, dump, find, load
 from posttrain.config.methods import (
     CPOMethod,
     DPOMethod,
-    GRPOMethod,
     KTOMethod,
     Method,
-    OnlineMethod,
     ORPOMethod,
+    RewardMethod,
+    SFTMethod,
+    SimPOMethod,
+)
+from posttrain.config.online import (
+    GRPOMethod,
+    OnlineMethod,
     PolicyGradientMethod,
     PPOMethod,
     ReinforcePlusPlusMethod,
-    RewardMethod,
     RLOOMethod,
-    SFTMethod,
-    SimPOMethod,
 )
 from posttrain.config.presets import preset_names, preset_path
 from posttrain.config.rollout import RolloutConfig

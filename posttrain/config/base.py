@@ -1,6 +1,6 @@
 """What every settings class shares: frozen, no unknown keys, and checks that name the field they complain about."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -9,6 +9,23 @@ class Settings(BaseModel):
     """A group of settings. Frozen; an unknown key is an error; infinities and NaN are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+# What an example is made of: a single sequence, a pair of completions, one completion with a label, or a prompt alone.
+Kind = Literal["sft", "pair", "unpaired", "prompt"]
+
+
+class MethodSettings(Settings):
+    """What every method says of itself, beside its settings."""
+
+    kind: ClassVar[Kind] = "pair"
+    # The defaults, of full fine-tuning and of LoRA, which takes about ten times more where a likelihood is learnt.
+    learning_rates: ClassVar[tuple[float, float]]
+
+    @property
+    def joins_completions(self) -> bool:
+        """Whether a prompt is scored with two completions at a time: a pair's, or its own and another's."""
+        return self.kind == "pair"
 
 
 class SettingsConflict(ValueError):

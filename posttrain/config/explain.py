@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from posttrain.config.base import SettingsConflict
-from posttrain.config.fields import all_settings, choices, expected, models_in, step
+from posttrain.config.fields import all_settings, choices, expected, kinds_of, models_in, step
 from posttrain.config.files import KeyPath
 from posttrain.config.methods import METHOD_NAMES, METHODS
 from posttrain.config.schema import RunConfig
@@ -77,9 +77,9 @@ def _messages(problem: Any, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath
         names = ", ".join(METHOD_NAMES)
         yield path, f"is {_show(problem['input'])}; it must be one of {names}, or a mapping with type and its settings"
     elif problem["type"].startswith("union_tag"):
-        method = _value_at(values, path)
-        kind = f"is {_show(method['type'])}; {did_you_mean(method['type'], METHOD_NAMES)}" if "type" in method else ""
-        yield (*path, "type"), kind or "is missing"
+        given = _value_at(values, path).get("type")
+        words = METHOD_NAMES if path == ("method",) else kinds_of(annotation)
+        yield (*path, "type"), "is missing" if given is None else f"is {_show(given)}; {did_you_mean(given, words)}"
     else:
         yield path, wrong_value(problem["input"], annotation)
 

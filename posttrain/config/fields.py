@@ -77,16 +77,21 @@ def full(info: FieldInfo) -> Any:
 
 
 def options(annotation: Any, value: Any = None) -> list[Any]:
-    """The branches of a union, without their constraints; of the methods, the one that the mapping `value` names."""
+    """The branches of a union, without their constraints; the one alone whose `type` the mapping `value` has."""
     if get_origin(annotation) is Annotated:
         return options(get_args(annotation)[0], value)
     if get_origin(annotation) not in (Union, UnionType):
         return [annotation]
     branches = [option for branch in get_args(annotation) for option in options(branch, value)]
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind in METHODS and METHODS[kind] in branches:
-        return [METHODS[kind]]
-    return branches
+    named = [branch for branch in branches if kind is not None and kind in kinds_of(branch)]
+    return named or branches
+
+
+def kinds_of(annotation: Any) -> list[str]:
+    """The values of `type` that tell apart the groups of settings which `annotation` offers."""
+    types = (cls.model_fields["type"] for cls in models_in(annotation) if "type" in cls.model_fields)
+    return [kind for info in types for kind in get_args(info.annotation)]
 
 
 def models_in(annotation: Any, value: Any = None) -> list[type[BaseModel]]:

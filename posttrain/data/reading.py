@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.config.base import Kind
 from posttrain.config.data import DataConfig
-from posttrain.config.methods import Kind
 from posttrain.data import cache
 from posttrain.data.dataset import Fitted, Limits, Table
 from posttrain.data.formats import Layout, find_layout

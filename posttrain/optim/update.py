@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -87,3 +88,13 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
         return {}
     values = torch.stack([value.float() for value in metrics.values()]).tolist()
     return dict(zip(metrics, values, strict=True))
+
+
+def over_updates(made: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a step's updates as the step's: means, and extremes of what is named so."""
+    combined: dict[str, float] = {}
+    for name in dict.fromkeys(name for metrics in made for name in metrics):
+        values = [metrics[name] for metrics in made if name in metrics]
+        of = min if name.startswith("min_") else max if name.startswith("max_") else fmean
+        combined[name] = of(values)
+    return combined

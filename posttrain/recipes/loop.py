@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,7 +27,7 @@ from posttrain.data import Dataset, Prepared
 from posttrain.errors import RunError, VitalSignError
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.schedules import schedule, warmup_count
-from posttrain.optim.update import HasTokens, Metrics, Objective, add, to_floats, update
+from posttrain.optim.update import HasTokens, Metrics, Objective, add, over_updates, to_floats, update
 from posttrain.progress import progress
 from posttrain.recipes.job import Job
 from posttrain.recipes.signals import handling
@@ -149,7 +148,7 @@ class Loop:
             if self._moved is not None and self.rate(step) > 0 and done.metrics["grad_norm"] > 0:
                 self._moved.check(self.rate(step), done.metrics["grad_norm"])
                 self._moved = None
-        metrics = _over_updates(made)
+        metrics = over_updates(made)
         if measure is not None:
             metrics |= measure(metrics)
         for name, value in metrics.items():
@@ -391,13 +390,3 @@ class Loop:
             raise KeyboardInterrupt("stopped by Ctrl-C; go on with --resume")
         if self.stop:
             raise SystemExit(128 + signal.SIGTERM)
-
-
-def _over_updates(made: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a step's updates as the step's: means, and extremes of what is named so."""
-    combined: dict[str, float] = {}
-    for name in dict.fromkeys(name for metrics in made for name in metrics):
-        values = [metrics[name] for metrics in made if name in metrics]
-        of = min if name.startswith("min_") else max if name.startswith("max_") else fmean
-        combined[name] = of(values)
-    return combined
