@@ -259,6 +259,27 @@ def _asked(prompt: Example) -> dict[str, Any]:
     return {"prompt": facts["prompt"], "answer": facts["answer"], "columns": facts["columns"]}
 
 
+def joined(rollouts: Sequence[Rollout]) -> Rollout:
+    """Several rollouts with the same rewards as one, one behind the other."""
+    begins = np.cumsum([0, *(len(rollout.prompts) for rollout in rollouts)])
+    parts = tuple(
+        replace(
+            same[0],
+            values=tuple(value for part in same for value in part.values),
+            grades=None if same[0].grades is None else tuple(grade for part in same for grade in part.grades or ()),
+        )
+        for same in zip(*(rollout.rewarded.parts for rollout in rollouts), strict=True)
+    )
+    return Rollout(
+        [prompt for rollout in rollouts for prompt in rollout.prompts],
+        tuple(completion for rollout in rollouts for completion in rollout.completions),
+        tuple(text for rollout in rollouts for text in rollout.texts),
+        Rewarded(tuple(total for rollout in rollouts for total in rollout.rewarded.totals), parts),
+        torch.cat([rollout.group_S + begin for rollout, begin in zip(rollouts, begins.tolist(), strict=False)]),
+        sum(rollout.resampled for rollout in rollouts),
+    )
+
+
 def _with_groups(rollout: Rollout, places: Sequence[int], fresh: Rollout) -> Rollout:
     """The rollout with the groups of these prompts replaced."""
     n = len(rollout.completions) // len(rollout.prompts)

@@ -43,6 +43,16 @@ def blank_pictures(monkeypatch) -> None:
 
 
 @pytest.fixture(scope="session")
+def sums_home(tmp_path_factory) -> Path:
+    """The task of tests/sums.py: `model/`, `train.jsonl`, `test.jsonl`."""
+    import sums
+
+    folder = tmp_path_factory.mktemp("sums")
+    sums.make(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def grading_pool():
     """One grading worker as in training; a deadline that a busy machine keeps."""
     from posttrain.grading.pool import Pool

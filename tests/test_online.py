@@ -6,7 +6,6 @@ import math
 import signal
 
 import pytest
-import sums
 from test_resume import assert_same_run
 
 from posttrain import recipes
@@ -22,22 +21,15 @@ pytestmark = pytest.mark.usefixtures("blank_pictures")
 EXACT = {"type": "python", "function": "sums:exact", "name": "exact"}
 
 
-@pytest.fixture(scope="session")
-def home(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sums")
-    sums.make(folder)
-    return folder
-
-
-def train(home, tmp_path, method, *overrides, resume=False, **sections):
+def train(sums_home, tmp_path, method, *overrides, resume=False, **sections):
     """Train on the sums; returns the run folder."""
     settings = {
         "name": "run",
         "output_dir": str(tmp_path),
-        "model": {"path": str(home / "model")},
+        "model": {"path": str(sums_home / "model")},
         "method": method if method.get("type") == "sft" else {"type": "grpo", "num_generations": 4} | method,
         "rewards": [EXACT],
-        "data": {"source": str(home / "train.jsonl"), "template": "none", "max_length": 24},
+        "data": {"source": str(sums_home / "train.jsonl"), "template": "none", "max_length": 24},
         "rollout": {"max_completion_length": 6, **sections.pop("rollout", {})},
         "training": {
             "batch_size": 8, "max_steps": 2, "learning_rate": 1e-3, "warmup_steps": 0, "lr_scheduler_type": "constant",
@@ -66,13 +58,13 @@ LEARNING = {
 
 
 @pytest.mark.parametrize("name", LEARNING)
-def test_right_answers_become_the_rule(home, tmp_path, name):
+def test_right_answers_become_the_rule(sums_home, tmp_path, name):
     """From one right answer in ten to nine (PPO: more than eight) on sums held out from it: 92.5 % and 85 % seen."""
     method, training, wanted = LEARNING[name]
-    data = {"source": str(home / "train.jsonl"), "template": "none", "max_length": 24}
-    data["validation"] = {"source": str(home / "test.jsonl")}
+    data = {"source": str(sums_home / "train.jsonl"), "template": "none", "max_length": 24}
+    data["validation"] = {"source": str(sums_home / "test.jsonl")}
     training = training | {"max_steps": STEPS, "learning_rate": 4e-4}
-    folder = train(home, tmp_path, method, training=training, data=data, evaluation={"eval_steps": STEPS})
+    folder = train(sums_home, tmp_path, method, training=training, data=data, evaluation={"eval_steps": STEPS})
     results = load_json(folder / "results.json")
     before, after = (results[when]["eval_reward"] for when in ("start", "final"))
     print(f"{name}: held-out answers right {before:.1%} -> {after:.1%} in {STEPS} steps")
@@ -99,9 +91,9 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_signs_of_health_at_the_first_steps(home, tmp_path, variant):
+def test_the_signs_of_health_at_the_first_steps(sums_home, tmp_path, variant):
     """Ratio 1 and KL 0 before the first update; afterwards the policy is another, and the engine serves it."""
-    folder = train(home, tmp_path, VARIANTS[variant])
+    folder = train(sums_home, tmp_path, VARIANTS[variant])
     first, second = lines(folder)
     several = "minibatches" in variant or variant == "ppo"
     assert first["max_ratio"] >= 1 if several else first["max_ratio"] == 1
@@ -113,11 +105,11 @@ def test_the_signs_of_health_at_the_first_steps(home, tmp_path, variant):
 
 
 @pytest.mark.parametrize("method", [{"num_minibatches": 2}, {"loss_type": "dapo"}, {"type": "ppo"}])
-def test_packs_do_not_change_the_update(home, tmp_path, method):
+def test_packs_do_not_change_the_update(sums_home, tmp_path, method):
     """One pack or many, a group in one tree or in several: the same losses and gradients."""
     seen = []
     for name, tokens in (("whole", 4096), ("split", 24)):
-        folder = train(home, tmp_path / name, method, training={"tokens_per_pack": tokens})
+        folder = train(sums_home, tmp_path / name, method, training={"tokens_per_pack": tokens})
         seen.append([(line["loss"], line["grad_norm"], line["reward"]) for line in lines(folder)])
     for one, two in zip(*seen, strict=True):
         assert one == pytest.approx(two, rel=1e-3, abs=1e-5)
@@ -128,11 +120,11 @@ def test_packs_do_not_change_the_update(home, tmp_path, method):
     [{"beta": 0.05, "num_minibatches": 2, "resampling_rounds": 1}, {"type": "ppo", "target_kl": 1.0}],
     ids=["grpo", "ppo"],
 )
-def test_resumed_equals_uninterrupted(home, tmp_path, monkeypatch, method):
+def test_resumed_equals_uninterrupted(sums_home, tmp_path, monkeypatch, method):
     """Stopped after step 5, with checkpoints at every second step: weights, moments, value head, metrics to the bit."""
     training = {"max_steps": 7, "batch_size": 6}
     sections = {"training": training, "checkpoint": {"save_steps": 2, "save_total_limit": None}}
-    train(home, tmp_path / "whole", method, **sections)
+    train(sums_home, tmp_path / "whole", method, **sections)
     after_step = Loop._after_step
 
     def crash(self):
@@ -142,18 +134,18 @@ def test_resumed_equals_uninterrupted(home, tmp_path, monkeypatch, method):
 
     monkeypatch.setattr(Loop, "_after_step", crash)
     with pytest.raises(RuntimeError, match="power cut"):
-        train(home, tmp_path / "broken", method, **sections)
+        train(sums_home, tmp_path / "broken", method, **sections)
     monkeypatch.setattr(Loop, "_after_step", after_step)
-    train(home, tmp_path / "broken", method, resume=True, **sections)
+    train(sums_home, tmp_path / "broken", method, resume=True, **sections)
     assert_same_run(tmp_path / "whole/run", tmp_path / "broken/run")
     with StoredRun(tmp_path / "whole/run") as one, StoredRun(tmp_path / "broken/run") as two:
         assert list(one.summary()) == list(two.summary()) and one.steps() == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_signal_while_completions_are_drawn(home, tmp_path, monkeypatch):
+def test_a_signal_while_completions_are_drawn(sums_home, tmp_path, monkeypatch):
     """The step is given up, a checkpoint of the one before it saved, and the resumed run is the uninterrupted one."""
     training = {"max_steps": 4}
-    train(home, tmp_path / "whole", {}, training=training)
+    train(sums_home, tmp_path / "whole", {}, training=training)
     generate = EmbeddedEngine.generate
 
     def interrupted(self, *args, **more):
@@ -163,10 +155,10 @@ def test_a_signal_while_completions_are_drawn(home, tmp_path, monkeypatch):
 
     monkeypatch.setattr(EmbeddedEngine, "generate", interrupted)
     with pytest.raises(SystemExit):
-        train(home, tmp_path / "broken", {}, training=training)
+        train(sums_home, tmp_path / "broken", {}, training=training)
     assert (tmp_path / "broken/run/checkpoint-2").is_dir()
     monkeypatch.setattr(EmbeddedEngine, "generate", generate)
-    train(home, tmp_path / "broken", {}, training=training, resume=True)
+    train(sums_home, tmp_path / "broken", {}, training=training, resume=True)
     assert_same_run(tmp_path / "whole/run", tmp_path / "broken/run")
 
 
@@ -182,17 +174,17 @@ def broken(completions, **_columns):
     return ["high"] * len(completions)
 
 
-def test_what_has_no_reward_is_left_out_and_counted(home, tmp_path):
+def test_what_has_no_reward_is_left_out_and_counted(sums_home, tmp_path):
     rewards = [{"type": "python", "function": "test_online:some_verdicts"}]
-    first, _ = lines(train(home, tmp_path, {}, rewards=rewards))
+    first, _ = lines(train(sums_home, tmp_path, {}, rewards=rewards))
     assert first["rewards/left_out"] == 11 and first["rewards/left_out_ratio"] == pytest.approx(11 / 32)
     assert first["alarms/no_verdict"] == 1 and first["reward"] == pytest.approx(11 / 21)
 
 
-def test_groups_without_spread_teach_nothing_and_raise_an_alarm(home, tmp_path):
+def test_groups_without_spread_teach_nothing_and_raise_an_alarm(sums_home, tmp_path):
     """Equal rewards: no gradient but the KL's, which is 0 at the start; drawn again as often as was asked."""
     rewards = [{"type": "python", "function": "test_online:equal"}]
-    first, second = lines(train(home, tmp_path, {"resampling_rounds": 2, "beta": 0.0}, rewards=rewards))
+    first, second = lines(train(sums_home, tmp_path, {"resampling_rounds": 2, "beta": 0.0}, rewards=rewards))
     assert first["frac_reward_zero_std"] == 1 and first["resampled_groups"] == 16 and second["alarms/no_spread"] == 2
     assert first["loss"] == 0 and first["grad_norm"] == 0
 
@@ -207,19 +199,19 @@ def test_groups_without_spread_teach_nothing_and_raise_an_alarm(home, tmp_path):
         ({"rollout": {"max_completion_length": 23}}, DataError, "no row can be used"),
         ({"method": {"num_minibatches": 9}}, ConfigError, "more than the 8 prompts"),
         ({"method": {"loss_type": "no_baseline", "num_iterations": 2}}, ConfigError, "no ratio"),
-        ({"method": {"type": "sft"}}, ConfigError, "rewards is read by methods that draw completions"),
+        ({"method": {"type": "sft"}}, ConfigError, "rewards are given by sft to completions of validation prompts"),
         ({"rewards": [{"type": "python", "function": "test_online:broken"}]}, RewardError, "'high' for completion 0"),
         ({"rewards": [{"type": "model", "from": "reward"}]}, ConfigError, "there are none"),
         ({"rewards": [EXACT, EXACT]}, ConfigError, "an earlier reward's"),
     ],
 )
-def test_what_is_refused(home, tmp_path, settings, error, message):
+def test_what_is_refused(sums_home, tmp_path, settings, error, message):
     method = settings.pop("method", {})
     with pytest.raises(error, match=message):
-        train(home, tmp_path, method, **settings)
+        train(sums_home, tmp_path, method, **settings)
 
 
-def test_an_engine_with_stale_weights_ends_the_run(home, tmp_path, monkeypatch):
+def test_an_engine_with_stale_weights_ends_the_run(sums_home, tmp_path, monkeypatch):
     monkeypatch.setattr(EmbeddedEngine, "load", lambda self, policy, version: setattr(self, "policy", policy))
     init = EmbeddedEngine.__init__
 
@@ -229,10 +221,10 @@ def test_an_engine_with_stale_weights_ends_the_run(home, tmp_path, monkeypatch):
 
     monkeypatch.setattr(EmbeddedEngine, "__init__", made)
     with pytest.raises(VitalSignError, match="version 0, and the policy is at 1"):
-        train(home, tmp_path, {})
+        train(sums_home, tmp_path, {})
 
 
-def test_an_engine_that_draws_from_other_weights_ends_the_run(home, tmp_path, monkeypatch):
+def test_an_engine_that_draws_from_other_weights_ends_the_run(sums_home, tmp_path, monkeypatch):
     draw = Sampler._draw
 
     def skewed(self, *args):
@@ -243,4 +235,4 @@ def test_an_engine_that_draws_from_other_weights_ends_the_run(home, tmp_path, mo
 
     monkeypatch.setattr(Sampler, "_draw", skewed)
     with pytest.raises(VitalSignError, match="sampler = trainer"):
-        train(home, tmp_path, {})
+        train(sums_home, tmp_path, {})

@@ -226,7 +226,9 @@ class RunConfig(Settings):
         default=0, description="Of shuffling, initialisation and dropout."
     )
     rewards: tuple[Reward, ...] = Field(
-        default=(), description="What completions are worth (online methods): a list, added up by weight."
+        default=(),
+        description="What completions are worth: a list, added up by weight. Online methods learn from it, others are "
+        "evaluated by it.",
     )
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)] = Field(
         description="The models to train, one after the other; `model:` is short for one."
@@ -238,7 +240,7 @@ class RunConfig(Settings):
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="What is saved during training.")
     tracking: TrackingConfig = Field(default=TrackingConfig(), description="What is written down.")
     devices: DevicesConfig = Field(default=DevicesConfig(), description="Where to train.")
-    rollout: RolloutConfig = Field(default=RolloutConfig(), description="How completions are drawn (online methods).")
+    rollout: RolloutConfig = Field(default=RolloutConfig(), description="How completions are drawn.")
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
@@ -261,6 +263,10 @@ class RunConfig(Settings):
         self._check_evaluation(problems)
         problems.report()
         return self
+
+    @property
+    def _has_validation(self) -> bool:
+        return self.data.validation is not None or bool(self.evaluation.datasets)
 
     @property
     def longest_example(self) -> int:
@@ -316,20 +322,35 @@ class RunConfig(Settings):
 
     def _check_online(self, problems: Problems) -> None:
         method, rollout = self.method, self.rollout
-        if not isinstance(method, OnlineMethod):
-            for name, unused in (("rewards", not self.rewards), ("rollout", rollout == RolloutConfig())):
-                problems.check(unused, name, f"is read by methods that draw completions, not by {method.type}")
+        online = isinstance(method, OnlineMethod)
+        if not online and not self.rewards:
+            problems.check(
+                rollout == RolloutConfig(),
+                "rollout",
+                f"is read where completions are drawn: by online methods, not by {method.type} unless rewards are set, "
+                "which evaluation then gives to completions",
+            )
             return
         problems.check(bool(self.rewards), "rewards", "is empty; give at least one, e.g. rewards: [{type: math}]")
+        problems.check(
+            method.type != "reward", "rewards", "are given to completions, and a reward model writes none; leave it out"
+        )
+        problems.check(
+            online or (self.evaluation.eval_steps > 0 and self._has_validation),
+            "rewards",
+            f"are given by {method.type} to completions of validation prompts: set data.validation, e.g. "
+            "{ratio: 0.05}, and evaluation.eval_steps above 0, or leave rewards out",
+        )
         named = [term_name(reward) for reward in self.rewards]
         for index, name in enumerate(named):
             problems.check(
                 name not in named[:index], f"rewards.{index}.name", f"would be {name!r}, as an earlier reward's"
             )
         problems.check(
-            rollout.temperature > 0, "rollout.temperature", f"is 0, which draws one completion only; {method.type} "
-            "learns from what tells several apart",
-        )  # fmt: skip
+            not online or rollout.temperature > 0,
+            "rollout.temperature",
+            f"is 0, which draws one completion only; {method.type} learns from what tells several apart",
+        )
         problems.check(
             rollout.max_completion_length < self.data.max_length,
             "rollout.max_completion_length",
@@ -337,14 +358,13 @@ class RunConfig(Settings):
             f"{self.data.max_length}",
         )
         problems.check(
-            method.num_minibatches <= self.training.batch_size,
+            not isinstance(method, OnlineMethod) or method.num_minibatches <= self.training.batch_size,
             "method.num_minibatches",
-            f"is {method.num_minibatches}, more than the {self.training.batch_size} prompts of a step "
-            "(training.batch_size)",
+            f"is more than the {self.training.batch_size} prompts of a step (training.batch_size)",
         )
 
     def _check_evaluation(self, problems: Problems) -> None:
-        measured = self.data.validation is not None or bool(self.evaluation.datasets)
+        measured = self._has_validation
         evaluating = measured and self.evaluation.eval_steps > 0
         checkpoint = self.checkpoint
         problems.check(

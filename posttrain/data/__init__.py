@@ -2,7 +2,7 @@
 
 from posttrain.data.dataset import Dataset
 from posttrain.data.explore import explore
-from posttrain.data.prepare import Prepared, prepare, prepare_run
+from posttrain.data.prepare import Prepared, prepare, prepare_run, validation_prompts
 from posttrain.data.report import Lengths, Malformed, Report
 from posttrain.data.tasks import arithmetic_problems
 
@@ -16,4 +16,5 @@ __all__ = [
     "explore",
     "prepare",
     "prepare_run",
+    "validation_prompts",
 ]

@@ -196,6 +196,11 @@ class Dataset:
         return read[self._table.kind](index)
 
     @property
+    def rows(self) -> Array:
+        """The number of the row that each example is of, counted through all sources."""
+        return self._table.row[self._view[:, 0]]
+
+    @property
     def labels(self) -> Array:
         """Which completions are desirable, of labelled ones."""
         return self._table.label[self._view[:, 0]]

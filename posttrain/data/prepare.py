@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from posttrain.data.reading import Kind, Loaded, Part, Reader
 from posttrain.data.report import Report
 from posttrain.data.templates import choose_template
 from posttrain.errors import DataError
+
+log = logging.getLogger("posttrain")
 
 __all__ = ["Kind", "Prepared", "prepare"]
 
@@ -56,6 +59,28 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Prepar
     return prepared
 
 
+def validation_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prepared: Prepared) -> dict[str, Dataset]:
+    """The prompts of the same validation sets, row for row: what is asked there, without the reply that is given.
+
+    A row whose prompt leaves no room for a completion is left out, which is said. Raises DataError as `prepare` does.
+    """
+    held_out = prepared.validation["validation"].rows if config.data.validation is not None else None
+    room, sets = config.rollout.max_completion_length, config.evaluation.datasets
+    found = prepare(
+        config.data, tokenizer, "prompt", datasets=sets, seed=config.seed, completion_length=room, held_out=held_out
+    ).validation
+    for name, dataset in prepared.validation.items():
+        asked, rows = len(found.get(name, ())), len(np.unique(dataset.rows))
+        if not asked:
+            raise DataError(
+                f"{name}: no prompt leaves room for a completion of {room:,} tokens (rollout.max_completion_length) "
+                f"in {config.data.max_length:,} (data.max_length)"
+            )
+        if asked < rows:
+            log.warning("%s: %d of %d prompts leave room for a completion, and are evaluated", name, asked, rows)
+    return found
+
+
 def prepare(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -65,6 +90,7 @@ def prepare(
     assistant_only_loss: bool = False,
     datasets: Sequence[EvaluationDataset] = (),
     completion_length: int = 0,
+    held_out: np.ndarray | None = None,
     cache_dir: Path | None = None,
     seed: int = 0,
 ) -> Prepared:
@@ -74,7 +100,7 @@ def prepare(
     prompts alone, which leave room for `completion_length` tokens in `max_length`.
     `completion_only_loss` None trains completions where a row has a prompt and everything elsewhere. The template is
     put on the tokenizer. `validation` holds the set under `data.validation` as "validation" and the further ones under
-    their names. The same seed gives the same split.
+    their names. The same seed gives the same split; `held_out` gives the numbers of the rows instead.
 
     Raises DataError: a source or column that is not there, more than 1 % malformed rows, a row with nothing to train,
     rows over the limits when `overlong` is error, labelled completions of one kind only, or nothing left to use.
@@ -100,12 +126,15 @@ def prepare(
     whole = reader.load("train", parts, None, max_rows)
     rng = np.random.default_rng([seed, zlib.crc32(b"validation")])
     rows = whole.fitted.view[:, 0]
-    is_held_out = np.isin(rows, _held_out(data, np.unique(rows), rng))  # the pieces of a document stay together
-    held_out, indices = np.flatnonzero(is_held_out), np.flatnonzero(~is_held_out)
+    if held_out is None or (data.validation is not None and data.validation.source is not None):
+        is_held_out = np.isin(rows, _held_out(data, np.unique(rows), rng))  # the pieces of a document stay together
+    else:
+        is_held_out = np.isin(whole.table.row[rows], held_out)
+    validating, indices = np.flatnonzero(is_held_out), np.flatnonzero(~is_held_out)
     train = Dataset(whole.table, whole.fitted, _weighted(indices, whole, parts, seed))
     if kind == "unpaired":
         _refuse_one_class(train.labels, data)
-    validation = {"validation": Dataset(whole.table, whole.fitted, held_out)} if len(held_out) else {}
+    validation = {"validation": Dataset(whole.table, whole.fitted, validating)} if len(validating) else {}
     loaded = {"train": whole}
     further = [(entry.name, Part(entry.source, entry.split, entry.max_rows)) for entry in datasets]
     if data.validation is not None and data.validation.source is not None:

@@ -12,8 +12,7 @@ import signal
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +28,7 @@ from posttrain.optim.adamw import AdamW
 from posttrain.optim.schedules import schedule, warmup_count
 from posttrain.optim.update import HasTokens, Metrics, Objective, add, over_updates, to_floats, update
 from posttrain.progress import progress
+from posttrain.recipes.drawn import Drawn
 from posttrain.recipes.job import Job
 from posttrain.recipes.signals import handling
 from posttrain.recipes.state import State
@@ -80,6 +80,7 @@ class Loop:
         self._rng_before: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None  # and the generators before it
         self._order: tuple[int, np.ndarray] | None = None
         self._moved: MovedWeights | None = None
+        self._drawn = Drawn(self)
         if job.checkpoint is not None:
             self._restore(job.checkpoint)
         self.progress = TrainingProgress(
@@ -96,7 +97,7 @@ class Loop:
         first = self.state.step + 1
         self.policy.train(self.dropout)
         self._moved = MovedWeights(self.policy, self.optimizer)
-        with self.progress, self._signals():
+        with self.progress, self._signals(), closing(self._drawn):
             for step in range(first, self.total + 1):
                 if self._patience_is_over():
                     log.info("stopped early: %s has not improved", self.job.config.checkpoint.best_metric)
@@ -245,7 +246,12 @@ class Loop:
 
     def evaluate(self, objective_of: ObjectiveOf) -> dict[str, float]:
         """Measure every validation set without gradients, log it, keep the model if it is the best so far."""
-        return self.evaluate_by(partial(self._measure, objective_of))
+
+        def measure(name: str, dataset: Dataset) -> dict[str, float]:
+            found = self._measure(objective_of, name, dataset)
+            return {**found, **self._drawn(name)} if self.job.config.rewards else found
+
+        return self.evaluate_by(measure)
 
     def evaluate_by(self, measure: Callable[[str, Dataset], Mapping[str, float]]) -> dict[str, float]:
         """The same with a measurement of the method's own, given each set's name and the part to look at."""

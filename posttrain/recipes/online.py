@@ -1,39 +1,20 @@
-"""What the recipes that draw completions share: the sampler of a run, scores, minibatches, evaluation, vital signs."""
+"""What the recipes that learn from completions share: a step with its numbers, minibatches, evaluation, vital signs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from posttrain.batch import Example, Pack
-from posttrain.data import Dataset
-from posttrain.engines import make_engine, stop_token_ids
-from posttrain.progress import progress
+from posttrain.batch import Pack
+from posttrain.recipes.drawn import as_text, measure_drawn, parts_of
 from posttrain.recipes.job import Job
 from posttrain.recipes.loop import Loop
 from posttrain.recipes.vital import check_sampler
-from posttrain.rewards.compose import Rewards
 from posttrain.rollout import Part, Rollout, Sampler
-from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout
-
-
-@contextmanager
-def sampler_of(job: Job, policy: nn.Module) -> Iterator[Sampler]:
-    """The engine and the rewards that the settings ask for; rules are proven, and models loaded, here."""
-    config = job.config
-    engine = make_engine(config.rollout.engine, policy, job.tokenizer)
-    with Rewards(
-        config.rewards,
-        tags=config.data.tags,
-        devices=config.devices,
-        max_completion_length=config.rollout.max_completion_length,
-    ) as rewards:
-        stops = stop_token_ids(policy, job.tokenizer)
-        yield Sampler(engine, rewards, job.tokenizer, config.rollout, stop_token_ids=stops, seed=config.seed)
+from posttrain.store.rollouts import RolloutStore, StoredPrompt, StoredRollout
 
 
 def in_packs(job: Job, rollout: Rollout, chosen: Sequence[int] | Tensor) -> list[Part]:
@@ -99,40 +80,6 @@ class Step:
         return prompts, made
 
 
-def parts_of(rollout: Rollout, index: int) -> dict[str, dict[str, object]]:
-    """Each reward of a completion: its value and weight, and of rules the verdict and what it rests on."""
-    found: dict[str, dict[str, object]] = {}
-    for part in rollout.rewarded.parts:
-        one: dict[str, object] = {"value": part.values[index], "weight": part.weight}
-        if part.grades is not None:
-            grade = part.grades[index]
-            one |= {"verdict": grade.verdict, "extracted": grade.extracted, "reason": grade.reason}
-        found[part.name] = one
-    return found
-
-
-def as_text(prompt: Example) -> str:
-    """What was asked, for people to read: the text, or the content of the last message."""
-    asked = (prompt.facts or {}).get("prompt", "")
-    return asked if isinstance(asked, str) else str(asked[-1].get("content", ""))
-
-
-@contextmanager
-def rollout_store(job: Job, loop: Loop) -> Iterator[RolloutStore | None]:
-    """`rollouts.sqlite` of the run, from the step that it stands at; None where the settings keep none."""
-    settings = job.config.rollout
-    if not settings.save:
-        yield None
-        return
-    after = -1 if job.checkpoint is None else loop.state.step
-    store = RolloutStore(job.run.folder, int(settings.max_database_gb * GIB), after)
-    loop.before_saving = store.flush
-    try:
-        yield store
-    finally:
-        store.close()
-
-
 @torch.no_grad()
 def scored(job: Job, rollout: Rollout, parts: Sequence[Part], of: Callable[[Pack], Tensor], columns: int = 1) -> Tensor:
     """What `of` gives to each scored token of the packs, in the rollout's order: (R, columns).
@@ -191,43 +138,5 @@ def signs_of(job: Job, sample: Sampler, trainer_R: Tensor, rollout: Rollout, cho
 
 
 def evaluate(loop: Loop, sample: Sampler, store: RolloutStore | None) -> None:
-    """One completion of every validation prompt, rewarded: drawn with the same random numbers at every evaluation."""
-
-    def measure(name: str, dataset: Dataset) -> Mapping[str, float]:
-        total: dict[str, float] = {}
-        count: dict[str, int] = {}
-        drawn: list[StoredEvaluation] = []
-        size, step = loop.evaluated_rows(dataset), 8 * loop.batch_size
-        for start in progress(range(0, size, step), f"evaluating {name}"):
-            prompts = [dataset[index] for index in range(start, min(start + step, size))]
-            with loop.drawing(evaluating=True):
-                rollout = sample(f"evaluation {name} {start}", prompts, 1, version=loop.state.step)
-            drawn += evaluated(rollout)
-            for key, value in rollout.metrics().items():
-                if key not in UNEVEN and not key.endswith("std"):
-                    total[key] = total.get(key, 0.0) + value * len(prompts)
-                    count[key] = count.get(key, 0) + len(prompts)
-        if store is not None:
-            store.add_evaluation(loop.state.step, name, drawn)
-        return {key: value / count[key] for key, value in total.items()}
-
-    loop.evaluate_by(measure)
-
-
-def evaluated(rollout: Rollout) -> list[StoredEvaluation]:
-    return [
-        StoredEvaluation(
-            prompt.row,
-            as_text(prompt),
-            rollout.texts[index],
-            rollout.rewarded.totals[index],
-            completion.finish_reason,
-            parts_of(rollout, index),
-            completion.tokens,
-        )
-        for index, (prompt, completion) in enumerate(zip(rollout.prompts, rollout.completions, strict=True))
-    ]
-
-
-# Of a rollout's metrics, those that say nothing of one completion a prompt.
-UNEVEN = ("frac_reward_zero_std", "resampled_groups", "completions/min_length", "completions/max_length")
+    """One completion of every validation prompt, rewarded."""
+    loop.evaluate_by(lambda name, dataset: measure_drawn(loop, sample, store, name, dataset))

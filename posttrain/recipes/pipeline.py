@@ -247,7 +247,9 @@ def _with_path(reward: Reward, done: Mapping[str, Task], stage: str) -> Reward:
 def _measured(results: dict[str, Any]) -> str:
     """The best or last validation numbers, or else the training loss."""
     final: dict[str, float] = results["final"]
-    wanted = [name for name in ("eval_loss", "eval_accuracy", "eval_rewards/accuracies") if name in final] or ["loss"]
+    wanted = [
+        name for name in ("eval_loss", "eval_accuracy", "eval_rewards/accuracies", "eval_reward") if name in final
+    ] or ["loss"]
     return "  ".join(f"{name} {final[name]:.4g}" for name in wanted if name in final)
 
 

@@ -27,7 +27,7 @@ from posttrain.errors import RewardError
 from posttrain.grading.pool import DEADLINE_S, Pool
 from posttrain.grading.verdict import VERDICTS, Grade, Job
 from posttrain.rewards import shaping
-from posttrain.rewards.known import MODULES, RULES, options_of, prove
+from posttrain.rewards.known import MODULES, NEEDS_ANSWER, RULES, options_of, prove
 from posttrain.rewards.python import RewardFunction
 
 
@@ -148,6 +148,26 @@ class Rewards:
                 values[name] = [grade.score for grade in grades]
             parts.append(Part(name, term.weight, tuple(values[name]), grades))
         return Rewarded(tuple(_total(parts, row) for row in range(len(completions))), tuple(parts))
+
+    def accuracies(self, rewarded: Rewarded) -> dict[str, float]:
+        """`format_accuracy` and `answer_accuracy`: shares of the completions that a rule has a verdict on.
+
+        Each is told by the first rule that looks at the one or the other; where none does it is not there.
+        """
+        found: dict[str, float] = {}
+        for term, part in zip(self._settings, rewarded.parts, strict=True):
+            grades = [grade for grade in part.grades or () if grade.counts]
+            if not grades:
+                continue
+            if term.type not in NEEDS_ANSWER:
+                told = {"format": [grade.verdict == "correct" for grade in grades]}
+            elif "format" in grades[0].parts:
+                told = {name: [grade.parts[name] == 1 for grade in grades] for name in ("format", "answer")}
+            else:
+                told = {"answer": [grade.verdict == "correct" for grade in grades]}
+            for name, right in told.items():
+                found.setdefault(f"{name}_accuracy", statistics.fmean(right))
+        return found
 
     def _job(self, term: RuleReward, completion: Completion) -> Job:
         return Job(RULES[term.type], completion.text, completion.answer, options_of(term.type, self._tags))

@@ -268,6 +268,11 @@ class StoredRun:
         )
         return [_read(row) for row in rows]
 
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The completions of every evaluation, in the order in which they were drawn."""
+        rows = self._connection.execute("SELECT * FROM evaluations ORDER BY step, dataset, rowid")
+        return [{**_read(row), "tokens": _read(row)["tokens"].tolist()} for row in rows]
+
     def summary(self) -> Iterator[dict[str, Any]]:
         """A line for each step: prompts, completions, mean and extreme rewards, how many have none."""
         yield from map(
