@@ -30,6 +30,7 @@ bench: .venv/.installed
 
 learn: .venv/.installed
 	$(BIN)/python -m benchmarks.learn
+	$(BIN)/python -m benchmarks.learn_online
 
 # The exact versions of constraints.txt; torch first and by its exact version, so that no other package chooses a build.
 .venv/.installed: pyproject.toml constraints.txt

@@ -127,10 +127,10 @@ def peak_memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
-def put_table(page: Path, table: str) -> None:
-    """Write the table into a page of the docs, between its two markers."""
-    head, begin, rest = page.read_text(encoding="utf-8").partition("<!-- table -->\n")
+def put_table(page: Path, table: str, name: str = "table") -> None:
+    """Write the table into a page of the docs, between the marker of that name and the next end."""
+    head, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
     _, end, tail = rest.partition("<!-- end -->")
     if not (begin and end):
-        raise SystemExit(f"{page} has no place for the table: <!-- table -->, <!-- end -->")
+        raise SystemExit(f"{page} has no place for the table: <!-- {name} -->, <!-- end -->")
     page.write_text(f"{head}{begin}{table}\n{end}{tail}", encoding="utf-8")

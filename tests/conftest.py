@@ -45,7 +45,7 @@ def blank_pictures(monkeypatch) -> None:
 @pytest.fixture(scope="session")
 def sums_home(tmp_path_factory) -> Path:
     """The task of tests/sums.py: `model/`, `train.jsonl`, `test.jsonl`."""
-    import sums
+    from benchmarks import sums
 
     folder = tmp_path_factory.mktemp("sums")
     sums.make(folder)

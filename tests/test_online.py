@@ -1,5 +1,5 @@
 """Methods that draw completions, through the settings a user writes: they learn, resume to the bit, and refuse what is
-wrong. The task is that of sums.py: a model taught to add and then weakened, and a reward of 1 for the right sum."""
+wrong. The task is that of benchmarks/sums.py: a model taught to add, then weakened; a reward of 1 for the right sum."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from posttrain.store.files import load_json
 from posttrain.store.rollouts import StoredRun
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
-EXACT = {"type": "python", "function": "sums:exact", "name": "exact"}
+EXACT = {"type": "python", "function": "benchmarks.sums:exact", "name": "exact"}
 
 
 def train(sums_home, tmp_path, method, *overrides, resume=False, **sections):

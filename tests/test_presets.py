@@ -9,33 +9,61 @@ from posttrain.cli import main
 from posttrain.config import load, preset_names
 
 PAIRS = "data/preference-demo/dpo_en_demo.json"  # 300 rows, ShareGPT style
+GSM8K = "data/gsm8k/train.jsonl"
+HH = "data/hh-harmless/train.jsonl.gz"
 LABELLED = "data/preference-demo/kto_en_demo.json"  # 300 rows, messages and a label
 # preset -> the model, the file that stands in for its data set, and the settings in which that file differs from it
 LOCAL = {
     "cpo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
-    "dpo-hh": ("stories260K", "data/hh-harmless/train.jsonl.gz", []),
+    "dpo-hh": ("stories260K", HH, []),
     "dpo-many-models": ("chat", PAIRS, ["data.format=sharegpt", "data.validation.rows=2"]),
     "dpo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
     "dpo-ultrafeedback-lora": ("chat", PAIRS, ["data.format=sharegpt"]),
-    "grpo-gsm8k": ("chat", "data/gsm8k/train.jsonl", ["rollout.max_completion_length=16"]),
-    "ppo-gsm8k": ("chat", "data/gsm8k/train.jsonl", ["rollout.max_completion_length=16"]),
+    "grpo-gsm8k": ("chat", GSM8K, ["rollout.max_completion_length=16"]),
+    "ppo-gsm8k": ("chat", GSM8K, ["rollout.max_completion_length=16"]),
     "ipo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
     "kto": ("chat", LABELLED, []),
     "kto-lora": ("chat", LABELLED, []),
     "orpo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
     "simpo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
-    "reward-hh": ("stories260K", "data/hh-harmless/train.jsonl.gz", []),
+    "reward-hh": ("stories260K", HH, []),
     "reward-ultrafeedback-lora": ("chat", PAIRS, ["data.format=sharegpt"]),
     "sft": ("chat", "data/sft-demo/reason_tool_use_demo_50.jsonl", []),
-    "sft-gsm8k": ("chat", "data/gsm8k/train.jsonl", []),
+    "sft-gsm8k": ("chat", GSM8K, []),
     "sft-lora": ("chat", "data/sft-demo/alpaca_en_demo.json", []),
 }
 SIZES = {"data.max_rows": 12, "training.batch_size": 2, "training.max_steps": 2}
 SIZES |= {"tracking.logging_steps": 1}
 
 
+# preset of several stages -> the model, stage -> the file for it, and the settings in which it differs
+STAGED = {
+    "maths-tagged": ("chat", {"sft": GSM8K, "grpo": GSM8K}, ["rollout.max_completion_length=24"]),
+    "hh-ppo": ("stories260K", dict.fromkeys(("reward", "ppo"), HH), ["rollout.max_completion_length=16"]),
+    "hh-grpo": ("stories260K", dict.fromkeys(("reward", "grpo"), HH), ["rollout.max_completion_length=16"]),
+}
+
+
 def test_every_preset_is_here():
-    assert sorted(LOCAL) == sorted(preset_names())
+    assert sorted([*LOCAL, *STAGED]) == sorted(preset_names())
+
+
+@pytest.mark.parametrize("preset", STAGED)
+def test_two_steps_of_every_stage(preset, shared, scratch_model, tmp_path, capsys):
+    kind, data, differs = STAGED[preset]
+    model = scratch_model if kind == "chat" else shared / "models" / kind
+    overrides = {"name": "run", "output_dir": tmp_path, "model.path": model} | SIZES | {"data.validation": "{rows: 2}"}
+    overrides |= {f"stages.{stage}.data.source": shared / file for stage, file in data.items()}
+    differs = [f"stages.{list(data)[-1]}.{setting}" for setting in differs]
+    assert main(["train", preset, *(f"{k}={v}" for k, v in overrides.items()), *differs]) == 0, capsys.readouterr().err
+    for stage in data:
+        run = tmp_path / "run" / stage
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+        assert any((run / "final").glob("*model.safetensors"))
+    rewarded = [line["eval_reward"] for line in lines if "eval_reward" in line]
+    print(preset, rewarded)
+    assert len(rewarded) >= 2 and all(isinstance(value, float) for value in rewarded)
 
 
 @pytest.mark.parametrize("preset", LOCAL)

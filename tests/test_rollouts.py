@@ -9,8 +9,8 @@ import time
 
 import numpy as np
 import pytest
-from sums import EXACT_SETTINGS, make
 
+from benchmarks.sums import EXACT_SETTINGS, make
 from posttrain import recipes
 from posttrain.cli import main
 from posttrain.config import load

@@ -6,6 +6,7 @@ Reinforcement learning is given four fifths of the problems; the others are held
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,9 +18,8 @@ from posttrain.models.attention import NAME as PACKED
 from posttrain.models.lean import lean
 
 PROBLEMS = [(f"{a}+{b}=", str(a + b)) for a in range(20) for b in range(20)]
-NOISED = "lm_head"  # what is weakened: noise on all weights would make a model forget each sum in its own way
 STOP, START = "$", "^"
-EXACT_SETTINGS = 'rewards=[{"type": "python", "function": "sums:exact", "name": "exact"}]'
+EXACT_SETTINGS = 'rewards=[{"type": "python", "function": "benchmarks.sums:exact", "name": "exact"}]'
 
 
 def exact(completions, answer, **_columns):
@@ -46,7 +46,8 @@ def make(folder: Path, seed: int = 0, right: float = 0.1) -> None:
     )
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     teach(model, tokenizer)
-    weaken(model, tokenizer, right)
+    # Noise on all weights would make a model forget each sum in its own way.
+    weaken(model, right, lambda: accuracy(model, tokenizer, PROBLEMS), "lm_head")
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rows = [{"prompt": problem, "answer": answer} for problem, answer in PROBLEMS]
@@ -83,24 +84,26 @@ def teach(model: PreTrainedModel, tokenizer, steps: int = 300) -> None:
         schedule.step()
 
 
-def weaken(model: PreTrainedModel, tokenizer, right: float) -> None:
-    """Add as much noise as leaves this share of the answers right, found by halving."""
-    taught = {name: p.detach().clone() for name, p in model.named_parameters()}
-    noise = {name: torch.randn_like(p) * p.detach().std() for name, p in model.named_parameters() if NOISED in name}
+def weaken(model: PreTrainedModel, right: float, measure: Callable[[], float], noised: str) -> None:
+    """Add as much noise to the weights named `noised` as leaves this share of the answers right, found by halving."""
+    taught = {name: p.detach().clone() for name, p in model.named_parameters() if noised in name}
+    noise = {name: torch.randn_like(weight) * weight.std() for name, weight in taught.items()}
     low, high = 0.0, 10.0
     for _ in range(10):
         middle = (low + high) / 2
         with torch.no_grad():
             for name, p in model.named_parameters():
-                p.copy_(taught[name] + middle * noise[name] if name in noise else taught[name])
-        low, high = (middle, high) if accuracy(model, tokenizer, PROBLEMS) > right else (low, middle)
+                if name in taught:
+                    p.copy_(taught[name] + middle * noise[name])
+        low, high = (middle, high) if measure() > right else (low, middle)
 
 
-def accuracy(model: PreTrainedModel, tokenizer, problems, seed: int = 0) -> float:
+def accuracy(model: PreTrainedModel, tokenizer, problems, longest: int = 6, seed: int = 0) -> float:
     """The share of right answers, drawn at temperature 1."""
     model.set_attn_implementation(PACKED)
     lean(model)
-    sampling = Sampling(max_completion_length=6, stop_token_ids=(tokenizer.eos_token_id,), seed=seed)
+    stops = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    sampling = Sampling(max_completion_length=longest, stop_token_ids=stops, seed=seed)
     prompts = [tokenizer(problem).input_ids for problem, _ in problems]
     drawn = EmbeddedEngine(model, tokenizer).generate(prompts, sampling)
     texts = [tokenizer.decode(group[0].tokens, skip_special_tokens=True) for group in drawn]

@@ -1,0 +1,339 @@
+"""Do the methods learn from rewards? Part of `make learn`. Writes results/learn_online.json and a table of the docs.
+
+    sums      a small model taught to add, weakened by noise to about 10 % right answers; every loss, and PPO
+    sort      the trained gpt-nano-sort, weakened likewise
+    stories   the trained stories260K, rewarded for stories that name a dog
+    replies   the same model on HH prompts, rewarded by a reward model that is trained here on HH pairs
+
+All with the recipes and settings that users have, for three seeds; what must hold is in CASES. Answers are measured on
+prompts that no model was trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import itertools
+import json
+import os
+import platform
+import random
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["OMP_NUM_THREADS"] = "1"  # the runs share the cores among them
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks import sums
+from benchmarks.common import SHARED, put_table, split_transcripts
+from posttrain import recipes
+from posttrain.config import load
+from posttrain.store.files import load_json, save_json
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "benchmarks/results/learn_online.json", ROOT / "docs/learning.md"
+SEEDS = (0, 1, 2)
+STEPS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A method on a task. `above`: what the held-out reward must exceed; `gain`: by how much it must rise; `kl`: what
+    the KL to the start, in nats a token, must stay below."""
+
+    task: str
+    method: Mapping[str, Any]
+    training: Mapping[str, Any]
+    above: float | None = None
+    gain: float | None = None
+    kl: float | None = None
+
+
+def _grpo(**method: Any) -> dict[str, Any]:
+    return {"type": "grpo", "num_generations": 8, "beta": 0.0} | method
+
+
+FAST = {"batch_size": 32, "max_steps": STEPS, "learning_rate": 4e-4}
+CASES = {
+    "grpo": Case("sums", _grpo(), FAST, above=0.9),
+    **{
+        loss: Case("sums", _grpo(loss_type=loss), FAST, above=0.8)
+        for loss in ("bnpo", "dr_grpo", "dapo", "gspo", "cispo", "no_baseline", "reinforce_with_baseline", "grpo_clip")
+    },
+    "rloo": Case("sums", _grpo(type="rloo"), FAST, above=0.8),
+    "reinforce_plus_plus": Case("sums", _grpo(type="reinforce_plus_plus"), FAST, above=0.8),
+    "ppo": Case(
+        "sums",
+        {"type": "ppo", "num_generations": 1, "kl_coef": 0.0, "num_ppo_epochs": 2},
+        FAST | {"batch_size": 256},
+        above=0.8,
+    ),
+    "sort": Case("sort", _grpo(), FAST, above=0.95),
+    "stories": Case(
+        "stories",
+        _grpo(beta=0.02),
+        {"batch_size": 8, "max_steps": 40, "learning_rate": 1e-4},
+        gain=0.3,
+        kl=0.3,
+    ),
+    "replies": Case(
+        "replies",
+        _grpo(beta=0.02),
+        {"batch_size": 8, "max_steps": 40, "learning_rate": 1e-4},
+        gain=0.5,
+        kl=0.3,
+    ),
+}
+SETTINGS = {name: asdict(case) for name, case in CASES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One trained model: the mean held-out reward before and after, and the KL to the start in nats a token."""
+
+    name: str
+    seed: int
+    before: float
+    after: float
+    kl: float | None
+    seconds: float
+
+
+# --- the tasks ------------------------------------------------------------------------------------------------------
+
+
+def dog(completions: Sequence[str], **_columns: Any) -> list[float]:
+    """1 for a story that names a dog."""
+    return [float(re.search(r"\bdogs?\b", text) is not None) for text in completions]
+
+
+def python(function: str) -> list[dict[str, Any]]:
+    return [{"type": "python", "function": function, "name": "reward"}]
+
+
+def sums_task(folder: Path, seed: int) -> dict[str, Any]:
+    sums.make(folder, seed)
+    return {
+        "model": str(folder / "model"),
+        "rewards": python("benchmarks.sums:exact"),
+        "data": data(folder, 24),
+        "rollout": {"max_completion_length": 6},
+    }
+
+
+def sort_task(folder: Path, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    source = SHARED / "models/gpt-nano-sort"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source)
+    letters = ["".join(letters) for letters in itertools.product("ABC", repeat=6)]
+    problems = [(text, "".join(sorted(text))) for text in letters]
+    random.Random(seed).shuffle(problems)
+    sums.weaken(model, 0.1, lambda: sums.accuracy(model, tokenizer, problems), "lm_head")
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    write(folder, [{"prompt": problem, "answer": answer} for problem, answer in problems], 129)
+    return {
+        "model": str(folder / "model"),
+        "rewards": python("benchmarks.sums:exact"),
+        "data": data(folder, 12),
+        "rollout": {"max_completion_length": 6},
+    }
+
+
+BEGINNINGS = [
+    f"{when} {who} {did}"
+    for when in ("Once upon a time,", "One day,", "In the morning,", "On a sunny day,")
+    for who in ("a little girl", "a boy named Tim", "a cat", "Lily and Ben", "a big bear", "Mom")
+    for did in ("went to the park", "wanted to play", "saw something", "was very sad")
+]
+
+
+def stories_task(folder: Path, seed: int) -> dict[str, Any]:
+    rows = [{"prompt": text} for text in BEGINNINGS]
+    random.Random(seed).shuffle(rows)
+    write(folder, rows, 32)
+    return {
+        "model": str(SHARED / "models/stories260K"),
+        "rewards": python("benchmarks.learn_online:dog"),
+        "data": data(folder, 160),
+        "rollout": {"max_completion_length": 96},
+    }
+
+
+def replies_task(folder: Path, seed: int) -> dict[str, Any]:
+    """A reward model of HH pairs, and prompts of other pairs: the short ones, as the model has 512 positions."""
+    pairs = []
+    with gzip.open(SHARED / "data/hh-harmless/train.jsonl.gz", "rt", encoding="utf-8") as lines:
+        for line in itertools.islice(lines, 4000):
+            row = json.loads(line)
+            prompt, chosen, rejected = split_transcripts(row["chosen"], row["rejected"])
+            if prompt and len(row["chosen"]) < 500 and len(row["rejected"]) < 500:
+                pairs.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    random.Random(seed).shuffle(pairs)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs[:600]))
+    short = [{"prompt": row["prompt"]} for row in pairs[600:] if len(row["prompt"]) < 200]
+    write(folder, short[:232], 32)
+    model = str(SHARED / "models/stories260K")
+    train(
+        {
+            "name": "reward-model",
+            "output_dir": str(folder),
+            "seed": seed,
+            "model": model,
+            "method": "reward",
+            "data": {"source": str(folder / "pairs.jsonl"), "template": "none", "max_length": 512},
+            "training": {"batch_size": 16, "learning_rate": 3e-4, "num_train_epochs": 1},
+            **QUIET,
+        }
+    )
+    return {
+        "model": model,
+        "rewards": [{"type": "model", "path": str(folder / "reward-model/final"), "name": "reward"}],
+        "data": data(folder, 256),
+        "rollout": {"max_completion_length": 48},
+    }
+
+
+TASKS = {"sums": sums_task, "sort": sort_task, "stories": stories_task, "replies": replies_task}
+
+
+def write(folder: Path, rows: Sequence[Mapping[str, str]], held_out: int) -> None:
+    """`train.jsonl` and `test.jsonl`, the last so many rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("train", rows[:-held_out]), ("test", rows[-held_out:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+
+
+def data(folder: Path, max_length: int) -> dict[str, Any]:
+    return {
+        "source": str(folder / "train.jsonl"),
+        "template": "none",
+        "max_length": max_length,
+        "validation": {"source": str(folder / "test.jsonl")},
+    }
+
+
+# --- a trial ----------------------------------------------------------------------------------------------------------
+
+QUIET = {
+    "devices": {"type": "cpu"},
+    "checkpoint": {"save_steps": 1_000_000},
+    "tracking": {"logging_steps": 1},
+}
+
+
+def train(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Train these settings; what results.json says."""
+    folder = Path(settings["output_dir"])
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{settings['name']}.json"
+    file.write_text(json.dumps(settings))
+    recipes.train(load(file).config)
+    return load_json(folder / settings["name"] / "results.json")
+
+
+def trial(folder: Path, name: str, seed: int) -> Trial:
+    torch.set_num_threads(1)
+    began, case = time.perf_counter(), CASES[name]
+    training = {"warmup_steps": 0, "lr_scheduler_type": "constant"} | dict(case.training)
+    results = train(
+        {
+            "name": name,
+            "output_dir": str(folder),
+            "seed": seed,
+            "method": dict(case.method),
+            "training": training,
+            "evaluation": {"eval_steps": training["max_steps"]},
+            **TASKS[case.task](folder / case.task, seed),
+            **QUIET,
+        }
+    )
+    start, final = results["start"], results["final"]
+    seconds = time.perf_counter() - began
+    return Trial(name, seed, start["eval_reward"], final["eval_reward"], final.get("kl"), seconds)
+
+
+def failures(trials: Sequence[Trial]) -> list[str]:
+    """What should hold and does not."""
+    out = []
+    for t in trials:
+        case = CASES[t.name]
+        gain = t.after - t.before
+        for holds, what in (
+            (case.above is None or t.after > case.above, f"{t.after:.3f}, not above {case.above}"),
+            (case.gain is None or gain > case.gain, f"rose by {gain:+.3f}, not {case.gain}"),
+            (case.kl is None or (t.kl is not None and t.kl < case.kl), f"KL {t.kl}, not below {case.kl}"),
+        ):
+            if not holds:
+                out.append(f"{t.name}, seed {t.seed}: {what}")
+    return out
+
+
+def table(trials: Sequence[Trial]) -> str:
+    """Each value once for every seed."""
+    lines = [
+        "| task | method | held-out reward before | after | must be | KL, nats a token |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, case in CASES.items():
+        mine = sorted((t for t in trials if t.name == name), key=lambda t: t.seed)
+        if not mine:
+            continue
+        form = ".1%" if case.above is not None else "+.2f"
+        before, after = (" · ".join(f"{value:{form}}" for value in values) for values in (
+            [t.before for t in mine], [t.after for t in mine],
+        ))  # fmt: skip
+        wanted = f"> {case.above:.0%}" if case.above is not None else f"{case.gain:+.1f}, KL < {case.kl}"
+        kl = " · ".join(f"{t.kl:.3f}" for t in mine if t.kl is not None)
+        method = name if case.task == "sums" else case.method["type"]
+        lines.append(f"| {case.task} | {method} | {before} | {after} | {wanted} | {kl} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="models trained at a time")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    trials: list[Trial] = []
+    with TemporaryDirectory() as folder, ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
+        running = [
+            pool.submit(trial, Path(folder) / name / str(seed), name, seed)
+            for name in arguments.cases
+            for seed in arguments.seeds
+        ]
+        for done in running:
+            trials.append(done.result())
+            print(trials[-1], flush=True)
+    print(f"{len(trials)} trained models in {time.perf_counter() - began:.0f} s")
+    if arguments.cases == list(CASES) and tuple(arguments.seeds) == SEEDS:
+        facts = {
+            "machine": platform.platform(),
+            "cores": os.cpu_count(),
+            "torch": torch.__version__,
+            "settings": SETTINGS,
+        }
+        save_json(RESULTS, facts | {"trials": [asdict(one) for one in trials]})
+        put_table(PAGE, table(trials), "online")
+    print(table(trials))
+    failed = failures(trials)
+    print("\n".join(failed) or "every threshold holds")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
