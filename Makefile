@@ -23,10 +23,15 @@ lint: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-bench: .venv/.installed
+bench: .venv/.installed build/trl-1.12
 	$(BIN)/python -m benchmarks.save
 	$(BIN)/python -m benchmarks.run
 	$(BIN)/python -m benchmarks.generate
+	$(BIN)/python -m benchmarks.online
+
+# The last TRL that had PPO, for `make bench` to compare with, apart from the environment's own.
+build/trl-1.12: .venv/.installed
+	$(BIN)/pip install --quiet --no-deps --target $@ trl==1.12.0
 
 learn: .venv/.installed
 	$(BIN)/python -m benchmarks.learn

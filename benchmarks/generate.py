@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList
 
-from benchmarks.common import SHARED, THREADS, make_models, peak_memory_gb
+from benchmarks.common import SHARED, THREADS, make_models, peak_memory_gb, put_table
 from posttrain.config.schema import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.models.load import load_model
@@ -176,6 +176,7 @@ def main() -> None:
         results = {name: compare(name, models[name], given.rounds) for name in given.names}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "generate.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    put_table(RESULTS.parent / "README.md", table(results), "generate")
     print(table(results))
 
 

@@ -1,0 +1,361 @@
+"""A whole step of GRPO and of PPO beside TRL's, at natural lengths: `python -m benchmarks.online grpo ppo`.
+
+Prompts are the first of HH harmless. Each completion ends at the length, in the model's own tokens, of a recorded model
+solution (at most 256), as if its stop token had come then: the same draw for both sides. TRL generates with
+transformers and gets its stop token there; the embedded engine is given the lengths as limits. Each side runs in a
+process of its own, in turn; the time is from the first completion's begin to the last update's end, the memory the
+process's peak.
+
+GRPO: 8 prompts x 8 completions a step, TRL 1.16 with its defaults, float32, no gradient checkpointing.
+PPO: 32 prompts x 1 completion a step, 4 epochs, against a reward model; TRL 1.12, which had PPO last, comes from a
+folder of its own (`make bench` fills it): its value function is a second model, ours a head on the policy.
+
+Prints the table and writes results/online.json. Leave the machine alone meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LogitsProcessor
+
+from benchmarks.common import SHARED, THREADS, make_models, peak_memory_gb, preference_rows, put_table, write_rows
+
+RESULTS = Path(__file__).parent / "results"
+TRL_WITH_PPO = Path(__file__).resolve().parents[1] / "build/trl-1.12"  # pip install --target, by the Makefile
+LIMIT = 256
+STEPS = {"grpo": 3, "ppo": 2}
+WORK = {"grpo": (8, 8), "ppo": (32, 1)}  # prompts a step, completions of each
+GOALS = {"grpo": (4.0, 0.4), "ppo": (3.0, float("inf"))}  # TRL's time over ours; our memory over TRL's
+MAX_LENGTH = 1024
+
+
+def draw_lengths(method: str, model: Path, seed: int = 0) -> list[list[list[int]]]:
+    """The length of every completion of every prompt of every step."""
+    path = SHARED / "data/gsm8k/example_model_solutions.jsonl"
+    rows = [json.loads(line) for line in path.open(encoding="utf-8")]
+    texts = [value["solution"] for row in rows for value in row.values() if isinstance(value, dict)]
+    tokenizer, rng = AutoTokenizer.from_pretrained(model), random.Random(seed)
+    prompts, n = WORK[method]
+
+    def length() -> int:
+        return min(LIMIT, len(tokenizer(rng.choice(texts), add_special_tokens=False).input_ids) + 1)
+
+    return [[[length() for _ in range(n)] for _ in range(prompts)] for _ in range(STEPS[method])]
+
+
+def prompts_of(method: str) -> list[str]:
+    """The prompts of all steps, in order."""
+    return [row["prompt"] for row in preference_rows(WORK[method][0] * STEPS[method])]
+
+
+def characters(completions: Sequence[str], **_columns: object) -> list[float]:
+    """A reward that costs nothing: the share of the letter e."""
+    return [text.count("e") / max(1, len(text)) for text in completions]
+
+
+# --- posttrain --------------------------------------------------------------------------------------------------------
+
+
+def run_posttrain(method: str, models: dict[str, Path], lengths: list[list[list[int]]], folder: Path) -> dict:
+    from posttrain import recipes
+    from posttrain.config import load
+    from posttrain.engines import EmbeddedEngine
+
+    drawing: list[float] = []
+    generate, coming = EmbeddedEngine.generate, iter(lengths)
+
+    def at_lengths(self, prompts, sampling, *, seeds=None, limits=None):
+        began = time.perf_counter()
+        drawn = generate(self, prompts, _without_stops(sampling), seeds=seeds, limits=next(coming))
+        drawing.append(time.perf_counter() - began)
+        return drawn
+
+    EmbeddedEngine.generate = at_lengths
+    prompts, n = WORK[method]
+    reward = {"type": "python", "function": "benchmarks.online:characters"}
+    settings = {
+        "name": "bench",
+        "output_dir": str(folder),
+        "model": {"path": str(models["policy"]), "dtype": "float32"},
+        "method": {
+            "grpo": {"type": "grpo", "num_generations": n, "beta": 0.0},
+            "ppo": {"type": "ppo", "num_generations": n, "num_ppo_epochs": 4, "kl_coef": 0.05},
+        }[method],
+        "rewards": [reward if method == "grpo" else {"type": "model", "path": str(models["reward"])}],
+        "data": {
+            "source": str(write_rows(folder / "rows.jsonl", [{"prompt": text} for text in prompts_of(method)])),
+            "template": "none",
+            "shuffle": False,
+            "max_length": MAX_LENGTH,
+        },
+        "rollout": {"max_completion_length": LIMIT},
+        "training": {
+            "batch_size": prompts,
+            "tokens_per_pack": 3072,
+            "max_steps": STEPS[method],
+            "lr_scheduler_type": "constant",
+            "warmup_steps": 0,
+        },
+        "tracking": {"logging_steps": 1},
+        "devices": {"type": "cpu"},
+    }
+    file = folder / "bench.json"
+    file.write_text(json.dumps(settings))
+    recipes.train(load(file).config)
+    results = json.loads((folder / "bench/results.json").read_text())
+    lines = [json.loads(line) for line in (folder / "bench/metrics.jsonl").read_text().splitlines()]
+    mean = statistics.fmean(line["completions/mean_length"] for line in lines)
+    return {"seconds": results["train_runtime"], "drawing_seconds": sum(drawing), "mean_length": mean}
+
+
+def _without_stops(sampling):
+    from dataclasses import replace
+
+    return replace(sampling, stop_token_ids=())
+
+
+# --- TRL --------------------------------------------------------------------------------------------------------------
+
+
+class Lengths(LogitsProcessor):
+    """The stop token at each row's length, and not before."""
+
+    def __init__(self, start: int, lengths: torch.Tensor, stop: int):
+        self.start, self.lengths, self.stop = start, lengths, stop
+
+    def __call__(self, input_ids, scores):
+        last = input_ids.shape[1] - self.start + 1 >= self.lengths
+        scores[:, self.stop] = -torch.inf
+        scores[last] = -torch.inf
+        scores[last, self.stop] = 0.0
+        return scores
+
+
+class Drawing:
+    """Gives a model's `generate` the lengths of the next step, and times it."""
+
+    def __init__(self, model, lengths: list[list[list[int]]], stop: int):
+        self.began, self.seconds, self.drawn = 0.0, 0.0, 0
+        generate, coming = model.generate, iter(lengths)
+
+        def at_lengths(*args, **given):
+            now = time.perf_counter()
+            self.began = self.began or now
+            of_rows = torch.tensor([length for group in next(coming) for length in group])
+            assert len(of_rows) == len(given["input_ids"])
+            processor = Lengths(given["input_ids"].shape[1], of_rows, stop)
+            result = generate(*args, **given, logits_processor=[processor])
+            self.seconds += time.perf_counter() - now
+            self.drawn += int(of_rows.sum())
+            return result
+
+        model.generate = at_lengths
+
+
+def run_trl_grpo(models: dict[str, Path], lengths: list[list[list[int]]], folder: Path) -> dict:
+    import trl
+    from datasets import Dataset
+
+    prompts, n = WORK["grpo"]
+    config = trl.GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=prompts * n // 8,
+        num_generations=n,
+        max_completion_length=LIMIT,
+        max_steps=STEPS["grpo"],
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        shuffle_dataset=False,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        model_init_kwargs={"dtype": "float32"},
+    )
+    rows = Dataset.from_list([{"prompt": text} for text in prompts_of("grpo")])
+    trainer = trl.GRPOTrainer(str(models["policy"]), characters, args=config, train_dataset=rows)
+    tokenizer = AutoTokenizer.from_pretrained(models["policy"])
+    drawing = Drawing(trainer.model, lengths, tokenizer.eos_token_id)
+    trainer.train()
+    seconds = time.perf_counter() - drawing.began
+    mean = statistics.fmean(x["completions/mean_length"] for x in trainer.state.log_history if "loss" in x)
+    return {"seconds": seconds, "drawing_seconds": drawing.seconds, "mean_length": mean}
+
+
+def run_trl_ppo(models: dict[str, Path], lengths: list[list[list[int]]], folder: Path) -> dict:
+    sys.path.insert(0, str(TRL_WITH_PPO))
+    from datasets import Dataset
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    prompts, n = WORK["ppo"]
+    config = PPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=prompts * n // 8,
+        total_episodes=prompts * n * STEPS["ppo"],
+        num_ppo_epochs=4,
+        num_mini_batches=1,
+        local_rollout_forward_batch_size=prompts * n,
+        response_length=LIMIT,
+        stop_token="eos",
+        temperature=1.0,
+        learning_rate=3e-6,
+        lr_scheduler_type="constant",
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        num_sample_generations=0,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(models["policy"], padding_side="left")
+
+    def policy():
+        return AutoModelForCausalLM.from_pretrained(models["policy"], dtype=torch.float32)
+
+    def scorer():
+        return AutoModelForSequenceClassification.from_pretrained(models["reward"], dtype=torch.float32)
+
+    ids = [{"input_ids": tokenizer(text).input_ids} for text in prompts_of("ppo")]
+    trainer = PPOTrainer(
+        args=config,
+        processing_class=tokenizer,
+        model=policy(),
+        ref_model=policy(),
+        reward_model=scorer(),
+        value_model=scorer(),
+        train_dataset=Dataset.from_list(ids),
+        eval_dataset=Dataset.from_list(ids[:1]),
+    )
+    # Its loader shuffles; which prompt gets which length does not matter to the work as long as all come.
+    drawing = Drawing(trainer.policy_model, lengths, tokenizer.eos_token_id)
+    trainer.train()
+    seconds = time.perf_counter() - drawing.began
+    mean = drawing.drawn / (prompts * n * STEPS["ppo"])
+    return {"seconds": seconds, "drawing_seconds": drawing.seconds, "mean_length": mean}
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def one_side(side: str, method: str, models: Path) -> dict:
+    torch.set_num_threads(THREADS)
+    made = make_models(models)
+    lengths = draw_lengths(method, made["policy"])
+    run: Callable[..., dict] = {"grpo": run_trl_grpo, "ppo": run_trl_ppo}[method]
+    with TemporaryDirectory() as folder:
+        if side == "posttrain":
+            found = run_posttrain(method, made, lengths, Path(folder))
+        else:
+            found = run(made, lengths, Path(folder))
+    drawn = [length for step in lengths for group in step for length in group]
+    if abs(found["mean_length"] - statistics.fmean(drawn)) > 1e-3:
+        raise SystemExit(f"{side} drew {found['mean_length']} tokens a completion, not {statistics.fmean(drawn)}")
+    return found | {"peak_gb": peak_memory_gb(), "steps": STEPS[method]}
+
+
+def measure(side: str, method: str, models: Path, cache: Path) -> dict:
+    """One side in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.online", method, "--side", side, "--models", str(models)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "POSTTRAIN_CACHE": str(cache)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{side} {method} failed:\n{done.stdout}\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(method: str, models: Path, rounds: int) -> dict:
+    """Both sides in turn, `rounds` times: medians, and the ratio of each round."""
+    found: dict[str, list[dict]] = {"posttrain": [], "trl": []}
+    for number in range(rounds):
+        for side, results in found.items():
+            with TemporaryDirectory() as cache:
+                results.append(measure(side, method, models, Path(cache)))
+            print(f"  {method} {number + 1}/{rounds}: {side} {results[-1]['seconds']:.1f} s", flush=True)
+    pairs = list(zip(found["posttrain"], found["trl"], strict=True))
+    times = [theirs["seconds"] / ours["seconds"] for ours, theirs in pairs]
+    memories = [ours["peak_gb"] / theirs["peak_gb"] for ours, theirs in pairs]
+    return {
+        "time_ratio": statistics.median(times),
+        "time_ratios": times,
+        "memory_ratio": statistics.median(memories),
+        **found,
+    }
+
+
+def table(results: dict[str, dict]) -> str:
+    """The comparison as Markdown."""
+    lines = [
+        "| step | TRL time ÷ ours | goal | our peak memory ÷ TRL's | goal | s a step, ours / TRL "
+        "| of it drawing | GB, ours / TRL |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for method, r in results.items():
+        faster, leaner = GOALS[method]
+        ours, theirs = (
+            {key: statistics.median(one[key] for one in r[side]) for key in ("seconds", "drawing_seconds", "peak_gb")}
+            for side in ("posttrain", "trl")
+        )
+        steps, spread = STEPS[method], f"{min(r['time_ratios']):.2f} to {max(r['time_ratios']):.2f}"
+        goal = f"≤ {leaner}" if leaner < 1 else ""
+        lines.append(
+            f"| {method}, {WORK[method][0]} × {WORK[method][1]} | {r['time_ratio']:.2f} ({spread}) | ≥ {faster:.0f} "
+            f"| {r['memory_ratio']:.2f} | {goal} | {ours['seconds'] / steps:.1f} / {theirs['seconds'] / steps:.1f} "
+            f"| {ours['drawing_seconds'] / ours['seconds']:.0%} / {theirs['drawing_seconds'] / theirs['seconds']:.0%} "
+            f"| {ours['peak_gb']:.2f} / {theirs['peak_gb']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("methods", nargs="*", default=list(WORK), metavar="METHOD", help=", ".join(WORK))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--side", choices=["posttrain", "trl"], help="one side in this process")
+    parser.add_argument("--models", type=Path, help="with --side: folder of the random models")
+    arguments = parser.parse_args()
+    if arguments.side:
+        print(json.dumps(one_side(arguments.side, arguments.methods[0], arguments.models)))
+        return
+    results = {}
+    with TemporaryDirectory() as folder:
+        make_models(Path(folder))
+        for method in arguments.methods:
+            results[method] = compare(method, Path(folder), arguments.rounds)
+    path = RESULTS / "online.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(before | results, indent=1) + "\n")
+    put_table(RESULTS.parent / "README.md", table(before | results), "online")
+    print(table(results))
+    failures = []
+    for method, r in results.items():
+        faster, leaner = GOALS[method]
+        if r["time_ratio"] < faster or r["memory_ratio"] > leaner:
+            failures.append(f"{method}: {r['time_ratio']:.2f} times as fast in {r['memory_ratio']:.2f} of the memory")
+    if failures:
+        raise SystemExit("goals missed: " + "; ".join(failures))
+
+
+if __name__ == "__main__":
+    main()
