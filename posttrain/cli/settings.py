@@ -26,6 +26,15 @@ Overrides = Annotated[
 
 def load_stages(config: str | None, overrides: list[str] | None, flags: Mapping[str, str]) -> tuple[Stage, ...]:
     """The checked configuration, a stage without a name where it has none; notes about it go to stderr."""
+    config, given = split_arguments(config, overrides)
+    loaded = load(config, given, flags)
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return loaded.stages
+
+
+def split_arguments(config: str | None, overrides: list[str] | None) -> tuple[str | None, list[str]]:
+    """The file or preset, if there is one, and the overrides, in whichever order they were given."""
     given = list(overrides or [])
     if config is not None and "=" in config and not Path(config).is_file():
         # The file comes after overrides, or there is none: settings alone make a run too.
@@ -33,10 +42,7 @@ def load_stages(config: str | None, overrides: list[str] | None, flags: Mapping[
         config = next((text for text in given if "=" not in text), None)
         if config is not None:
             given.remove(config)
-    loaded = load(config, given, flags)
-    for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
-    return loaded.stages
+    return config, given
 
 
 def from_flags(group: type[Group], given: Mapping[str, Any]) -> Group:

@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from posttrain.cli.errors import Interrupted, UsageError
-from posttrain.cli.settings import Config, Overrides, load_stages
+from posttrain.cli.settings import Config, Overrides, load_stages, split_arguments
+from posttrain.config.explain import did_you_mean
+from posttrain.config.methods import METHOD_NAMES, METHODS
 from posttrain.errors import RunError
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what the run would do, and do nothing.")]
@@ -48,13 +50,22 @@ def train(
     """Train one model or several, in one stage or several: supervised fine-tuning, a reward model, DPO and its kin.
 
     Precedence: flag, a.b=c, file, what the file extends, default. With `--resume PATH` the file may be left out.
+    `--method all` (or `dpo,grpo`) trains every method that the data can serve, and compares what they write.
     """
     if overwrite and resume is not None:
         raise UsageError("--resume goes on with a run and --overwrite deletes it; give one of them")
     checkpoint = Path(resume) if resume else None
-    if config is None and checkpoint is not None:
-        config = str(saved_config(checkpoint))
-    stages = load_stages(config, overrides, flags)
+    compared = several_methods(flags)
+    if compared:
+        flags = {path: text for path, text in flags.items() if path != "method.type"}
+    if config is None and checkpoint is not None:  # saved settings have the methods as stages
+        stages = load_stages(str(saved_config(checkpoint)), overrides, flags)
+    elif compared:
+        from posttrain.recipes.comparison import methods_as_stages  # imports torch, which takes seconds
+
+        stages = methods_as_stages(*split_arguments(config, overrides), flags, compared)
+    else:
+        stages = load_stages(config, overrides, flags)
     models = stages[0].config.models
     if model_index is not None and not 0 <= model_index < len(models):
         raise UsageError(f"--model-index {model_index}: there are models 0 to {len(models) - 1}")
@@ -70,9 +81,25 @@ def train(
             overwrite=overwrite,
             model_index=model_index,
             skip=skip or (),
+            compared=bool(compared),
         )
     except KeyboardInterrupt as interrupt:
         raise Interrupted(str(interrupt) or "interrupted") from interrupt
+
+
+def several_methods(flags: Mapping[str, str]) -> tuple[str, ...]:
+    """The methods that `--method` names, where it names several or all."""
+    given = flags.get("method.type", "")
+    if given != "all" and "," not in given:
+        return ()
+    writing = [name for name in METHOD_NAMES if name != "reward"]  # whose model writes something to compare
+    if given == "all":
+        return tuple(name for name in writing if name in METHODS)
+    names = dict.fromkeys(name.strip() for name in given.split(",") if name.strip())
+    for name in names:
+        if name not in writing:
+            raise UsageError(f"--method {given}: {name!r} cannot be compared; {did_you_mean(name, writing)}")
+    return tuple(names)
 
 
 def plan(

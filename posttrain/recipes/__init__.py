@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from posttrain.config import RunConfig, Stage, dump
 from posttrain.errors import RunError
 from posttrain.memory import release_memory
 from posttrain.recipes import grpo, kto, ppo, preference, reference_free, reward, sft
+from posttrain.recipes.comparison import compare
 from posttrain.recipes.finish import finish
 from posttrain.recipes.job import Job
 from posttrain.recipes.pipeline import Pipeline, Task, is_whole_run, keep_saved_path, refuse_other_start
@@ -57,12 +59,14 @@ def train(
     overwrite: bool = False,
     model_index: int | None = None,
     skip: Collection[str] = (),
+    compared: bool = False,
 ) -> int:
     """Train every model of the configuration at every stage in turn; the exit status is 0 when all of them finished.
 
     `resume` goes on where the run stopped: finished stages are left as they are, a begun one goes on from its newest
     checkpoint. As a path it names the folder of the whole run, or one run folder or checkpoint in it to go on with
     alone. A run that fails does not keep others from their turn that do not build on it; a single one raises its error.
+    `compared` says that the stages are methods to be compared at the end (comparison.py).
     """
     stages = (Stage("", None, config),) if isinstance(config, RunConfig) else tuple(config)
     for stage in stages:
@@ -77,10 +81,14 @@ def train(
         option = "--resume" if resume else "--skip"
         raise RunError(f"{option} needs to know the run: set name in the config, or give its folder to --resume")
     if name is None:
-        kinds = "-".join(stage.name or stage.config.method.type for stage in stages)
+        kinds = "comparison" if compared else "-".join(stage.name or stage.config.method.type for stage in stages)
         name = f"{kinds}-{first.models[model_index or 0].folder_name}-{datetime.now():%Y%m%d-%H%M%S}"
     runs = Pipeline.of(stages, folder / name, skip, model_index)
-    return runs.run(_train_task, bool(resume), overwrite)
+    try:
+        return runs.run(_train_task, bool(resume), overwrite)
+    finally:
+        if compared and not isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
+            compare(folder / name, stages)
 
 
 def _train_task(task: Task, resume: bool, overwrite: bool) -> None:

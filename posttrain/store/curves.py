@@ -28,10 +28,16 @@ class Panel:
 
 PANELS = (
     Panel("Loss", ("loss",)),
+    Panel("Reward", ("reward",)),
+    Panel("Right format, right answer", ("format_accuracy", "answer_accuracy"), share=True),
     Panel("Accuracy: chosen above rejected", ("rewards/accuracies", "accuracy"), share=True),
     Panel("Margin: chosen − rejected", ("rewards/margins", "margin")),
     Panel("Rewards", ("rewards/chosen", "rewards/rejected", "min_reward", "mean_reward", "max_reward")),
-    Panel("Level that rewards are held against", ("kl", "delta")),
+    Panel("KL, or the level rewards are held against", ("kl", "delta")),
+    Panel("Groups without spread, completions cut", ("frac_reward_zero_std", "completions/clipped_ratio"), share=True),
+    Panel("Completion length", ("completions/mean_length",)),
+    Panel("Share of tokens clipped", ("clip_ratio", "clip_ratio/low_mean", "clip_ratio/high_mean")),
+    Panel("Explained variance of the returns", ("explained_variance",)),
     Panel("Token accuracy", ("mean_token_accuracy",), share=True),
     Panel("Entropy", ("entropy",)),
     Panel("Log-probabilities", ("logps/chosen", "logps/rejected")),
