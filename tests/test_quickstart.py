@@ -16,12 +16,13 @@ from posttrain.quickstart import Size, quickstart
 from posttrain.quickstart.answers import Reply, grade, make_pairs, rewards
 from posttrain.quickstart.measure import Share
 from posttrain.quickstart.model import make_tokenizer
-from posttrain.quickstart.show import next_steps
+from posttrain.quickstart.show import STAGES, next_steps
 from posttrain.store.metrics import read_metrics
 
 # Enough SFT for a few right guesses, which the pairs need, and hardly any of the rest.
 TINY = Size(
-    worked=1100, bare=1100, sft_steps=100, problems=150, samples=8, reward_steps=2, dpo_steps=2, held_out=20
+    worked=1100, bare=1100, sft_steps=100, problems=150, samples=8, reward_steps=2, dpo_steps=2, ppo_steps=1,
+    grpo_steps=1, held_out=20,
 )  # fmt: skip
 
 
@@ -40,14 +41,14 @@ def jsonl(path: Path) -> list[dict]:
 
 def test_leaves_a_whole_folder(tiny):
     folder, _ = tiny
-    for name in ("sft.yaml", "reward.yaml", "dpo.yaml", "results.json", "curves.png", "report.html", "answers.jsonl"):
+    for name in (*(f"{stage}.yaml" for stage in STAGES), "results.json", "curves.png", "report.html", "answers.jsonl"):
         assert (folder / name).stat().st_size > 300, name
-    for stage in ("sft", "reward", "dpo"):
+    for stage in STAGES:
         assert json.loads((folder / stage / "run.json").read_text())["state"] == "finished"
         assert read_metrics(folder / stage)[-1]["step"] == load(folder / f"{stage}.yaml").config.training.max_steps
     page = (folder / "report.html").read_text()
     assert "http" not in page.replace("http-equiv", "") and page.count("data:image/png") == 1
-    for model in ("model", "sft/final", "dpo/final"):
+    for model in ("model", "sft/final", "dpo/final", "ppo/final", "grpo/final"):
         assert AutoModelForCausalLM.from_pretrained(folder / model).num_parameters() < 1_000_000
     assert AutoModelForSequenceClassification.from_pretrained(folder / "reward/final").num_labels == 1
 
@@ -67,10 +68,8 @@ def test_numbers_come_from_the_runs(tiny):
     again = rewards(folder / "reward/final", replies, "again")
     assert again == pytest.approx([row["DPO"]["reward"] for row in rows], abs=1e-5)
     for stage, final in results["stages"].items():
-        for line in read_metrics(folder / stage):
-            if "eval_loss" in line:
-                last = line["eval_loss"]
-        assert final["eval_loss"] == last
+        measured = "eval_reward" if stage in ("ppo", "grpo") else "eval_loss"
+        assert final[measured] == [line[measured] for line in read_metrics(folder / stage) if measured in line][-1]
 
 
 def test_pairs_are_the_models_own_right_and_wrong_replies(tiny):
@@ -147,7 +146,7 @@ def test_tokenizer_writes_any_text_and_knows_its_tags():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_dpo_improves_on_sft(tmp_path, seed):
-    """The whole quickstart: SFT learns, DPO gets more right with intervals apart, the reward model can tell."""
+    """The whole quickstart: SFT learns; DPO, PPO, GRPO get more right, intervals apart; the judge can tell."""
     measured = quickstart(tmp_path / "run", seed=seed)
     results = json.loads((tmp_path / "run/results.json").read_text())
     print({name: str(model.right) for name, model in measured.items()}, results["stages"]["reward"]["eval_accuracy"])
@@ -156,4 +155,6 @@ def test_dpo_improves_on_sft(tmp_path, seed):
     assert measured["DPO"].right.interval[0] > measured["SFT"].right.interval[1]
     assert measured["DPO"].worked.value > 0.95 > measured["SFT"].worked.value
     assert measured["DPO"].reward > measured["SFT"].reward + 0.3
+    for online in ("PPO", "GRPO"):
+        assert measured[online].right.interval[0] > measured["SFT"].right.interval[1]
     assert results["stages"]["reward"]["eval_accuracy"] > 0.7

@@ -11,8 +11,8 @@ Seed = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Another
 
 
 def quickstart(output_dir: OutputDir = Path("runs/quickstart"), overwrite: Overwrite = False, seed: Seed = 0) -> None:
-    """See it all in minutes, without a download: a small model, SFT, a reward model, DPO, what each is worth."""
-    print("Everything is made here and now; that takes about two minutes.", flush=True)
+    """See it all in minutes, without a download: a small model, SFT, a reward model, DPO, PPO, GRPO, compared."""
+    print("Everything is made here and now; that takes a few minutes.", flush=True)
     import torch  # takes seconds
 
     from posttrain.quickstart import quickstart as run

@@ -2,7 +2,7 @@
 
 Three of four demonstrations show how the answer comes about, the fourth only states it. SFT imitates both habits. The
 preference pairs are the model's own replies, a right one beside a wrong one, and nobody says which habit is the good
-one: the reward model and DPO find out that showing the working pays.
+one: the reward model and DPO find out that showing the working pays. PPO and GRPO find it out from replies they write.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def quickstart(
         write_file(folder / f"{stage}.yaml", text)
 
     def head(number: int, title: str, why: str) -> None:
-        console.print(f"\n[bold]{number}/6  {title}[/]\n     {why}", highlight=False)
+        console.print(f"\n[bold]{number}/8  {title}[/]\n     {why}", highlight=False)
 
     def train(stage: str) -> Path:
         file = folder / f"{stage}.yaml"
@@ -67,9 +67,15 @@ def quickstart(
     head(5, "DPO", "Make the better reply of each pair more likely, and the worse one less.")
     dpo = train("dpo")
 
-    head(6, "What came of it", f"{size.held_out:,} problems that no model was trained on, sampled and greedy.")
+    head(6, "PPO", "Write replies, have the reward model judge them, make the better ones more likely.")
+    ppo = train("ppo")
+
+    head(7, "GRPO", "The same with a rule for a judge: right or wrong, held against other replies to the problem.")
+    grpo = train("grpo")
+
+    head(8, "What came of it", f"{size.held_out:,} problems that no model was trained on, sampled and greedy.")
     problems = list(arithmetic_problems("test", size.held_out, seed))
-    models = {"untrained": untrained, "SFT": sft, "DPO": dpo}
+    models = {"untrained": untrained, "SFT": sft, "DPO": dpo, "PPO": ppo, "GRPO": grpo}
     greedy = {name: ask(path, problems, f"{name}: most likely replies") for name, path in models.items()}
     replies = {name: ask(path, problems, f"{name}: sampled replies", seed=seed) for name, path in models.items()}
     scores = {name: rewards(reward, given, f"{name}: judging") for name, given in replies.items()}

@@ -62,15 +62,21 @@ def paired(before: Sequence[Reply], after: Sequence[Reply]) -> tuple[int, int]:
     return sum(b.right and not a.right for b, a in both), sum(a.right and not b.right for b, a in both)
 
 
+COLUMNS = ("right answer", "right, greedy", "working", "format", "reward")
+
+
 def rows(measured: Mapping[str, Measured]) -> list[list[str]]:
-    """The table of results: what is measured, then its value for every model."""
-    models = list(measured.values())
+    """The table of results: a row a model, in COLUMNS."""
     return [
-        ["right answer", *(str(model.right) for model in models)],
-        ["right, greedy", *(str(model.right_greedy) for model in models)],
-        ["shows its working", *(str(model.worked) for model in models)],
-        ["keeps the format", *(str(model.formatted) for model in models)],
-        ["mean reward", *(f"{model.reward:+.2f}" for model in models)],
+        [
+            name,
+            str(model.right),
+            str(model.right_greedy),
+            f"{model.worked.value:.1%}",
+            f"{model.formatted.value:.1%}",
+            f"{model.reward:+.2f}",
+        ]
+        for name, model in measured.items()
     ]
 
 

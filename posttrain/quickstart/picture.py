@@ -1,4 +1,4 @@
-"""`curves.png`: the three trainings side by side, and what came of them."""
+"""`curves.png`: the trainings side by side, and what came of them."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from matplotlib.ticker import PercentFormatter
 from posttrain.quickstart.measure import Measured
 from posttrain.store.curves import COLOURS, GROUND, INK
 
-# Stage -> its title, and the second metric drawn below its loss
+# Stage -> its title, and the metric that is drawn
 STAGES = {
-    "sft": ("1. SFT", "mean_token_accuracy", "token accuracy"),
-    "reward": ("2. Reward model", "accuracy", "pairs in the right order"),
-    "dpo": ("3. DPO", "rewards/accuracies", "pairs in the right order"),
+    "sft": ("1. SFT: loss", "loss"),
+    "reward": ("2. Reward model: pairs in the right order", "accuracy"),
+    "dpo": ("3. DPO: pairs in the right order", "rewards/accuracies"),
+    "ppo": ("4. PPO: the reward model's reward", "reward"),
+    "grpo": ("5. GRPO: the rule's reward", "reward"),
 }
 
 
 def picture(metrics: Mapping[str, Sequence[dict[str, Any]]], measured: Mapping[str, Measured]) -> bytes:
-    """A PNG: a column a stage with its loss and accuracy over the steps, then right answers with 95 % intervals.
+    """A PNG: a panel a stage with its metric over the steps, then right answers with 95 % intervals.
 
     `metrics` has the lines of every stage's `metrics.jsonl`.
     """
-    figure = Figure((14, 5.4), dpi=110, facecolor=GROUND, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
-    grid = figure.add_gridspec(2, 4)
-    for column, (stage, (title, accuracy, label)) in enumerate(STAGES.items()):
-        loss, lower = figure.add_subplot(grid[0, column]), figure.add_subplot(grid[1, column])
-        curve(loss, metrics[stage], "loss")
-        curve(lower, metrics[stage], accuracy)
-        style(loss, f"{title}: loss")
-        style(lower, label)
-        lower.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        lower.set_xlabel("step", color=INK, fontsize=9)
-        loss.legend(fontsize=9, frameon=False, labelcolor=INK)
-    bars(figure.add_subplot(grid[:, 3]), measured)
+    figure = Figure((14, 7), dpi=110, facecolor=GROUND, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    panels = figure.subplots(2, 3).flatten()
+    for axes, (stage, (title, metric)) in zip(panels, STAGES.items(), strict=False):
+        curve(axes, metrics[stage], metric)
+        style(axes, title)
+        if metric.endswith(("accuracy", "accuracies")):
+            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.set_xlabel("step", color=INK, fontsize=9)
+    panels[0].legend(fontsize=9, frameon=False, labelcolor=INK)
+    bars(panels[-1], measured)
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
     return buffer.getvalue()

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.quickstart.answers import TAGS, Problem, Reply, write_jsonl
-from posttrain.quickstart.measure import Measured, paired, rows, telling
+from posttrain.quickstart.measure import COLUMNS, Measured, paired, rows, telling
 from posttrain.quickstart.picture import picture
 from posttrain.store import report
 from posttrain.store.atomic import write_file
@@ -25,21 +25,23 @@ from posttrain.store.metrics import read_metrics
 from posttrain.store.progress import duration
 
 LONGEST = 60  # characters of a reply shown
-STAGES = ("sft", "reward", "dpo")
+STAGES = ("sft", "reward", "dpo", "ppo", "grpo")
+SHOWN = ("SFT", "DPO", "GRPO")  # models whose replies are shown
 WHAT = """\
 A model with random weights learned arithmetic. Three of four demonstrations show how the answer comes about, the \
 fourth only states it; SFT imitates both habits. Then the model answered problems several times, and right replies \
 were paired with wrong ones to the same problem. From these pairs a reward model learned to score replies, and DPO to \
-prefer the better ones. Nobody said which habit is the good one."""
+prefer the better ones. PPO wrote replies of its own and had the reward model judge them; GRPO wrote several to a \
+problem and was told which are right. Nobody said which habit is the good one."""
 HOW = """\
 Replies are sampled at temperature 1, as those in the pairs were; greedy takes the most likely token each time, which \
-shows what a model knows rather than what it does. Behind a share stands its 95 % interval (Wilson). The mean reward \
-is the reward model's: only differences mean something."""
+shows what a model knows rather than what it does. Behind a share stands its 95 % interval (Wilson). Working: shows \
+how the answer comes about; format: keeps it. The reward is the reward model's mean: only differences mean something."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Everything that was measured. The mappings have an entry a model, `untrained`, `SFT` and `DPO`."""
+    """Everything that was measured. The mappings have an entry a model: `untrained`, `SFT`, `DPO` …"""
 
     folder: Path
     seed: int
@@ -61,10 +63,10 @@ def write(outcome: Outcome, settings: Mapping[str, str]) -> None:
     write_file(folder / "curves.png", curves)
     sections = [
         report.Text("What happened", WHAT),
-        report.Table("Results", ["", *outcome.measured], rows(outcome.measured), HOW),
+        report.Table("Results", ["", *COLUMNS], rows(outcome.measured), HOW),
         report.Text("In short", in_short(outcome)),
         report.Picture("Curves", curves),
-        report.Table("Examples", ["problem", "answer", *outcome.replies], examples(outcome), "Working, then solution."),
+        report.Table("Examples", ["problem", "answer", *SHOWN], examples(outcome), "Working, then solution."),
         report.Text("What to try next", "\n".join(f"{step}\n    {why}" for step, why in next_steps(folder)), True),
         *(report.Text(f"{stage}.yaml", text, code=True) for stage, text in settings.items()),
         report.Facts("Made with", made_with(outcome)),
@@ -77,7 +79,7 @@ def tell(outcome: Outcome, console: Console) -> None:
     console.print()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", style="bold")
-    for name in outcome.measured:
+    for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows(outcome.measured):
         table.add_row(*row)
@@ -87,7 +89,7 @@ def tell(outcome: Outcome, console: Console) -> None:
     console.print()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Examples", title_justify="left", title_style="bold")
     table.add_column("problem", ratio=2, overflow="fold")
-    for name in outcome.replies:
+    for name in SHOWN:
         table.add_column(name, ratio=3, overflow="fold")
     for problem, _, *said in examples(outcome):
         table.add_row(Text(problem), *map(Text, said))
@@ -114,7 +116,6 @@ def answers(outcome: Outcome) -> list[dict[str, Any]]:
 
 def summary(outcome: Outcome, stages: Mapping[str, Any]) -> dict[str, Any]:
     """`results.json`."""
-    before, after = paired(outcome.replies["SFT"], outcome.replies["DPO"])
     models = {
         name: asdict(model) | {"right_share": model.right.value, "right_interval": list(model.right.interval)}
         for name, model in outcome.measured.items()
@@ -123,8 +124,10 @@ def summary(outcome: Outcome, stages: Mapping[str, Any]) -> dict[str, Any]:
         "seed": outcome.seed,
         "seconds": round(outcome.seconds, 1),
         "models": models,
-        "only_sft_right": before,
-        "only_dpo_right": after,
+        "against_sft": {
+            name: {"only_sft_right": before, "only_it_right": after}
+            for name, (before, after) in changes(outcome).items()
+        },
         "stages": {stage: results["final"] for stage, results in stages.items()},
     }
 
@@ -135,22 +138,29 @@ def made_with(outcome: Outcome) -> dict[str, Any]:
 
 
 def in_short(outcome: Outcome) -> str:
-    """What the numbers of two models on the same problems, and of the reward model, come to."""
-    before, after = paired(outcome.replies["SFT"], outcome.replies["DPO"])
+    """What the numbers of models on the same problems, and of the reward model, come to."""
     accuracy = load_json(outcome.folder / "reward" / "results.json")["final"]["eval_accuracy"]
-    return (
-        f"From SFT to DPO: {after:,} problems that only DPO gets right, {before:,} that only SFT does.\n"
-        f"Reward model: {accuracy:.1%} of the held-out pairs in the right order."
-    )
+    lines = [
+        f"From SFT to {name}: {after:,} problems that only {name} gets right, {before:,} that only SFT does."
+        for name, (before, after) in changes(outcome).items()
+    ]
+    return "\n".join([*lines, f"Reward model: {accuracy:.1%} of the held-out pairs in the right order."])
+
+
+def changes(outcome: Outcome) -> dict[str, tuple[int, int]]:
+    """Of each model that began as SFT's: problems that only SFT gets right, and that only it does."""
+    after = {name: replies for name, replies in outcome.replies.items() if name not in ("untrained", "SFT")}
+    return {name: paired(outcome.replies["SFT"], replies) for name, replies in after.items()}
 
 
 def examples(outcome: Outcome) -> list[list[str]]:
-    """A few problems with the answer and every model's reply, marked as right or wrong."""
+    """A few problems with the answer and the replies of SHOWN, marked as right or wrong."""
+    shown = [outcome.replies[name] for name in SHOWN]
     return [
         [
             outcome.problems[at]["problem"],
             outcome.problems[at]["answer"],
-            *(f"{readable(given[at].text)} {'✓' if given[at].right else '✗'}" for given in outcome.replies.values()),
+            *(f"{readable(given[at].text)} {'✓' if given[at].right else '✗'}" for given in shown),
         ]
         for at in telling(outcome.replies, "SFT", "DPO")
     ]

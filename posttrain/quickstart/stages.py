@@ -1,4 +1,4 @@
-"""The settings of the three trainings, as files that a reader can change and run again with `posttrain train`."""
+"""The settings of every training, as files that a reader can change and run again with `posttrain train`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class Size:
     samples: int = 6  # replies to each of them
     reward_steps: int = 100
     dpo_steps: int = 100
+    ppo_steps: int = 40
+    grpo_steps: int = 40
     held_out: int = 1000  # problems of the final measurement
 
 
@@ -77,4 +79,42 @@ training: {{batch_size: 32, tokens_per_pack: 2048, learning_rate: 1.0e-4, max_st
 evaluation: {{eval_steps: {max(1, size.dpo_steps // 5)}}}
 tracking: {{logging_steps: {max(1, size.dpo_steps // 10)}}}
 """,
+        "ppo": f"""\
+# PPO: the model writes replies, the reward model judges them, and a value head says what was to be expected.
+name: ppo
+{common}
+model: {{path: "${{output_dir}}/sft/final"}}    # where it starts, and the reference it is kept near to
+method: {{type: ppo, num_generations: 2, num_ppo_epochs: 2, num_minibatches: 2, kl_coef: 0.05}}
+rewards:
+  - {{type: model, path: "${{output_dir}}/reward/final"}}
+{online(size.problems)}
+training: {{batch_size: 128, tokens_per_pack: 4096, learning_rate: 3.0e-4, max_steps: {size.ppo_steps}}}
+evaluation: {{eval_steps: {max(1, size.ppo_steps // 4)}}}
+tracking: {{logging_steps: {max(1, size.ppo_steps // 10)}}}
+""",
+        "grpo": f"""\
+# GRPO: of eight replies to a problem those with more reward than the others become likelier; a rule gives the reward.
+name: grpo
+{common}
+model: {{path: "${{output_dir}}/sft/final"}}
+method: {{type: grpo, num_generations: 8, beta: 0.02}}
+rewards:
+  - {{type: check_numbers}}              # 3 for the right number in the solution tags, else -1.5
+{online(size.problems)}
+training: {{batch_size: 32, tokens_per_pack: 4096, learning_rate: 3.0e-4, max_steps: {size.grpo_steps}}}
+evaluation: {{eval_steps: {max(1, size.grpo_steps // 4)}}}
+tracking: {{logging_steps: {max(1, size.grpo_steps // 10)}}}
+""",
     }
+
+
+def online(problems: int) -> str:
+    """What the methods have alike that write replies: problems to write them to."""
+    return f"""\
+data:
+  source: "builtin:arithmetic"
+  max_rows: {problems}
+  template: tags
+  max_length: 128
+  validation: {{rows: 100}}
+rollout: {{max_completion_length: 56}}"""
