@@ -216,10 +216,11 @@ def test_learning_rate_follows_method_and_lora(write):
 
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_load_alone_and_with_source_and_model_replaced(name):
-    config = load(name).config
-    assert config.data.validation is not None and config.data.source.count("/") >= 1
-    replaced = load(name, ["data.source=rows.jsonl", "models=[tiny]", "training.max_steps=2"]).config
-    assert (replaced.data.source, replaced.models[0].path, replaced.training.max_steps) == ("rows.jsonl", "tiny", 2)
+    for stage in load(name).stages:
+        assert stage.config.data.validation is not None and stage.config.data.source.count("/") >= 1
+    for stage in load(name, ["data.source=rows.jsonl", "models=[tiny]", "training.max_steps=2"]).stages:
+        config = stage.config
+        assert (config.data.source, config.models[0].path, config.training.max_steps) == ("rows.jsonl", "tiny", 2)
 
 
 def test_every_setting_has_a_description_of_one_line():

@@ -17,7 +17,8 @@ from posttrain.config.base import (
     Text,
 )
 from posttrain.config.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
-from posttrain.config.methods import Method, OnlineMethod
+from posttrain.config.methods import Method
+from posttrain.config.online import OnlineMethod
 from posttrain.config.rewards import Reward, term_name
 from posttrain.config.rollout import RolloutConfig
 
@@ -227,8 +228,7 @@ class RunConfig(Settings):
     )
     rewards: tuple[Reward, ...] = Field(
         default=(),
-        description="What completions are worth: a list, added up by weight. Online methods learn from it, others are "
-        "evaluated by it.",
+        description="What completions are worth, added up by weight: online methods learn it, others are evaluated.",
     )
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)] = Field(
         description="The models to train, one after the other; `model:` is short for one."

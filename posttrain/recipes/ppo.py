@@ -21,9 +21,10 @@ from posttrain.config import PPOMethod
 from posttrain.losses import adapted_kl_coef, gae, grpo_clip, kl_penalty, normalized, truncated_weights, value_loss
 from posttrain.optim.update import Objective
 from posttrain.recipes.alarms import Alarms
+from posttrain.recipes.drawn import rollout_store, sampler_of
 from posttrain.recipes.job import Job
 from posttrain.recipes.loop import Loop
-from posttrain.recipes.online import Step, evaluate, in_packs, minibatches, rollout_store, sampler_of, scored, signs_of
+from posttrain.recipes.online import Step, evaluate, in_packs, minibatches, scored, signs_of
 from posttrain.recipes.reference import token_reference
 from posttrain.recipes.vital import check_margins, check_packing, check_ratio
 from posttrain.rollout import Part, Rollout
