@@ -36,7 +36,7 @@ def test_sft_is_evaluated_by_what_it_writes(sums_home, data, tmp_path):
     """At step 0, every fourth step and the end, on both sets; and training is not changed by it, to the bit."""
     training = {"max_steps": 10, "batch_size": 32, "learning_rate": 2e-3}
     watched = train(sums_home, tmp_path / "a", {"type": "sft"}, training=training, **settings(data))
-    plain = train(sums_home, tmp_path / "b", {"type": "sft"}, training=training, rewards=[], rollout={}, **{
+    plain = train(sums_home, tmp_path / "b", {"type": "sft"}, training=training, rewards=[], **{
         "data": data[0], "evaluation": {"eval_steps": 4},
     })  # fmt: skip
     seen = {line["step"]: line for line in lines(watched) if "eval_reward" in line}

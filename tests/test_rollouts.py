@@ -154,7 +154,7 @@ def test_from_a_metric_down_to_the_tokens(tmp_path, capsys, monkeypatch):
         ["why", run, "--step", "2"],
         ["why", run, "--step", "2", "--prompt", "1"],
         ["why", run, "--step", "2", "--prompt", "1", "--rollout", "0"],
-        ["regrade", run, "--reward", "sums:exact"],
+        ["regrade", run, "--reward", "benchmarks.sums:exact"],
         ["regrade", run, "--reward", "{type: length, target: 1}"],
     ):
         assert main(arguments) == 0, capsys.readouterr().err
@@ -162,7 +162,7 @@ def test_from_a_metric_down_to_the_tokens(tmp_path, capsys, monkeypatch):
     print(seen["--step 2"], seen["--step 2 --prompt 1 --rollout 0"])
     assert "frac_reward_zero_std" in seen["--step 2"] or "prompt" in seen["--step 2"]
     assert "ratio" in seen["--step 2 --prompt 1 --rollout 0"] and "1 x" in seen["--step 2 --prompt 1"]
-    assert seen["--reward sums:exact"].startswith("0 of 48 advantages")
+    assert seen["--reward benchmarks.sums:exact"].startswith("0 of 48 advantages")
     assert "of 48 advantages" in seen["--reward {type: length, target: 1}"]
     assert not seen["--reward {type: length, target: 1}"].startswith("0 of")
     assert main(["why", run, "--step", "9"]) == 1 and "there are steps 1 to 3" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from posttrain.data.formats import Layout, find_layout
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering
 from posttrain.data.report import MALFORMED_SHARE, Malformed, Reading, Report, list_malformed
-from posttrain.data.rows import Row, RowError, as_turns, without_think
+from posttrain.data.rows import Row, RowError, as_turns, number_or_text, without_think
 from posttrain.data.sources import Source, layout_of, open_source
 from posttrain.data.templates import Template, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained, span_array
@@ -216,6 +216,8 @@ class Reader:
         row = layout.read(record.value, self.template)
         if self.kind == "prompt":
             row = _as_prompt(row)
+            if row.answer is None:  # of formats that have none, a column of that name
+                row = replace(row, answer=_answer_beside(record.value))
         if self.kind == "sft" and row.rejected is not None:
             row = Row(row.prompt, row.chosen, tools=row.tools)
         if self.data.strip_think:
@@ -327,6 +329,11 @@ def _as_prompt(row: Row) -> Row:
     if not isinstance(turns, str) and turns[-1]["role"] == "assistant":
         turns = turns[:-1]
     return Row(turns, "", tools=row.tools)
+
+
+def _answer_beside(value: dict[str, Any]) -> str | None:
+    answer = value.get("answer")
+    return number_or_text(answer, "answer") if isinstance(answer, str | int | float) else None
 
 
 def _with_system(row: Row, system: str) -> Row:
