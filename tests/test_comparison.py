@@ -1,0 +1,120 @@
+"""`train --method all`: several methods from one start, each in a folder of its own, compared prompt by prompt."""
+
+import json
+import math
+import statistics
+
+import pytest
+from test_online import EXACT
+
+from posttrain.cli import main
+from posttrain.store.comparison import Mean, read_entry
+from posttrain.store.files import load_json
+from posttrain.store.rollouts import StoredRun
+
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
+
+@pytest.fixture(scope="module")
+def settings(sums_home, tmp_path_factory):
+    """Settings of sums as completions, which SFT and the online methods can take, pairs and labels not."""
+    folder = tmp_path_factory.mktemp("compared")
+    rows = [json.loads(line) for line in (sums_home / "train.jsonl").read_text().splitlines()]
+    taught = [{**row, "completion": row["answer"]} for row in rows]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in taught))
+    file = folder / "sums.json"
+    sections = {
+        "name": "sums",
+        "output_dir": str(folder),
+        "model": str(sums_home / "model"),
+        "method": {"type": "grpo", "num_generations": 4},
+        "rewards": [EXACT],
+        "data": {
+            "source": str(folder / "rows.jsonl"),
+            "template": "none",
+            "max_length": 24,
+            "validation": {"rows": 40},
+        },
+        "rollout": {"max_completion_length": 6},
+        "training": {"batch_size": 16, "max_steps": 4, "learning_rate": 1e-3},
+        "evaluation": {"eval_steps": 2},
+        "devices": {"type": "cpu"},
+    }
+    file.write_text(json.dumps(sections))
+    return file
+
+
+def test_all_methods_that_the_data_can_serve(settings, capsys):
+    """Those that need pairs or labels are left out by name; the table has the others, best first."""
+    assert main(["train", str(settings), "--method", "all"]) == 0, capsys.readouterr().err
+    out, err = capsys.readouterr()
+    root = settings.parent / "sums"
+    facts = load_json(root / "comparison/comparison.json")
+    names = [entry["name"] for entry in facts["methods"]]
+    assert sorted(names) == ["grpo", "ppo", "reinforce_plus_plus", "rloo", "sft"]
+    rewards = [entry["reward"]["value"] for entry in facts["methods"]]
+    assert rewards == sorted(rewards, reverse=True)
+    for name in ("dpo", "orpo", "cpo", "simpo", "kto"):
+        assert f"left out of the comparison: {name}" in err
+    assert (root / "comparison/comparison.png").stat().st_size > 10_000
+    for name in names:
+        assert name in out and (root / name / "final").is_dir()
+    assert max(map(len, out.splitlines())) <= 80
+    for entry in facts["methods"]:
+        check_by_hand(root / entry["name"], entry, facts["start"])
+
+
+def check_by_hand(folder, entry, start):
+    with StoredRun(folder) as stored:
+        drawn = stored.evaluations()
+    first = {one["row"]: one["reward"] for one in drawn if one["step"] == 0}
+    last = {one["row"]: one["reward"] for one in drawn if one["step"] == 4}
+    assert len(first) == len(last) == 40 and set(first) == set(last)
+    assert start["value"] == pytest.approx(statistics.fmean(first.values()))
+    changes = [last[row] - first[row] for row in first]
+    assert entry["change"]["value"] == pytest.approx(statistics.fmean(changes))
+    assert entry["change"]["half"] == pytest.approx(1.959964 * statistics.stdev(changes) / math.sqrt(40))
+    assert (entry["better"], entry["worse"]) == (sum(c > 0 for c in changes), sum(c < 0 for c in changes))
+    assert entry["curve"][0] == [0, pytest.approx(start["value"])] and [s for s, _ in entry["curve"]] == [0, 2, 4]
+
+
+def test_going_on_with_a_comparison(settings, capsys):
+    """The folder is enough: finished methods are left as they are, and the comparison is written again."""
+    root = settings.parent / "again"
+    assert main(["train", str(settings), "--method", "sft,rloo", "name=again"]) == 0, capsys.readouterr().err
+    (root / "comparison/comparison.json").unlink()
+    assert main(["train", "--resume", str(root), "--method", "sft,rloo"]) == 0, capsys.readouterr().err
+    assert {entry["name"] for entry in load_json(root / "comparison/comparison.json")["methods"]} == {"sft", "rloo"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "sft,reward"], "'reward' cannot be compared"),
+        (["--method", "sft,grop"], "did you mean grpo?"),
+        (["--method", "sft,dpo"], "not two methods to compare"),
+        (["--method", "all", "data.validation=null"], "set rewards, data.validation"),
+        (["--method", "all", "rollout.save=false"], "leave rollout.save true"),
+        (["--method", "all", "data.sauce=x"], "is not a setting"),
+    ],
+)
+def test_what_is_refused(settings, capsys, arguments, message):
+    assert main(["train", str(settings), *arguments]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_without_rewarded_evaluations(settings, tmp_path):
+    from posttrain.errors import RunError
+    from posttrain.store.files import save_json
+    from posttrain.store.rollouts import GIB, RolloutStore
+
+    save_json(tmp_path / "results.json", {"steps": 1, "num_tokens": 1, "train_runtime": 1.0, "final": {}})
+    (tmp_path / "metrics.jsonl").write_text("")
+    RolloutStore(tmp_path, GIB, -1).close()
+    with pytest.raises(RunError, match="nothing to compare"):
+        read_entry("sft", tmp_path)
+
+
+def test_an_interval():
+    assert str(Mean.of([0.0, 1.0, 1.0, 0.0])) == "0.500 ± 0.566"
+    assert math.isnan(Mean.of([1.0]).half)
