@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.batch import Example, Sample, pack
 from posttrain.engines.cache import Cache, Prefill
@@ -28,7 +28,8 @@ from posttrain.errors import ModelError
 from posttrain.models.attention import width_step
 from posttrain.models.families import backbone_of, base_of, check_positions, is_packed, positions_of
 
-MAX_ROWS = 256  # more live completions are hardly faster, and take memory
+MAX_ROWS = 512  # more live completions are hardly faster
+CACHE_BYTES = 2 << 30  # what their keys and values may take in main memory; on a GPU a quarter of it all
 TOKENS_PER_PREFILL = 8192
 
 
@@ -89,8 +90,8 @@ class EmbeddedEngine:
             return []
         check_positions(base.config, max(len(request.tokens) + max(request.limits) for request in asked))
         texts = StopTexts(sampling.stop, self.tokenizer)
-        size = _Size.of(asked, sampling, self.max_rows)
         device = head.weight.device  # pyright: ignore
+        size = _Size.of(asked, sampling, self.max_rows, cache_tokens(base, device))
         with torch.inference_mode(), evaluating(self.policy):
             memory = self._memory(sampling, size, device)
             return _Generation(memory, asked, texts, self.version).completions()
@@ -150,18 +151,30 @@ class _Size(NamedTuple):
     own_columns: int
 
     @classmethod
-    def of(cls, asked: Sequence[Request], sampling: Sampling, max_rows: int) -> _Size:
+    def of(cls, asked: Sequence[Request], sampling: Sampling, max_rows: int, tokens: int) -> _Size:
+        """At most `max_rows` completions, and so many that the keys and values of all are of at most `tokens`."""
         n = sampling.num_generations
-        rows = min(len(asked) * n, max(n, max_rows))
+        longest = max(max(request.limits) for request in asked)
+        rows = min(len(asked) * n, max(n, min(max_rows, tokens // longest)))
         # Groups of which some completions are done hold a place while others enter.
         groups = min(len(asked), 2 * rows // n)
-        longest = max(max(request.limits) for request in asked)
         return cls(rows, groups, n, max(len(request.tokens) for request in asked), longest)
 
     def rounded(self) -> _Size:
         """With columns for somewhat longer prompts and completions, so that the next calls find room too."""
         prompt, own = (-(-columns // COLUMNS) * COLUMNS for columns in (self.prompt_columns, self.own_columns))
         return self._replace(prompt_columns=prompt, own_columns=own)
+
+
+def cache_tokens(base: PreTrainedModel, device: torch.device) -> int:
+    """How many tokens of completions there is room for. A function of model and machine alone, not of what is free
+    now: rounding may depend on how many rows a step has, and a resumed run must draw what the first one drew."""
+    config = base.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * heads * size * base.dtype.itemsize
+    room = torch.cuda.get_device_properties(device).total_memory // 4 if device.type == "cuda" else CACHE_BYTES
+    return room // token
 
 
 class _Memory:

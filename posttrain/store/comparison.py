@@ -97,17 +97,17 @@ def start_of(folder: Path) -> Mean | None:
 
 def table(entries: Sequence[Entry], start: Mean | None) -> Table:
     """Best reward first; the start above."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("method", "steps", "tokens", "time", "reward (95 %)", "change (95 %)", "better/worse"):
-        shown.add_column(name, justify="left" if name == "method" else "right")
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for name in ("method", "tokens", "time", "reward (95 %)", "change (95 %)", "+/-"):
+        shown.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     if start is not None:
-        shown.add_row("before training", "", "", "", str(start), "", "")
+        shown.add_row("before training", "", "", str(start), "", "")
     for entry in entries:
         change = "" if entry.change is None else f"{entry.change.value:+.3f} ± {entry.change.half:.3f}"
         tokens = f"{entry.tokens / 1e6:.2f}M" if entry.tokens >= 1e6 else f"{entry.tokens / 1e3:.0f}k"
         counts = "" if entry.change is None else f"{entry.better}/{entry.worse}"
         reward, took = str(entry.reward), duration(entry.seconds)
-        shown.add_row(entry.name, str(entry.steps), tokens, took, reward, change, counts)
+        shown.add_row(entry.name, tokens, took, reward, change, counts)
     return shown
 
 
