@@ -18,8 +18,8 @@ class Size:
     samples: int = 6  # replies to each of them
     reward_steps: int = 100
     dpo_steps: int = 100
-    ppo_steps: int = 40
-    grpo_steps: int = 40
+    ppo_steps: int = 16
+    grpo_steps: int = 30
     held_out: int = 1000  # problems of the final measurement
 
 
@@ -84,11 +84,11 @@ tracking: {{logging_steps: {max(1, size.dpo_steps // 10)}}}
 name: ppo
 {common}
 model: {{path: "${{output_dir}}/sft/final"}}    # where it starts, and the reference it is kept near to
-method: {{type: ppo, num_generations: 2, num_ppo_epochs: 2, num_minibatches: 2, kl_coef: 0.05}}
+method: {{type: ppo, num_generations: 2, num_ppo_epochs: 2, num_minibatches: 2, kl_coef: 0.3}}
 rewards:
   - {{type: model, path: "${{output_dir}}/reward/final"}}
 {online(size.problems)}
-training: {{batch_size: 128, tokens_per_pack: 4096, learning_rate: 3.0e-4, max_steps: {size.ppo_steps}}}
+training: {{batch_size: 64, tokens_per_pack: 4096, learning_rate: 1.0e-4, max_steps: {size.ppo_steps}}}
 evaluation: {{eval_steps: {max(1, size.ppo_steps // 4)}}}
 tracking: {{logging_steps: {max(1, size.ppo_steps // 10)}}}
 """,
