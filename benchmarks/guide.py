@@ -27,7 +27,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "healthy": {},
     "flat": {"rewards": [{"type": "python", "function": "benchmarks.guide:equal", "name": "reward"}]},
     "collapsed": {"training": BASE | {"learning_rate": 10 * BASE["learning_rate"]}},
-    "truncated": {"rollout": {"max_completion_length": 2}},
+    "truncated": {"rollout": {"max_completion_length": 1}},
 }
 
 

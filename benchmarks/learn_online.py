@@ -90,9 +90,9 @@ CASES = {
     "replies": Case(
         "replies",
         _grpo(beta=0.02),
-        {"batch_size": 8, "max_steps": 40, "learning_rate": 1e-4},
-        gain=0.5,
-        kl=0.3,
+        {"batch_size": 16, "max_steps": 60, "learning_rate": 4e-4},
+        gain=0.08,
+        kl=1.2,
     ),
 }
 SETTINGS = {name: asdict(case) for name, case in CASES.items()}
@@ -139,7 +139,7 @@ def sort_task(folder: Path, seed: int) -> dict[str, Any]:
     letters = ["".join(letters) for letters in itertools.product("ABC", repeat=6)]
     problems = [(text, "".join(sorted(text))) for text in letters]
     random.Random(seed).shuffle(problems)
-    sums.weaken(model, 0.1, lambda: sums.accuracy(model, tokenizer, problems), "lm_head")
+    sums.weaken(model, 0.1, lambda: sums.accuracy(model, tokenizer, problems), "")
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write(folder, [{"prompt": problem, "answer": answer} for problem, answer in problems], 129)
@@ -256,7 +256,7 @@ def trial(folder: Path, name: str, seed: int) -> Trial:
             "method": dict(case.method),
             "training": training,
             "evaluation": {"eval_steps": training["max_steps"]},
-            **TASKS[case.task](folder / case.task, seed),
+            **TASKS[case.task](folder / "task", seed),
             **QUIET,
         }
     )

@@ -133,7 +133,10 @@ class Reader:
         rest = [
             word.replace("=MODEL", f"={self.scratch_model}") for word in rest if not word.startswith("devices.ids=")
         ]
-        shown = settings_only(rest) or [str(next(Path(word) for word in rest if Path(word).is_dir()) / "config.yaml")]
+        one = list(rest)
+        if "--method" in rest and ("," in rest[rest.index("--method") + 1] or "all" in rest):  # several: as the file is
+            del one[rest.index("--method") : rest.index("--method") + 2]
+        shown = settings_only(one) or [str(next(Path(word) for word in rest if Path(word).is_dir()) / "config.yaml")]
         whole = yaml.safe_load(self.run(["config", "show", *shown]))
         changes = {f"--{flag}": value for flag, value in SMALL.items()}
         for name, stage in whole.pop("stages", {"": {}}).items():

@@ -329,10 +329,10 @@ def test_limits_of_positions(engine_of):
     """A completion ends where the model's positions do; a prompt that leaves none is named."""
     engine = engine_of(policy_of("gpt2", n_positions=16))
     sampling = replace(DRAWN, stop_token_ids=(), num_generations=1, max_completion_length=12)
-    groups = engine.generate([[3] * 10, [4] * 3], sampling)
-    assert [len(group[0].tokens) for group in groups] == [6, 12]
-    with pytest.raises(DataError, match=r"prompt 1 has 16 tokens and the model 16 positions.*max_prompt_length"):
-        engine.generate([[3], [3] * 16], sampling)
+    groups = engine.generate([[3] * 10, [4] * 3, [5] * 16], sampling)
+    assert [len(group[0].tokens) for group in groups] == [7, 12, 1]
+    with pytest.raises(DataError, match=r"prompt 1 has 17 tokens and the model 16 positions.*max_prompt_length"):
+        engine.generate([[3], [3] * 17], sampling)
 
 
 @pytest.mark.parametrize(("prompt", "message"), [([], "prompt 1 is empty"), ([3, VOCAB], f"token id {VOCAB}.*another")])

@@ -132,6 +132,29 @@ def test_thirty_five_kills(tmp_path, shared, scratch_model, method):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_thirty_kills_while_completions_are_drawn(tmp_path, sums_home, method):
+    """50 prompts in batches of 12, two minibatches each, rewarded and evaluated, on the sums of benchmarks/sums.py."""
+    data = {"source": str(sums_home / "train.jsonl"), "template": "none", "max_length": 24, "max_rows": 60}
+    sections = {
+        "name": "run",
+        "model": str(sums_home / "model"),
+        "method": {"type": method, "num_generations": 4, "num_minibatches": 2},
+        "rewards": [{"type": "python", "function": "benchmarks.sums:exact"}],
+        "data": data | {"validation": {"rows": 10}},
+        "rollout": {"max_completion_length": 6},
+        "training": {"batch_size": 12, "max_steps": 40, "learning_rate": 1e-3},
+        "evaluation": {"eval_steps": 7},
+        "checkpoint": {"save_steps": 3, "best_metric": "eval_reward"},
+        "tracking": {"logging_steps": 1},
+        "devices": {"type": "cpu"},
+    }
+    outcome = verify_resume(prepared(load(write_config(tmp_path, sections)).stages), tmp_path, 30)
+    print("\n".join(outcome.lines()))
+    assert outcome.identical and outcome.kills == 30 and outcome.inside_a_save >= 10
+
+
+@pytest.mark.slow
 def test_stages_are_killed_and_resumed_too(tmp_path, shared, scratch_model):
     sft, dpo = (settings(shared, scratch_model, method, max_steps=6) for method in ("sft", "dpo"))
     common = {name: section for name, section in sft.items() if name not in ("method", "data")}

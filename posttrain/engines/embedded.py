@@ -88,7 +88,7 @@ class EmbeddedEngine:
         )
         if not asked:
             return []
-        check_positions(base.config, max(len(request.tokens) + max(request.limits) for request in asked))
+        check_positions(base.config, max(len(request.tokens) + max(request.limits) - 1 for request in asked))
         texts = StopTexts(sampling.stop, self.tokenizer)
         device = head.weight.device  # pyright: ignore
         size = _Size.of(asked, sampling, self.max_rows, cache_tokens(base, device))

@@ -105,7 +105,7 @@ def _batches(asked: Sequence[Request], at_once: int, positions: int | None) -> I
     for start in range(0, len(asked), at_once):
         batch = asked[start : start + at_once]
         steps, longest = max(max(request.limits) for request in batch), max(len(request.tokens) for request in batch)
-        if positions is None or longest + steps <= positions:
+        if positions is None or longest + steps - 1 <= positions:
             yield batch
         else:
             yield from ([request] for request in batch)

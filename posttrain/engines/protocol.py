@@ -132,7 +132,8 @@ def requests(
                 f"prompt {index} has the token id {outside}, and the model's vocabulary has {vocabulary}: it was made "
                 "with another tokenizer"
             )
-        room = longest if positions is None else min(longest, positions - len(tokens))
+        # The last token drawn is not fed, and so needs no position.
+        room = longest if positions is None else min(longest, positions - len(tokens) + 1)
         if room < 1:
             raise DataError(
                 f"prompt {index} has {len(tokens)} tokens and the model {positions} positions, which leaves no room "

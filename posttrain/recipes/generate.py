@@ -92,9 +92,9 @@ def generate(
 
 
 def too_long(prompt: Prompt | Malformed, policy: PreTrainedModel) -> Malformed | None:
-    """Why nothing can be drawn for a prompt that takes all of the model's positions; else None."""
+    """Why nothing can be drawn for a prompt of more tokens than the model has positions; else None."""
     positions = positions_of(policy.config)
-    if not isinstance(prompt, Prompt) or positions is None or len(prompt.tokens) < positions:
+    if not isinstance(prompt, Prompt) or positions is None or len(prompt.tokens) <= positions:
         return None
     reason = f"the prompt has {len(prompt.tokens):,} tokens and the model {positions:,} positions: it leaves no room"
     return Malformed("", prompt.row, reason)
