@@ -33,9 +33,9 @@ class RewardError(PosttrainError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Python's own error, torch's for accelerators, and the plain RuntimeError of torch's allocator on a CPU."""
+    """Python's own error, torch's for accelerators, the plain RuntimeError of its allocator on a CPU, the system's."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"  # not by class: this module imports no torch
-        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+        or (isinstance(error, RuntimeError | OSError) and "t allocate memory" in str(error))  # can't, or Cannot
     )

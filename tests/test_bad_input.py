@@ -362,9 +362,9 @@ import resource, sys
 from posttrain import recipes
 from posttrain.cli import main
 
-def limit_memory(config, **rest):  # to what the process has by now and a little more: imports are not the subject
+def limit_memory(config, **rest):  # so that threads and libraries get what they want, and a large tensor does not
     pages = int(open("/proc/self/statm").read().split()[0])
-    room = pages * resource.getpagesize() + 150 * 2**20
+    room = pages * resource.getpagesize() + 700 * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (room, resource.getrlimit(resource.RLIMIT_AS)[1]))
     return train(config, **rest)
 
@@ -375,10 +375,15 @@ sys.exit(main())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's limit on a process's memory")
 def test_out_of_memory_names_the_knobs(shared, tmp_path):
-    rows = [{"prompt": f"Once {n}", "chosen": " upon a time" * 300, "rejected": " a cat" * 300} for n in range(8)]
+    rows = [{"prompt": f"Once {n}", "chosen": " upon a time" * 300, "rejected": " a cat" * 300} for n in range(96)]
     write(tmp_path / "rows.jsonl", rows)
     settings = [f"model.path={shared / 'models/stories260K'}", "method=dpo", "data.source=rows.jsonl", "name=run"]
-    settings += ["data.template=none", "data.max_length=8000", "training.tokens_per_pack=50000"]
+    settings += [
+        "data.template=none",
+        "data.max_length=8000",
+        "training.tokens_per_pack=150000",
+        "training.batch_size=96",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", OUT_OF_MEMORY, "train", *settings],
         capture_output=True,
