@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import random
 import sys
 import time
@@ -28,6 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import put_table
+from benchmarks.trials import save_trials, verdict
 from posttrain import functional, recipes
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
@@ -36,7 +36,7 @@ from posttrain.quickstart.answers import TAGS, ask, turns, write_jsonl
 from posttrain.quickstart.model import make_model
 from posttrain.quickstart.stages import settings_files
 from posttrain.store.atomic import write_file
-from posttrain.store.files import load_json, save_json
+from posttrain.store.files import load_json
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/learn.json", ROOT / "docs/learning.md"
@@ -293,18 +293,10 @@ def main() -> int:
     print(f"{len(trials)} trained models in {seconds:.0f} s")
     if arguments.methods == list(METHODS):
         trials = in_order([*others(arguments.seeds), *trials])
-        facts = {
-            "machine": platform.platform(),
-            "cores": os.cpu_count(),
-            "torch": torch.__version__,
-            "settings": SETTINGS,
-        }
-        save_json(RESULTS, facts | {"trials": [asdict(trial) for trial in trials]})
+        save_trials(RESULTS, SETTINGS, trials)
         put_table(PAGE, table(trials))
     print(table(trials))
-    failed = failures(trials)
-    print("\n".join(failed) or "every threshold holds")
-    return bool(failed)
+    return verdict(failures(trials))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import gzip
 import itertools
 import json
 import os
-import platform
 import random
 import re
 import sys
@@ -37,9 +36,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import sums
 from benchmarks.common import SHARED, put_table, split_transcripts
+from benchmarks.trials import save_trials, verdict
 from posttrain import recipes
 from posttrain.config import load
-from posttrain.store.files import load_json, save_json
+from posttrain.store.files import load_json
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/learn_online.json", ROOT / "docs/learning.md"
@@ -321,18 +321,10 @@ def main() -> int:
             print(trials[-1], flush=True)
     print(f"{len(trials)} trained models in {time.perf_counter() - began:.0f} s")
     if arguments.cases == list(CASES) and tuple(arguments.seeds) == SEEDS:
-        facts = {
-            "machine": platform.platform(),
-            "cores": os.cpu_count(),
-            "torch": torch.__version__,
-            "settings": SETTINGS,
-        }
-        save_json(RESULTS, facts | {"trials": [asdict(one) for one in trials]})
+        save_trials(RESULTS, SETTINGS, trials)
         put_table(PAGE, table(trials), "online")
     print(table(trials))
-    failed = failures(trials)
-    print("\n".join(failed) or "every threshold holds")
-    return bool(failed)
+    return verdict(failures(trials))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ One thread: two workers of the suite on two cores would otherwise wait for one a
 """
 
 import os
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from tempfile import mkdtemp
@@ -40,6 +41,27 @@ def blank_pictures(monkeypatch) -> None:
     """
     finish = import_module("posttrain.recipes.finish")
     monkeypatch.setattr(finish, "write_curves", lambda lines, path, title: path.write_bytes(b""))
+
+
+@pytest.fixture
+def power_cut(monkeypatch):
+    """`with power_cut(step=5):` a run in it ends in an error after that step, as if the machine had gone off."""
+    from posttrain.recipes.loop import Loop
+
+    @contextmanager
+    def cut(step: int):
+        after_step = Loop._after_step
+
+        def crash(self):
+            after_step(self)
+            if self.state.step == step:
+                raise RuntimeError("power cut")
+
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+            patch.setattr(Loop, "_after_step", crash)
+            yield
+
+    return cut
 
 
 @pytest.fixture(scope="session")
