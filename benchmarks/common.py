@@ -18,6 +18,18 @@ PAIRS = 96  # the first so many of HH harmless; the longest has 589 tokens, so a
 MAX_LENGTH = 1024
 THREADS = 2
 
+# What TRL is told in every benchmark: float32 on the CPU, no gradient checkpointing, nothing beside the steps.
+TRL_SETTINGS = {
+    "lr_scheduler_type": "constant",
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "use_cpu": True,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
 ALPACA_PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"

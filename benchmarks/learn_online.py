@@ -124,12 +124,7 @@ def python(function: str) -> list[dict[str, Any]]:
 
 def sums_task(folder: Path, seed: int) -> dict[str, Any]:
     sums.make(folder, seed)
-    return {
-        "model": str(folder / "model"),
-        "rewards": python("benchmarks.sums:exact"),
-        "data": data(folder, 24),
-        "rollout": {"max_completion_length": 6},
-    }
+    return right_answers(folder, 24)
 
 
 def sort_task(folder: Path, seed: int) -> dict[str, Any]:
@@ -143,10 +138,15 @@ def sort_task(folder: Path, seed: int) -> dict[str, Any]:
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write(folder, [{"prompt": problem, "answer": answer} for problem, answer in problems], 129)
+    return right_answers(folder, 12)
+
+
+def right_answers(folder: Path, max_length: int) -> dict[str, Any]:
+    """The settings of a weakened model in the folder, rewarded for right answers of up to six tokens."""
     return {
         "model": str(folder / "model"),
         "rewards": python("benchmarks.sums:exact"),
-        "data": data(folder, 12),
+        "data": data(folder, max_length),
         "rollout": {"max_completion_length": 6},
     }
 

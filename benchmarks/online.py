@@ -33,7 +33,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LogitsProcessor
 
-from benchmarks.common import SHARED, THREADS, make_models, peak_memory_gb, preference_rows, put_table, write_rows
+from benchmarks.common import (
+    SHARED,
+    THREADS,
+    TRL_SETTINGS,
+    make_models,
+    peak_memory_gb,
+    preference_rows,
+    put_table,
+    write_rows,
+)
 
 RESULTS = Path(__file__).parent / "results"
 TRL_WITH_PPO = Path(__file__).resolve().parents[1] / "build/trl-1.12"  # pip install --target, by the Makefile
@@ -180,15 +189,8 @@ def run_trl_grpo(models: dict[str, Path], lengths: list[list[list[int]]], folder
         max_completion_length=LIMIT,
         max_steps=STEPS["grpo"],
         learning_rate=1e-6,
-        lr_scheduler_type="constant",
         shuffle_dataset=False,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
+        **TRL_SETTINGS,
         model_init_kwargs={"dtype": "float32"},
     )
     rows = Dataset.from_list([{"prompt": text} for text in prompts_of("grpo")])
@@ -219,15 +221,8 @@ def run_trl_ppo(models: dict[str, Path], lengths: list[list[list[int]]], folder:
         stop_token="eos",
         temperature=1.0,
         learning_rate=3e-6,
-        lr_scheduler_type="constant",
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
         num_sample_generations=0,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
+        **TRL_SETTINGS,
     )
     tokenizer = AutoTokenizer.from_pretrained(models["policy"], padding_side="left")
 

@@ -1,5 +1,6 @@
 """The settings of the methods that learn from completions of the policy itself: GRPO and its kin, and PPO."""
 
+from abc import abstractmethod
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -45,14 +46,14 @@ class OnlineMethod(MethodSettings):
     )
 
     @property
+    @abstractmethod
     def needs_reference(self) -> bool:
         """Whether the KL to a reference has a weight."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def updates(self) -> int:
         """Optimizer updates of a step."""
-        raise NotImplementedError
 
 
 class PolicyGradientMethod(OnlineMethod):

@@ -269,6 +269,11 @@ class RunConfig(Settings):
         return self.data.validation is not None or bool(self.evaluation.datasets)
 
     @property
+    def evaluates(self) -> bool:
+        """Whether there is something to evaluate on, and it is done."""
+        return self._has_validation and self.evaluation.eval_steps > 0
+
+    @property
     def longest_example(self) -> int:
         """The most tokens that an example may have: what a pack must have room for."""
         return self.data.max_length * (2 if self.method.joins_completions else 1)
@@ -336,7 +341,7 @@ class RunConfig(Settings):
             method.type != "reward", "rewards", "are given to completions, and a reward model writes none; leave it out"
         )
         problems.check(
-            online or (self.evaluation.eval_steps > 0 and self._has_validation),
+            online or self.evaluates,
             "rewards",
             f"are given by {method.type} to completions of validation prompts: set data.validation, e.g. "
             "{ratio: 0.05}, and evaluation.eval_steps above 0, or leave rewards out",
@@ -364,11 +369,9 @@ class RunConfig(Settings):
         )
 
     def _check_evaluation(self, problems: Problems) -> None:
-        measured = self._has_validation
-        evaluating = measured and self.evaluation.eval_steps > 0
         checkpoint = self.checkpoint
         problems.check(
-            checkpoint.best_metric is None or evaluating,
+            checkpoint.best_metric is None or self.evaluates,
             "checkpoint.best_metric",
             "needs an evaluation: set data.validation, e.g. {ratio: 0.05}, and evaluation.eval_steps above 0; "
             "or set it to null",
@@ -379,7 +382,7 @@ class RunConfig(Settings):
             "needs checkpoint.best_metric: which metric should get better?",
         )
         problems.check(
-            self.evaluation.num_batches is None or measured,
+            self.evaluation.num_batches is None or self._has_validation,
             "evaluation.num_batches",
             "has nothing to evaluate on: set data.validation, e.g. {ratio: 0.05}",
         )

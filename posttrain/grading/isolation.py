@@ -12,7 +12,6 @@ import ctypes
 import os
 import struct
 import sys
-from pathlib import Path
 
 MEMORY_BYTES = 1_000_000_000  # of address space, hence also of memory
 # Landlock's numbers are the same on every architecture.
@@ -48,24 +47,6 @@ def allow_cpu_seconds(seconds: float) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
-
-
-def peak_memory_bytes() -> int:
-    """The most memory this process has held so far; 0 where that is not known.
-
-    On Linux not by getrusage, whose ru_maxrss a process inherits from the one that started it: a worker of a large
-    training process would seem large from its first moment.
-    """
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    if os.name != "posix":
-        return 0
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _limits(memory_bytes: int, files_open: bool) -> list[str]:

@@ -24,8 +24,9 @@ import time
 from functools import lru_cache
 from typing import Any, BinaryIO
 
-from posttrain.grading.isolation import MEMORY_BYTES, allow_cpu_seconds, isolate, peak_memory_bytes
+from posttrain.grading.isolation import MEMORY_BYTES, allow_cpu_seconds, isolate
 from posttrain.grading.verdict import EXTRACTED_CHARACTERS, BadGold, Rule
+from posttrain.memory import peak_of_process
 
 RETIRE_BYTES = MEMORY_BYTES // 2  # above this ordinary answers could run out of memory
 ORPHAN_S = 0.5  # how often a worker looks whether its parent is still there
@@ -50,7 +51,7 @@ def main() -> None:
         job = json.loads(line)
         allow_cpu_seconds(job["deadline"])
         reply = grade(job, replies)
-        retire = reply.pop("retire", False) or peak_memory_bytes() > RETIRE_BYTES
+        retire = reply.pop("retire", False) or peak_of_process() > RETIRE_BYTES
         _say(replies, reply | ({"retire": True} if retire else {}))
         if retire:
             return

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from posttrain.quickstart.answers import TAGS, Problem, Reply, write_jsonl
 from posttrain.quickstart.measure import COLUMNS, Measured, paired, rows, telling
-from posttrain.quickstart.picture import picture
+from posttrain.quickstart.picture import STAGES, picture
 from posttrain.store import report
 from posttrain.store.atomic import write_file
 from posttrain.store.files import load_json, save_json
@@ -25,7 +25,6 @@ from posttrain.store.metrics import read_metrics
 from posttrain.store.progress import duration
 
 LONGEST = 60  # characters of a reply shown
-STAGES = ("sft", "reward", "dpo", "ppo", "grpo")
 SHOWN = ("SFT", "DPO", "GRPO")  # models whose replies are shown
 WHAT = """\
 A model with random weights learned arithmetic. Three of four demonstrations show how the answer comes about, the \

@@ -56,8 +56,7 @@ def methods_as_stages(
 
 def _check_comparable(config: RunConfig) -> None:
     """Raise ConfigError where the runs would leave nothing to compare."""
-    evaluated = config.data.validation is not None or config.evaluation.datasets
-    if not config.rewards or not evaluated or config.evaluation.eval_steps == -1 or not config.rollout.save:
+    if not (config.rewards and config.evaluates and config.rollout.save):
         raise ConfigError(
             "methods are compared by the rewards of what they write: set rewards, data.validation, e.g. {rows: 100}, "
             "and evaluation.eval_steps above 0, and leave rollout.save true"

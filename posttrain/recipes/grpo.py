@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Pack
-from posttrain.config import GRPOMethod, PolicyGradientMethod, ReinforcePlusPlusMethod
+from posttrain.config import GRPOMethod, PolicyGradientMethod, ReinforcePlusPlusMethod, RLOOMethod
 from posttrain.losses import (
     POLICY_LOSSES,
     Counts,
@@ -172,12 +172,15 @@ def advantages(method: PolicyGradientMethod, step: Step) -> Tensor:
         return advantage_R
     reward_S = rollout.reward_S - step.sums(penalty_R)
     advantage_S = torch.zeros(len(rollout.completions))
-    if isinstance(method, GRPOMethod) and method.loss_type == "no_baseline":
-        advantage_S[chosen] = reward_S[chosen]
-    elif isinstance(method, GRPOMethod):
-        advantage_S[chosen] = group_advantages(
-            reward_S[chosen], rollout.group_S[chosen], scale_rewards=method.scale_rewards, eps=EPS
-        )
-    else:
-        advantage_S[chosen] = leave_one_out(reward_S[chosen], rollout.group_S[chosen])
+    advantage_S[chosen] = compared(method, reward_S[chosen], rollout.group_S[chosen])
     return advantage_S[rollout.sequence_R]
+
+
+def compared(method: PolicyGradientMethod, reward_S: Tensor, group_S: Tensor) -> Tensor:
+    """Each completion's advantage (S) from its reward and those of its prompt's others; REINFORCE++: from the mean."""
+    if isinstance(method, GRPOMethod) and method.loss_type == "no_baseline":
+        return reward_S
+    if isinstance(method, RLOOMethod):
+        return leave_one_out(reward_S, group_S)
+    scale = method.scale_rewards if isinstance(method, GRPOMethod) else "none"
+    return group_advantages(reward_S, group_S, scale_rewards=scale, eps=EPS)

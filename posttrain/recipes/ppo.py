@@ -27,7 +27,7 @@ from posttrain.recipes.loop import Loop
 from posttrain.recipes.online import Step, evaluate, in_packs, minibatches, scored, signs_of
 from posttrain.recipes.reference import token_reference
 from posttrain.recipes.vital import check_margins, check_packing, check_ratio
-from posttrain.rollout import Part, Rollout
+from posttrain.rollout import Part
 from posttrain.scoring import Scorer, ValueScorer
 
 EPS = 1e-8  # beside the spread that advantages are divided by
@@ -140,9 +140,6 @@ class PPOStep(Step):
     value_R: Tensor  # before each token, when the step began
     return_R: Tensor
     kl_S: Tensor | None = None  # nats, of each completion in the loss
-
-    def __init__(self, job: Job, rollout: Rollout, mask_truncated: bool):
-        super().__init__(job, rollout, mask_truncated)
 
 
 def estimate_advantages(method: PPOMethod, step: PPOStep, kl_coef: float) -> None:

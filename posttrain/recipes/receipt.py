@@ -14,17 +14,16 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config import GRPOMethod, PolicyGradientMethod, RLOOMethod, RunConfig, load
+from posttrain.config import PolicyGradientMethod, RunConfig, load
 from posttrain.config.rewards import Reward
 from posttrain.errors import PosttrainError, RunError
-from posttrain.losses import group_advantages, leave_one_out
 from posttrain.models.load import load_tokenizer
+from posttrain.recipes.grpo import compared
 from posttrain.rewards.compose import Completion, Rewards
 from posttrain.store.metrics import read_metrics
 from posttrain.store.rollouts import StoredRun
 
 SHOWN = 60  # characters of a text in a table
-EPS = 1e-4
 
 
 def show_rollouts(folder: Path, step: int | None, console: Console) -> None:
@@ -124,7 +123,7 @@ def _part(part: Mapping[str, Any]) -> str:
 
 
 def _print_tokens(one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, console: Console) -> None:
-    columns = [name for name in ("sampler_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "advantages")]
+    columns = ("sampler_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "advantages")
     there = [name for name in columns if one[name] is not None]
     table = _table("", "token", *(name.removesuffix("_logprobs") for name in there), "ratio", "clipped")
     for place, token in enumerate(one["tokens"].tolist()):
@@ -155,8 +154,10 @@ def regrade(folder: Path, settings: Sequence[Reward], console: Console) -> int:
             graded = rewards([_completion(prompts[one["prompt_index"]], one) for one in rollouts]).totals
             usable = [i for i, one in enumerate(rollouts) if None not in (one["reward"], graded[i])]
             groups = torch.tensor([rollouts[i]["prompt_index"] for i in usable])
-            old = _advantages(method, [rollouts[i]["reward"] for i in usable], groups)
-            new = _advantages(method, [float(graded[i] or 0.0) for i in usable], groups)
+            totals = ([rollouts[i]["reward"] for i in usable], [graded[i] for i in usable])
+            old, new = (
+                compared(method, torch.tensor(rewards, dtype=torch.float64), groups).tolist() for rewards in totals
+            )
             total += len(usable)
             for index, before, after in zip(usable, old, new, strict=True):
                 if before * after < 0 or (before == 0) != (after == 0):
@@ -169,14 +170,6 @@ def regrade(folder: Path, settings: Sequence[Reward], console: Console) -> int:
         console.print(table)
     console.print(f"{changed:,} of {total:,} advantages change their sign")
     return changed
-
-
-def _advantages(method: PolicyGradientMethod, rewards: Sequence[float], groups: torch.Tensor) -> list[float]:
-    values = torch.tensor(rewards, dtype=torch.float64)
-    if isinstance(method, RLOOMethod):
-        return leave_one_out(values, groups).tolist()
-    scale = method.scale_rewards if isinstance(method, GRPOMethod) else "none"
-    return group_advantages(values, groups, scale_rewards=scale, eps=EPS).tolist()
 
 
 def _completion(prompt: Mapping[str, Any], one: Mapping[str, Any]) -> Completion:
