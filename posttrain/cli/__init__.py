@@ -18,6 +18,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     load_tokens(Path(".env"))
     console = ConsoleLog(debug)
     try:
-        return guarded(lambda: build()(args, prog_name="posttrain", standalone_mode=False), debug)
+        return guarded(lambda: build(args[0])(args, prog_name="posttrain", standalone_mode=False), debug)
     finally:
         console.close()

@@ -1,49 +1,59 @@
-"""The command tree. A verb is a function in a module of its own, which imports what is slow inside the function."""
+"""The command tree. A verb is a function in a module of its own, which imports what is slow inside the function.
+
+Of a command line only the verb's module is imported: `runs list` has no use for the settings, whose schema takes half
+a second. Help, and a verb that does not exist, need them all.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 
 import typer
 
-from posttrain.cli import (
-    config,
-    data,
-    explore,
-    generate,
-    grade,
-    quickstart,
-    rollouts,
-    runs,
-    sample,
-    score,
-    train,
-    verify,
-)
-from posttrain.cli.flags import SettingsCommand, with_settings
-
 EPILOG = "--debug, anywhere on the command line, shows the stack trace of an error."
+HELP = "Post-training of language models: supervised fine-tuning, reward models, DPO and its kin, GRPO and PPO."
+# Verb -> the module here with the function of its name. The help lists them in this order.
+VERBS = {
+    "train": "train",
+    "plan": "train",
+    "explore": "explore",
+    "score": "score",
+    "grade": "grade",
+    "generate": "generate",
+    "sample": "sample",
+    "rollouts": "rollouts",
+    "why": "rollouts",
+    "regrade": "rollouts",
+    "verify-resume": "verify",
+    "quickstart": "quickstart",
+}
+TAKE_SETTINGS = ("train", "plan", "explore", "verify-resume")  # every setting is a flag of theirs
+GROUPS = {"config": "Settings", "data": "Settings", "runs": "Runs"}  # verbs with verbs below them -> the help's panel
 
 
-def build() -> typer.Typer:
-    """The application with all its verbs."""
+def build(verb: str = "") -> typer.Typer:
+    """The application: with this verb only, or with all where it has none of that name."""
     app = typer.Typer(
         name="posttrain",
-        help="Post-training of language models: supervised fine-tuning, reward models, DPO and its kin.",
+        help=HELP,
         epilog=EPILOG,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
     )
-    app.command("train", cls=SettingsCommand, epilog=EPILOG)(with_settings(train.train))
-    app.command("plan", cls=SettingsCommand, epilog=EPILOG)(with_settings(train.plan))
-    app.command("explore", cls=SettingsCommand, epilog=EPILOG)(with_settings(explore.explore))
-    app.command("score", epilog=EPILOG)(score.score)
-    app.command("grade", epilog=EPILOG)(grade.grade)
-    app.command("generate", epilog=EPILOG)(generate.generate)
-    app.command("sample", epilog=EPILOG)(sample.sample)
-    app.command("rollouts", epilog=EPILOG)(rollouts.rollouts)
-    app.command("why", epilog=EPILOG)(rollouts.why)
-    app.command("regrade", epilog=EPILOG)(rollouts.regrade)
-    app.command("verify-resume", cls=SettingsCommand, epilog=EPILOG)(with_settings(verify.verify_resume))
-    app.command("quickstart", epilog=EPILOG)(quickstart.quickstart)
-    app.add_typer(config.app, name="config", rich_help_panel="Settings")
-    app.add_typer(data.app, name="data", rich_help_panel="Settings")
-    app.add_typer(runs.app, name="runs", rich_help_panel="Runs")
+    app.callback()(lambda: None)  # typer would take an only verb for the application itself
+    for name in [verb] if verb in VERBS or verb in GROUPS else [*VERBS, *GROUPS]:
+        module = import_module(f"posttrain.cli.{VERBS.get(name, name)}")
+        if name in GROUPS:
+            app.add_typer(module.app, name=name, rich_help_panel=GROUPS[name])
+        elif name in TAKE_SETTINGS:
+            from posttrain.cli.flags import SettingsCommand, with_settings
+
+            app.command(name, cls=SettingsCommand, epilog=EPILOG)(with_settings(_function(module, name)))
+        else:
+            app.command(name, epilog=EPILOG)(_function(module, name))
     return app
+
+
+def _function(module: ModuleType, verb: str) -> Callable[..., None]:
+    return getattr(module, verb.replace("-", "_"))
