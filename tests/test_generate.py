@@ -1,6 +1,7 @@
 """`posttrain generate` and `posttrain sample`: prompts from every kind of row, what is written, what is suggested."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -41,7 +42,7 @@ def test_what_is_asked(tokenizer, name):
     row, text = ROWS[name]
     data = DataConfig(source="f.jsonl", template="none")
     [found] = prompts_of([Record(0, "f.jsonl", 1, row)], data, tokenizer, "f.jsonl")
-    assert found.text == text and found.fields == row and tokenizer.decode(found.tokens) == text
+    assert found.text == text and found.facts["columns"] == row and tokenizer.decode(found.tokens) == text
 
 
 @pytest.mark.parametrize("row", [{"messages": TURNS}, {"messages": TURNS[:1]}, {"prompt": "Hi"}])
@@ -127,8 +128,9 @@ def test_sample_draws_with_the_settings_of_the_run(shared, scratch_model, tmp_pa
         "name": "r",
         "model": {"path": str(scratch_model), "lora": True},
         "method": "sft",
-        "data": {"source": "builtin:arithmetic", "max_rows": 20, "template": "tags"},
+        "data": {"source": "builtin:arithmetic", "max_rows": 20, "template": "tags", "validation": {"ratio": 0.2}},
         "training": {"max_steps": 1, "batch_size": 2},
+        "rewards": [{"type": "length", "target": 6, "scale": 1.0}, {"type": "match_format_exactly", "weight": 0.5}],
     }
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(settings))
     assert main(["train", "a.yaml"]) == 0
@@ -136,7 +138,10 @@ def test_sample_draws_with_the_settings_of_the_run(shared, scratch_model, tmp_pa
     assert main(["sample", "runs/r", "--prompts", "2", "-n", "3", "--max-completion-length", "8"]) == 0
     out = capsys.readouterr().out
     assert "<start_working_out>" in out, "the prompt ends as the template of the run has it"
-    assert "runs/r/final" in out and "ended by the limit" in out and "100%" in out
+    assert "runs/r/final" in out and "cut off" in out and "spread" in out and "100%" in out
+    rows = re.findall(r"^ *(\d+) +8 +8 to 8 +100% +\d+% +0% +(\S+) +(\S+) *$", out, re.MULTILINE)
+    assert rows == [("0", "-2", "0"), ("1", "-2", "0")], "8 tokens are 2 beyond the target, and none is in format"
+    assert "row 0, reward -2" in out and "2 have completions of one and the same reward" in out
     assert "cut off at 8 tokens" in out and "Only 0% keep the template's format" in out
     assert main(["sample", "runs/nothing"]) == 2 and "no such folder" in capsys.readouterr().err
 
@@ -160,3 +165,6 @@ def test_suggestions():
     assert "cut off at 8 tokens" in said(truncated=1.0)
     assert "raise the temperature" in said(distinct=0.25)
     assert "Train with SFT first" in said(formatted=0.1) and "Nothing" in said(formatted=None)
+    assert "Nothing" in said(rewards=(0.0, 1.0))
+    assert "Of 1 prompts 1 have completions of one and the same reward" in said(rewards=(1.0, 1.0))
+    assert "1 of 2 completions have no reward" in said(rewards=(1.0,))

@@ -34,8 +34,9 @@ def sample(
 ) -> None:
     """Draw completions from a checkpoint as its training would, and say what they show.
 
-    Prompts, template and model settings are those of the run that the checkpoint is of. For every prompt: lengths,
-    how many the limit ended, how many differ, and how many keep the format of the template; then what that suggests.
+    Prompts, template, rewards and model settings are those of the run that the checkpoint is of. For every prompt:
+    lengths, how many the limit cut off, how many differ, how many keep the format of the template, and the mean and
+    spread of their rewards; then what that suggests.
     """
     if not checkpoint.is_dir():
         raise UsageError(f"{checkpoint}: no such folder")

@@ -24,12 +24,12 @@ from posttrain.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A row's prompt. `text` is the whole text that the model is given, template and all."""
+    """A row's prompt. `text` is the whole text that the model is given, `facts` what rewards are told of the row."""
 
     row: int
     text: str
     tokens: list[int]
-    fields: dict[str, Any]
+    facts: dict[str, Any]
 
 
 def prompts_of(
@@ -64,11 +64,12 @@ def prompts_of(
         if template.turns and layout.name != "text":
             require_chat_template(tokenizer)
             renderer = stack.enter_context(rendering(tokenizer))
-        for record, item in zip(kept, Tokeniser(tokenizer, renderer, False).prompts(rows), strict=True):
+        asked = Tokeniser(tokenizer, renderer, False).prompts(rows)
+        for record, row, item in zip(kept, rows, asked, strict=True):
             if isinstance(item, RowError):
                 refuse(record, item)
             elif not len(item[1]):
                 refuse(record, RowError("the prompt comes to no tokens"))
             else:
-                found[record.row] = Prompt(record.row, item[0], list(item[1]), record.value or {})
+                found[record.row] = Prompt(record.row, item[0], list(item[1]), reader.facts(record, row))
     return [found[record.row] for record in records]

@@ -204,10 +204,13 @@ class Reader:
     def _beside(self, record: Record, row: Row) -> dict[str, Any]:
         """What is kept of a row beside its tokens: a label; of a prompt, what rewards are given."""
         if self.kind == "prompt":
-            prompt = row.prompt if not self.template.turns or row.prompt is None else as_turns(row.prompt, "user")
-            facts = {"prompt": prompt, "answer": row.answer, "columns": record.value}
-            return {"facts": json.dumps(facts, ensure_ascii=False, default=str)}
+            return {"facts": json.dumps(self.facts(record, row), ensure_ascii=False, default=str)}
         return {} if row.label is None else {"label": row.label}
+
+    def facts(self, record: Record, row: Row) -> dict[str, Any]:
+        """What rewards are told of a row beside the completion."""
+        prompt = row.prompt if not self.template.turns or row.prompt is None else as_turns(row.prompt, "user")
+        return {"prompt": prompt, "answer": row.answer, "columns": record.value}
 
     def row(self, record: Record, layout: Layout) -> Row:
         """A record in the common form, with the settings that change texts applied. Raises RowError."""

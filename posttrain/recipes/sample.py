@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, pstdev
 
 from rich import box
 from rich.console import Console
@@ -23,6 +24,7 @@ from posttrain.engines import Completion, make_engine, stop_token_ids
 from posttrain.errors import DataError, RunError
 from posttrain.models.load import compute_dtype, device_of, is_reward_model, load_model, load_tokenizer
 from posttrain.recipes.generate import draw_all, text_of, too_long
+from posttrain.rewards import compose
 from posttrain.rollout import sampling_of
 from posttrain.store.checkpoint import newest_complete
 
@@ -39,6 +41,7 @@ class Measured:
     truncated: float  # ended by the limit
     distinct: float
     formatted: float | None  # keep the template's format; None where it has none
+    rewards: tuple[float, ...] | None = None  # of the completions that have one; None where the run has no rewards
 
 
 def sample(
@@ -51,7 +54,7 @@ def sample(
     seed: int,
     console: Console,
 ) -> list[Measured]:
-    """Draw, print a table with what it suggests, and `show` completions of every prompt."""
+    """Draw, reward as the run does, print a table with what it suggests, and `show` completions of every prompt."""
     folder = newest_model(folder)
     update = {"path": str(folder), "revision": None, "lora": None, "load_in_4bit": False}
     model = config.models[0].model_copy(update=update)
@@ -64,13 +67,17 @@ def sample(
     prompts = first_prompts(config, policy, tokenizer, num_prompts)
     drawn = draw_all(engine, prompts, sampling, "sampling")
 
+    texts = {row: [text_of(one, sampling, tokenizer) for one in group] for row, group in drawn.items()}
+    totals = rewards_of(prompts, drawn, texts, config, rollout)
+
     keeps = format_of(config.data)
     measured = []
     for prompt in prompts:
-        texts = [text_of(completion, sampling, tokenizer) for completion in drawn[prompt.row]]
-        measured.append(measure(prompt.row, drawn[prompt.row], texts, keeps))
-        for text in texts[:show]:
-            console.rule(f"row {prompt.row}", align="left", characters="-")
+        row = prompt.row
+        measured.append(measure(row, drawn[row], texts[row], keeps, totals.get(row)))
+        for number, text in enumerate(texts[row][:show]):
+            reward = f", reward {_number(totals[row][number])}" if totals else ""
+            console.rule(f"row {row}{reward}", align="left", characters="-")
             console.print(Text(prompt.text[-200:].lstrip("\n"), style="dim"))
             console.print(Text(text))
     console.print(table(measured, str(folder)))
@@ -116,7 +123,36 @@ def format_of(data: DataConfig) -> Keeps | None:
     return None if pattern is None else lambda text: re.search(pattern, text, re.DOTALL) is not None
 
 
-def measure(row: int, completions: Sequence[Completion], texts: Sequence[str], keeps: Keeps | None) -> Measured:
+def rewards_of(
+    prompts: Sequence[Prompt],
+    drawn: Mapping[int, Sequence[Completion]],
+    texts: Mapping[int, Sequence[str]],
+    config: RunConfig,
+    rollout: RolloutConfig,
+) -> dict[int, list[float | None]]:
+    """The run's own rewards of every completion, by the prompt's row; none where the run has none."""
+    if not config.rewards:
+        return {}
+    limit = rollout.max_completion_length
+    with compose.Rewards(
+        config.rewards, tags=config.data.tags, devices=config.devices, max_completion_length=limit
+    ) as rewards:
+        asked = [
+            compose.Completion(text, completion.tokens, **prompt.facts)
+            for prompt in prompts
+            for text, completion in zip(texts[prompt.row], drawn[prompt.row], strict=True)
+        ]
+        totals = iter(rewards(asked).totals)
+    return {prompt.row: [next(totals) for _ in drawn[prompt.row]] for prompt in prompts}
+
+
+def measure(
+    row: int,
+    completions: Sequence[Completion],
+    texts: Sequence[str],
+    keeps: Keeps | None,
+    rewards: Sequence[float | None] | None,
+) -> Measured:
     n = len(completions)
     return Measured(
         row=row,
@@ -124,42 +160,58 @@ def measure(row: int, completions: Sequence[Completion], texts: Sequence[str], k
         truncated=sum(completion.finish_reason == "length" for completion in completions) / n,
         distinct=len(set(texts)) / n,
         formatted=None if keeps is None else sum(map(keeps, texts)) / n,
+        rewards=None if rewards is None else tuple(reward for reward in rewards if reward is not None),
     )
 
 
 def table(measured: Sequence[Measured], title: str) -> Table:
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    for name in ("row", "tokens, mean", "range", "ended by the limit", "distinct", "in format"):
+    for name in ("row", "tokens, mean", "range", "cut off", "distinct", "in format", "reward, mean", "spread"):
         shown.add_column(name, justify="right")
     for one in measured:
-        mean = sum(one.lengths) / len(one.lengths)
-        shares = [one.truncated, one.distinct, *([] if one.formatted is None else [one.formatted])]
-        cells = [f"{share:.0%}" for share in shares] + (["-"] if one.formatted is None else [])
-        shown.add_row(str(one.row), f"{mean:.0f}", f"{min(one.lengths)} to {max(one.lengths)}", *cells)
+        shown.add_row(
+            str(one.row),
+            f"{fmean(one.lengths):.0f}",
+            f"{min(one.lengths)} to {max(one.lengths)}",
+            *("-" if share is None else f"{share:.0%}" for share in (one.truncated, one.distinct, one.formatted)),
+            *(_number(how(one.rewards) if one.rewards else None) for how in (fmean, pstdev)),
+        )
     return shown
+
+
+def _number(reward: float | None) -> str:
+    return "-" if reward is None else f"{reward:.3g}"
 
 
 def suggestions(measured: Sequence[Measured], rollout: RolloutConfig) -> list[str]:
     """What the completions suggest to do before, or instead of, training on them."""
 
-    def mean(values: Sequence[float]) -> float:
-        return sum(values) / len(values)
-
     found = []
-    if mean([one.truncated for one in measured]) > FEW:
+    if fmean([one.truncated for one in measured]) > FEW:
         found.append(
             f"Most completions are cut off at {rollout.max_completion_length} tokens, so a reward sees no ending: "
             "raise rollout.max_completion_length, or train with SFT first, which teaches where to stop."
         )
-    if mean([one.distinct for one in measured]) < FEW:
+    if fmean([one.distinct for one in measured]) < FEW:
         found.append(
             "Most completions of a prompt are the same, so a group has nothing to compare: raise the temperature "
             f"(it is {rollout.temperature:g}) or choose harder prompts."
         )
     formats = [one.formatted for one in measured if one.formatted is not None]
-    if formats and mean(formats) < FEW:
+    if formats and fmean(formats) < FEW:
         found.append(
-            f"Only {mean(formats):.0%} keep the template's format: with a reward on the answer alone most would count "
+            f"Only {fmean(formats):.0%} keep the template's format: with a reward on the answer alone most would count "
             "as wrong. Train with SFT first, or add a format reward."
+        )
+    rewards = [one.rewards for one in measured if one.rewards is not None]
+    drawn, rewarded = sum(len(one.lengths) for one in measured), sum(map(len, rewards))
+    if rewards and rewarded < drawn:
+        found.append(f"{drawn - rewarded} of {drawn} completions have no reward: no verdict, or none that applies.")
+    same = sum(len(set(some)) < 2 for some in rewards)
+    if rewards and same / len(rewards) > FEW:
+        found.append(
+            f"Of {len(rewards)} prompts {same} have completions of one and the same reward, which teach a group "
+            "nothing: choose easier prompts where it is low and harder ones where it is high, draw more completions "
+            "(-n), or add a reward that gives part of the way."
         )
     return found or ["Nothing stands in the way of training on these."]
