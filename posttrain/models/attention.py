@@ -87,7 +87,7 @@ class PackedMask:
         self.position_T = pack.position_T
         self.num_tokens = pack.num_tokens
         self._nodes: list[Node] | None = None
-        self._masks: dict[int | None, list[torch.Tensor | None]] = {}
+        self._masks: dict[tuple[int | None, torch.dtype], list[torch.Tensor | None]] = {}
         self._blocks: dict[int | None, object] = {}
 
     def dense(self, window: int | None) -> torch.Tensor:
@@ -112,11 +112,15 @@ class PackedMask:
                 self._nodes.append(Node(total, len(end), ()))
         return self._nodes
 
-    def masks(self, window: int | None) -> list[torch.Tensor | None]:
-        """A mask per node."""
-        if window not in self._masks:
-            self._masks[window] = [node.mask(self.position_T, window) for node in self.nodes()]
-        return self._masks[window]
+    def masks(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor | None]:
+        """A mask per node to add to the logits, of `dtype`: from one of bools every layer would make its own."""
+        if (window, dtype) not in self._masks:
+            seen = [node.mask(self.position_T, window) for node in self.nodes()]
+            self._masks[window, dtype] = [
+                None if own is None else torch.zeros_like(own, dtype=dtype).masked_fill_(~own, -torch.inf)
+                for own in seen
+            ]
+        return self._masks[window, dtype]
 
     def blocks(self, window: int | None):
         """FlexAttention's BlockMask of the whole pack."""
@@ -179,7 +183,8 @@ def _by_node(query, key, value, packed, how):
     queries, keys, values = (tensor.split(sizes, dim=2) for tensor in (query, key, value))
     number = {node.start: i for i, node in enumerate(nodes)}
     parts = []
-    for node, q, k, v, mask in zip(nodes, queries, keys, values, packed.masks(how.window), strict=True):
+    masks = packed.masks(how.window, query.dtype)
+    for node, q, k, v, mask in zip(nodes, queries, keys, values, masks, strict=True):
         if node.before:
             above = [number[part.start] for part in node.before]
             k = torch.cat([keys[i] for i in above] + [k], dim=2)
@@ -202,8 +207,8 @@ def _eager(q, k, v, mask, how):
     logits = q @ k.transpose(-1, -2) * how.scaling
     logits = how.softcap * torch.tanh(logits / how.softcap)
     if mask is None:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    weights = logits.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype)
+        mask = torch.full((q.shape[2], k.shape[2]), -torch.inf, dtype=q.dtype, device=q.device).triu(1)
+    weights = (logits + mask).softmax(-1, dtype=torch.float32).to(q.dtype)
     return F.dropout(weights, how.dropout) @ v
 
 

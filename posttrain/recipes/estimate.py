@@ -176,7 +176,7 @@ def _simulate(
     """The same for a model of so many layers, by forward and backward without memory."""
     read = (pack.last_S if config.method.type == "reward" else pack.source_N).unique()
     mask = PackedMask(pack, read)
-    mask.masks(None)
+    mask.masks(None, dtype)
     policy = empty_model(config, model, dtype, layers)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _on_cpu(policy)
