@@ -44,7 +44,7 @@ def lean(model: PreTrainedModel, kernels: Kernels | None = None) -> None:
 
     `kernels` are other functions with the same values, such as Liger's for GPUs.
     """
-    kernels = kernels or Kernels(RMSNorm.apply, SwiGLU.apply)
+    kernels = kernels or Kernels(rms_norm, swiglu)
 
     def norm(self, hidden_states: Tensor) -> Tensor:
         return kernels.norm(hidden_states, self.weight, self.variance_epsilon)
@@ -73,16 +73,27 @@ def _last_layer(self, hidden_states: Tensor, packed: Visible | None = None, **se
     return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, in float32 inside. arXiv 1910.07467, eq. 4."""
+    return RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _rms_norm(x, weight, eps)[0]
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm, and 1 / sqrt(mean(x^2) + eps)."""
+    wide = x.float()
+    rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    unit = (wide * rstd).to(x.dtype)
+    return (unit.mul_(weight) if unit.dtype == weight.dtype else unit * weight), rstd
+
+
 class RMSNorm(torch.autograd.Function):
-    """y = weight * x / sqrt(mean(x^2) + eps) over the last dimension, in float32 inside. arXiv 1910.07467, eq. 4."""
+    """`rms_norm` with gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        rstd = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_() / x.shape[-1] + eps).rsqrt_()
+        y, rstd = _rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
-        unit = (wide * rstd).to(x.dtype)
-        return unit.mul_(weight) if unit.dtype == weight.dtype else unit * weight
+        return y
 
     @staticmethod
     def backward(ctx, *grad_outputs):
@@ -98,16 +109,25 @@ class RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight, None
 
 
-class SwiGLU(torch.autograd.Function):
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up. arXiv 2002.05202, eq. 5."""
+    return SwiGLU.apply(gate, up) if torch.is_grad_enabled() else _swiglu(gate, up)
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    y = torch.empty_like(gate, memory_format=torch.contiguous_format)  # for blocks that are views of it
+    for gate_rows, up_rows, out in _blocks(gate, up, y):
+        torch.ops.aten.silu.out(gate_rows, out=out).mul_(up_rows)
+    return y
+
+
+class SwiGLU(torch.autograd.Function):
+    """`swiglu` with gradients."""
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        y = torch.empty_like(gate, memory_format=torch.contiguous_format)  # for blocks that are views of it
-        for gate_rows, up_rows, out in _blocks(gate, up, y):
-            torch.ops.aten.silu.out(gate_rows, out=out).mul_(up_rows)
-        return y
+        return _swiglu(gate, up)
 
     @staticmethod
     def backward(ctx, *grad_outputs):

@@ -19,6 +19,9 @@ ONEDNN = (
 )
 
 
+SMALL = 1 << 16  # numbers of a weight below which oneDNN's longer way to the product costs more than it saves
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b without gradients: (..., K), (M, K), (M) -> (..., M)."""
     if not _is_for_onednn(x, weight):
@@ -27,13 +30,15 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
-    return ONEDNN and x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and x.numel() > 0
+    kind = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
+    return ONEDNN and kind and weight.numel() >= SMALL and x.numel() > 0
 
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """The layer's own forward, through `product` where that differs."""
     if _is_for_onednn(x, layer.weight) and not torch.is_autocast_enabled("cpu"):
-        return Linear.apply(x, layer.weight, layer.bias)
+        multiply = Linear.apply if torch.is_grad_enabled() else product
+        return multiply(x, layer.weight, layer.bias)
     return nn.functional.linear(x, layer.weight, layer.bias)
 
 
