@@ -16,7 +16,7 @@ from torch import nn
 from posttrain.batch import Pack
 from posttrain.models.attention import PackedMask
 from posttrain.models.families import backbone_of, base_of, is_packed, logit_scale, logit_softcap
-from posttrain.models.matmul import product
+from posttrain.models.matmul import product, weight_of
 
 # Elements of the largest block of logits that exists at a time: 16 MB in float32, inside a CPU's cache; more on a GPU,
 # where small products leave the device idle.
@@ -209,7 +209,7 @@ class ChunkedScores(torch.autograd.Function):
 def next_token_logits(model: nn.Module, hidden_N: torch.Tensor) -> torch.Tensor:
     """The logits that scores are made of, whole: (N, D) to (N, V) float32. For engines, which draw from them."""
     head, scale, cap = _head(model)
-    return _logits(hidden_N, head.weight, head.bias, 1.0 / scale, cap)[0]
+    return _logits(hidden_N, weight_of(head), head.bias, 1.0 / scale, cap)[0]
 
 
 def row_chunks(model: nn.Module, size: int) -> list[slice]:

@@ -7,8 +7,9 @@ the sum z of 2^(logit - m), and the sum o of 2^(logit - m)·value; with M the la
     output = (o_1 2^(m_1 - M) + o_2 2^(m_2 - M)) / (z_1 2^(m_1 - M) + z_2 2^(m_2 - M))
 
 is attention to both, without a copy of either. Logits are divided by ln 2 on the way, so that powers of 2 are those of
-e: on a CPU they take a third of the time, and none longer where a power is nearly 0. Letters: R rows (live completions), G groups (their prompts), K heads of
-keys and values, r query heads to each of them, n completions of a group, d the size of a head.
+e: on a CPU they take a third of the time, and none longer where a power is nearly 0. Letters: R rows (live
+completions), G groups (their prompts), K heads of keys and values, r query heads to each of them, n completions of a
+group, d the size of a head.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from posttrain.engines.streams import keys
 from posttrain.errors import ModelError
 from posttrain.models.attention import width_step
 from posttrain.models.families import backbone_of, base_of, check_positions, is_packed, positions_of
+from posttrain.models.matmul import packed_weights
 
 MAX_ROWS = 512  # more live completions are hardly faster
 CACHE_BYTES = 2 << 30  # what their keys and values may take in main memory; on a GPU a quarter of it all
@@ -92,7 +93,7 @@ class EmbeddedEngine:
         texts = StopTexts(sampling.stop, self.tokenizer)
         device = head.weight.device  # pyright: ignore
         size = _Size.of(asked, sampling, self.max_rows, cache_tokens(base, device))
-        with torch.inference_mode(), evaluating(self.policy):
+        with torch.inference_mode(), evaluating(self.policy), packed_weights(self.policy):
             memory = self._memory(sampling, size, device)
             return _Generation(memory, asked, texts, self.version).completions()
 
