@@ -34,6 +34,12 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    return_free_pages()
+
+
+def return_free_pages() -> None:
+    """Give back the free pages of main memory that glibc keeps. For between two kinds of work: the tensors of the one
+    seldom fit the holes that the other's have left."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)

@@ -24,6 +24,7 @@ from posttrain.batch import Example, Pack
 from posttrain.config import OnlineMethod, RunConfig
 from posttrain.data import Dataset, Prepared
 from posttrain.errors import RunError, VitalSignError
+from posttrain.memory import return_free_pages
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.schedules import schedule, warmup_count
 from posttrain.optim.update import HasTokens, Metrics, Objective, add, over_updates, to_floats, update
@@ -182,10 +183,12 @@ class Loop:
     def drawing(self, evaluating: bool = False) -> Iterator[None]:
         """While completions are drawn and scored: nothing is changed yet, so a signal gives that up at once."""
         self._drawing = True
+        return_free_pages()
         try:
             if self.stop:
                 raise _GivenUpError
             yield
+            return_free_pages()
         except _GivenUpError:
             self._drawing = False
             if not evaluating:
