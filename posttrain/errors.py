@@ -28,6 +28,10 @@ class VitalSignError(PosttrainError):
     """A check that must hold in every healthy run does not: training would be wrong, so it stops."""
 
 
+class EngineError(PosttrainError):
+    """What draws completions is absent, does not answer in time, has died, or is of another version."""
+
+
 class RewardError(PosttrainError):
     """A reward function, its settings or the grader behind it does not work as a reward must."""
 

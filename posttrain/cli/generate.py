@@ -14,7 +14,7 @@ Model = Annotated[str, typer.Argument(help="Hub id or folder: a causal model, or
 File = Annotated[Path, typer.Argument(help="Prompts, as rows of any format: JSONL, JSON, CSV or Parquet; also .gz.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; default: FILE.generated.jsonl.")]
 NumGenerations = Annotated[int, typer.Option("--num-generations", "-n", min=1, help="Completions of each prompt.")]
-EngineOption = Annotated[str, typer.Option("--engine", help="embedded, or transformers for any architecture.")]
+EngineOption = Annotated[str, typer.Option("--engine", help="embedded; transformers: any architecture; vllm.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="Of sampling; 0: greedy.")]
 TopP = Annotated[float, typer.Option("--top-p", help="The likeliest tokens that have this share together.")]
 TopK = Annotated[int, typer.Option("--top-k", help="So many likeliest tokens; 0: all.")]

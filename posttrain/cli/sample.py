@@ -43,6 +43,8 @@ def sample(
     config = load(saved_config(checkpoint)).stages[0].config
     given = {"engine": engine, "temperature": temperature, "max_completion_length": max_completion_length}
     given = {name: value for name, value in given.items() if value is not None}
+    if engine != "vllm":
+        given["vllm"] = {}  # where vLLM ran in training is nothing to another engine
     rollout = from_flags(RolloutConfig, config.rollout.model_dump() | given)
     from rich.console import Console
 

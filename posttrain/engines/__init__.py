@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config.rollout import EngineName
+from posttrain.config.rollout import EngineName, VllmConfig
 from posttrain.engines.embedded import EmbeddedEngine
 from posttrain.engines.plain import TransformersEngine
 from posttrain.engines.protocol import Completion, Engine, Sampling
@@ -25,8 +25,19 @@ __all__ = [
 
 
 def make_engine(
-    name: EngineName, policy: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None, *, version: int = 0
+    name: EngineName,
+    policy: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    version: int = 0,
+    vllm: VllmConfig | None = None,
 ) -> Engine:
-    """The engine of that name over `policy`. Raises ModelError where it cannot run this model."""
+    """The engine of that name over `policy`; `vllm` says where vLLM runs. Raises ModelError where it cannot run this
+    model. Close it: it may hold a process, or a GPU's memory.
+    """
+    if name == "vllm":
+        from posttrain.engines.vllm.engine import VllmEngine
+
+        return VllmEngine(policy, tokenizer, version=version, settings=vllm)
     made = {"embedded": EmbeddedEngine, "transformers": TransformersEngine}[name]
     return made(policy, tokenizer, version=version)

@@ -69,6 +69,9 @@ class EmbeddedEngine:
         """Give back what a GPU holds between calls: the cache and the recorded steps, which are then made anew."""
         self._held = None
 
+    def close(self) -> None:
+        self.release()
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

@@ -97,6 +97,10 @@ class Engine(Protocol):
         """Take the weights of `policy`, with its adapters as they are switched at the time of `generate`."""
         ...
 
+    def close(self) -> None:
+        """Give back what it holds beside the policy: memory, a process. It cannot be used afterwards."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -38,15 +38,18 @@ log = logging.getLogger("posttrain")
 def sampler_of(job: Job, policy: nn.Module) -> Iterator[Sampler]:
     """The engine and the rewards that the settings ask for; rules are proven, and models loaded, here."""
     config = job.config
-    engine = make_engine(config.rollout.engine, policy, job.tokenizer)
-    with Rewards(
-        config.rewards,
-        tags=config.data.tags,
-        devices=config.devices,
-        max_completion_length=config.rollout.max_completion_length,
-    ) as rewards:
+    rollout = config.rollout
+    with (
+        closing(make_engine(rollout.engine, policy, job.tokenizer, vllm=rollout.vllm)) as engine,
+        Rewards(
+            config.rewards,
+            tags=config.data.tags,
+            devices=config.devices,
+            max_completion_length=rollout.max_completion_length,
+        ) as rewards,
+    ):
         stops = stop_token_ids(policy, job.tokenizer)
-        yield Sampler(engine, rewards, job.tokenizer, config.rollout, stop_token_ids=stops, seed=config.seed)
+        yield Sampler(engine, rewards, job.tokenizer, rollout, stop_token_ids=stops, seed=config.seed)
 
 
 @contextmanager

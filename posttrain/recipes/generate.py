@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,13 @@ def generate(
     records = list(read_files((file,)))
     prompts = prompts_of(records, data, tokenizer, str(file))
     policy = load_model(model, "lm", compute_dtype(model, device), device)
-    engine = make_engine(rollout.engine, policy, tokenizer)
     sampling = sampling_of(rollout, num_generations, stop_token_ids(policy, tokenizer), seed)
     prompts = [too_long(prompt, policy) or prompt for prompt in prompts]
     good = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
-    began = time.perf_counter()
-    drawn = draw_all(engine, good, sampling, f"generating for {file.name}")
-    seconds = time.perf_counter() - began
+    with closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)) as engine:
+        began = time.perf_counter()
+        drawn = draw_all(engine, good, sampling, f"generating for {file.name}")
+        seconds = time.perf_counter() - began
 
     lines = []
     for record, prompt in zip(records, prompts, strict=True):

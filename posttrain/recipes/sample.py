@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -62,10 +63,10 @@ def sample(
         raise RunError(f"{folder} is a reward model, which draws no completions: sample from a policy")
     device, tokenizer = device_of(config.devices), load_tokenizer(model)
     policy = load_model(model, "lm", compute_dtype(model, device), device)
-    engine = make_engine(rollout.engine, policy, tokenizer)
     sampling = sampling_of(rollout, num_generations, stop_token_ids(policy, tokenizer), seed)
     prompts = first_prompts(config, policy, tokenizer, num_prompts)
-    drawn = draw_all(engine, prompts, sampling, "sampling")
+    with closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)) as engine:
+        drawn = draw_all(engine, prompts, sampling, "sampling")
 
     texts = {row: [text_of(one, sampling, tokenizer) for one in group] for row, group in drawn.items()}
     totals = rewards_of(prompts, drawn, texts, config, rollout)

@@ -1,0 +1,283 @@
+"""vLLM in this process: weights are given to it under a mark, completions are asked of it by that mark."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from posttrain.engines.protocol import Request, Sampling
+from posttrain.engines.stops import StopTexts
+from posttrain.errors import ConfigError, ModelError, VitalSignError
+from posttrain.extras import need
+from posttrain.models.families import positions_of
+
+VERSIONS = ("0.32",)  # of vLLM: its insides, which weights go to, change from one to the next
+MAX_ROWS = 256  # completions alive at a time
+CACHE_BYTES = 2 << 30  # of keys and values in main memory, as the embedded engine's
+CPU_BLOCK = 32  # tokens of the cache that are shared at a time; vLLM's own 128 would share few prompts
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # weights go to a model in this very process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the newer one has another interface for processors of logits
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # the last token drawn needs no position: one more than the model has
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are in this process too
+}
+ARGUMENT = "posttrain"  # of a request: (sampling, seed, number), for drawing.py
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A completion without the version of its weights, which the engine knows."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    stopped: bool
+
+
+def import_vllm() -> ModuleType:
+    """Raises ConfigError when vLLM is absent, does not load, or is of a version that this was not made for."""
+    for name, value in ENVIRONMENT.items():
+        os.environ[name] = value
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    vllm = need("vllm", "vllm", "rollout.engine: vllm")
+    if not vllm.__version__.startswith(VERSIONS):
+        raise ConfigError(
+            f"rollout.engine: vllm works with vLLM {' and '.join(VERSIONS)}, and {vllm.__version__} is installed: "
+            "pip install 'posttrain[vllm]'"
+        )
+    return vllm
+
+
+class Core:
+    """A model of this `config` in vLLM, without weights until the first `load`. `tokenizer` is for stop texts."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        architecture: str,
+        dtype: torch.dtype,
+        *,
+        gpu_memory_utilization: float,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        beside_trainer: bool = False,
+    ):
+        vllm = import_vllm()
+        _check_model(vllm, config, architecture, beside_trainer)
+        self.version: str = vllm.__version__
+        self.tokenizer, self.mark = tokenizer, ""
+        self.prefilled = 0  # prompt tokens that went through the model, for tests
+        threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+        with TemporaryDirectory(prefix="posttrain-vllm-") as folder:
+            settings = config.to_dict() | {"architectures": [architecture]}
+            (Path(folder) / "config.json").write_text(json.dumps(settings, default=str), encoding="utf-8")
+            try:
+                self.engine = vllm.LLMEngine.from_engine_args(
+                    vllm.EngineArgs(
+                        model=folder,
+                        skip_tokenizer_init=True,
+                        load_format="dummy",
+                        dtype=str(dtype).removeprefix("torch."),
+                        generation_config="vllm",  # without the model's own defaults
+                        enable_prefix_caching=True,  # a prompt is computed once for all its completions
+                        logprobs_mode="processed_logits",
+                        logits_processors=["posttrain.engines.vllm.drawing:Drawing"],
+                        async_scheduling=False,  # the processor reads what was drawn so far
+                        max_num_seqs=MAX_ROWS,
+                        disable_log_stats=True,
+                        **_memory(config, dtype, gpu_memory_utilization),
+                    )
+                )
+            except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
+                raise ModelError(f"vLLM cannot run this {config.model_type}: {_first_line(error)}") from error
+            finally:
+                # vLLM replaces it in the whole process; the trainer goes on with its own threads.
+                torch.set_num_threads = set_num_threads
+                torch.set_num_threads(threads)
+        sampler = import_module("vllm.v1.sample.sampler")
+        sampler.batched_count_greater_than = _no_ranks
+        model_config = self.engine.model_config
+        self.vocabulary: int = model_config.get_vocab_size()
+        self.positions: int = model_config.max_model_len - 1
+
+    @property
+    def model(self) -> nn.Module:
+        return self.engine.model_executor.driver_worker.model_runner.model
+
+    def load(self, mark: str, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take all weights anew. Raises ModelError for names that are not the model's, or that are missing."""
+        reload = import_module("vllm.model_executor.model_loader.reload")
+        current = import_module("vllm.config").set_current_vllm_config
+
+        self.mark = ""  # until all of it is there nothing is served
+        model, config = self.model, self.engine.vllm_config
+        wanted = {name for name, _ in model.named_parameters()}
+        with torch.no_grad(), current(config), torch.device(config.device_config.device):
+            reload.initialize_layerwise_reload(model)
+            try:
+                loaded = set(model.load_weights(iter(weights)))  # pyright: ignore[reportCallIssue]
+            except (KeyError, ValueError, AttributeError) as error:
+                raise ModelError(f"vLLM does not take these weights: {_first_line(error)}") from error
+            reload.finalize_layerwise_reload(model, config.model_config)
+            _repack_tied_head(model)
+        missing = wanted - loaded
+        if missing:
+            raise ModelError(
+                f"vLLM was not given all weights of its model: {', '.join(sorted(missing)[:3])} are missing"
+            )
+        if not self.engine.reset_prefix_cache():
+            raise VitalSignError("vLLM keeps keys and values of the weights before: its prefix cache was not reset")
+        self.engine.set_weight_version(mark)
+        self.mark = mark
+
+    def draw(
+        self, mark: str, asked: Sequence[Request], sampling: Sampling, tick: Callable[[], None] = lambda: None
+    ) -> list[list[Drawn]]:
+        """The completions of each request. `tick` is called after every step.
+
+        Raises VitalSignError when the weights are not those of `mark`.
+        """
+        if not mark or mark != self.mark:
+            raise VitalSignError(
+                f"vLLM holds other weights ({self.mark or 'none'}) than those asked for ({mark or 'none'})"
+            )
+        texts = StopTexts(sampling.stop, self.tokenizer)
+        stops = set(sampling.stop_token_ids)
+        found: list[list[Any]] = [[None] * len(request.limits) for request in asked]
+        waiting = self._ask(asked, sampling, streamed=bool(texts))
+        seen = dict.fromkeys(waiting, 0)
+        try:
+            while waiting:
+                for output in self.engine.step():
+                    if output.request_id not in waiting:
+                        continue
+                    place, number = waiting[output.request_id]
+                    [one] = output.outputs
+                    ids = list(one.token_ids)
+                    end = texts.first(ids, seen[output.request_id])
+                    seen[output.request_id] = len(ids)
+                    if output.finished:
+                        self._check_versions(one.weight_versions)
+                        self.prefilled += len(asked[place].tokens) - (output.num_cached_tokens or 0)
+                    elif end is None:
+                        continue
+                    else:
+                        self.engine.abort_request([output.request_id])
+                    size = len(ids) if end is None else end
+                    values = [one.logprobs[i][token].logprob for i, token in enumerate(ids[:size])]
+                    found[place][number] = Drawn(ids[:size], values, end is not None or ids[size - 1] in stops)
+                    del waiting[output.request_id]
+                tick()
+        finally:
+            if waiting:  # an error, or a signal: the next call begins with an empty engine
+                self.engine.abort_request(list(waiting))
+        return found
+
+    def _ask(self, asked: Sequence[Request], sampling: Sampling, streamed: bool) -> dict[str, tuple[int, int]]:
+        """Hand the requests in, one a completion; (place of the prompt, number of the completion) by its name."""
+        params_of = import_module("vllm.sampling_params")
+        kind = params_of.RequestOutputKind.CUMULATIVE if streamed else params_of.RequestOutputKind.FINAL_ONLY
+        drawing = replace(
+            sampling, seed=0, max_completion_length=1, num_generations=1, stop_token_ids=(), stop=()
+        )  # what it depends on: the same for all
+        waiting = {}
+        for place, request in enumerate(asked):
+            for number, limit in enumerate(request.limits):
+                params = params_of.SamplingParams(
+                    temperature=0.0,
+                    max_tokens=limit,
+                    ignore_eos=True,  # but those asked for
+                    stop_token_ids=[token for token in sampling.stop_token_ids if token < self.vocabulary],
+                    logprobs=0,
+                    detokenize=False,
+                    output_kind=kind,
+                    extra_args={ARGUMENT: (drawing, request.seed & (1 << 64) - 1, number)},
+                )
+                name = f"{place}-{number}"
+                self.engine.add_request(name, {"prompt_token_ids": list(request.tokens)}, params)
+                waiting[name] = (place, number)
+        return waiting
+
+    def _check_versions(self, spans: Sequence[Any] | None) -> None:
+        served = {span.version for span in spans or ()}
+        if served - {self.mark}:
+            raise VitalSignError(f"vLLM drew from weights {', '.join(served)}, and was given {self.mark}")
+
+    def close(self) -> None:
+        """Give back its memory."""
+        if hasattr(self, "engine"):
+            self.engine.engine_core.shutdown()
+            del self.engine
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
+def _check_model(vllm: ModuleType, config: PretrainedConfig, architecture: str, beside_trainer: bool) -> None:
+    """Raise ModelError for a model that vLLM would refuse only in the middle of a step, or that hurts the trainer."""
+    kind, platform = config.model_type, import_module("vllm.platforms").current_platform
+    registered = vllm.ModelRegistry.models.get(architecture)
+    if beside_trainer and getattr(registered, "module_name", "transformers").endswith("transformers"):
+        raise ModelError(
+            f"vLLM runs {kind} by transformers' own classes, and changes them in the whole process, the trainer's too: "
+            "set rollout.vllm: {mode: server}"
+        )
+    if platform.is_cpu():
+        sizes = import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend.get_supported_head_sizes()
+        if _head_size(config) not in sizes:
+            raise ModelError(
+                f"vLLM cannot run this {kind}: its heads have {_head_size(config)} dimensions, and on a CPU vLLM takes "
+                f"{', '.join(map(str, sizes))}: set rollout.engine: embedded or transformers"
+            )
+
+
+def _no_ranks(x: Tensor, values: Tensor) -> Tensor:
+    """In place of vLLM's ranks of the drawn tokens, which nobody reads and which it would compile first: 20 seconds."""
+    return torch.zeros_like(values[:, 0], dtype=torch.int64)
+
+
+def _memory(config: PretrainedConfig, dtype: torch.dtype, share: float) -> dict[str, Any]:
+    """What of the engine's arguments depends on memory."""
+    if not import_module("vllm.platforms").current_platform.is_cpu():
+        return {"gpu_memory_utilization": share, "max_model_len": -1}  # -1: what fits
+    one = _bytes_per_token(config, dtype)
+    longest = min((positions_of(config) or CACHE_BYTES) + 1, CACHE_BYTES // one - 2 * CPU_BLOCK)
+    return {
+        "kv_cache_memory_bytes": min(CACHE_BYTES, MAX_ROWS * (longest + 2 * CPU_BLOCK) * one),
+        "max_model_len": longest,
+        "block_size": CPU_BLOCK,
+        "enforce_eager": True,  # compiling takes longer than a short run, and would keep weights apart from the model
+    }
+
+
+def _bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * _head_size(config) * dtype.itemsize
+
+
+def _head_size(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _repack_tied_head(model: nn.Module) -> None:
+    """On a CPU vLLM multiplies by a packed copy of the head, and a head that is the embedding is not given to it anew:
+    packed again here, or it would serve the old weights."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if hasattr(module, "cpu_linear") and "Embedding" in type(method).__name__:
+            method.process_weights_after_loading(module)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

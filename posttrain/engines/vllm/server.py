@@ -1,0 +1,242 @@
+"""vLLM as a server for the engine: `python -m posttrain.engines.vllm.server --port 8001`.
+
+It is told by the trainer which model to run, and given its weights after every step (wire.py). It listens on loopback
+unless --host names another address, which needs a key in the environment (POSTTRAIN_SERVER_KEY), the same on both
+sides: who may push weights may also fill this machine's memory. With --child it ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import ipaddress
+import json
+import os
+import select
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from posttrain.engines.vllm import wire
+from posttrain.engines.vllm.core import Core, import_vllm
+from posttrain.errors import ConfigError, EngineError, PosttrainError
+
+IDLE = 600.0  # seconds that a connection may be silent
+LARGEST = 1 << 34  # bytes of one request
+
+
+class Desk:
+    """What the server keeps between requests: the model, and the tensors on their way into it."""
+
+    def __init__(self, vllm_version: str, gpu_memory_utilization: float):
+        self.vllm_version, self.gpu_memory_utilization = vllm_version, gpu_memory_utilization
+        self.core: Core | None = None
+        self.arrived: dict[str, torch.Tensor] = {}
+
+    def health(self) -> dict[str, Any]:
+        mark = self.core.mark if self.core is not None else ""
+        return {"protocol": wire.PROTOCOL, "vllm": self.vllm_version, "mark": mark}
+
+    def model(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.core is not None:
+            self.core.close()
+        self.core, self.arrived = None, {}
+        settings = dict(body["config"])
+        self.core = Core(
+            AutoConfig.for_model(settings.pop("model_type"), **settings),
+            body["architecture"],
+            getattr(torch, body["dtype"]),
+            gpu_memory_utilization=body.get("gpu_memory_utilization") or self.gpu_memory_utilization,
+            tokenizer=_tokenizer(body.get("tokenizer")),
+        )
+        return {"vocabulary": self.core.vocabulary, "positions": self.core.positions}
+
+    def tensor(self, header: str, data: bytearray) -> dict[str, Any]:
+        name, tensor = wire.tensor_from_wire(header, data)
+        self.arrived[name] = tensor
+        return {}
+
+    def load(self, body: dict[str, Any]) -> dict[str, Any]:
+        arrived, self.arrived = self.arrived, {}
+        if len(arrived) != body["count"]:
+            raise EngineError(f"{len(arrived)} of {body['count']} weights arrived")
+        self.loaded().load(body["mark"], arrived.items())
+        return {"mark": body["mark"]}
+
+    def generate(self, body: dict[str, Any], tick: Callable[[], None]) -> dict[str, Any]:
+        mark, asked, sampling = wire.question_from(body)
+        return wire.answer(self.loaded().draw(mark, asked, sampling, tick))
+
+    def loaded(self) -> Core:
+        if self.core is None:
+            raise EngineError("the server has no model: it was started anew; start the run again, with --resume")
+        return self.core
+
+
+def _tokenizer(files: dict[str, str] | None) -> PreTrainedTokenizerBase | None:
+    """From the files that it was saved as."""
+    if files is None:
+        return None
+    with TemporaryDirectory(prefix="posttrain-vllm-") as folder:
+        for name, text in files.items():
+            if Path(name).name != name:
+                raise ConfigError(f"{name!r} cannot be a file of a tokenizer")
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        return AutoTokenizer.from_pretrained(folder)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    timeout = IDLE
+    desk: Desk  # set by `serve`
+    key: str | None
+
+    def do_GET(self) -> None:
+        self._answer(lambda: self.desk.health() if self.path == "/health" else self._unknown())
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        if not self._allowed() or length > LARGEST:
+            self.close_connection = True  # the body stays unread
+            self._send(
+                wire.failure(EngineError("the server refuses this: its key is another, or the request too large"))
+            )
+            return
+        data = bytearray(length)
+        if self.rfile.readinto(data) != length:
+            self.close_connection = True
+            return
+        if self.path == "/tensor":
+            self._answer(lambda: self.desk.tensor(self.headers[wire.TENSOR_HEADER], data))
+        elif self.path == "/generate":
+            self._stream(json.loads(data))
+        else:
+            verbs = {"/model": self.desk.model, "/load": self.desk.load}
+            self._answer(lambda: verbs[self.path](json.loads(data)) if self.path in verbs else self._unknown())
+
+    def _stream(self, body: dict[str, Any]) -> None:
+        """Lines: a sign of life for each second in which the engine makes steps, then the answer."""
+        self.send_response(200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        last = time.monotonic()
+
+        def tick() -> None:
+            nonlocal last
+            if time.monotonic() - last > 1.0:
+                last = time.monotonic()
+                self.wfile.write(b"{}\n")  # fails where nobody listens any more, which ends the work
+
+        self.wfile.write(json.dumps(self._tried(lambda: self.desk.generate(body, tick))).encode() + b"\n")
+
+    def _answer(self, work: Callable[[], dict[str, Any]]) -> None:
+        self._send(self._tried(work))
+
+    def _tried(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if not self._allowed():
+            return wire.failure(EngineError(f"the server's key is another: set {wire.KEY} to the same on both sides"))
+        try:
+            return work()
+        except ConnectionError:
+            raise
+        except Exception as error:
+            if not isinstance(error, PosttrainError):
+                traceback.print_exc()
+            return wire.failure(error)
+
+    def _allowed(self) -> bool:
+        given = self.headers.get("Authorization") or ""
+        return self.key is None or hmac.compare_digest(given.encode(), f"Bearer {self.key}".encode())
+
+    def _unknown(self) -> dict[str, Any]:
+        raise EngineError(f"the server knows no {self.path}: it is of another version of posttrain")
+
+    def _send(self, answer: dict[str, Any]) -> None:
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a push is hundreds of requests."""
+
+
+class _Server(HTTPServer):
+    def server_bind(self) -> None:
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):  # a client that went away is no error
+            traceback.print_exc()
+
+
+def server_at(host: str, port: int, key: str | None, desk: Desk) -> HTTPServer:
+    """A server that is bound but does not serve yet. Raises ConfigError for an open address without a key."""
+    if not key and not _is_loopback(host):
+        raise ConfigError(f"--host {host} can be reached by others: set {wire.KEY} to a secret, the trainer's too")
+    try:
+        return _Server((host, port), type("BoundHandler", (Handler,), {"desk": desk, "key": key or None}))
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process when its standard input is closed or its parent is another: also where the parent was killed."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            ready, _, _ = select.select([sys.stdin], [], [], 1.0)
+            if ready and not os.read(sys.stdin.fileno(), 1):
+                break
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m posttrain.engines.vllm.server", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8001, help="0: any that is free")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.7)
+    parser.add_argument("--child", type=int, metavar="PID", help="end with this parent")
+    given = parser.parse_args()
+    if given.child is not None:
+        end_with_parent(given.child)
+    try:
+        desk = Desk(import_vllm().__version__, given.gpu_memory_utilization)
+        server = server_at(given.host, given.port, os.environ.get(wire.KEY), desk)
+    except PosttrainError as error:
+        raise SystemExit(f"error: {error}") from error
+    host, port = server.server_address[:2]
+    print(json.dumps({"listening": f"http://{host!s}:{port}"}), flush=True)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nobody reads the pipe any more; vLLM writes to it
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

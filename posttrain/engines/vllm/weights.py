@@ -1,0 +1,71 @@
+"""The weights of a policy as a checkpoint has them: named as in transformers, adapters merged."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from posttrain.engines.streams import seed_of
+from posttrain.errors import ModelError
+from posttrain.models.families import base_of
+from posttrain.store.files import bits
+
+Named = tuple[str, Tensor]
+Adapters = tuple[tuple[bool, tuple[str, ...]], ...]
+
+
+def adapters_of(policy: nn.Module) -> Adapters:
+    """Which adapters are switched on, layer by layer; empty without any."""
+    layers = (module for module in policy.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper))
+    return tuple((bool(layer.disable_adapters), tuple(layer.active_adapters)) for layer in layers)
+
+
+@torch.no_grad()
+def fingerprint(policy: nn.Module) -> int:
+    """A number that changes, but for rare chance, when any bit of a weight does."""
+    return seed_of(*(int(bits(parameter).sum(dtype=torch.int64)) for parameter in policy.parameters()))
+
+
+@torch.no_grad()
+def weights_of(policy: nn.Module) -> Iterator[Named]:
+    """Every weight of the model once, with its adapters as they are switched merged into a copy.
+
+    A merged layer is computed when it is asked for, so that there is one of them at a time; the policy is left as it
+    is. Raises ModelError for a model of quantised weights.
+    """
+    base = base_of(policy)
+    if getattr(base, "is_quantized", False):
+        raise ModelError(
+            "vLLM takes whole weights, and this model's are quantised (load_in_4bit): set rollout.engine: embedded"
+        )
+    wrapped: dict[str, nn.Module] = {
+        name: module
+        for name, module in base.named_modules()
+        if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)
+    }
+    done: set[str] = set()
+    for name, parameter in base.named_parameters():
+        owner = next((prefix for prefix in wrapped if name.startswith(f"{prefix}.")), None)
+        if owner is None:
+            yield name, parameter.detach()
+        elif owner not in done:
+            done.add(owner)
+            for inner, tensor in _as_switched(wrapped[owner]).named_parameters():
+                yield f"{owner}.{inner}", tensor.detach()
+
+
+def _as_switched(module: nn.Module) -> nn.Module:
+    """What the layer would be without PEFT."""
+    if isinstance(module, ModulesToSaveWrapper):
+        on = not module.disable_adapters and module.active_adapters
+        return module.modules_to_save[module.active_adapters[0]] if on else module.original_module
+    assert isinstance(module, BaseTunerLayer)
+    if not module.disable_adapters and module.active_adapters:
+        module = copy.deepcopy(module)  # merging and unmerging the layer itself would round its weights
+        module.merge()
+    return module.get_base_layer()

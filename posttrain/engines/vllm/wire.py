@@ -1,0 +1,85 @@
+"""What client and server say to one another: JSON, and the bytes of tensors; nothing that runs code when it is read.
+
+    GET  /health     -> {protocol, vllm, mark}
+    POST /model      {architecture, config, dtype, tokenizer, gpu_memory_utilization} -> {vocabulary, positions}
+    POST /tensor     a tensor's bytes, with the header X-Tensor: {name, dtype, shape, crc32} -> {}
+    POST /load       {mark, count}: the tensors sent before are the weights -> {mark}
+    POST /generate   {mark, requests, sampling} -> a line each second of work, {tokens}; at last a line {groups}
+
+A failure is {error: {kind, message}}, kind being a class of posttrain.errors. Every answer but that of /generate is
+one JSON object. Requests are taken one after the other, and with `Authorization: Bearer KEY` only where a key is set.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain import errors
+from posttrain.engines.protocol import Request, Sampling
+from posttrain.engines.vllm.core import Drawn
+from posttrain.errors import EngineError, PosttrainError
+
+PROTOCOL = 1
+KEY = "POSTTRAIN_SERVER_KEY"  # the environment's name for it, on both sides
+TENSOR_HEADER = "X-Tensor"
+
+
+def tensor_to_wire(name: str, tensor: Tensor) -> tuple[str, memoryview]:
+    """The header and the bytes."""
+    whole = tensor.detach().cpu().contiguous()
+    data = memoryview(whole.flatten().view(torch.uint8).numpy().data)
+    dtype = str(whole.dtype).removeprefix("torch.")
+    return json.dumps({"name": name, "dtype": dtype, "shape": list(whole.shape), "crc32": zlib.crc32(data)}), data
+
+
+def tensor_from_wire(header: str, data: bytearray) -> tuple[str, Tensor]:
+    """Raises EngineError when the bytes are not those that were sent."""
+    told = json.loads(header)
+    if zlib.crc32(data) != told["crc32"]:
+        raise EngineError(f"the weight {told['name']} arrived damaged: its checksum is another")
+    flat = torch.frombuffer(data, dtype=getattr(torch, told["dtype"])) if data else torch.empty(0)
+    return told["name"], flat.view(told["shape"])
+
+
+def question(mark: str, asked: Sequence[Request], sampling: Sampling) -> dict[str, Any]:
+    """The body of /generate."""
+    rows = [{"tokens": list(r.tokens), "seed": r.seed, "limits": list(r.limits)} for r in asked]
+    return {"mark": mark, "requests": rows, "sampling": asdict(sampling)}
+
+
+def question_from(body: Mapping[str, Any]) -> tuple[str, list[Request], Sampling]:
+    given: dict[str, Any] = dict(body["sampling"])
+    given["stop_token_ids"], given["stop"] = tuple(given["stop_token_ids"]), tuple(given["stop"])
+    sampling = Sampling(**given)
+    rows = enumerate(body["requests"])
+    return body["mark"], [Request(i, row["tokens"], row["seed"], tuple(row["limits"])) for i, row in rows], sampling
+
+
+def answer(groups: Sequence[Sequence[Drawn]]) -> dict[str, Any]:
+    """The last line of /generate."""
+    return {"groups": [[asdict(one) for one in group] for group in groups]}
+
+
+def answer_from(line: Mapping[str, Any]) -> list[list[Drawn]]:
+    return [[Drawn(**one) for one in group] for group in line["groups"]]
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    kind = type(error).__name__ if isinstance(error, PosttrainError) else "EngineError"
+    message = str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {error}"
+    return {"error": {"kind": kind, "message": message}}
+
+
+def raise_failure(line: Mapping[str, Any], where: str) -> None:
+    """Raise what the server says went wrong, if it says so."""
+    if "error" in line:
+        kind = getattr(errors, str(line["error"].get("kind")), EngineError)
+        known = kind if isinstance(kind, type) and issubclass(kind, PosttrainError) else EngineError
+        raise known(f"{where}: {line['error'].get('message')}")
