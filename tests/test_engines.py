@@ -6,15 +6,19 @@ mask, position or cache shows in every number.
 
 import math
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_equivalence import CONFIGS, VOCAB, make
+from test_equivalence import CONFIGS, VOCAB
+from test_equivalence import make as make_small
 from transformers import AutoTokenizer
+from vllm_stand_in import HAS_VLLM, NO_VLLM, VLLM_REFUSES, standing_in
 
 from posttrain.batch import Example, Sample, pack
+from posttrain.config.rollout import VllmConfig
 from posttrain.engines import EmbeddedEngine, Sampling, TransformersEngine, make_engine
 from posttrain.errors import ConfigError, DataError, ModelError, VitalSignError
 from posttrain.models.families import FAMILIES, base_of
@@ -24,6 +28,23 @@ from posttrain.scoring import Scorer
 PACKED = [name for name, family in FAMILIES.items() if family.packed]
 PROMPTS = [[5, 9, 11, 30, 7], [8, 8, 21], [40, 3, 17, 26, 5, 6, 19, 33, 50, 12, 4], [60], [9, 14, 22, 5, 31, 44]]
 DRAWN = Sampling(temperature=0.8, max_completion_length=14, num_generations=3, stop_token_ids=(7, 19), seed=3)
+
+
+# Heads of 32 dimensions, the least that vLLM has attention for on a CPU; one config for all engines.
+HEADS = dict(hidden_size=64, num_attention_heads=2)
+GQA = HEADS | dict(num_key_value_heads=1, head_dim=32)
+SHAPES = {
+    **dict.fromkeys(("llama", "mistral", "qwen3"), GQA),
+    **dict.fromkeys(("gemma2", "gemma3_text"), GQA | dict(query_pre_attn_scalar=32)),
+    **dict.fromkeys(("qwen2", "phi3"), HEADS | dict(num_key_value_heads=1)),
+    "gpt2": dict(n_embd=64, n_head=2),
+    "gpt_neox": HEADS,
+    "opt": HEADS | dict(word_embed_proj_dim=64),
+}
+
+
+def make(family: str, **settings):
+    return make_small(family, **SHAPES.get(family, {}) | settings)
 
 
 def policy_of(family: str = "qwen3", **settings):
@@ -45,10 +66,41 @@ def with_lora(model):
     return adapted.eval()
 
 
-@pytest.fixture(params=["embedded", "transformers"])
+@pytest.fixture(scope="session")
+def vllm_server():
+    """The address of a server that many engines use in turn."""
+    from posttrain.engines.vllm import wire
+    from posttrain.engines.vllm.client import Process
+
+    process = Process(timeout=300.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(wire.KEY, process.key)
+        yield process.url
+    process.stop()
+
+
+@pytest.fixture(params=["embedded", "transformers", "stand-in", "vllm", "vllm-server"])
 def engine_of(request):
-    """Makes an engine over a policy."""
-    return lambda policy, **settings: make_engine(request.param, policy, **settings)
+    """Makes an engine over a policy. `stand-in` is the vLLM engine and its server over HTTP, without vLLM in it."""
+    kind, name = request.param, request.param.partition("-")[0]
+    if name == "vllm" and not HAS_VLLM:
+        pytest.skip(NO_VLLM)
+    with ExitStack() as resources:
+
+        def made(policy, **settings):
+            if kind == "stand-in":
+                settings["vllm"] = VllmConfig(mode="server", base_url=resources.enter_context(standing_in()))
+            elif kind == "vllm-server":
+                settings["vllm"] = VllmConfig(mode="server", base_url=request.getfixturevalue("vllm_server"))
+            if refusal := VLLM_REFUSES.get((kind, base_of(policy).config.model_type)):
+                with pytest.raises(ModelError, match=refusal):
+                    make_engine("vllm", policy, **settings)
+                pytest.skip("vLLM does not run this family here, and says so")
+            engine = make_engine("vllm" if kind == "stand-in" or name == "vllm" else kind, policy, **settings)
+            resources.callback(engine.close)
+            return engine
+
+        yield made
 
 
 def tokens_of(groups):

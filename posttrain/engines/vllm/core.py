@@ -105,8 +105,7 @@ class Core:
                 # vLLM replaces it in the whole process; the trainer goes on with its own threads.
                 torch.set_num_threads = set_num_threads
                 torch.set_num_threads(threads)
-        sampler = import_module("vllm.v1.sample.sampler")
-        sampler.batched_count_greater_than = _no_ranks
+        setattr(import_module("vllm.v1.sample.sampler"), "batched_count_greater_than", _no_ranks)  # noqa: B010
         model_config = self.engine.model_config
         self.vocabulary: int = model_config.get_vocab_size()
         self.positions: int = model_config.max_model_len - 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+from vllm.sampling_params import SamplingParams  # pyright: ignore[reportMissingImports]
 from vllm.v1.sample.logits_processor import (  # pyright: ignore[reportMissingImports]
     BatchUpdate,
     LogitsProcessor,

@@ -139,8 +139,8 @@ class VllmEngine:
         if not difference <= ROUNDING.get(base.dtype, ROUNDING[torch.bfloat16]):
             raise VitalSignError(
                 f"vLLM does not serve the weights it was given: after the push of version {self.version} the "
-                f"log-probabilities of tokens differ by {difference:.3g} nats from the trainer's. It holds stale weights, "
-                "or computes this model in another way: set rollout.engine: embedded, and report this model"
+                f"log-probabilities of tokens differ by {difference:.3g} nats from the trainer's. It holds stale "
+                "weights, or computes this model in another way: set rollout.engine: embedded, and report this model"
             )
 
 

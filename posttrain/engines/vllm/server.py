@@ -218,7 +218,7 @@ def end_with_parent(parent: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m posttrain.engines.vllm.server", description=__doc__.splitlines()[0]
+        prog="python -m posttrain.engines.vllm.server", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8001, help="0: any that is free")

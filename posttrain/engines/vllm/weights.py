@@ -43,7 +43,7 @@ def weights_of(policy: nn.Module) -> Iterator[Named]:
         raise ModelError(
             "vLLM takes whole weights, and this model's are quantised (load_in_4bit): set rollout.engine: embedded"
         )
-    wrapped: dict[str, nn.Module] = {
+    wrapped = {
         name: module
         for name, module in base.named_modules()
         if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)
@@ -59,12 +59,11 @@ def weights_of(policy: nn.Module) -> Iterator[Named]:
                 yield f"{owner}.{inner}", tensor.detach()
 
 
-def _as_switched(module: nn.Module) -> nn.Module:
+def _as_switched(module: BaseTunerLayer | ModulesToSaveWrapper) -> nn.Module:
     """What the layer would be without PEFT."""
     if isinstance(module, ModulesToSaveWrapper):
         on = not module.disable_adapters and module.active_adapters
         return module.modules_to_save[module.active_adapters[0]] if on else module.original_module
-    assert isinstance(module, BaseTunerLayer)
     if not module.disable_adapters and module.active_adapters:
         module = copy.deepcopy(module)  # merging and unmerging the layer itself would round its weights
         module.merge()

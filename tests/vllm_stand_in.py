@@ -1,0 +1,86 @@
+"""What tests of the vLLM engine share: whether vLLM is there, what it refuses, and a server without it.
+
+The stand-in is the real server over real HTTP, with a core that draws by the embedded engine from a model of its own,
+whose weights are those that were pushed. So all but vLLM itself is tested wherever the suite runs.
+"""
+
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from posttrain.engines import EmbeddedEngine, TransformersEngine
+from posttrain.engines.vllm import server
+from posttrain.engines.vllm.core import Drawn
+from posttrain.errors import ModelError, VitalSignError
+from posttrain.models.families import FAMILIES, positions_of
+from posttrain.models.lean import lean
+
+HAS_VLLM = find_spec("vllm") is not None
+NO_VLLM = "vLLM is not installed here: run `make test-vllm`, which has it in an environment of its own"
+
+# (engine, family) that vLLM 0.32 cannot run on a CPU, and what is said then.
+VLLM_REFUSES = {
+    ("vllm", "gpt_neox"): r"changes them in the whole process.*mode: server",
+    ("vllm", "qwen2"): r"Sliding window for some but all layers",
+    ("vllm-server", "qwen2"): r"Sliding window for some but all layers",
+}
+
+
+class Core:
+    """In place of posttrain.engines.vllm.core.Core."""
+
+    def __init__(self, config, architecture, dtype, *, gpu_memory_utilization, tokenizer=None):
+        self.model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        assert type(self.model).__name__ == architecture
+        packed = FAMILIES[config.model_type].packed
+        if packed:
+            self.model.set_attn_implementation("packed")
+        lean(self.model)
+        self.engine = (EmbeddedEngine if packed else TransformersEngine)(self.model, tokenizer)
+        self.mark, self.vocabulary = "", config.vocab_size
+        self.positions = positions_of(config) or 4096
+
+    def load(self, mark, weights):
+        self.mark = ""
+        weights = dict(weights)
+        own = dict(self.model.named_parameters())
+        if own.keys() != weights.keys():
+            raise ModelError(f"other weights than the model's: {sorted(own.keys() ^ weights.keys())[:3]}")
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+        self.mark = mark
+
+    def draw(self, mark, asked, sampling, tick=lambda: None):
+        if mark != self.mark:
+            raise VitalSignError(f"vLLM holds other weights ({self.mark}) than those asked for ({mark})")
+        tick()
+        groups = self.engine.generate(
+            [request.tokens for request in asked],
+            replace(sampling, num_generations=len(asked[0].limits)),
+            seeds=[request.seed for request in asked],
+            limits=[request.limits for request in asked],
+        )
+        return [[Drawn(c.tokens, c.logprobs, c.finish_reason == "stop") for c in group] for group in groups]
+
+    def close(self):
+        pass
+
+
+@contextmanager
+def standing_in(desk=None, key=None, patched=Core):
+    """The address of a server in a thread of this process, on loopback."""
+    real, server.Core = server.Core, patched
+    bound = server.server_at("127.0.0.1", 0, key, desk or server.Desk("0.32.0", 0.7))
+    thread = threading.Thread(target=bound.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{bound.server_address[1]}"
+    finally:
+        bound.shutdown()
+        bound.server_close()
+        server.Core = real
