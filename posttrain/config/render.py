@@ -89,8 +89,8 @@ def starter(method: str, everything: bool = False) -> str:
         if setting.section != section:
             section = setting.section
             lines += ["", f"{section}:"]
-        if setting.path == "data.tags.reasoning_start":
-            lines.append("  tags:")
+        if setting.path in ("data.tags.reasoning_start", "rollout.vllm.mode"):  # the first of a group within it
+            lines.append(f"  {setting.path.split('.')[1]}:")
         value = values.get(setting.path, setting.default)
         lines += _entry(setting, value, method)
     return "\n".join(lines) + "\n"
