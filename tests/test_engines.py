@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from test_equivalence import CONFIGS, VOCAB
 from test_equivalence import make as make_small
 from transformers import AutoTokenizer
-from vllm_stand_in import HAS_VLLM, NO_VLLM, VLLM_REFUSES, standing_in
+from vllm_stand_in import HAS_VLLM, VLLM_REFUSES, standing_in
 
 from posttrain.batch import Example, Sample, pack
 from posttrain.config.rollout import VllmConfig
@@ -79,12 +79,13 @@ def vllm_server():
     process.stop()
 
 
-@pytest.fixture(params=["embedded", "transformers", "stand-in", "vllm", "vllm-server"])
+ENGINES = ["embedded", "transformers", "stand-in", *(["vllm", "vllm-server"] if HAS_VLLM else [])]  # make test-vllm
+
+
+@pytest.fixture(params=ENGINES)
 def engine_of(request):
     """Makes an engine over a policy. `stand-in` is the vLLM engine and its server over HTTP, without vLLM in it."""
     kind, name = request.param, request.param.partition("-")[0]
-    if name == "vllm" and not HAS_VLLM:
-        pytest.skip(NO_VLLM)
     with ExitStack() as resources:
 
         def made(policy, **settings):
