@@ -115,7 +115,7 @@ def run_posttrain(method: str, models: dict[str, Path], lengths: list[list[list[
         "rollout": {"max_completion_length": LIMIT},
         "training": {
             "batch_size": prompts,
-            "tokens_per_pack": 1536,
+            "tokens_per_pack": 1280,
             "max_steps": STEPS[method],
             "lr_scheduler_type": "constant",
             "warmup_steps": 0,

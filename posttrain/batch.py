@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,9 @@ def pack(
 ) -> list[Pack]:
     """Lay examples into as few packs of at most `tokens_per_pack` physical tokens as first-fit-decreasing finds.
 
+    The fullest pack comes first: what those after it need fits into the memory it leaves, and gradients are not there
+    yet when it is at its peak.
+
     Examples of one tree whose roots are the same (a prompt that has several rows) share it where they share a pack.
     The last token of a sequence predicts nothing and is not fed, unless `keep_last` asks for its hidden state (reward
     models). `pad_to` fills every pack to a multiple of it with tokens that see only themselves, so that a compiled
@@ -133,7 +137,8 @@ def pack(
         else:
             bins.append({root: [index]})
             room.append(tokens_per_pack - lengths[index])
-    return [_Layout(keep_last).build(_in_order(held, examples), pad_to or 1) for held in bins]
+    fullest_first = sorted(zip(room, bins, strict=True), key=itemgetter(0))
+    return [_Layout(keep_last).build(_in_order(held, examples), pad_to or 1) for _, held in fullest_first]
 
 
 Root = tuple[bytes, bytes] | int

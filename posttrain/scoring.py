@@ -7,6 +7,7 @@ exists, and prompt tokens never meet the head. Being a module's forward, it can 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -16,11 +17,12 @@ from torch import nn
 from posttrain.batch import Pack
 from posttrain.models.attention import PackedMask
 from posttrain.models.families import backbone_of, base_of, is_packed, logit_scale, logit_softcap
-from posttrain.models.matmul import product, weight_of
+from posttrain.models.matmul import ROWS, is_for_onednn, product, weight_of
 
 # Elements of the largest block of logits that exists at a time: 16 MB in float32, inside a CPU's cache; more on a GPU,
 # where small products leave the device idle.
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
+READ_STEP = 4 * ROWS  # the last layer goes on with a multiple of so many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ def hidden_states(model: nn.Module, pack: Pack, index: torch.Tensor) -> torch.Te
     backbone = backbone_of(base)
     if is_packed(base):
         read, where = index.unique(return_inverse=True)
+        if len(read) + -len(read) % READ_STEP < len(pack.tokens_T):
+            read = torch.cat([read, read[-1:].expand(-len(read) % READ_STEP)])
         mask = PackedMask(pack, read)
         out = backbone(input_ids=pack.tokens_T[None], position_ids=pack.position_T[None], use_cache=False, packed=mask)
         hidden = out.last_hidden_state[0]  # of all tokens, or of those read alone (models/lean.py)
@@ -148,7 +152,7 @@ class ChunkedScores(torch.autograd.Function):
     def forward(ctx, hidden_N, weight, bias, target_N, temperature, softcap):
         size = len(target_N)
         log_z_N, logprob_N, entropy_N, top1_N = hidden_N.new_empty(4, size, dtype=torch.float32).unbind()
-        for rows in _chunks(size, weight):
+        for rows in _chunks(size, weight, _step(weight)):
             logits, _ = _logits(hidden_N[rows], weight, bias, temperature, softcap)
             highest = logits.amax(-1)
             logits -= highest[:, None]
@@ -174,7 +178,7 @@ class ChunkedScores(torch.autograd.Function):
         grad_hidden_N = torch.empty_like(hidden_N) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        for rows in _chunks(len(target_N), weight):
+        for rows in _chunks(len(target_N), weight, _step(weight)):
             logits, capped = _logits(hidden_N[rows], weight, bias, ctx.temperature, ctx.softcap)
             log_p = logits.sub_(log_z_N[rows, None])
             if grad_entropy_N is None:
@@ -234,6 +238,12 @@ def _logits(hidden, weight, bias, temperature, softcap):
     return (logits if temperature == 1.0 and softcap is None else logits / temperature), capped
 
 
-def _chunks(size: int, weight: torch.Tensor):
+def _step(weight: torch.Tensor) -> int:
+    return ROWS if is_for_onednn(weight) else 1
+
+
+def _chunks(size: int, weight: torch.Tensor, step: int = 1) -> list[slice]:
+    """Rows in chunks of a multiple of `step`; the last ones, fewer than a step, are a chunk of their own."""
     rows = max(1, CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cpu"]) // len(weight))
-    return [slice(start, min(start + rows, size)) for start in range(0, size, rows)]
+    rows, even = -(-rows // step) * step, size - size % step
+    return [slice(*pair) for pair in pairwise([*range(0, even, rows), even, size]) if pair[0] < pair[1]]

@@ -19,7 +19,7 @@ from posttrain.errors import ModelError
 from posttrain.models.attention import PackedMask, packed_attention
 from posttrain.models.families import FAMILIES, check_positions
 from posttrain.models.lean import lean
-from posttrain.models.matmul import linear
+from posttrain.models.matmul import ONEDNN, is_for_onednn, linear, packed_weights, weight_of
 from posttrain.recipes.job import enable_gradient_checkpointing
 from posttrain.scoring import ChunkedScores, RewardScorer, Scorer
 
@@ -151,6 +151,38 @@ def test_packed_equals_one_by_one(family):
     torch.testing.assert_close(got_N, want_N, rtol=0, atol=1e-5)
     (got_N * weight_N).sum().backward()
     assert_close_gradients(gradients(model), want_grad)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_padding_of_a_pack_and_of_what_is_read_changes_nothing(family):
+    """Packs are padded to a few widths, and the last layer goes on with a multiple of READ_STEP tokens."""
+    examples = [example for seed in range(3) for example in forest(seed)]
+    model = make(family)
+    model.set_attn_implementation("packed")
+    lean(model)
+    found = []
+    for pad_to in (None, 512):
+        [whole] = pack(examples, 1000, pad_to=pad_to)
+        logprob_N = Scorer(model)(whole).logprob_N
+        logprob_N.sum().backward()
+        found.append((logprob_N.detach(), gradients(model), len(whole.source_N.unique()), len(whole.tokens_T)))
+    (bare, bare_grads, read, width), (padded, padded_grads, _, padded_width) = found
+    assert read % scoring.READ_STEP and read + scoring.READ_STEP < width < padded_width == 512
+    torch.testing.assert_close(padded, bare, rtol=0, atol=1e-5)
+    assert_close_gradients(padded_grads, bare_grads)
+
+
+@pytest.mark.parametrize("step", [1, 16])
+def test_chunks_are_whole_steps_and_a_rest(monkeypatch, step):
+    monkeypatch.setitem(scoring.CHUNK_ELEMENTS, "cpu", 100 * VOCAB)
+    weight = torch.empty(VOCAB, 8)
+    for size in (0, 1, 15, 16, 99, 100, 101, 112, 113, 1000):
+        chunks = scoring._chunks(size, weight, step)
+        rows = torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(size)[part] for part in chunks)])
+        assert torch.equal(rows, torch.arange(size))
+        sizes = [part.stop - part.start for part in chunks]
+        assert all(0 < rows <= 112 and not rows % step for rows in sizes[:-1])
+        assert not sizes or sizes[-1] % step == 0 or sizes[-1] < step
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_neo"])
@@ -301,11 +333,13 @@ def test_lean_changes_no_module_it_does_not_know():
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("trained", ["weights", "inputs", "both"])
-def test_linear_layers_are_those_of_torch(trained, bias):
-    layer = torch.nn.Linear(96, 40, bias)
+@pytest.mark.parametrize("rows", [16, 17])  # for oneDNN, and for MKL
+def test_linear_layers_are_those_of_torch(rows, trained, bias):
+    layer = torch.nn.Linear(256, 320, bias)
+    assert is_for_onednn(layer.weight) == ONEDNN
     layer.requires_grad_(trained != "inputs")
-    x = torch.randn(3, 17, 96, requires_grad=trained != "weights")
-    given = torch.randn(3, 17, 40)
+    x = torch.randn(3, rows, 256, requires_grad=trained != "weights")
+    given = torch.randn(3, rows, 320)
     outs, grads = [], []
     for forward in (layer, partial(linear, layer)):
         outs.append(forward(x))
@@ -316,8 +350,19 @@ def test_linear_layers_are_those_of_torch(trained, bias):
     torch.testing.assert_close(outs[1], outs[0])
     assert len(grads[0]) == len(grads[1]) == (trained != "weights") + (trained != "inputs") * (1 + bias)
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
-    assert linear(layer, torch.empty(0, 96)).shape == (0, 40)
+    assert linear(layer, torch.empty(0, 256)).shape == (0, 320)
     torch.testing.assert_close(linear(layer.double(), x.double()), layer(x.double()))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_packed_weights_multiply_alike(bias):
+    layer = torch.nn.Linear(256, 320, bias)
+    with torch.no_grad(), packed_weights(layer):
+        assert not ONEDNN or weight_of(layer).is_mkldnn
+        for shape in ((1, 256), (7, 256), (1, 8, 256), (2, 3, 256)):
+            x = torch.randn(shape)
+            torch.testing.assert_close(linear(layer, x), layer(x))
+    assert weight_of(layer) is layer.weight
 
 
 def test_the_last_mlp_takes_only_the_tokens_that_are_read():

@@ -17,6 +17,7 @@ from posttrain.cli import main
 from posttrain.config import load
 from posttrain.data import prepare_run
 from posttrain.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
+from posttrain.models.attention import width_step
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.estimate import _activations, _simulate, empty_model, estimate
 from posttrain.recipes.heaviest import heaviest_step
@@ -65,7 +66,9 @@ def settings(shared, middling_model, tmp_path):
 def estimated(file: Path):
     config = load(file).config
     data = prepare_run(config, load_tokenizer(config.models[0]))
-    packs = heaviest_step(config, data, config.training.tokens_per_pack, CPU)
+    packs = heaviest_step(
+        config, data, config.training.tokens_per_pack, width_step(CPU, config.training.tokens_per_pack)
+    )
     return estimate(config, config.models[0], empty_model(config, config.models[0]), packs, CPU)
 
 
@@ -246,3 +249,21 @@ def test_plan_names_the_parts(settings, capsys):
     out = capsys.readouterr().out
     for part in ("weights", "gradients", "optimizer", "reference", "activations", "logits"):
         assert part in out
+
+
+def test_products_of_ever_new_sizes_do_not_grow_the_process():
+    """oneDNN keeps 0.3 MB of code for every shape it has met, here for 2 x 150 of them, if it is given them all."""
+    script = """
+import torch
+from posttrain.memory import memory_in_use
+from posttrain.models.matmul import linear
+layer, x = torch.nn.Linear(256, 512, bias=False), torch.randn(1024, 256, requires_grad=True)
+for rows in (512, 1024):
+    linear(layer, x[:rows]).sum().backward()
+before = memory_in_use()
+for rows in range(401, 701, 2):
+    linear(layer, x[:rows]).sum().backward()
+print(memory_in_use() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ)
+    assert int(done.stdout) < 30 * MIB, f"{done.stdout} {done.stderr}"

@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 
 from posttrain.batch import Pack
 from posttrain.errors import ModelError
+from posttrain.models.matmul import ONEDNN, ROWS
 
 NAME = "packed"
 
@@ -242,8 +243,11 @@ def _flex(q, k, v, packed, how):
 
 
 def width_step(device: torch.device, tokens_per_pack: int) -> int | None:
-    """What packs are padded to a multiple of: a quarter of the budget on a GPU, in blocks of 128; nothing elsewhere."""
-    return -(-tokens_per_pack // 4 // 128) * 128 if device.type == "cuda" else None
+    """What packs are padded to a multiple of: on a GPU a quarter of the budget, in blocks of 128; on a CPU whose
+    products keep something of every shape (models/matmul.py) a 64th of it; nothing elsewhere."""
+    if device.type == "cuda":
+        return -(-tokens_per_pack // 4 // 128) * 128
+    return -(-tokens_per_pack // 64 // ROWS) * ROWS if device.type == "cpu" and ONEDNN else None
 
 
 AttentionInterface.register(NAME, packed_attention)

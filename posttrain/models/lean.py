@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from posttrain.models.attention import Visible
-from posttrain.models.matmul import linear
+from posttrain.models.matmul import linear, product
 
 # Modules whose transformers forward is exactly what is computed here (proven by tests/test_equivalence.py).
 NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Phi3RMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
@@ -50,7 +50,10 @@ def lean(model: PreTrainedModel, kernels: Kernels | None = None) -> None:
         return kernels.norm(hidden_states, self.weight, self.variance_epsilon)
 
     def mlp(self, x: Tensor) -> Tensor:
-        return self.down_proj(kernels.swiglu(self.gate_proj(x), self.up_proj(x)))
+        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+        if kernels.swiglu is swiglu and _is_trained(down) and not torch.is_autocast_enabled(x.device.type):
+            return GatedLinear.apply(gate, up, down.weight, down.bias)
+        return down(kernels.swiglu(gate, up))
 
     layers = [module for module in model.modules() if type(module).__name__ in LAYERS]
     if layers:
@@ -63,6 +66,11 @@ def lean(model: PreTrainedModel, kernels: Kernels | None = None) -> None:
             module.forward = MethodType(norm, module)
         elif name in MLPS and type(module.act_fn) is SILU:
             module.forward = MethodType(mlp, module)
+
+
+def _is_trained(layer: nn.Module) -> bool:
+    """Whether it is a linear layer, no adapter around one, whose weight is to get a gradient."""
+    return type(layer) is nn.Linear and layer.weight.requires_grad and torch.is_grad_enabled()
 
 
 def _last_layer(self, hidden_states: Tensor, packed: Visible | None = None, **settings) -> Tensor:
@@ -131,14 +139,34 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        [grad_y] = grad_outputs
-        gate, up = ctx.saved_tensors
-        grad_gate, grad_up = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
-        for gate_rows, up_rows, grad, out_gate, out_up in _blocks(gate, up, grad_y, grad_gate, grad_up):
-            torch.ops.aten.silu.out(gate_rows, out=out_up).mul_(grad)
-            torch.mul(grad, up_rows, out=out_gate)
-            torch.ops.aten.silu_backward.grad_input(out_gate, gate_rows, grad_input=out_gate)
-        return grad_gate, grad_up
+        return _swiglu_gradients(*ctx.saved_tensors, *grad_outputs)
+
+
+def _swiglu_gradients(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]:
+    grad_gate, grad_up = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
+    for gate_rows, up_rows, grad, out_gate, out_up in _blocks(gate, up, grad_y, grad_gate, grad_up):
+        torch.ops.aten.silu.out(gate_rows, out=out_up).mul_(grad)
+        torch.mul(grad, up_rows, out=out_gate)
+        torch.ops.aten.silu_backward.grad_input(out_gate, gate_rows, grad_input=out_gate)
+    return grad_gate, grad_up
+
+
+class GatedLinear(torch.autograd.Function):
+    """(silu(gate) * up) W^T + b, keeping gate and up: what W multiplies is made again for its gradient."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return product(_swiglu(gate, up), weight, bias)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        [grad] = grad_outputs
+        gate, up, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_weight = rows.t() @ _swiglu(gate, up).flatten(0, -2)
+        grad_gate, grad_up = _swiglu_gradients(gate, up, product(grad, weight.t()))
+        return grad_gate, grad_up, grad_weight, rows.sum(0) if ctx.needs_input_grad[3] else None
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -6,12 +6,10 @@ import math
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from posttrain.batch import Example, Pack, Sample, pack
 from posttrain.config import OnlineMethod, RunConfig
 from posttrain.data import Prepared
-from posttrain.models.attention import width_step
 from posttrain.recipes.loop import epoch_order
 
 CANDIDATES = 8  # steps with most tokens; which of them fills a pack best is seen by packing
@@ -47,10 +45,9 @@ def with_completions(prompt: Example, method: OnlineMethod, length: int, tokens_
     return [replace(prompt, trees=(replace(tree, children=(leaf,) * count),)) for count in counts]
 
 
-def heaviest_step(config: RunConfig, data: Prepared, tokens_per_pack: int, device: torch.device) -> list[Pack]:
+def heaviest_step(config: RunConfig, data: Prepared, tokens_per_pack: int, pad_to: int | None = None) -> list[Pack]:
     """The packs of the first epoch's step with the fullest pack, that one first."""
     steps = sorted(first_epoch(config, len(data.train)), key=lambda rows: -int(data.train.lengths[rows].sum()))
-    pad_to = width_step(device, tokens_per_pack)
     packed = [pack_rows(config, data, rows, tokens_per_pack, pad_to) for rows in steps[:CANDIDATES]]
     heaviest = max(packed, key=lambda packs: max(map(_weight, packs)))
     return sorted(heaviest, key=_weight, reverse=True)

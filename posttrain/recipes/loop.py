@@ -166,7 +166,9 @@ class Loop:
 
     def _while_patient(self, packs: Sequence[Batch], updated: bool) -> Iterator[Batch]:
         """The packs of an update. One far from done some seconds after a signal is given up, as if never begun."""
-        for pack in packs:
+        for number, pack in enumerate(packs):
+            if number == 1 and isinstance(self.job.config.method, OnlineMethod):
+                return_free_pages()  # the first pack, the fullest, has left gradients that tear what others would fill
             if self.stop and time.monotonic() - self._asked > PATIENCE_S:
                 self._give_up_step(updated)
             yield pack

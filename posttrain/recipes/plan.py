@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.config import ModelConfig, OnlineMethod, RunConfig, Stage, check_skip, learning_rate
 from posttrain.data import Prepared, prepare_run
+from posttrain.models.attention import width_step
 from posttrain.models.load import compute_dtype, device_of, load_tokenizer
 from posttrain.optim.schedules import warmup_count
 from posttrain.recipes.estimate import count, empty_model, estimate
@@ -91,7 +92,7 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
     per_epoch = math.ceil(len(data.train) / training.batch_size)
     steps = total_steps(config, len(data.train))
     packs, tokens, targets_seen = _sampled_steps(config, data)
-    heaviest = heaviest_step(config, data, training.tokens_per_pack, device)
+    heaviest = heaviest_step(config, data, training.tokens_per_pack, width_step(device, training.tokens_per_pack))
     memory = estimate(config, model, empty, heaviest, device)
 
     title = f"{method.type} of {model.folder_name}"

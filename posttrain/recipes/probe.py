@@ -21,6 +21,7 @@ from posttrain.config import DPOMethod, KTOMethod, ModelConfig, OnlineMethod, Ru
 from posttrain.data import Prepared
 from posttrain.errors import ConfigError, ModelError, is_out_of_memory
 from posttrain.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
+from posttrain.models.attention import width_step
 from posttrain.models.load import device_of
 from posttrain.recipes.estimate import empty_model, estimate, holds_reference
 from posttrain.recipes.heaviest import heaviest_step
@@ -124,11 +125,11 @@ class Trials:
 
     def packs(self, size: int) -> list[Pack]:
         """The heaviest step's two fullest packs; the second is computed beside the gradients of the first."""
-        return heaviest_step(self.config, self.data, size, self.device)[:2]
+        return heaviest_step(self.config, self.data, size, width_step(self.device, size))[:2]
 
     def most_tokens(self) -> int:
         """Tokens of the step that has most."""
-        return max(pack.num_tokens for pack in heaviest_step(self.config, self.data, 1 << 62, torch.device("cpu")))
+        return max(pack.num_tokens for pack in heaviest_step(self.config, self.data, 1 << 62))
 
     def added(self, size: int) -> int:
         """What the estimate has a run take with packs of this size."""
