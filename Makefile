@@ -11,7 +11,7 @@ test: .venv/.installed lint
 	$(BIN)/pytest -n 2 -m "not slow"
 
 # Every slow proof of the suite.
-slow: .venv/.installed
+slow: .venv/.installed build/trl-1.12
 	$(BIN)/pytest -n 2 -m slow
 
 # Kills, damage, full disks, numbers that are not finite, signals: all of the proofs, the slow ones too (docs/resume.md).
@@ -41,7 +41,7 @@ bench: .venv/.installed build/trl-1.12 build/vllm/.installed
 	$(BIN)/python -m benchmarks.generate
 	$(BIN)/python -m benchmarks.online
 
-# The last TRL that had PPO, for `make bench` to compare with, apart from the environment's own.
+# The last TRL that had PPO, to compare with in `make slow` and `make bench`, apart from the environment's own.
 build/trl-1.12: .venv/.installed
 	$(BIN)/pip install --quiet --no-deps --target $@ trl==1.12.0
 

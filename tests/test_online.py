@@ -4,6 +4,7 @@ wrong. The task is that of benchmarks/sums.py: a model taught to add, then weake
 import json
 import math
 import signal
+from contextlib import closing
 
 import pytest
 from test_resume import assert_same_run
@@ -11,8 +12,9 @@ from test_resume import assert_same_run
 from posttrain import recipes
 from posttrain.config import load
 from posttrain.engines import EmbeddedEngine
-from posttrain.errors import ConfigError, DataError, RewardError, VitalSignError
+from posttrain.errors import ConfigError, DataError, RewardError, RunError, VitalSignError
 from posttrain.rollout import Sampler
+from posttrain.store import rollouts
 from posttrain.store.files import load_json
 from posttrain.store.rollouts import StoredRun
 
@@ -132,6 +134,34 @@ def test_resumed_equals_uninterrupted(sums_home, tmp_path, power_cut, method):
     train(sums_home, tmp_path / "broken", method, resume=True, **sections)
     assert_same_run(tmp_path / "whole/run", tmp_path / "broken/run")
     with StoredRun(tmp_path / "whole/run") as one, StoredRun(tmp_path / "broken/run") as two:
+        assert list(one.summary()) == list(two.summary()) and one.steps() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_full_disk_under_the_rollouts(sums_home, tmp_path, monkeypatch):
+    """The run ends with a word, its last checkpoint whole; with room again it goes on and loses nothing."""
+    sections = {"training": {"max_steps": 7}, "checkpoint": {"save_steps": 1, "save_total_limit": None}}
+    whole = train(sums_home, tmp_path / "whole", {}, **sections)
+    connect = rollouts._connect
+    with closing(connect(whole / rollouts.NAME)) as connection:
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+
+    def small(path):
+        connection = connect(path)
+        connection.execute(f"PRAGMA max_page_count = {pages * 2 // 3}")
+        return connection
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollouts, "_connect", small)
+        with pytest.raises(RunError, match="cannot be written: database or disk is full"):
+            train(sums_home, tmp_path / "broken", {}, **sections)
+    broken = tmp_path / "broken/run"
+    saved = sorted(folder.name for folder in broken.glob("checkpoint-*"))
+    assert saved and saved[-1] < "checkpoint-7"
+    with StoredRun(broken) as stored:
+        assert f"checkpoint-{stored.steps()[-1]}" == saved[-1]  # no checkpoint is ahead of what is on disk
+    train(sums_home, tmp_path / "broken", {}, resume=True, **sections)
+    assert_same_run(whole, broken)
+    with StoredRun(whole) as one, StoredRun(broken) as two:
         assert list(one.summary()) == list(two.summary()) and one.steps() == [1, 2, 3, 4, 5, 6, 7]
 
 

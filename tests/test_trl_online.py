@@ -36,7 +36,7 @@ def letters(completions, **_columns) -> list[float]:
     return [sum(letter in "aeiou" for letter in text) / max(1, len(text)) for text in completions]
 
 
-def train_ours(folder, model, prompts: list[str], monkeypatch, **method):
+def train_ours(folder, model, prompts: list[str], monkeypatch, training=None, **method):
     """The run folder, and for each step the prompts' tokens and what was drawn for them."""
     drawn, generate = [], EmbeddedEngine.generate
 
@@ -64,6 +64,7 @@ def train_ours(folder, model, prompts: list[str], monkeypatch, **method):
             "warmup_steps": 0,
             "weight_decay": 0.1,
             "tokens_per_pack": 512,
+            **(training or {}),
         },
         "tracking": {"logging_steps": 1},
         "devices": {"type": "cpu"},
