@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from benchmarks.common import TRL_SETTINGS
 from posttrain import recipes
 from posttrain.config import load
 
@@ -95,18 +96,11 @@ def train_trl(
         per_device_train_batch_size=BATCH,
         max_steps=len(rows) // BATCH,
         learning_rate=RATE,
-        lr_scheduler_type="linear",
         warmup_steps=3,
         weight_decay=0.1,
         max_length=1024,
         train_sampling_strategy="sequential",
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
+        **TRL_SETTINGS | {"lr_scheduler_type": "linear"},
         **({} if method in EXPERIMENTAL else {"model_init_kwargs": {"dtype": "float32"}}),
         **method_settings,
     )

@@ -11,6 +11,7 @@ from datasets import Dataset
 from test_trl import pairs
 from transformers import AutoModelForCausalLM
 
+from benchmarks.common import TRL_SETTINGS
 from posttrain import recipes
 from posttrain.config import load
 from posttrain.engines import EmbeddedEngine
@@ -83,16 +84,9 @@ def train_trl(folder, model, prompts: list[str], drawn, updates: int, **method):
         max_completion_length=LIMIT,
         max_steps=STEPS * updates,
         learning_rate=RATE,
-        lr_scheduler_type="constant",
         weight_decay=0.1,
         shuffle_dataset=False,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
+        **TRL_SETTINGS,
         model_init_kwargs={"dtype": "float32"},
         **method,
     )
@@ -114,6 +108,18 @@ def train_trl(folder, model, prompts: list[str], drawn, updates: int, **method):
     return trainer.model, [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
+def assert_same_weights(start, ours, theirs: dict[str, torch.Tensor]) -> None:
+    """From the model in folder `start` training led to the one in folder `ours`, and TRL's next to it."""
+    before, after = (
+        dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+        for folder in (start, ours)
+    )
+    moved = torch.cat([(after[name] - before[name]).flatten() for name in before])
+    apart = torch.cat([(after[name] - parameter).flatten() for name, parameter in theirs.items()])
+    print(f"weights moved by {moved.abs().mean():.2e} in the mean, and are {apart.abs().mean():.2e} apart")
+    assert apart.abs().mean() < 0.01 * moved.abs().mean()
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_grpo_equals_trl(tmp_path, shared, scratch_model, monkeypatch, variant):
     method, differently = VARIANTS[variant]
@@ -131,9 +137,4 @@ def test_grpo_equals_trl(tmp_path, shared, scratch_model, monkeypatch, variant):
         assert line["loss"] == pytest.approx(sum(entry["loss"] for entry in same) / updates, abs=1e-4)
     assert max(line["grad_norm"] for line in ours) > 0.01, "nothing was learned, so nothing was compared"
 
-    start = dict(AutoModelForCausalLM.from_pretrained(scratch_model, dtype=torch.float32).named_parameters())
-    ended = dict(AutoModelForCausalLM.from_pretrained(folder / "final", dtype=torch.float32).named_parameters())
-    moved = torch.cat([(ended[name] - start[name]).flatten() for name in start])
-    apart = torch.cat([(ended[name] - parameter).flatten() for name, parameter in theirs.named_parameters()])
-    print(f"weights moved by {moved.abs().mean():.2e} in the mean, and are {apart.abs().mean():.2e} apart")
-    assert apart.abs().mean() < 0.01 * moved.abs().mean()
+    assert_same_weights(scratch_model, folder / "final", dict(theirs.named_parameters()))

@@ -18,6 +18,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
+from benchmarks.common import TRL_SETTINGS
+
 assert trl.__version__ == "1.12.0", trl.__version__
 
 
@@ -66,14 +68,7 @@ def main(job: dict) -> None:
         response_length=len(job["completions"][0][0]),
         num_sample_generations=0,
         num_mini_batches=1,
-        logging_steps=1,
-        lr_scheduler_type="constant",
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
+        **TRL_SETTINGS,
         **job["settings"],
     )
     rows = Dataset.from_list([{"input_ids": list(prompt)} for prompt in prompts])

@@ -60,8 +60,8 @@ def is_for_onednn(weight: Tensor) -> bool:
 
 
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
-    full, rest = divmod(x.numel() // x.shape[-1], ROWS)
-    return full > 0 and not rest and x.dtype == torch.float32 and is_for_onednn(weight)
+    rows = x.numel() // x.shape[-1]
+    return rows > 0 and rows % ROWS == 0 and x.dtype == torch.float32 and is_for_onednn(weight)
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
