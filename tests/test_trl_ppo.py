@@ -17,15 +17,15 @@ from test_trl import pairs
 from test_trl_online import LIMIT, RATE, assert_same_weights, letters, train_ours
 from transformers import AutoTokenizer
 
+from benchmarks.online import TRL_WITH_PPO
 from posttrain.engines import EmbeddedEngine
 
 HERE = Path(__file__).parent
-TRL = HERE.parent / "build/trl-1.12"
 PROMPTS, STEPS = 6, 5
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not TRL.exists(), reason="`make slow` puts TRL 1.12 into build/")
+@pytest.mark.skipif(not TRL_WITH_PPO.exists(), reason="`make slow` puts TRL 1.12 into build/")
 @pytest.mark.parametrize("kl_estimator", ["k1", "k3"])
 def test_ppo_equals_trl(tmp_path, shared, scratch_model, monkeypatch, kl_estimator):
     tokenizer = AutoTokenizer.from_pretrained(scratch_model)
@@ -58,7 +58,7 @@ def test_ppo_equals_trl(tmp_path, shared, scratch_model, monkeypatch, kl_estimat
     (tmp_path / "job.json").write_text(json.dumps(job))
     subprocess.run(
         [sys.executable, str(HERE / "trl_ppo.py"), str(tmp_path / "job.json")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TRL), str(HERE.parent)])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TRL_WITH_PPO), str(HERE.parent)])},
         check=True,
     )
 

@@ -41,25 +41,27 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = x.flatten(0, -2)
         filled = nn.functional.pad(rows, (0, 0, 0, -len(rows) % DRAWN_ROWS))
         return _onednn(filled, weight, bias)[: len(rows)].view(*x.shape[:-1], -1)
-    return _onednn(x, weight, bias) if _is_for_onednn(x, weight) else nn.functional.linear(x, weight, bias)
+    return _onednn(x, weight, bias) if _suits_onednn(x, weight) else nn.functional.linear(x, weight, bias)
 
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """The layer's own forward, through `product` where that differs."""
-    if not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled("cpu"):
+        return nn.functional.linear(x, layer.weight, layer.bias)
+    if not torch.is_grad_enabled():
         return product(x, weight_of(layer), layer.bias)
-    if _is_for_onednn(x, layer.weight) and not torch.is_autocast_enabled("cpu"):
+    if _suits_onednn(x, layer.weight):
         return Linear.apply(x, layer.weight, layer.bias)
     return nn.functional.linear(x, layer.weight, layer.bias)
 
 
 def is_for_onednn(weight: Tensor) -> bool:
-    """Whether this weight is multiplied by oneDNN, with rows that suit it."""
+    """Whether oneDNN is to multiply with this weight, given rows that suit it."""
     kind = weight.device.type == "cpu" and weight.dtype == torch.float32
     return ONEDNN and kind and weight.numel() >= SMALL
 
 
-def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
+def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
     rows = x.numel() // x.shape[-1]
     return rows > 0 and rows % ROWS == 0 and x.dtype == torch.float32 and is_for_onednn(weight)
 

@@ -90,6 +90,26 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
     return dict(zip(metrics, values, strict=True))
 
 
+@torch.no_grad()
+def over_batches(batches: Iterable[tuple[Iterable[Batch], Objective[Batch]]]) -> dict[str, float]:
+    """Loss and metrics over all batches: each weighs by what it is a mean over (tokens, pairs, a class)."""
+    total: dict[str, float] = {}
+    count: dict[str, int] = {}
+    for packs, objective in batches:
+        batch: Metrics = {}
+        for pack in packs:
+            loss, metrics = objective.of(pack)
+            add(batch, {"loss": loss, **metrics})
+        for key, value in to_floats(batch).items():
+            if key.startswith(("min_", "max_")):
+                total[key] = (min if key.startswith("min_") else max)(total.get(key, value), value)
+            else:
+                weight = objective.counts.get(key, objective.count)
+                total[key] = total.get(key, 0.0) + value * weight
+                count[key] = count.get(key, 0) + weight
+    return {k: v if k.startswith(("min_", "max_")) else v / count[k] for k, v in total.items()}
+
+
 def over_updates(made: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The metrics of a step's updates as the step's: means, and extremes of what is named so."""
     combined: dict[str, float] = {}

@@ -27,7 +27,7 @@ from posttrain.errors import RunError, VitalSignError
 from posttrain.memory import return_free_pages
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.schedules import schedule, warmup_count
-from posttrain.optim.update import HasTokens, Metrics, Objective, add, over_updates, to_floats, update
+from posttrain.optim.update import HasTokens, Objective, over_batches, over_updates, update
 from posttrain.progress import progress
 from posttrain.recipes.drawn import Drawn
 from posttrain.recipes.job import Job
@@ -55,6 +55,14 @@ def total_steps(config: RunConfig, rows: int) -> int:
 def epoch_order(config: RunConfig, rows: int, epoch: int) -> np.ndarray:
     """A pure function of seed and epoch, so that a resumed run needs no data position but the step."""
     return np.random.default_rng([config.seed, epoch]).permutation(rows) if config.data.shuffle else np.arange(rows)
+
+
+def _fullest_apart(packs: Iterable[Batch]) -> Iterator[Batch]:
+    """The packs. Free pages go back after the first, the fullest: its gradients tear what others would fill."""
+    for number, pack in enumerate(packs):
+        if number == 1:
+            return_free_pages()
+        yield pack
 
 
 class _GivenUpError(Exception):
@@ -140,7 +148,10 @@ class Loop:
         state, step, tokens = self.state, self.state.step + 1, 0
         made: list[dict[str, float]] = []
         for packs, objective in parts:
-            done = update(self._while_patient(packs, bool(made)), objective, self.optimizer, self.rate(step))
+            coming = self._while_patient(packs, bool(made))
+            if isinstance(self.job.config.method, OnlineMethod):
+                coming = _fullest_apart(coming)
+            done = update(coming, objective, self.optimizer, self.rate(step))
             tokens += sum(pack.num_tokens for pack in packs)
             if not done.applied:
                 self._count_skipped(step, done.metrics)
@@ -166,9 +177,7 @@ class Loop:
 
     def _while_patient(self, packs: Sequence[Batch], updated: bool) -> Iterator[Batch]:
         """The packs of an update. One far from done some seconds after a signal is given up, as if never begun."""
-        for number, pack in enumerate(packs):
-            if number == 1 and isinstance(self.job.config.method, OnlineMethod):
-                return_free_pages()  # the first pack, the fullest, has left gradients that tear what others would fill
+        for pack in packs:
             if self.stop and time.monotonic() - self._asked > PATIENCE_S:
                 self._give_up_step(updated)
             yield pack
@@ -253,7 +262,7 @@ class Loop:
         """Measure every validation set without gradients, log it, keep the model if it is the best so far."""
 
         def measure(name: str, dataset: Dataset) -> dict[str, float]:
-            found = self._measure(objective_of, name, dataset)
+            found = over_batches(self._batches(objective_of, name, dataset))
             return {**found, **self._drawn(name)} if self.job.config.rewards else found
 
         return self.evaluate_by(measure)
@@ -277,29 +286,16 @@ class Loop:
         limit = self.job.config.evaluation.num_batches
         return len(dataset) if limit is None else min(len(dataset), limit * self.batch_size)
 
-    @torch.no_grad()
-    def _measure(self, objective_of: ObjectiveOf, name: str, dataset: Dataset) -> dict[str, float]:
-        """Means over a data set: every batch's metrics weigh by what they are means over (tokens, pairs, a class)."""
+    def _batches(
+        self, objective_of: ObjectiveOf, name: str, dataset: Dataset
+    ) -> Iterator[tuple[list[Pack], Objective[Pack]]]:
+        """The batches of a validation set. A signal ends the run after the one under way."""
         size = self.evaluated_rows(dataset)
-        total: dict[str, float] = {}
-        count: dict[str, int] = {}
         for start in progress(range(0, size, self.batch_size), f"evaluating {name}"):
-            packs, objective = objective_of([dataset[i] for i in range(start, min(start + self.batch_size, size))])
-            batch: Metrics = {}
-            for pack in packs:
-                loss, metrics = objective.of(pack)
-                add(batch, {"loss": loss, **metrics})
-            for key, value in to_floats(batch).items():
-                if key.startswith(("min_", "max_")):
-                    total[key] = (min if key.startswith("min_") else max)(total.get(key, value), value)
-                else:
-                    weight = objective.counts.get(key, objective.count)
-                    total[key] = total.get(key, 0.0) + value * weight
-                    count[key] = count.get(key, 0) + weight
+            yield objective_of([dataset[i] for i in range(start, min(start + self.batch_size, size))])
             if self.stop:
                 self.save_checkpoint()
                 self._leave_if_asked()
-        return {k: v if k.startswith(("min_", "max_")) else v / count[k] for k, v in total.items()}
 
     def _keep_best(self, metrics: Mapping[str, float]) -> None:
         name = self.job.config.checkpoint.best_metric

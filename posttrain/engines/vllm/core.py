@@ -99,7 +99,7 @@ class Core:
                         **_memory(config, dtype, gpu_memory_utilization),
                     )
                 )
-            except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
+            except (ValueError, RuntimeError, AssertionError) as error:
                 raise ModelError(f"vLLM cannot run this {config.model_type}: {_first_line(error)}") from error
             finally:
                 # vLLM replaces it in the whole process; the trainer goes on with its own threads.
