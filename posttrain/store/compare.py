@@ -87,7 +87,8 @@ def _folder(one: Path, other: Path, seen: Comparison) -> Iterator[Difference]:
             return
     steps = saved_step(one), saved_step(other)
     if steps[0] != steps[1]:
-        yield Difference(min(steps), one.name, f"made at step {steps[0]} and at step {steps[1]}")
+        # The later step: before it both may have had the same folder.
+        yield Difference(max(steps), one.name, f"made at step {steps[0]} and at step {steps[1]}")
         return
     for name in sorted({path.name for folder in (one, other) for path in folder.glob("*.safetensors")}):
         for what in _tensors(load_tensors(one / name), load_tensors(other / name), seen):
