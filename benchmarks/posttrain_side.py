@@ -1,7 +1,7 @@
-"""posttrain's side of the benchmark: `python -m benchmarks.posttrain_side dpo --models DIR --steps 12 --output o.json`.
+"""posttrain's side of the benchmark: `python -m benchmarks.posttrain_side dpo --models DIR --steps 12`.
 
 The ordinary recipe through ordinary settings: float32 on the CPU, constant learning rate, the file's order, one log a
-step. The JSON has what TRL's side has.
+step. The JSON it prints has what TRL's side has.
 """
 
 import argparse
@@ -127,13 +127,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--learning-rate", type=float, help="default: posttrain's for the method")
     parser.add_argument("--tokens-per-pack", type=int, help="default: by method")
-    parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     arguments.tokens_per_pack = arguments.tokens_per_pack or TOKENS_PER_PACK[arguments.method]
     torch.set_num_threads(THREADS)
-    result = measure(arguments)
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{result['side']} {result['method']}: {result['seconds']:.1f} s, {result['memory_peak_gb']:.2f} GB")
+    print(json.dumps(measure(arguments)))
 
 
 if __name__ == "__main__":

@@ -7,18 +7,15 @@ machine alone meanwhile: two threads that share their cores with something else 
 
 import argparse
 import json
-import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.common import THREADS, make_models, put_table
+from benchmarks.common import THREADS, in_own_process, make_models, put_table
 from posttrain.models.matmul import product
 
 RESULTS = Path(__file__).parent / "results"
@@ -67,18 +64,8 @@ def useful_flops(work: list[dict], frozen: bool) -> float:
 
 def run_side(module: str, method: str, models: Path, folder: Path, *arguments: str) -> dict:
     """One side in a process of its own; its measurements."""
-    output = folder / "result.json"
-    command = [sys.executable, "-m", f"benchmarks.{module}", method, "--models", str(models), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "POSTTRAIN_CACHE": str(folder / "cache")}
-    done = subprocess.run(
-        [*command, "--steps", str(STEPS[method]), "--output", str(output)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise SystemExit(f"{module} {method} failed:\n{done.stdout}\n{done.stderr}")
-    return json.loads(output.read_text())
+    given = [method, "--models", str(models), "--steps", str(STEPS[method]), *arguments]
+    return in_own_process(module, *given, POSTTRAIN_CACHE=str(folder / "cache"))
 
 
 def compare(name: str, models: Path, rounds: int) -> dict:

@@ -1,8 +1,8 @@
-"""TRL's side of the benchmark: `python -m benchmarks.trl_side dpo --models DIR --steps 12 --output trl-dpo.json`.
+"""TRL's side of the benchmark: `python -m benchmarks.trl_side dpo --models DIR --steps 12`.
 
 TRL 1.16 with its defaults, except: float32 on the CPU, no gradient checkpointing, constant learning rate, the file's
-order, one log a step. The JSON has each step's loss and seconds, the seconds from the first step's begin to the last
-step's end (loading and tokenising excluded), tokens fed, and the peak of the process's memory (loading included).
+order, one log a step. The JSON it prints has each step's loss and seconds, seconds from the first step's begin to the
+last step's end (loading and tokenising excluded), tokens fed, and the peak of the process's memory (loading included).
 """
 
 import argparse
@@ -168,12 +168,9 @@ def main() -> None:
     parser.add_argument(
         "--micro-batch", type=int, help="rows a forward, a divisor of the batch; the rest is accumulated"
     )
-    parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(THREADS)
-    result = measure(arguments)
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{result['side']} {result['method']}: {result['seconds']:.1f} s, {result['memory_peak_gb']:.2f} GB")
+    print(json.dumps(measure(arguments)))
 
 
 if __name__ == "__main__":

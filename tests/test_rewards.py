@@ -282,8 +282,8 @@ def test_lists_that_cannot_be(grading_pool):
         Rewards(())
     with pytest.raises(RewardError, match="two rewards are called math: give one of them another `name`"):
         Rewards(settings({"type": "math"}, {"type": "math"}), grading_pool)
-    with pytest.raises(RewardError, match="no reward model of a stage reward; there is sft"):
-        Rewards(settings({"type": "model", "from": "reward"}), stages={"sft": "x"})
+    with pytest.raises(RewardError, match=r"reward model of a stage \(reward\) is not known here: give its `path`"):
+        Rewards(settings({"type": "model", "from": "reward"}))
 
 
 # --- a reward model ---------------------------------------------------------------------------------------------------
@@ -315,8 +315,8 @@ def test_a_reward_model_gives_what_transformers_gives(reward_model):
     """Prompts shared by several completions, one of them empty, and prompts that begin alike."""
     stop = AutoTokenizer.from_pretrained(reward_model).eos_token
     pairs = [("Say it.", " Yes"), ("Say it.", " No, no."), ("Say it.", ""), ("Say", " it"), ("Why?", " So")]
-    terms = settings({"type": "model", "from": "reward", "weight": 2.0})
-    with Rewards(terms, stages={"reward": str(reward_model)}, devices=DevicesConfig(type="cpu")) as rewards:
+    terms = settings({"type": "model", "path": str(reward_model), "weight": 2.0})
+    with Rewards(terms, devices=DevicesConfig(type="cpu")) as rewards:
         found = rewards([Completion(text, prompt=prompt) for prompt, text in pairs])
     want = plain_rewards(reward_model, [prompt + text + stop for prompt, text in pairs])
     print(found.parts[0].values, want)

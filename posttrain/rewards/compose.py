@@ -91,8 +91,9 @@ class Rewards:
     """The rewards of a run, ready to use: models loaded, functions found, and rules proven on the known pairs.
 
     `pool`: grading workers to share; without it, some are started if a rule needs them, and end with `close`.
-    `stages`: the folder of each reward model that an earlier stage trained. `max_completion_length`: the rollout's, for
-    `overlong`. Raises RewardError where a reward cannot work: better now than after the first rollout.
+    `max_completion_length`: the rollout's, for `overlong`.
+
+    Raises RewardError where a reward cannot work: better now than after the first rollout.
     """
 
     def __init__(
@@ -101,7 +102,6 @@ class Rewards:
         pool: Pool | None = None,
         *,
         tags: TagsConfig | None = None,
-        stages: Mapping[str, str] | None = None,
         devices: DevicesConfig | None = None,
         max_completion_length: int | None = None,
         workers: int | None = None,
@@ -117,7 +117,7 @@ class Rewards:
         self._tags = tags or TagsConfig()
         self._own_pool: Pool | None = None
         self._functions = {
-            name: _function(term, stages or {}, devices or DevicesConfig(), max_completion_length)
+            name: _function(term, devices or DevicesConfig(), max_completion_length)
             for name, term in zip(names, settings, strict=True)
             if not isinstance(term, RuleReward)
         }
@@ -188,9 +188,7 @@ Function = Callable[[Sequence[Completion]], Sequence[float | None]]
 Computed = LengthReward | OverlongReward | RepetitionReward | ModelReward | PythonReward  # all but rules
 
 
-def _function(
-    term: Computed, stages: Mapping[str, str], devices: DevicesConfig, max_completion_length: int | None
-) -> Function:
+def _function(term: Computed, devices: DevicesConfig, max_completion_length: int | None) -> Function:
     """What computes a reward in this process."""
     match term:
         case PythonReward():
@@ -199,7 +197,9 @@ def _function(
         case ModelReward():
             from posttrain.rewards.learned import LearnedReward  # imports torch, which rules do not need
 
-            model = LearnedReward(_model_path(term, stages), devices)
+            if term.path is None:  # a run with stages has filled it in
+                raise RewardError(f"the reward model of a stage ({term.from_stage}) is not known here: give its `path`")
+            model = LearnedReward(term.path, devices)
             return lambda completions: model([c.prompt for c in completions], [c.text for c in completions])
         case LengthReward():
             return lambda completions: [shaping.length(len(c.tokens), term.target, term.scale) for c in completions]
@@ -245,15 +245,3 @@ def _columns(completions: Sequence[Completion]) -> dict[str, list[Any]]:
         "completion_ids": [list(completion.tokens) for completion in completions],
         "answer": [completion.answer for completion in completions],
     }
-
-
-def _model_path(term: ModelReward, stages: Mapping[str, str]) -> str:
-    if term.path is not None:
-        return term.path
-    assert term.from_stage is not None
-    if term.from_stage not in stages:
-        raise RewardError(
-            f"there is no reward model of a stage {term.from_stage}; there is {', '.join(stages) or 'none'} "
-            "(or give its `path`)"
-        )
-    return stages[term.from_stage]
