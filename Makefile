@@ -8,7 +8,7 @@ quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
 
 test: .venv/.installed lint
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
 # Every slow proof of the suite.
 slow: .venv/.installed build/trl-1.12

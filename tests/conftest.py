@@ -33,14 +33,16 @@ def cache(tmp_path_factory, monkeypatch) -> None:
     monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-@pytest.fixture
-def blank_pictures(monkeypatch) -> None:
-    """For tests of many short runs: drawing `curves.png`, which tests/test_store_show.py does, takes longer than they.
+@pytest.fixture(autouse=True)
+def blank_pictures(request, monkeypatch) -> None:
+    """A run of a few steps takes less time than its `curves.png`: drawn where a test is marked `pictures`, and by
+    tests/test_store_show.py.
 
     A file stays, so that the report, which takes the picture from there, does not draw it either.
     """
-    finish = import_module("posttrain.recipes.finish")
-    monkeypatch.setattr(finish, "write_curves", lambda lines, path, title: path.write_bytes(b""))
+    if request.node.get_closest_marker("pictures") is None:
+        finish = import_module("posttrain.recipes.finish")
+        monkeypatch.setattr(finish, "write_curves", lambda lines, path, title: path.write_bytes(b""))
 
 
 @pytest.fixture

@@ -12,8 +12,6 @@ from posttrain.store.comparison import Mean, read_entry
 from posttrain.store.files import load_json
 from posttrain.store.rollouts import StoredRun
 
-pytestmark = pytest.mark.usefixtures("blank_pictures")
-
 
 @pytest.fixture(scope="module")
 def settings(sums_home, tmp_path_factory):

@@ -183,7 +183,6 @@ def flags_exist(arguments: list[str], run) -> None:
         )
 
 
-@pytest.mark.usefixtures("blank_pictures")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_code_run(page, shared, scratch_model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

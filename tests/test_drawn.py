@@ -11,8 +11,6 @@ from posttrain.data import prepare_run, validation_prompts
 from posttrain.models.load import load_tokenizer
 from posttrain.store.rollouts import StoredRun
 
-pytestmark = pytest.mark.usefixtures("blank_pictures")
-
 
 @pytest.fixture(scope="module")
 def data(sums_home, tmp_path_factory):

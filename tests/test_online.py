@@ -18,7 +18,6 @@ from posttrain.store import rollouts
 from posttrain.store.files import load_json
 from posttrain.store.rollouts import StoredRun
 
-pytestmark = pytest.mark.usefixtures("blank_pictures")
 EXACT = {"type": "python", "function": "benchmarks.sums:exact", "name": "exact"}
 
 

@@ -51,6 +51,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / name)
 
 
+@pytest.mark.pictures
 def test_dpo_leaves_a_whole_run_folder(tmp_path, shared):
     model = shared / "models/stories260K"
     folder = run(

@@ -128,7 +128,6 @@ def test_a_file_that_stays_locked_stops_the_run_with_a_word(tmp_path, monkeypatc
     store.close()
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_from_a_metric_down_to_the_tokens(tmp_path, capsys, monkeypatch):
     """A run of three steps: its list, a step's receipt, a group's parts, a completion's tokens, other rewards."""
     make(tmp_path)

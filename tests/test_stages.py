@@ -15,8 +15,6 @@ from posttrain.config import Stage, dump, load
 from posttrain.errors import ConfigError, PosttrainError, RunError
 from posttrain.recipes.loop import Loop
 
-pytestmark = pytest.mark.usefixtures("blank_pictures")
-
 COMMON = """name: chain
 model: gpt2
 data: {source: rows.jsonl}

@@ -21,8 +21,6 @@ from posttrain.recipes.loop import Loop
 from posttrain.store.run import Run
 from posttrain.store.tracking import Tracking, tagged, wandb_mode
 
-pytestmark = pytest.mark.usefixtures("blank_pictures")
-
 ALL = ["tensorboard", "wandb", "trackio"]
 
 

@@ -442,7 +442,6 @@ def test_our_own_server_is_stopped():
 
 
 @needs_vllm
-@pytest.mark.usefixtures("blank_pictures")
 @pytest.mark.parametrize("mode", ["colocate", "server"])
 def test_a_grpo_run_is_that_of_the_embedded_engine(sums_home, tmp_path, mode):
     """The same completions, and so the same rewards and updates; what is drawn has the trainer's log-probabilities."""
