@@ -101,13 +101,13 @@ def over_batches(batches: Iterable[tuple[Iterable[Batch], Objective[Batch]]]) ->
             loss, metrics = objective.of(pack)
             add(batch, {"loss": loss, **metrics})
         for key, value in to_floats(batch).items():
-            if key.startswith(("min_", "max_")):
-                total[key] = (min if key.startswith("min_") else max)(total.get(key, value), value)
+            if extreme := _extreme(key):
+                total[key] = extreme(total.get(key, value), value)
             else:
                 weight = objective.counts.get(key, objective.count)
                 total[key] = total.get(key, 0.0) + value * weight
                 count[key] = count.get(key, 0) + weight
-    return {k: v if k.startswith(("min_", "max_")) else v / count[k] for k, v in total.items()}
+    return {key: value / count[key] if key in count else value for key, value in total.items()}
 
 
 def over_updates(made: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -115,6 +115,10 @@ def over_updates(made: Sequence[Mapping[str, float]]) -> dict[str, float]:
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in made for name in metrics):
         values = [metrics[name] for metrics in made if name in metrics]
-        of = min if name.startswith("min_") else max if name.startswith("max_") else fmean
-        combined[name] = of(values)
+        combined[name] = (_extreme(name) or fmean)(values)
     return combined
+
+
+def _extreme(name: str) -> Callable[..., float] | None:
+    """What combines a metric whose name says that it is an extreme; None for a mean."""
+    return {"min": min, "max": max}.get(name.partition("_")[0])

@@ -49,6 +49,9 @@ KNOWN = sorted((name for panel in PANELS for name in panel.metrics), key=len, re
 # Colours told apart by colour-blind readers too (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK, GROUND = "#30353d", "#ffffff"
+# Inches: a panel, and in it the room for labels, the same for all: to look for each one's takes time.
+WIDE, HIGH = 4.2, 2.75
+LEFT, RIGHT, ABOVE, BELOW = 0.7, 0.15, 0.35, 0.5
 
 
 def write_curves(metrics: Sequence[dict[str, Any]], path: Path, title: str) -> None:
@@ -68,25 +71,16 @@ def curves_png(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
     panels = [panel for panel in PANELS if any(name in series for name in panel.metrics)]
     columns = min(3, max(1, len(panels))) if len(panels) != 4 else 2
     rows = max(1, math.ceil(len(panels) / columns))
-    width, height = 4.2 * columns, 2.75 * rows + (0.45 if title else 0.1)
+    width, height = WIDE * columns, HIGH * rows + (0.45 if title else 0.1)
     figure = Figure(figsize=(width, height), dpi=130, facecolor=GROUND)
     if title:
         figure.suptitle(_plain(title), color=INK, fontsize=12, fontweight="bold", y=1 - 0.15 / height, va="top")
-    # Room for labels in inches, the same around every panel: looking for each one's takes half the time of the picture.
-    left, right, top, bottom, between, below = 0.7, 0.2, height - 2.75 * rows + 0.25, 0.5, 0.8, 0.85
-    grid = figure.add_gridspec(
-        rows,
-        columns,
-        left=left / width,
-        right=1 - right / width,
-        top=1 - top / height,
-        bottom=bottom / height,
-        wspace=between / ((width - left - right - (columns - 1) * between) / columns),
-        hspace=below / ((height - top - bottom - (rows - 1) * below) / rows),
-    )
     steps = [line["step"] for line in metrics]
     for index, panel in enumerate(panels):
-        axes = figure.add_subplot(grid[index])
+        row, column = divmod(index, columns)
+        left, bottom = WIDE * column + LEFT, HIGH * (rows - 1 - row) + BELOW
+        place = left / width, bottom / height, (WIDE - LEFT - RIGHT) / width, (HIGH - BELOW - ABOVE) / height
+        axes = figure.add_axes(place)
         margin = max(1, 0.02 * (max(steps) - min(steps)))
         axes.set_xlim(min(steps) - margin, max(steps) + margin)
         _draw(axes, panel, series)
