@@ -10,7 +10,7 @@ Of ours, the time that the rollout store takes is counted too: gathering a step'
 thread does beside the training.
 
 GRPO: 8 prompts x 8 completions a step, TRL 1.16 with its defaults, float32, no gradient checkpointing.
-PPO: 32 prompts x 1 completion a step, 4 epochs, against a reward model; TRL 1.12, which had PPO last, comes from a
+PPO: 16 prompts x 1 completion a step, 4 epochs, against a reward model; TRL 1.12, which had PPO last, comes from a
 folder of its own (`make bench` fills it): its value function is a second model, ours a head on the policy.
 
 Prints the table and writes results/online.json. Leave the machine alone meanwhile.
@@ -51,7 +51,7 @@ RESULTS = Path(__file__).parent / "results"
 TRL_WITH_PPO = Path(__file__).resolve().parents[1] / "build/trl-1.12"  # pip install --target, by the Makefile
 LIMIT = 256
 STEPS = {"grpo": 3, "ppo": 2}
-WORK = {"grpo": (8, 8), "ppo": (32, 1)}  # prompts a step, completions of each
+WORK = {"grpo": (8, 8), "ppo": (16, 1)}  # prompts a step, completions of each
 GOALS = {"grpo": (4.0, 0.4), "ppo": (3.0, float("inf"))}  # TRL's time over ours; our memory over TRL's
 STORING = 0.02  # of a step's time, at most
 MAX_LENGTH = 1024
