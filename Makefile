@@ -39,8 +39,8 @@ lint: .venv/.installed
 bench: .venv/.installed build/trl-1.12 build/vllm/.installed
 	$(BIN)/python -m benchmarks.save
 	$(BIN)/python -m benchmarks.run
-	$(BIN)/python -m benchmarks.generate
 	$(BIN)/python -m benchmarks.online
+	$(BIN)/python -m benchmarks.generate
 
 # The last TRL that had PPO, to compare with in `make slow` and `make bench`, apart from the environment's own.
 build/trl-1.12: .venv/.installed

@@ -191,6 +191,16 @@ def table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def failures(results: dict[str, dict]) -> list[str]:
+    """The goals that are not met."""
+    return [
+        f"{name}: {statistics.median(ratios):.2f} times the tokens a second of {side}"
+        for name, r in results.items()
+        for side, ratios in r["ratios"].items()
+        if statistics.median(ratios) < r["goals"][side]
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(WORK), help=f"any of {', '.join(WORK)}")
@@ -205,10 +215,13 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         models = {"stories260K": SHARED / "models/stories260K", "bench": make_models(Path(folder))["policy"]}
         results = {name: compare(name, models[name], given.rounds) for name in given.names}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "generate.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    put_table(RESULTS.parent / "README.md", table(results), "generate")
+    path = RESULTS / "generate.json"
+    whole = (json.loads(path.read_text()) if path.exists() else {}) | results
+    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    put_table(RESULTS.parent / "README.md", table(whole), "generate")
     print(table(results))
+    if missed := failures(results):
+        raise SystemExit("goals missed: " + "; ".join(missed))
 
 
 if __name__ == "__main__":

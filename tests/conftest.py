@@ -3,6 +3,7 @@
 One thread: two workers of the suite on two cores would otherwise wait for one another at every barrier.
 """
 
+import gc
 import os
 from contextlib import contextmanager
 from importlib import import_module
@@ -27,10 +28,26 @@ def shared() -> Path:
     return SHARED
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_collections() -> None:
+    """Every run collects garbage at its end: it need not look at what imported libraries have made each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch) -> None:
     """Tokenised data goes to a folder of the test session, never to the user's own cache."""
     monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def no_power_cut(monkeypatch) -> None:
+    """What a killed process has written stays with the system, so waiting for the disk matters to a power cut alone.
+
+    That and when files are synced is looked at by tests/test_store_checkpoint.py; processes started by a test sync.
+    """
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +97,9 @@ def sums_home(tmp_path_factory) -> Path:
 def grading_pool():
     """One grading worker as in training; a deadline that a busy machine keeps."""
     from posttrain.grading.pool import Pool
-    from posttrain.rewards.known import MODULES
+    from posttrain.rewards.known import RULES, modules_of
 
-    with Pool(1, deadline=20.0, modules=MODULES) as pool:
+    with Pool(1, deadline=20.0, modules=modules_of(RULES)) as pool:
         yield pool
 
 

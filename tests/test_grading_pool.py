@@ -19,7 +19,7 @@ from posttrain.config import TagsConfig
 from posttrain.errors import RewardError
 from posttrain.grading.pool import Pool
 from posttrain.grading.verdict import Grade, Job, read_grade
-from posttrain.rewards.known import MODULES, RULES, canary, prove
+from posttrain.rewards.known import COMPARES_EXPRESSIONS, RULES, canary, modules_of, prove
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 GRACE_S = 0.5
@@ -238,6 +238,23 @@ def test_the_main_process_never_loads_the_algebra(tmp_path):
     assert json.loads((tmp_path / "rows.jsonl.graded.jsonl").read_text())["verdict"] == "correct"
 
 
+def test_rules_without_expressions_do_without_the_algebra():
+    """A worker that never needs sympy must not spend seconds on loading it: their 20 known pairs are judged without."""
+    code = (
+        "import dataclasses, io, sys\n"
+        "from posttrain.config import TagsConfig\n"
+        "from posttrain.grading.worker import grade\n"
+        "from posttrain.rewards.known import COMPARES_EXPRESSIONS, RULES, canary, modules_of\n"
+        "for name in RULES.keys() - COMPARES_EXPRESSIONS:\n"
+        "    assert 'posttrain.grading.symbolic' not in modules_of([name])\n"
+        "    for job, verdict in canary(name, TagsConfig()):\n"
+        "        assert grade(dataclasses.asdict(job), io.BytesIO())['verdict'] == verdict\n"
+        "assert 'sympy' not in sys.modules\n"
+    )
+    assert all("posttrain.grading.symbolic" in modules_of([name]) for name in COMPARES_EXPRESSIONS)
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=True)
+
+
 # --- hostile completions ----------------------------------------------------------------------------------------------
 
 
@@ -263,7 +280,7 @@ def resident_bytes() -> int:
 def test_hostile_completions_get_a_verdict_in_time():
     """One in eight of them; the slow test below has all, from three kinds of callers."""
     some = hostile.COMPLETIONS[::8]
-    with Pool(1, deadline=1.0, modules=MODULES) as pool:
+    with Pool(1, deadline=1.0, modules=modules_of(RULES)) as pool:
         check_hostile(some, pool.grade(math_jobs(some)), 1.0)
         assert [grade.verdict for grade in pool.grade(math_jobs([r"\boxed{3.5}", r"\boxed{7}"]))] == [
             "correct",
@@ -275,7 +292,7 @@ def test_hostile_completions_get_a_verdict_in_time():
 @LINUX
 @pytest.mark.parametrize("caller", ["main thread", "worker thread", "asyncio"])
 def test_all_hostile_completions_at_the_default_deadline(caller):
-    with Pool(2, modules=MODULES) as pool:
+    with Pool(2, modules=modules_of(RULES)) as pool:
         pool.grade(math_jobs(["none"] * 4))
         before, gaps = resident_bytes(), [0.0]
         stop = threading.Event()
@@ -318,7 +335,7 @@ def test_throughput_per_worker_against_math_verify(shared):
     start = time.perf_counter()
     theirs = [verify(parse(f"${answer}$"), parse(solution)) for solution, answer in pairs]
     their_seconds = time.perf_counter() - start
-    with Pool(1, modules=MODULES) as pool:
+    with Pool(1, modules=modules_of(RULES)) as pool:
         jobs = [Job(RULES["math"], solution, answer) for solution, answer in pairs]
         pool.grade(jobs[:4])
         start = time.perf_counter()

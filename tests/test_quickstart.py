@@ -26,21 +26,25 @@ TINY = Size(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> tuple[Path, str]:
-    """The folder of a small quickstart and what was printed in 80 columns."""
-    folder = tmp_path_factory.mktemp("quick") / "start"
+def test_a_small_one(tmp_path, capsys):
+    """One test, since all that is looked at is what one quickstart of half a minute leaves."""
+    folder = tmp_path / "start"
     console = Console(width=80, record=True, quiet=False, force_terminal=False)
     quickstart(folder, size=TINY, console=console)
-    return folder, console.export_text()
+    printed = console.export_text()
+    check_that_the_folder_is_whole(folder)
+    check_that_numbers_come_from_the_runs(folder, printed)
+    check_that_pairs_are_the_models_own_right_and_wrong_replies(folder)
+    check_that_it_fits_80_columns_and_names_the_next_steps(folder, printed)
+    check_that_next_steps_work(folder, capsys)
+    check_that_an_occupied_folder_is_refused(folder, tmp_path)
 
 
 def jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_leaves_a_whole_folder(tiny):
-    folder, _ = tiny
+def check_that_the_folder_is_whole(folder):
     for name in (*(f"{stage}.yaml" for stage in STAGES), "results.json", "curves.png", "report.html", "answers.jsonl"):
         assert (folder / name).stat().st_size > 300, name
     for stage in STAGES:
@@ -53,9 +57,8 @@ def test_leaves_a_whole_folder(tiny):
     assert AutoModelForSequenceClassification.from_pretrained(folder / "reward/final").num_labels == 1
 
 
-def test_numbers_come_from_the_runs(tiny):
+def check_that_numbers_come_from_the_runs(folder, printed):
     """Table, results.json and answers.jsonl agree with each other, with the problems and with the models."""
-    folder, printed = tiny
     results, rows = json.loads((folder / "results.json").read_text()), jsonl(folder / "answers.jsonl")
     problems = list(arithmetic_problems("test", TINY.held_out, 0))
     assert [(row["problem"], row["answer"]) for row in rows] == [(p["problem"], p["answer"]) for p in problems]
@@ -72,8 +75,7 @@ def test_numbers_come_from_the_runs(tiny):
         assert final[measured] == [line[measured] for line in read_metrics(folder / stage) if measured in line][-1]
 
 
-def test_pairs_are_the_models_own_right_and_wrong_replies(tiny):
-    folder, _ = tiny
+def check_that_pairs_are_the_models_own_right_and_wrong_replies(folder):
     answers = {p["problem"]: p["answer"] for p in arithmetic_problems("train", TINY.problems, 2)}
     train, test = jsonl(folder / "pairs/train.jsonl"), jsonl(folder / "pairs/test.jsonl")
     assert train and test and not {row["prompt"] for row in train} & {row["prompt"] for row in test}
@@ -81,31 +83,31 @@ def test_pairs_are_the_models_own_right_and_wrong_replies(tiny):
         assert grade(row["chosen"], answers[row["prompt"]])[2] and not grade(row["rejected"], answers[row["prompt"]])[2]
 
 
-def test_fits_80_columns_and_names_the_next_steps(tiny):
-    folder, printed = tiny
+def check_that_it_fits_80_columns_and_names_the_next_steps(folder, printed):
     table = printed[printed.index("right answer") : printed.index("Done in")]
     assert max(map(len, table.splitlines())) <= 80
     for command, _ in next_steps(folder):
         assert command in printed
 
 
-def test_next_steps_work(tiny, capsys):
-    folder, _ = tiny
+def check_that_next_steps_work(folder, capsys):
     for command, _ in next_steps(folder):
         program, *arguments = shlex.split(command)
         short = ["training.max_steps=1"] if arguments[0] in ("train", "plan") else []
         assert program == "posttrain" and main([*arguments, *short]) == 0, (command, capsys.readouterr().err)
 
 
-def test_an_occupied_folder_is_refused(tiny, tmp_path):
+def check_that_an_occupied_folder_is_refused(folder, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
     with pytest.raises(RunError, match="--overwrite"):
-        quickstart(tiny[0], size=TINY)
-    (tmp_path / "mine.txt").write_text("mine")
+        quickstart(folder, size=TINY)
+    (mine / "thesis.txt").write_text("mine")
     with pytest.raises(RunError, match="no quickstart"):
-        quickstart(tmp_path, size=TINY, overwrite=True)
+        quickstart(mine, size=TINY, overwrite=True)
     with pytest.raises(RunError, match="is a file"):
-        quickstart(tmp_path / "mine.txt", size=TINY)
-    assert (tmp_path / "mine.txt").read_text() == "mine"
+        quickstart(mine / "thesis.txt", size=TINY)
+    assert (mine / "thesis.txt").read_text() == "mine"
 
 
 def test_grade():

@@ -27,7 +27,7 @@ from posttrain.errors import RewardError
 from posttrain.grading.pool import DEADLINE_S, Pool
 from posttrain.grading.verdict import VERDICTS, Grade, Job
 from posttrain.rewards import shaping
-from posttrain.rewards.known import MODULES, NEEDS_ANSWER, RULES, options_of, prove
+from posttrain.rewards.known import NEEDS_ANSWER, RULES, modules_of, options_of, prove
 from posttrain.rewards.python import RewardFunction
 
 
@@ -122,7 +122,8 @@ class Rewards:
             if not isinstance(term, RuleReward)
         }
         if pool is None and len(self._functions) < len(settings):
-            pool = self._own_pool = Pool(workers, deadline, modules=MODULES)
+            rules = [term.type for term in settings if isinstance(term, RuleReward)]
+            pool = self._own_pool = Pool(workers, deadline, modules=modules_of(rules))
         self._pool = pool
         try:
             for term in settings:

@@ -21,7 +21,7 @@ from posttrain.errors import DataError, RewardError
 from posttrain.grading.pool import DEADLINE_S, Pool
 from posttrain.grading.verdict import VERDICTS, Grade, Job
 from posttrain.progress import progress
-from posttrain.rewards.known import MODULES, NEEDS_ANSWER, RULES, options_of, prove
+from posttrain.rewards.known import NEEDS_ANSWER, RULES, modules_of, options_of, prove
 from posttrain.rewards.python import RewardFunction
 from posttrain.store.atomic import write_file
 
@@ -98,7 +98,7 @@ def _by_rule(
         Job(RULES[reward], _text(record, columns.completion) or "", _text(record, columns.answer), options)
         for record in records
     ]
-    with Pool(workers, deadline, modules=MODULES) as pool:
+    with Pool(workers, deadline, modules=modules_of([reward])) as pool:
         prove(pool, reward, tags)
         console.print(
             f"{pool.workers} workers, each with {', '.join(pool.isolation) or 'no isolation on this platform'}",

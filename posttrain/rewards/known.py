@@ -5,6 +5,7 @@ Frameworks have trained for days on rewards that were all zero because the grade
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from posttrain.config import TagsConfig
@@ -24,8 +25,7 @@ RULES = {
 }
 TAGGED = frozenset({"match_format_exactly", "match_format_approximately", "check_answer", "check_numbers"})
 NEEDS_ANSWER = frozenset(RULES) - {"match_format_exactly", "match_format_approximately"}
-# What each worker imports before its first job.
-MODULES = ("posttrain.grading.symbolic", "posttrain.rewards.maths", "posttrain.rewards.tagged")
+COMPARES_EXPRESSIONS = frozenset({"math", "r1_zero", "question_only"})  # the others read numbers and words
 
 _NUMBERS = [("18", "18"), ("1,234", "1,234"), ("-7", "-7"), ("0.5", "0.5"), ("3", "3"), ("42", "42")]
 _NOT_NUMBERS = [("18", "81"), ("-7", "7"), ("1,234", "1,235"), ("0.5", "0.05")]
@@ -49,6 +49,14 @@ _DIFFERENT = [
     (r"\text{east}", "west"),
     ("2", "-2"),
 ]
+
+
+def modules_of(rules: Iterable[str]) -> tuple[str, ...]:
+    """What each worker imports before its first job; the algebra, which takes seconds to load, only for those rules
+    that compare expressions."""
+    rules = set(rules)
+    algebra = {"posttrain.grading.symbolic"} if rules & COMPARES_EXPRESSIONS else set()
+    return tuple(sorted(algebra | {RULES[name].partition(":")[0] for name in rules}))
 
 
 def options_of(name: str, tags: TagsConfig) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Where a run came from: versions, platform, command line, commit; with every secret blacked out."""
 
+import functools
 import os
 import platform
 import re
@@ -74,6 +75,7 @@ def environment() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
@@ -81,6 +83,7 @@ def _version(package: str) -> str | None:
         return None
 
 
+@functools.cache  # what this process has loaded, whatever is committed meanwhile
 def _commit(folder: Path) -> str | None:
     """The commit posttrain's own source is at (`-dirty` with uncommitted changes), None for an installed package."""
     command = ["git", "-C", str(folder), "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"]
