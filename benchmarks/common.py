@@ -154,6 +154,13 @@ def peak_memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
+def add_results(path: Path, results: dict[str, dict]) -> dict[str, dict]:
+    """Write results by name into a JSON file, over earlier ones of the same names; returns all that it has now."""
+    whole = (json.loads(path.read_text()) if path.exists() else {}) | results
+    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    return whole
+
+
 def put_table(page: Path, table: str, name: str = "table") -> None:
     """Write the table into a page of the docs, between the marker of that name and the next end."""
     head, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")

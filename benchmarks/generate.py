@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList
 
-from benchmarks.common import SHARED, THREADS, in_own_process, make_models, peak_memory_gb, put_table
+from benchmarks.common import SHARED, THREADS, add_results, in_own_process, make_models, peak_memory_gb, put_table
 from posttrain.config.schema import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.models.load import load_model
@@ -215,9 +215,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         models = {"stories260K": SHARED / "models/stories260K", "bench": make_models(Path(folder))["policy"]}
         results = {name: compare(name, models[name], given.rounds) for name in given.names}
-    path = RESULTS / "generate.json"
-    whole = (json.loads(path.read_text()) if path.exists() else {}) | results
-    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    whole = add_results(RESULTS / "generate.json", results)
     put_table(RESULTS.parent / "README.md", table(whole), "generate")
     print(table(results))
     if missed := failures(results):

@@ -64,7 +64,7 @@ def _grpo(**method: Any) -> dict[str, Any]:
     return {"type": "grpo", "num_generations": 8, "beta": 0.0} | method
 
 
-FAST = {"batch_size": 32, "max_steps": STEPS, "learning_rate": 4e-4}
+FAST = {"batch_size": 32, "max_steps": STEPS, "learning_rate": 1e-3}
 CASES = {
     "grpo": Case("sums", _grpo(), FAST, above=0.9),
     **{
@@ -79,7 +79,7 @@ CASES = {
         FAST | {"batch_size": 256},
         above=0.8,
     ),
-    "sort": Case("sort", _grpo(), FAST, above=0.95),
+    "sort": Case("sort", _grpo(), FAST | {"learning_rate": 4e-4}, above=0.95),
     "stories": Case(
         "stories",
         _grpo(beta=0.02),
@@ -134,7 +134,7 @@ def sort_task(folder: Path, seed: int) -> dict[str, Any]:
     letters = ["".join(letters) for letters in itertools.product("ABC", repeat=6)]
     problems = [(text, "".join(sorted(text))) for text in letters]
     random.Random(seed).shuffle(problems)
-    sums.weaken(model, 0.1, lambda: sums.accuracy(model, tokenizer, problems), "")
+    sums.weaken(sums.noisy(model), lambda: sums.accuracy(model, tokenizer, problems), 0.1, most=10.0)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write(folder, [{"prompt": problem, "answer": answer} for problem, answer in problems], 129)

@@ -39,6 +39,7 @@ from benchmarks.common import (
     SHARED,
     THREADS,
     TRL_SETTINGS,
+    add_results,
     in_own_process,
     make_models,
     peak_memory_gb,
@@ -364,10 +365,8 @@ def main() -> None:
         make_models(Path(folder))
         for method in arguments.methods:
             results[method] = compare(method, Path(folder), arguments.rounds)
-    path = RESULTS / "online.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(before | results, indent=1) + "\n")
-    put_table(RESULTS.parent / "README.md", table(before | results), "online")
+    whole = add_results(RESULTS / "online.json", results)
+    put_table(RESULTS.parent / "README.md", table(whole), "online")
     print(table(results))
     failures = []
     for method, r in results.items():

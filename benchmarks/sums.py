@@ -1,10 +1,12 @@
 """A task of seconds for methods that draw completions: sums of two numbers below 20, which a small model was taught.
 
-The model is taught every sum, then noise on the weights that choose its words leaves about one answer in ten right.
+The model is taught every sum. Then the weights that choose its words are mixed with as much noise, and made smaller,
+which makes it less sure of each word, until about one answer in ten is right.
 Reinforcement learning is given four fifths of the problems; the others are held out from it.
 """
 
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -46,8 +48,7 @@ def make(folder: Path, seed: int = 0, right: float = 0.1) -> None:
     )
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     teach(model, tokenizer)
-    # Noise on all weights would make a model forget each sum in its own way.
-    weaken(model, right, lambda: accuracy(model, tokenizer, PROBLEMS), "lm_head")
+    weaken(unsure(model.lm_head.weight), lambda: accuracy(model, tokenizer, PROBLEMS), right, most=1.0)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     rows = [{"prompt": problem, "answer": answer} for problem, answer in PROBLEMS]
@@ -65,7 +66,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=plain, bos_token=START, eos_token=STOP)
 
 
-def teach(model: PreTrainedModel, tokenizer, steps: int = 300) -> None:
+def teach(model: PreTrainedModel, tokenizer, steps: int = 600) -> None:
     """Supervised learning of every sum, written out: `7+8=15$`, with the loss on what follows the sign."""
     asked = [len(tokenizer(problem).input_ids) for problem, _ in PROBLEMS]
     ids = [tokenizer(problem + answer + STOP).input_ids for problem, answer in PROBLEMS]
@@ -84,18 +85,37 @@ def teach(model: PreTrainedModel, tokenizer, steps: int = 300) -> None:
         schedule.step()
 
 
-def weaken(model: PreTrainedModel, right: float, measure: Callable[[], float], noised: str) -> None:
-    """Add as much noise to the weights named `noised` as leaves this share of the answers right, found by halving."""
-    taught = {name: p.detach().clone() for name, p in model.named_parameters() if noised in name}
-    noise = {name: torch.randn_like(weight) * weight.std() for name, weight in taught.items()}
-    low, high = 0.0, 10.0
+def weaken(change: Callable[[float], None], measure: Callable[[], float], right: float, most: float) -> None:
+    """Change a model by as much, from 0 to `most`, as leaves this share of the answers right, found by halving."""
+    low, high = 0.0, most
     for _ in range(10):
         middle = (low + high) / 2
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                if name in taught:
-                    p.copy_(taught[name] + middle * noise[name])
+        change(middle)
         low, high = (middle, high) if measure() > right else (low, middle)
+
+
+def unsure(weight: torch.Tensor) -> Callable[[float], None]:
+    """`change(amount)`: the weight half noise, and smaller by that share.
+
+    Noise on all weights would make a model forget each sum in its own way; more of it here, where seeds differ in how
+    much they bear, would leave some of them nothing to find the sums by.
+    """
+    weight = weight.detach()
+    mixed = (weight + torch.randn_like(weight) * weight.std()) / math.sqrt(2)
+    return lambda amount: weight.copy_(mixed * (1 - amount))
+
+
+def noisy(model: PreTrainedModel) -> Callable[[float], None]:
+    """`change(amount)`: so many times its own spread of noise on every weight."""
+    weights = [p.detach() for p in model.parameters()]
+    taught = [weight.clone() for weight in weights]
+    noise = [torch.randn_like(weight) * weight.std() for weight in weights]
+
+    def change(amount: float) -> None:
+        for weight, before, added in zip(weights, taught, noise, strict=True):
+            weight.copy_(before + amount * added)
+
+    return change
 
 
 def accuracy(model: PreTrainedModel, tokenizer, problems, longest: int = 6, seed: int = 0) -> float:

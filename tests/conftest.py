@@ -85,7 +85,7 @@ def power_cut(monkeypatch):
 
 @pytest.fixture(scope="session")
 def sums_home(tmp_path_factory) -> Path:
-    """The task of tests/sums.py: `model/`, `train.jsonl`, `test.jsonl`."""
+    """The task of benchmarks/sums.py: `model/`, `train.jsonl`, `test.jsonl`."""
     from benchmarks import sums
 
     folder = tmp_path_factory.mktemp("sums")

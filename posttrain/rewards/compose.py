@@ -121,14 +121,14 @@ class Rewards:
             for name, term in zip(names, settings, strict=True)
             if not isinstance(term, RuleReward)
         }
-        if pool is None and len(self._functions) < len(settings):
-            rules = [term.type for term in settings if isinstance(term, RuleReward)]
+        rules = [term.type for term in settings if isinstance(term, RuleReward)]
+        if pool is None and rules:
             pool = self._own_pool = Pool(workers, deadline, modules=modules_of(rules))
         self._pool = pool
         try:
-            for term in settings:
-                if isinstance(term, RuleReward) and pool is not None:
-                    prove(pool, term.type, self._tags)
+            if pool is not None:
+                for rule in rules:
+                    prove(pool, rule, self._tags)
         except BaseException:
             self.close()
             raise
