@@ -21,6 +21,7 @@ from posttrain.models.lean import lean
 
 PROBLEMS = [(f"{a}+{b}=", str(a + b)) for a in range(20) for b in range(20)]
 STOP, START = "$", "^"
+TIMES = 8  # an answer is drawn: of 80, the share that is right has a standard error of 3 points
 EXACT_SETTINGS = 'rewards=[{"type": "python", "function": "benchmarks.sums:exact", "name": "exact"}]'
 
 
@@ -30,7 +31,7 @@ def exact(completions, answer, **_columns):
 
 
 def make(folder: Path, seed: int = 0, right: float = 0.1) -> None:
-    """Write `model/`, `train.jsonl` and `test.jsonl` to the folder."""
+    """Write `model/`, `train.jsonl` and `test.jsonl` to the folder; the last asks each held-out sum several times."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     model = LlamaForCausalLM(
@@ -53,7 +54,7 @@ def make(folder: Path, seed: int = 0, right: float = 0.1) -> None:
     tokenizer.save_pretrained(folder / "model")
     rows = [{"prompt": problem, "answer": answer} for problem, answer in PROBLEMS]
     random.Random(seed).shuffle(rows)
-    for name, part in (("train", rows[80:]), ("test", rows[:80])):
+    for name, part in (("train", rows[80:]), ("test", rows[:80] * TIMES)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
 

@@ -269,6 +269,7 @@ def test_new_weights_change_output_and_version(engine_of):
 def test_a_prompt_is_prefilled_once_and_finished_rows_cost_nothing(monkeypatch):
     """Tokens that go through the model: every prompt's once, every completion's but the last (padding aside)."""
     monkeypatch.setattr("posttrain.engines.embedded.width_step", lambda device, budget: None)
+    monkeypatch.setattr("posttrain.engines.embedded.DRAWN_ROWS", 1)
     policy, fed = policy_of(), []
     policy.get_input_embeddings().register_forward_hook(lambda module, given, out: fed.append(given[0].numel()))
     groups = EmbeddedEngine(policy, max_rows=8).generate(PROMPTS, replace(DRAWN, num_generations=4))

@@ -121,7 +121,9 @@ class Decoding:
 
     `column_R` is where the token's own keys go, `length_G` and `age_G` how long each group's prompt is and how many
     tokens its completions have (they begin together and stay of one age). `prompt_columns` and `own_columns` say how
-    much of the cache is looked at. `ragged` says whether some of that is another's, or nobody's, and has to be hidden.
+    much of the cache is looked at. Unless they are `even_prompts` and `even_ages`, some of that is another's, or
+    nobody's, and has to be hidden. `group_R` and `member_R` say which query of the prompt's is the row's, and `row_GM`
+    which row each of these is; a place that no row has repeats another's query.
     """
 
     read = slice(None)
@@ -131,42 +133,51 @@ class Decoding:
         cache: Cache,
         group_R: Tensor,
         member_R: Tensor,
+        row_GM: Tensor,
         column_R: Tensor,
         length_G: Tensor,
         age_G: Tensor,
         *,
-        members: int,
         prompt_columns: int,
         own_columns: int,
-        ragged: bool,
+        even_prompts: bool,
+        even_ages: bool,
     ):
         self.cache = cache
-        self.group_R, self.member_R, self.column_R = group_R, member_R, column_R
+        self.group_R, self.member_R, self.row_GM, self.column_R = group_R, member_R, row_GM, column_R
         self.length_G, self.age_G = length_G, age_G
-        self.members, self.prompt_columns, self.own_columns = members, prompt_columns, own_columns
-        self.ragged = ragged
+        self.prompt_columns, self.own_columns = prompt_columns, own_columns
+        self.even_prompts, self.even_ages = even_prompts, even_ages
         self.row_R = torch.arange(len(group_R), device=group_R.device)
         self._masks: dict[int | None, tuple[Tensor | None, Tensor | None]] = {}
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}
 
     def masks(self, window: int | None) -> tuple[Tensor | None, Tensor | None]:
         """What is added to logits: prompt (G, 1, 1, prompt_columns), own (R, 1, 1, own_columns); None: all is seen."""
-        if window is not None and not self.ragged and self.prompt_columns + self.own_columns <= window:
+        if window is not None and self.prompt_columns + self.own_columns <= window:
             window = None
         if window not in self._masks:
-            if not self.ragged and window is None:
-                self._masks[window] = (None, None)
-            else:
-                device = self.column_R.device
-                prompt = torch.arange(self.prompt_columns, device=device)[None, :]
-                own = torch.arange(self.own_columns, device=device)[None, :]
-                prompt_seen = prompt < self.length_G[:, None]
-                own_seen = own <= self.column_R[:, None]
-                if window is not None:
-                    prompt_seen &= (self.length_G + self.age_G - 1)[:, None] - prompt < window
-                    own_seen &= self.column_R[:, None] - own < window
-                masks = [torch.where(seen, 0.0, HIDDEN)[:, None, None, :] for seen in (prompt_seen, own_seen)]
-                self._masks[window] = (masks[0], masks[1])
+            device = self.column_R.device
+            prompt = torch.arange(self.prompt_columns, device=device)[None, :]
+            own = torch.arange(self.own_columns, device=device)[None, :]
+            prompt_seen = None if self.even_prompts else prompt < self.length_G[:, None]
+            own_seen = None if self.even_ages else own <= self.column_R[:, None]
+            if window is not None:
+                near = (self.length_G + self.age_G - 1)[:, None] - prompt < window
+                prompt_seen = near if prompt_seen is None else near & prompt_seen
+                near = self.column_R[:, None] - own < window
+                own_seen = near if own_seen is None else near & own_seen
+            self._masks[window] = (_mask(prompt_seen), _mask(own_seen))
         return self._masks[window]
+
+    def places(self, heads: int) -> tuple[Tensor, Tensor]:
+        """Which of the queries (R, K) each of (G, K, M) is, and which of these each of those: flat, both."""
+        if heads not in self._places:
+            head_K = torch.arange(heads, device=self.group_R.device)
+            query_GKM = self.row_GM[:, None, :] * heads + head_K[None, :, None]
+            place_RK = (self.group_R[:, None] * heads + head_K) * self.row_GM.shape[1] + self.member_R[:, None]
+            self._places[heads] = (query_GKM.flatten(), place_RK.flatten())
+        return self._places[heads]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         layer = self.cache.layer(module, key)
@@ -179,8 +190,8 @@ class Decoding:
         prompt = self._prompt(layer, query_RKrd, prompt_mask, how)
         highest = torch.maximum(own.highest, prompt.highest)
         own_share, prompt_share = (own.highest - highest).exp2_(), (prompt.highest - highest).exp2_()
-        out = own.out * own_share + prompt.out * prompt_share
-        out = out / (own.total * own_share + prompt.total * prompt_share)
+        total = own.total * own_share + prompt.total * prompt_share
+        out = (own.out * (own_share / total)).addcmul_(prompt.out, prompt_share / total)
         return out.to(query.dtype).reshape(1, rows, -1, size).transpose(1, 2)
 
     def _own(self, layer: Layer, query_RKrd: Tensor, mask: Tensor | None, how: How) -> Part:
@@ -190,15 +201,15 @@ class Decoding:
 
     def _prompt(self, layer: Layer, query_RKrd: Tensor, mask: Tensor | None, how: How) -> Part:
         """The queries of a group side by side, so that they meet its keys together; then back to rows."""
-        groups, columns = len(self.length_G), self.prompt_columns
-        _, heads, each, size = query_RKrd.shape
-        query = self.cache.buffer("queries", (groups, heads, self.members, each, size), query_RKrd)
-        query[self.group_R, :, self.member_R] = query_RKrd
+        groups, columns = len(self.row_GM), self.prompt_columns
+        rows, heads, each, size = query_RKrd.shape
+        query_GKM, place_RK = self.places(heads)
+        query = query_RKrd.reshape(rows * heads, each * size).index_select(0, query_GKM).view(groups, heads, -1, size)
         key, value = layer.prompt_key[:groups, :, :columns], layer.prompt_value[:groups, :, :columns]
-        part = self._attend("prompt", query.view(groups, heads, -1, size), key, value, mask, how)
+        part = self._attend("prompt", query, key, value, mask, how)
 
         def of_rows(x: Tensor) -> Tensor:
-            return x.view(groups, heads, self.members, each, -1)[self.group_R, :, self.member_R]
+            return x.view(len(query_GKM), -1).index_select(0, place_RK).view(rows, heads, each, -1)
 
         return Part(of_rows(part.out), of_rows(part.highest), of_rows(part.total))
 
@@ -223,6 +234,11 @@ class Decoding:
         total = scores.sum(-1, keepdim=True)
         out = _product(scores.to(value.dtype), value)
         return Part(*(x.view(count, heads, queries, -1) for x in (out, highest, total)))
+
+
+def _mask(seen: Tensor | None) -> Tensor | None:
+    """What is added to logits (N, K, q, L) where (N, L) says which keys are seen."""
+    return None if seen is None else torch.where(seen, 0.0, HIDDEN)[:, None, None, :]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

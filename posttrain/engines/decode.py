@@ -19,12 +19,13 @@ from posttrain.scoring import next_token_logits, row_chunks
 class Shape(NamedTuple):
     """How much of everything a step looks at: the live part on a CPU, rounded up to a few sizes on a GPU."""
 
-    rows: int
+    rows: int  # a few more than there are live ones, where that is quicker
     groups: int
     members: int  # most live completions of a group
     prompt_columns: int
     own_columns: int
-    ragged: bool  # prompts or completions differ in length, or the shape is rounded up
+    even_prompts: bool  # all of `prompt_columns`
+    even_ages: bool  # all completions have as many tokens, `own_columns`
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class State:
     done_R: Tensor
     group_R: Tensor  # the group's place in the cache
     member_R: Tensor  # the row's place among the live ones of its group
+    row_GM: Tensor  # the row that has that place, or any other
     key_R2: Tensor  # of its random stream
     length_G: Tensor  # of the group's prompt
     age_G: Tensor  # tokens that its completions have
@@ -44,7 +46,7 @@ class State:
     logprobs_RL: Tensor
 
     @classmethod
-    def empty(cls, rows: int, groups: int, columns: int, device: torch.device) -> State:
+    def empty(cls, rows: int, groups: int, members: int, columns: int, device: torch.device) -> State:
         def whole(*size: int) -> Tensor:
             return torch.zeros(*size, dtype=torch.int64, device=device)
 
@@ -55,6 +57,7 @@ class State:
             done_R=torch.ones(rows, dtype=torch.bool, device=device),
             group_R=whole(rows),
             member_R=whole(rows),
+            row_GM=whole(groups, members),
             key_R2=torch.zeros(rows, 2, dtype=torch.int32, device=device),
             length_G=whole(groups),
             age_G=whole(groups),
@@ -70,12 +73,12 @@ class State:
         for field in fields(self):
             getattr(self, field.name).copy_(getattr(other, field.name))
 
-    def idle(self, start: int, member: int) -> None:
-        """Let the rows from `start` on be computed without an effect: done, and a member that no group has."""
+    def idle(self, start: int) -> None:
+        """Let the rows from `start` on be computed without an effect: done, and with the prompt of the first one."""
         self.done_R[start:] = True
         self.count_R[start:] = 1
         self.group_R[start:] = 0
-        self.member_R[start:] = member
+        self.member_R[start:] = 0
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy what the rows at `source` have to the places `target`; their group and member are set apart."""
@@ -95,7 +98,6 @@ class Stepper:
     """Feeds every live completion its last token and draws its next one."""
 
     steps_between_checks = 1
-    static = False  # whether a step computes more rows than there are live ones
 
     def __init__(self, policy: nn.Module, sampling: Sampling, device: torch.device):
         self.policy, self.sampling = policy, sampling
@@ -111,13 +113,14 @@ class Stepper:
             cache,
             group_R,
             state.member_R[rows],
+            state.row_GM[groups, : shape.members],
             column_R,
             state.length_G[groups],
             state.age_G[groups],
-            members=shape.members,
             prompt_columns=shape.prompt_columns,
             own_columns=shape.own_columns,
-            ragged=shape.ragged,
+            even_prompts=shape.even_prompts,
+            even_ages=shape.even_ages,
         )
         position_R = state.length_G[group_R] + column_R
         out = self.backbone(

@@ -27,7 +27,7 @@ from posttrain.engines.streams import keys
 from posttrain.errors import ModelError
 from posttrain.models.attention import width_step
 from posttrain.models.families import backbone_of, base_of, check_positions, is_packed, positions_of
-from posttrain.models.matmul import packed_weights
+from posttrain.models.matmul import DRAWN_ROWS, packed_weights
 
 MAX_ROWS = 512  # more live completions are hardly faster
 CACHE_BYTES = 2 << 30  # what their keys and values may take in main memory; on a GPU a quarter of it all
@@ -109,7 +109,7 @@ class EmbeddedEngine:
             self._held = None  # before the new one is made: there may not be room for two
             stepper = StaticStepper(self.policy, sampling, device, compiled=on_gpu)
             self._held = _Memory(self.policy, sampling, size.rounded(), device, stepper)
-        self._held.state.idle(0, size.members)
+        self._held.state.idle(0)
         return self._held
 
 
@@ -187,7 +187,7 @@ class _Memory:
     def __init__(self, policy: nn.Module, sampling: Sampling, size: _Size, device: torch.device, stepper: Stepper):
         self.policy, self.sampling, self.size, self.device, self.stepper = policy, sampling, size, device, stepper
         self.cache = Cache(size.groups, size.rows, size.members, size.prompt_columns, size.own_columns)
-        self.state = State.empty(size.rows, size.groups, size.own_columns, device)
+        self.state = State.empty(size.rows, size.groups, size.members, size.own_columns, device)
 
     def serves(self, policy: nn.Module, sampling: Sampling, size: _Size) -> bool:
         """Whether a call with these can use it: the same policy and drawing, and room enough."""
@@ -226,8 +226,9 @@ class _Generation:
         lengths = {len(group.request.tokens) for group in self.groups}
         ages = {group.age for group in self.groups}
         members = max(len(group.live) for group in self.groups)
-        ragged = len(lengths) > 1 or len(ages) > 1
-        return Shape(len(self.rows), len(self.groups), members, max(lengths), max(ages), ragged)
+        rows = min(self.memory.size.rows, -(-len(self.rows) // DRAWN_ROWS) * DRAWN_ROWS)
+        columns = max(lengths), max(ages)
+        return Shape(rows, len(self.groups), members, *columns, len(lengths) == 1, len(ages) == 1)
 
     def admit(self) -> bool:
         """Let waiting prompts in while a whole group fits; whether any came."""
@@ -342,14 +343,20 @@ class _Generation:
 
     def place(self) -> None:
         """Tell the state which group each row is of, and which of its live rows it is."""
-        member = {id(row): number for group in self.groups for number, row in enumerate(group.live)}
         state, rows, groups = self.state, slice(len(self.rows)), slice(len(self.groups))
-        if self.stepper.static:
-            state.idle(len(self.rows), self.n)
+        state.idle(len(self.rows))
+        place = {id(row): place for place, row in enumerate(self.rows)}
+        member_R, row_GM = [0] * len(self.rows), [[0] * self.n for _ in self.groups]
+        for group in self.groups:
+            for number, row in enumerate(group.live):
+                member_R[place[id(row)]] = number
+                row_GM[group.slot][number] = place[id(row)]
         state.group_R[rows] = self.whole([row.group.slot for row in self.rows])
-        state.member_R[rows] = self.whole([member[id(row)] for row in self.rows])
+        state.member_R[rows] = self.whole(member_R)
+        if row_GM:
+            state.row_GM[groups] = self.whole(row_GM)
         state.length_G[groups] = self.whole([len(group.request.tokens) for group in self.groups])
         state.age_G[groups] = self.whole([group.age for group in self.groups])
 
-    def whole(self, values: Sequence[int]) -> torch.Tensor:
+    def whole(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

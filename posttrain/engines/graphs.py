@@ -33,7 +33,6 @@ class StaticStepper(Stepper):
     """
 
     steps_between_checks = STEPS_BETWEEN_CHECKS
-    static = True
 
     def __init__(self, policy: nn.Module, sampling: Sampling, device: torch.device, compiled: bool):
         super().__init__(policy, sampling, device)
@@ -70,14 +69,15 @@ class StaticStepper(Stepper):
 
 
 def rounded(shape: Shape, cache: Cache) -> Shape:
-    """The shape whose recording serves: all prompt columns, every place of a group and a spare one (State.idle)."""
+    """The shape whose recording serves: all prompt columns and every place of a group."""
     return Shape(
         rows=min(cache.rows, max(FEWEST_ROWS, _power_of_two(shape.rows))),
         groups=min(cache.groups, _power_of_two(shape.groups)),
-        members=cache.members + 1,
+        members=cache.members,
         prompt_columns=cache.prompt_columns,
         own_columns=min(cache.own_columns, -(-shape.own_columns // COLUMNS) * COLUMNS),
-        ragged=True,
+        even_prompts=False,
+        even_ages=False,
     )
 
 

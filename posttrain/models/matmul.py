@@ -39,7 +39,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b without gradients: (..., K), (M, K), (M) -> (..., M)."""
     if weight.is_mkldnn:
         rows = x.flatten(0, -2)
-        filled = nn.functional.pad(rows, (0, 0, 0, -len(rows) % DRAWN_ROWS))
+        missing = -len(rows) % DRAWN_ROWS
+        filled = nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
         return _onednn(filled, weight, bias)[: len(rows)].view(*x.shape[:-1], -1)
     return _onednn(x, weight, bias) if _suits_onednn(x, weight) else nn.functional.linear(x, weight, bias)
 
