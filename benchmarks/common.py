@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import platform
 import resource
 import subprocess
 import sys
@@ -154,11 +155,36 @@ def peak_memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
+def machine() -> dict[str, str | int | None]:
+    """What a number was measured on: beside every result."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return {
+        "processor": name,
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "torch": torch.__version__,
+    }
+
+
 def add_results(path: Path, results: dict[str, dict]) -> dict[str, dict]:
     """Write results by name into a JSON file, over earlier ones of the same names; returns all that it has now."""
-    whole = (json.loads(path.read_text()) if path.exists() else {}) | results
+    here = {name: {"machine": machine()} | result for name, result in results.items()}
+    whole = (json.loads(path.read_text()) if path.exists() else {}) | here
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     return whole
+
+
+def processors(results: dict[str, dict]) -> str:
+    """Which results were measured on which processor, a line for the page that shows them."""
+    names: dict[str, list[str]] = {}
+    for name, result in results.items():
+        names.setdefault(result["machine"]["processor"], []).append(name)
+    return "Processor: " + "; ".join(
+        processor if len(names) == 1 else f"{processor} ({', '.join(of)})" for processor, of in names.items()
+    )
 
 
 def put_table(page: Path, table: str, name: str = "table") -> None:

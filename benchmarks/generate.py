@@ -22,7 +22,16 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList
 
-from benchmarks.common import SHARED, THREADS, add_results, in_own_process, make_models, peak_memory_gb, put_table
+from benchmarks.common import (
+    SHARED,
+    THREADS,
+    add_results,
+    in_own_process,
+    make_models,
+    peak_memory_gb,
+    processors,
+    put_table,
+)
 from posttrain.config.schema import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.models.load import load_model
@@ -188,7 +197,7 @@ def table(results: dict[str, dict]) -> str:
                 f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | ≥ {r['goals'][side]:g} "
                 f"| {speed[0]:,.0f} / {speed[1]:,.0f} | {memory[0]:.2f} / {memory[1]:.2f} |"
             )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", processors(results)])
 
 
 def failures(results: dict[str, dict]) -> list[str]:
@@ -217,7 +226,7 @@ def main() -> None:
         results = {name: compare(name, models[name], given.rounds) for name in given.names}
     whole = add_results(RESULTS / "generate.json", results)
     put_table(RESULTS.parent / "README.md", table(whole), "generate")
-    print(table(results))
+    print(table({name: whole[name] for name in results}))
     if missed := failures(results):
         raise SystemExit("goals missed: " + "; ".join(missed))
 

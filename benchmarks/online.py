@@ -44,6 +44,7 @@ from benchmarks.common import (
     make_models,
     peak_memory_gb,
     preference_rows,
+    processors,
     put_table,
     write_rows,
 )
@@ -347,7 +348,7 @@ def table(results: dict[str, dict]) -> str:
             f"| {ours['drawing_seconds'] / ours['seconds']:.0%} / {theirs['drawing_seconds'] / theirs['seconds']:.0%} "
             f"| {storing_share(r):.2%} | {ours['peak_gb']:.2f} / {theirs['peak_gb']:.2f} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", processors(results)])
 
 
 def main() -> None:
@@ -367,7 +368,7 @@ def main() -> None:
             results[method] = compare(method, Path(folder), arguments.rounds)
     whole = add_results(RESULTS / "online.json", results)
     put_table(RESULTS.parent / "README.md", table(whole), "online")
-    print(table(results))
+    print(table({name: whole[name] for name in results}))
     failures = []
     for method, r in results.items():
         faster, leaner = GOALS[method]

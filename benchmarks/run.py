@@ -6,8 +6,6 @@ machine alone meanwhile: two threads that share their cores with something else 
 """
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -15,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.common import THREADS, in_own_process, make_models, put_table
+from benchmarks.common import THREADS, add_results, in_own_process, make_models, processors, put_table
 from posttrain.models.matmul import product
 
 RESULTS = Path(__file__).parent / "results"
@@ -120,7 +118,7 @@ def table(results: dict[str, dict]) -> str:
             f"| {r['memory_gb']:.2f} / {r['trl_memory_gb']:.2f} | {r['largest_loss_difference']:.1e} "
             f"| {r['gflops_per_second'] / r['matmul_gflops_per_second']:.0%} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", processors(results)])
 
 
 def missed(results: dict[str, dict]) -> list[str]:
@@ -137,17 +135,6 @@ def missed(results: dict[str, dict]) -> list[str]:
     return found
 
 
-def save(results: dict[str, dict]) -> None:
-    """Put these comparisons into results/cpu.json, beside the others that are there, and its table into the README."""
-    path = RESULTS / "cpu.json"
-    path.parent.mkdir(exist_ok=True)
-    before = json.loads(path.read_text()) if path.exists() else {}
-    machine = {"processor": platform.machine(), "threads": THREADS, "torch": torch.__version__}
-    facts = {"machine": machine, "methods": before.get("methods", {}) | results}
-    path.write_text(json.dumps(facts, indent=1) + "\n")
-    put_table(RESULTS.parent / "README.md", table(facts["methods"]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("methods", nargs="*", default=list(COMPARISONS), metavar="METHOD", help=", ".join(COMPARISONS))
@@ -159,8 +146,9 @@ def main() -> None:
         make_models(models)
         for name in arguments.methods:
             results[name] = compare(name, models, arguments.rounds)
-            save(results)
-    print(table(results))
+            whole = add_results(RESULTS / "cpu.json", {name: results[name]})
+            put_table(RESULTS.parent / "README.md", table(whole))
+            print(table({name: whole[name]}))
     failures = missed(results)
     if failures:
         raise SystemExit("goals missed: " + "; ".join(failures))

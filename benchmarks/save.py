@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.common import THREADS
+from benchmarks.common import THREADS, machine
 from benchmarks.posttrain_side import TOKENS_PER_PACK, settings
 from posttrain import recipes
 from posttrain.config import CheckpointConfig, load
@@ -47,7 +47,7 @@ def measure(folder: Path) -> dict:
         "goal": GOAL,
         "goal_met_from_step_seconds": round(save / (interval * GOAL), 4),
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "machine": machine(),
     }
 
 

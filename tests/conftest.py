@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
+from filelock import FileLock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -85,11 +86,15 @@ def power_cut(monkeypatch):
 
 @pytest.fixture(scope="session")
 def sums_home(tmp_path_factory) -> Path:
-    """The task of benchmarks/sums.py: `model/`, `train.jsonl`, `test.jsonl`."""
+    """The task of benchmarks/sums.py: `model/`, `train.jsonl`, `test.jsonl`; made once for all workers."""
     from benchmarks import sums
 
-    folder = tmp_path_factory.mktemp("sums")
-    sums.make(folder)
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sums"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            sums.make(folder.with_suffix(".part"))
+            folder.with_suffix(".part").rename(folder)
     return folder
 
 
