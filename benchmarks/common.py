@@ -156,24 +156,25 @@ def peak_memory_gb() -> float:
 
 
 def machine() -> dict[str, str | int | None]:
-    """What a number was measured on: beside every result."""
+    """What a number was measured on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
     return {
         "processor": name,
-        "cores": os.cpu_count(),
-        "system": platform.platform(),
+        "cpus": os.cpu_count(),
+        "platform": platform.platform(),
         "torch": torch.__version__,
     }
 
 
 def add_results(path: Path, results: dict[str, dict]) -> dict[str, dict]:
     """Write results by name into a JSON file, over earlier ones of the same names; returns all that it has now."""
+    from posttrain.store.files import load_json, save_json  # not where TRL is measured
+
     here = {name: {"machine": machine()} | result for name, result in results.items()}
-    whole = (json.loads(path.read_text()) if path.exists() else {}) | here
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    whole = (load_json(path) if path.exists() else {}) | here
+    save_json(path, whole)
     return whole
 
 

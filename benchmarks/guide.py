@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.learn_online import CASES, QUIET, sums_task, train
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
-BASE = dict(CASES["grpo"].training) | {"warmup_steps": 0, "lr_scheduler_type": "constant"}
+BASE = dict(CASES["grpo"].training) | {"warmup_steps": 0}
 METHOD = dict(CASES["grpo"].method) | {"beta": 0.001}  # so that the KL is there to be seen
 
 

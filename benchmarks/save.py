@@ -17,6 +17,7 @@ from benchmarks.common import THREADS, machine
 from benchmarks.posttrain_side import TOKENS_PER_PACK, settings
 from posttrain import recipes
 from posttrain.config import CheckpointConfig, load
+from posttrain.store.files import save_json
 from posttrain.store.listing import in_units, size_of
 
 STEPS, EVERY = 12, 2
@@ -55,9 +56,7 @@ def main() -> None:
     torch.set_num_threads(THREADS)
     with TemporaryDirectory() as folder:
         result = measure(Path(folder))
-    path = Path(__file__).parent / "results" / "save.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    save_json(Path(__file__).parent / "results" / "save.json", result)
     print(
         f"a checkpoint of {in_units(result['bytes'])} takes {result['save_seconds']:.2f} s, a step "
         f"{result['step_seconds']:.2f} s: at one every {result['save_steps']} steps {result['share']:.2%} of step time "

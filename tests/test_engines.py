@@ -5,6 +5,7 @@ mask, position or cache shows in every number.
 """
 
 import math
+import random
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
@@ -199,6 +200,34 @@ def test_static_shapes_draw_the_same(family):
     assert engine._held is not held
 
 
+def test_a_call_of_fewer_groups_in_memory_of_more():
+    """What an earlier call left in the places of groups and rows that a later one has not is not looked at."""
+    policy, sampling = policy_of("qwen3"), replace(DRAWN, num_generations=3, stop_token_ids=())
+    engine = EmbeddedEngine(policy, static=True)
+    rng = random.Random(0)
+    for count in (8, 5, 7, 3):
+        prompts = [[rng.randrange(3, 40) for _ in range(rng.randrange(1, 6))] for _ in range(count)]
+        limits = [[rng.randrange(1, 20) for _ in range(3)] for _ in range(count)]
+        got = engine.generate(prompts, sampling, limits=limits)
+        assert tokens_of(got) == tokens_of(EmbeddedEngine(policy).generate(prompts, sampling, limits=limits))
+
+
+def test_numbers_that_were_not_finite_are_not_kept():
+    """After an error the static memory is made anew: a NaN in a key would outlast every mask."""
+    policy = policy_of("qwen3")
+    engine = EmbeddedEngine(policy, static=True)
+    want = engine.generate(PROMPTS, DRAWN)
+    layer = policy.model.layers[0].self_attn.v_proj.weight
+    good = layer.detach().clone()
+    with torch.no_grad():
+        layer.fill_(torch.nan)
+    with pytest.raises(VitalSignError):
+        engine.generate(PROMPTS, DRAWN)
+    with torch.no_grad():
+        layer.copy_(good)
+    assert tokens_of(engine.generate(PROMPTS, DRAWN)) == tokens_of(want)
+
+
 @pytest.mark.slow
 def test_the_step_is_compiled_whole():
     """torch.compile takes the whole step of a static shape without a break, and it draws the same tokens."""
@@ -269,7 +298,6 @@ def test_new_weights_change_output_and_version(engine_of):
 def test_a_prompt_is_prefilled_once_and_finished_rows_cost_nothing(monkeypatch):
     """Tokens that go through the model: every prompt's once, every completion's but the last (padding aside)."""
     monkeypatch.setattr("posttrain.engines.embedded.width_step", lambda device, budget: None)
-    monkeypatch.setattr("posttrain.engines.embedded.DRAWN_ROWS", 1)
     policy, fed = policy_of(), []
     policy.get_input_embeddings().register_forward_hook(lambda module, given, out: fed.append(given[0].numel()))
     groups = EmbeddedEngine(policy, max_rows=8).generate(PROMPTS, replace(DRAWN, num_generations=4))

@@ -2,14 +2,14 @@
 
 A prompt's are computed and kept once, and all its completions read them there: with n completions and r query heads to
 a head of keys, n·r queries meet them in one product. A completion's own are apart. Each part gives the largest logit m,
-the sum z of 2^(logit - m), and the sum o of 2^(logit - m)·value; with M the larger m of the two,
+the sum z of 2^(logit - m), and the sum o of 2^(logit - m)·value; with h the higher m of the two,
 
-    output = (o_1 2^(m_1 - M) + o_2 2^(m_2 - M)) / (z_1 2^(m_1 - M) + z_2 2^(m_2 - M))
+    output = (o_1 2^(m_1 - h) + o_2 2^(m_2 - h)) / (z_1 2^(m_1 - h) + z_2 2^(m_2 - h))
 
 is attention to both, without a copy of either. Logits are divided by ln 2 on the way, so that powers of 2 are those of
 e: on a CPU they take a third of the time, and none longer where a power is nearly 0. Letters: R rows (live
 completions), G groups (their prompts), K heads of keys and values, r query heads to each of them, n completions of a
-group, d the size of a head.
+group, M places for the live ones of these, d the size of a head.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Cache:
         self.groups, self.rows, self.members = groups, rows, members
         self.prompt_columns, self.own_columns = prompt_columns, own_columns
         self.layers: dict[int, Layer] = {}
-        self.scratch: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._scratch: Tensor | None = None
 
     def layer(self, module: nn.Module, key: Tensor) -> Layer:
         """The layer of an attention module, for keys (1, K, T, d)."""
@@ -75,21 +75,12 @@ class Cache:
             for side in (layer.prompt_key, layer.prompt_value):
                 side[target, :, :columns] = side[source, :, :columns]
 
-    def buffer(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Memory to write into, of finite numbers.
-
-        On a CPU it is kept from call to call: fresh pages cost more than the arithmetic on them. On a GPU allocation is
-        cheap, and a recorded step needs memory of its own.
-        """
-        if like.device.type != "cpu":
-            return like.new_zeros(*shape)
-        size = 1
-        for length in shape:
-            size *= length
-        held = self.scratch.get((name, like.dtype))
-        if held is None or held.numel() < size:
-            held = self.scratch[name, like.dtype] = like.new_zeros(size)
-        return held[:size].view(*shape)
+    def scratch(self, *shape: int) -> Tensor:
+        """Memory to write into, until the next call: fresh pages would cost more than the arithmetic on them."""
+        size = math.prod(shape)
+        if self._scratch is None or self._scratch.numel() < size:
+            self._scratch = torch.empty(size)
+        return self._scratch[:size].view(shape)
 
 
 class Prefill(PackedMask):
@@ -121,9 +112,10 @@ class Decoding:
 
     `column_R` is where the token's own keys go, `length_G` and `age_G` how long each group's prompt is and how many
     tokens its completions have (they begin together and stay of one age). `prompt_columns` and `own_columns` say how
-    much of the cache is looked at. Unless they are `even_prompts` and `even_ages`, some of that is another's, or
-    nobody's, and has to be hidden. `group_R` and `member_R` say which query of the prompt's is the row's, and `row_GM`
-    which row each of these is; a place that no row has repeats another's query.
+    much of the cache is looked at. Where every prompt has `prompt_columns` tokens (`even_prompts`), and every live
+    completion `own_columns` (`even_ages`), all of that is seen; elsewhere some is another's, or nobody's, and hidden.
+    `group_R` and `member_R` are the place of a row among the queries to its prompt, and `row_GM` the row in each place;
+    one that no row has repeats some other's query. An idle row may see what is left over there: nothing reads it.
     """
 
     read = slice(None)
@@ -171,7 +163,7 @@ class Decoding:
         return self._masks[window]
 
     def places(self, heads: int) -> tuple[Tensor, Tensor]:
-        """Which of the queries (R, K) each of (G, K, M) is, and which of these each of those: flat, both."""
+        """For each (group, head, place) the (row, head) whose query lies there, and where each of these lies; flat."""
         if heads not in self._places:
             head_K = torch.arange(heads, device=self.group_R.device)
             query_GKM = self.row_GM[:, None, :] * heads + head_K[None, :, None]
@@ -197,7 +189,7 @@ class Decoding:
     def _own(self, layer: Layer, query_RKrd: Tensor, mask: Tensor | None, how: How) -> Part:
         rows, columns = len(query_RKrd), self.own_columns
         key, value = layer.own_key[:rows, :, :columns], layer.own_value[:rows, :, :columns]
-        return self._attend("own", query_RKrd, key, value, mask, how)
+        return self._attend(query_RKrd, key, value, mask, how)
 
     def _prompt(self, layer: Layer, query_RKrd: Tensor, mask: Tensor | None, how: How) -> Part:
         """The queries of a group side by side, so that they meet its keys together; then back to rows."""
@@ -206,14 +198,14 @@ class Decoding:
         query_GKM, place_RK = self.places(heads)
         query = query_RKrd.reshape(rows * heads, each * size).index_select(0, query_GKM).view(groups, heads, -1, size)
         key, value = layer.prompt_key[:groups, :, :columns], layer.prompt_value[:groups, :, :columns]
-        part = self._attend("prompt", query, key, value, mask, how)
+        part = self._attend(query, key, value, mask, how)
 
         def of_rows(x: Tensor) -> Tensor:
             return x.view(len(query_GKM), -1).index_select(0, place_RK).view(rows, heads, each, -1)
 
         return Part(of_rows(part.out), of_rows(part.highest), of_rows(part.total))
 
-    def _attend(self, name: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How) -> Part:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How) -> Part:
         """query (N, K, q, d), key and value (N, K, L, d), of which the first two axes are as one; mask (N, 1, 1, L)."""
         count, heads, queries, size = query.shape
         columns = key.shape[2]
@@ -221,7 +213,7 @@ class Decoding:
         query = query.reshape(count * heads, queries, size)
         scale = how.scaling * LOG2_E if how.softcap is None else how.scaling
         if query.dtype == torch.float32 and query.device.type == "cpu":
-            scores = self.cache.buffer(name, (count * heads, queries, columns), query)
+            scores = self.cache.scratch(count * heads, queries, columns)
             torch.bmm(query * scale, key.transpose(1, 2), out=scores)
         else:
             scores = _product(query, key.transpose(1, 2)).mul_(scale)

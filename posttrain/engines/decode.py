@@ -19,13 +19,13 @@ from posttrain.scoring import next_token_logits, row_chunks
 class Shape(NamedTuple):
     """How much of everything a step looks at: the live part on a CPU, rounded up to a few sizes on a GPU."""
 
-    rows: int  # a few more than there are live ones, where that is quicker
+    rows: int  # maybe a few more than there are live ones
     groups: int
     members: int  # most live completions of a group
     prompt_columns: int
     own_columns: int
-    even_prompts: bool  # all of `prompt_columns`
-    even_ages: bool  # all completions have as many tokens, `own_columns`
+    even_prompts: bool  # every prompt has `prompt_columns` tokens
+    even_ages: bool  # every live completion has `own_columns`
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class State:
     done_R: Tensor
     group_R: Tensor  # the group's place in the cache
     member_R: Tensor  # the row's place among the live ones of its group
-    row_GM: Tensor  # the row that has that place, or any other
+    row_GM: Tensor  # the row that has that place; 0 where none has it, so that it is one of every step's
     key_R2: Tensor  # of its random stream
     length_G: Tensor  # of the group's prompt
     age_G: Tensor  # tokens that its completions have
@@ -74,7 +74,7 @@ class State:
             getattr(self, field.name).copy_(getattr(other, field.name))
 
     def idle(self, start: int) -> None:
-        """Let the rows from `start` on be computed without an effect: done, and with the prompt of the first one."""
+        """Let the rows from `start` on be computed without an effect: done, and with the prompt of group 0."""
         self.done_R[start:] = True
         self.count_R[start:] = 1
         self.group_R[start:] = 0

@@ -27,7 +27,7 @@ from posttrain.engines.streams import keys
 from posttrain.errors import ModelError
 from posttrain.models.attention import width_step
 from posttrain.models.families import backbone_of, base_of, check_positions, is_packed, positions_of
-from posttrain.models.matmul import DRAWN_ROWS, packed_weights
+from posttrain.models.matmul import packed_weights
 
 MAX_ROWS = 512  # more live completions are hardly faster
 CACHE_BYTES = 2 << 30  # what their keys and values may take in main memory; on a GPU a quarter of it all
@@ -96,9 +96,13 @@ class EmbeddedEngine:
         texts = StopTexts(sampling.stop, self.tokenizer)
         device = head.weight.device  # pyright: ignore
         size = _Size.of(asked, sampling, self.max_rows, cache_tokens(base, device))
-        with torch.inference_mode(), evaluating(self.policy), packed_weights(self.policy):
+        with torch.inference_mode(), evaluating(self.policy), packed_weights(self.policy) as rows_step:
             memory = self._memory(sampling, size, device)
-            return _Generation(memory, asked, texts, self.version).completions()
+            try:
+                return _Generation(memory, asked, texts, self.version, rows_step).completions()
+            except BaseException:
+                self._held = None  # it may hold what is not finite, which no mask hides
+                raise
 
     def _memory(self, sampling: Sampling, size: _Size, device: torch.device) -> _Memory:
         """What to draw in: made for the call, or where shapes are static the one of the last call if it serves."""
@@ -109,7 +113,6 @@ class EmbeddedEngine:
             self._held = None  # before the new one is made: there may not be room for two
             stepper = StaticStepper(self.policy, sampling, device, compiled=on_gpu)
             self._held = _Memory(self.policy, sampling, size.rounded(), device, stepper)
-        self._held.state.idle(0)
         return self._held
 
 
@@ -199,7 +202,8 @@ class _Memory:
 class _Generation:
     """One call of `generate`."""
 
-    def __init__(self, memory: _Memory, asked: list[Request], texts: StopTexts, version: int):
+    def __init__(self, memory: _Memory, asked: list[Request], texts: StopTexts, version: int, rows_step: int):
+        self.rows_step = rows_step  # products are quick with a multiple of so many rows
         self.memory, self.policy, self.sampling, self.device = memory, memory.policy, memory.sampling, memory.device
         self.cache, self.state, self.stepper = memory.cache, memory.state, memory.stepper
         self.texts, self.version = texts, version
@@ -226,7 +230,7 @@ class _Generation:
         lengths = {len(group.request.tokens) for group in self.groups}
         ages = {group.age for group in self.groups}
         members = max(len(group.live) for group in self.groups)
-        rows = min(self.memory.size.rows, -(-len(self.rows) // DRAWN_ROWS) * DRAWN_ROWS)
+        rows = min(self.memory.size.rows, -(-len(self.rows) // self.rows_step) * self.rows_step)
         columns = max(lengths), max(ages)
         return Shape(rows, len(self.groups), members, *columns, len(lengths) == 1, len(ages) == 1)
 
@@ -343,20 +347,15 @@ class _Generation:
 
     def place(self) -> None:
         """Tell the state which group each row is of, and which of its live rows it is."""
+        member = {id(row): number for group in self.groups for number, row in enumerate(group.live)}
         state, rows, groups = self.state, slice(len(self.rows)), slice(len(self.groups))
         state.idle(len(self.rows))
-        place = {id(row): place for place, row in enumerate(self.rows)}
-        member_R, row_GM = [0] * len(self.rows), [[0] * self.n for _ in self.groups]
-        for group in self.groups:
-            for number, row in enumerate(group.live):
-                member_R[place[id(row)]] = number
-                row_GM[group.slot][number] = place[id(row)]
         state.group_R[rows] = self.whole([row.group.slot for row in self.rows])
-        state.member_R[rows] = self.whole(member_R)
-        if row_GM:
-            state.row_GM[groups] = self.whole(row_GM)
+        state.member_R[rows] = self.whole([member[id(row)] for row in self.rows])
+        state.row_GM.zero_()
+        state.row_GM[state.group_R[rows], state.member_R[rows]] = torch.arange(len(self.rows), device=self.device)
         state.length_G[groups] = self.whole([len(group.request.tokens) for group in self.groups])
         state.age_G[groups] = self.whole([group.age for group in self.groups])
 
-    def whole(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+    def whole(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

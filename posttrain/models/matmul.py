@@ -72,11 +72,13 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @contextmanager
-def packed_weights(model: nn.Module) -> Iterator[None]:
+def packed_weights(model: nn.Module) -> Iterator[int]:
     """While this lasts, products without gradients find large weights in the layout that oneDNN multiplies from.
 
     It would make that layout for every product anew, which with few rows takes a good part of the time: 40 % of it with
     16 rows, 15 % with 60. The price is a second copy, so a model of more than PACKED_BYTES stays as it is.
+
+    Yields the number of which the rows should be a multiple: others are filled up at every product.
     """
     layers = [m for m in model.modules() if type(m) is nn.Linear and is_for_onednn(m.weight)]
     if sum(layer.weight.nbytes for layer in layers) > PACKED_BYTES:
@@ -84,7 +86,7 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     for layer in layers:
         layer.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None)
     try:
-        yield
+        yield DRAWN_ROWS if layers else 1
     finally:
         for layer in layers:
             del layer.packed

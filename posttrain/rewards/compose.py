@@ -121,7 +121,7 @@ class Rewards:
             for name, term in zip(names, settings, strict=True)
             if not isinstance(term, RuleReward)
         }
-        rules = [term.type for term in settings if isinstance(term, RuleReward)]
+        rules = list(dict.fromkeys(term.type for term in settings if isinstance(term, RuleReward)))
         if pool is None and rules:
             pool = self._own_pool = Pool(workers, deadline, modules=modules_of(rules))
         self._pool = pool
