@@ -90,7 +90,7 @@ CASES = {
     ),
     "replies": Case(
         "replies",
-        _grpo(beta=0.05),
+        _grpo(beta=0.03),
         {"batch_size": 16, "max_steps": 60, "learning_rate": 4e-4},
         gain=0.08,
         kl=1.2,

@@ -205,9 +205,9 @@ def test_a_call_of_fewer_groups_in_memory_of_more():
     policy, sampling = policy_of("qwen3"), replace(DRAWN, num_generations=3, stop_token_ids=())
     engine = EmbeddedEngine(policy, static=True)
     rng = random.Random(0)
-    for count in (8, 5, 7, 3):
+    for count, shortest in ((8, 20), (5, 20), (7, 1), (3, 1)):
         prompts = [[rng.randrange(3, 40) for _ in range(rng.randrange(1, 6))] for _ in range(count)]
-        limits = [[rng.randrange(1, 20) for _ in range(3)] for _ in range(count)]
+        limits = [[rng.randrange(shortest, 21) for _ in range(3)] for _ in range(count)]
         got = engine.generate(prompts, sampling, limits=limits)
         assert tokens_of(got) == tokens_of(EmbeddedEngine(policy).generate(prompts, sampling, limits=limits))
 
