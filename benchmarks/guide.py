@@ -26,7 +26,7 @@ def equal(completions: list[str], **_columns: Any) -> list[float]:
 RUNS: dict[str, dict[str, Any]] = {
     "healthy": {},
     "flat": {"rewards": [{"type": "python", "function": "benchmarks.guide:equal", "name": "reward"}]},
-    "collapsed": {"training": BASE | {"learning_rate": 10 * BASE["learning_rate"]}},
+    "collapsed": {"training": BASE | {"learning_rate": 5 * BASE["learning_rate"]}},
     "truncated": {"rollout": {"max_completion_length": 1}},
 }
 
