@@ -296,7 +296,7 @@ def table(trials: Sequence[Trial]) -> str:
         before, after = (" · ".join(f"{value:{form}}" for value in values) for values in (
             [t.before for t in mine], [t.after for t in mine],
         ))  # fmt: skip
-        wanted = f"> {case.above:.0%}" if case.above is not None else f"{case.gain:+.1f}, KL < {case.kl}"
+        wanted = f"> {case.above:.0%}" if case.above is not None else f"{case.gain:+g}, KL < {case.kl}"
         kl = " · ".join(f"{t.kl:.3f}" for t in mine if t.kl is not None)
         method = name if case.task == "sums" else case.method["type"]
         lines.append(f"| {case.task} | {method} | {before} | {after} | {wanted} | {kl} |")
