@@ -2,7 +2,7 @@
 
     sums      a small model taught to add, its output weights mixed with noise and made smaller until about 10 % of the
               answers are right; every loss, and PPO
-    sort      the trained gpt-nano-sort, with as much noise on every weight
+    sort      the trained gpt-nano-sort, with so much noise on every weight that about 10 % are right
     stories   the trained stories260K, rewarded for stories that name a dog
     replies   the same model on HH prompts, rewarded by a reward model that is trained here on HH pairs
 
