@@ -41,7 +41,7 @@ from posttrain.store.files import load_json
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/learn.json", ROOT / "docs/learning.md"
 SEEDS = (0, 1, 2)
-SIZE = Size(worked=10_500, bare=3_500, sft_steps=700, held_out=400)
+SIZE = Size(worked=10_500, bare=3_500, sft_steps=1400, held_out=400)
 PAIRS, HELD_OUT_PAIRS = 960, 200
 
 WORKED = f"{TAGS.reasoning_start}{{solution}}{TAGS.reasoning_end}{TAGS.solution_start}{{answer}}{TAGS.solution_end}"
@@ -73,7 +73,7 @@ SETTINGS = {"size": asdict(SIZE), "pairs": PAIRS, "common": COMMON, "methods": M
 # What must hold for every seed. `worked` and `right` are shares of sampled replies, standard error about 0.02.
 GAIN = 0.08  # more replies with a working, of each preference method over the SFT model
 NO_GAIN = 0.05  # most that a control may gain
-SFT_RIGHT, SFT_CONTROL_RIGHT = 0.05, 0.04
+SFT_RIGHT, SFT_CONTROL_RIGHT = 0.2, 0.04
 
 
 @dataclass(frozen=True, slots=True)
