@@ -15,13 +15,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from test_equivalence import CONFIGS, VOCAB
 from test_equivalence import make as make_small
+from torch import nn
 from transformers import AutoTokenizer
 from vllm_stand_in import HAS_VLLM, VLLM_REFUSES, standing_in
 
 from posttrain.batch import Example, Sample, pack
 from posttrain.config.rollout import VllmConfig
 from posttrain.engines import EmbeddedEngine, Sampling, TransformersEngine, make_engine
+from posttrain.engines.cache import Cache, Decoding
 from posttrain.errors import ConfigError, DataError, ModelError, VitalSignError
+from posttrain.models.attention import How
 from posttrain.models.families import FAMILIES, base_of
 from posttrain.models.lean import lean
 from posttrain.scoring import Scorer
@@ -179,6 +182,87 @@ def test_engines_agree_while_rows_leave_and_enter(family):
     if family in ("qwen3", "gemma2", "opt"):
         plain = TransformersEngine(policy, max_rows=9).generate(prompts, sampling, limits=limits)
         assert tokens_of(plain) == tokens_of(few)
+
+
+@pytest.mark.parametrize("size", [8, 32])
+def test_the_cache_widens_while_rows_leave_and_enter(monkeypatch, size):
+    """Every few columns, with keys number by number and token by token; and all of it seen when ages are even."""
+    monkeypatch.setattr("posttrain.engines.cache.WIDTH_STEP", 4)
+    monkeypatch.setattr("posttrain.engines.embedded.FEWEST_COLUMNS", 1)
+    policy = policy_of("qwen3", head_dim=size)
+    rng = random.Random(1)
+    prompts, limits = PROMPTS * 3, [[rng.randrange(1, 40) for _ in range(3)] for _ in range(15)]
+    sampling = replace(DRAWN, stop_token_ids=(), max_completion_length=40)
+    for max_rows in (7, 12, 100):
+        got = EmbeddedEngine(policy, max_rows=max_rows).generate(prompts, sampling, limits=limits)
+        assert [[len(completion.tokens) for completion in group] for group in got] == limits
+        assert_trainers(policy, prompts, got, sampling.temperature)
+
+
+@pytest.mark.parametrize("size", [8, 32])
+@pytest.mark.parametrize(
+    ("sharp", "push", "is_steep"),
+    [
+        (1.0, 0.0, False),
+        (6.0, 0.0, False),
+        (1.0, 40.0, False),
+        (1.0, -35.0, False),
+        (40.0, 0.0, True),
+        (1.0, 150.0, True),
+        (1.0, -150.0, True),
+    ],
+)
+def test_attention_to_logits_of_any_size(size, sharp, push, is_steep):
+    """Beside a dense softmax in float64, token after token: logits `sharp` times as far apart, `push` nats off 0."""
+    torch.manual_seed(0)
+    lengths, n, heads, each, steps = [5, 3], 2, 2, 2, 110
+    rows, module, how = len(lengths) * n, nn.Module(), How(size**-0.5, 0.0, None, None)
+    module.layer_idx = 0  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    cache = Cache(rows, len(lengths), n, max(lengths), steps, still=False)
+
+    def keys(count: int) -> torch.Tensor:
+        key = torch.randn(1, heads, count, size) * sharp
+        key[..., 0] = push * size**0.5  # and the same number of a query is 1
+        return key
+
+    prompt_key, prompt_value = keys(sum(lengths)), torch.randn(1, heads, sum(lengths), size)
+    layer = cache.layer(module, prompt_key)
+    of_prompt = [slice(0, 5), slice(5, 8)]
+    for group, (part, length) in enumerate(zip(of_prompt, lengths, strict=True)):
+        layer.prompt_key[group, :, :length] = prompt_key[0, :, part]
+        layer.prompt_value[group, :, :length] = prompt_value[0, :, part]
+    own_key, own_value = torch.empty(1, heads, 0, rows, size), torch.empty(1, heads, 0, rows, size)
+    group_R, member_R = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
+    worst = 0.0
+    for step in range(steps):
+        cache.widen(rows, step + 1)
+        decoding = Decoding(
+            cache,
+            group_R,
+            member_R,
+            torch.arange(rows).view(len(lengths), n),
+            torch.full((rows,), step),
+            torch.tensor(lengths),
+            torch.full((len(lengths),), step + 1),
+            prompt_columns=max(lengths),
+            own_columns=step + 1,
+            even_prompts=False,
+            even_ages=True,
+        )
+        query, key, value = torch.randn(1, heads * each, rows, size), keys(rows), torch.randn(1, heads, rows, size)
+        query[..., 0] = 1.0
+        own_key, own_value = torch.cat([own_key, key[:, :, None]], 2), torch.cat([own_value, value[:, :, None]], 2)
+        got = decoding.attend(module, query, key, value, how)
+        for row in range(rows):
+            part = of_prompt[group_R[row]]
+            seen = torch.cat([prompt_key[0, :, part], own_key[0, :, :, row]], 1).double().repeat_interleave(each, 0)
+            values = torch.cat([prompt_value[0, :, part], own_value[0, :, :, row]], 1).double()
+            logits = (query[0, :, row, None].double() * seen).sum(-1) * how.scaling
+            want = (logits.softmax(-1)[..., None] * values.repeat_interleave(each, 0)).sum(1)
+            worst = max(worst, (got[0, :, row] - want).abs().max().item())
+    print(f"largest difference: {worst:.1e}")
+    assert worst < 1e-6 * max(1.0, sharp, abs(push)), worst
+    assert bool(cache.steep) == is_steep, "m = 0 is for logits near 0, and only for these"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])

@@ -7,16 +7,22 @@ the sum z of 2^(logit - m), and the sum o of 2^(logit - m)·value; with h the hi
     output = (o_1 2^(m_1 - h) + o_2 2^(m_2 - h)) / (z_1 2^(m_1 - h) + z_2 2^(m_2 - h))
 
 is attention to both, without a copy of either. Logits are divided by ln 2 on the way, so that powers of 2 are those of
-e: on a CPU they take a third of the time, and none longer where a power is nearly 0. Letters: R rows (live
-completions), G groups (their prompts), K heads of keys and values, r query heads to each of them, n completions of a
-group, M places for the live ones of these, d the size of a head.
+e: on a CPU they take a third of the time, and none longer where a power is nearly 0.
+
+The m keep every power within the range of a float. That is seldom needed, and a CPU spends as much on finding and
+subtracting them as on the powers. So there all m are 0 as long as the sums of a layer show that this was right
+(`_plain`). Logits far below 0 are raised to where a power has no weight in such a sum but is no denormal number, with
+which a product would be slow. A layer whose sums do not show it is computed again, and from then on, with its m.
+
+Letters: R rows (live completions), G groups (their prompts), K heads of keys and values, r query heads to each of them,
+n completions of a group, M places for the live ones of these, d the size of a head.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +32,15 @@ from posttrain.models.attention import How, PackedMask
 
 LOG2_E = 1 / math.log(2)
 SMALL_HEAD = 32  # of fewer numbers: keys lie number by number, which makes their products up to twice as fast on a CPU
+WIDTH_STEP = 48  # columns that a cache is widened by
+PLAIN = (2.0**-60, 2.0**90)  # sums with which m = 0 was right: values may be up to 2^37 then
+LEAST = -110.0  # logits are raised to it: of a sum of 2^-60 and more, what that adds for a key is below 2^-50
 HIDDEN = -1e30  # added to a logit that is not seen; finite, so that a part in which nothing is seen has no NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's keys and values: prompts (G, K, columns, d), completions (R, K, columns, d)."""
+    """One layer's keys and values: prompts (G, K, columns, d), completions (R, K, width, d)."""
 
     prompt_key: Tensor
     prompt_value: Tensor
@@ -42,26 +51,49 @@ class Layer:
 class Cache:
     """The keys and values of every layer, allocated when a layer is first met.
 
-    It begins as zeros, since what is not seen is multiplied by 0 and must be finite.
+    Places begin as zeros, since what is not seen is multiplied by 0 and must be finite. Those of completions lie in
+    `width` columns, which `widen` makes more when they are needed: a step then reads no gaps, and memory that no
+    completion grows into is never touched. `still` says that steps are recorded: addresses and shapes stay then, and
+    what is computed may not depend on numbers.
     """
 
-    def __init__(self, groups: int, rows: int, members: int, prompt_columns: int, own_columns: int):
-        self.groups, self.rows, self.members = groups, rows, members
+    def __init__(self, rows: int, groups: int, members: int, prompt_columns: int, own_columns: int, still: bool):
+        self.rows, self.groups, self.members = rows, groups, members
         self.prompt_columns, self.own_columns = prompt_columns, own_columns
+        self.still, self.width = still, own_columns if still else 0
         self.layers: dict[int, Layer] = {}
+        self.steep: set[int] = set()  # layers for which m = 0 was not right
         self._scratch: Tensor | None = None
 
     def layer(self, module: nn.Module, key: Tensor) -> Layer:
         """The layer of an attention module, for keys (1, K, T, d)."""
-        index: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+        index = index_of(module)
         if index not in self.layers:
             heads, size = key.shape[1], key.shape[3]
-            sides = ((self.groups, self.prompt_columns), (self.rows, self.own_columns))
-            made = [key.new_zeros(count, heads, columns, size) for count, columns in sides for _ in range(2)]
-            if size < SMALL_HEAD:
-                made[::2] = [side.view(*side.shape[:2], size, -1).transpose(2, 3) for side in made[::2]]
-            self.layers[index] = Layer(*made)
+
+            def side(count: int, most: int, columns: int, turned: bool) -> Tensor:
+                return _laid(key.new_empty(count * heads * most * size), count, heads, columns, size, turned).zero_()
+
+            prompt = (self.groups, self.prompt_columns, self.prompt_columns)
+            own = (self.rows, self.own_columns, self.width)
+            self.layers[index] = Layer(*(side(*of, turned) for of in (prompt, own) for turned in turned_sides(size)))
         return self.layers[index]
+
+    def widen(self, rows: int, columns: int) -> None:
+        """Make room for `columns` of completions, of which the first `rows` are live."""
+        if columns <= self.width:
+            return
+        self.width = min(self.own_columns, -(-columns // WIDTH_STEP) * WIDTH_STEP)
+        for index, layer in self.layers.items():
+            sides = zip((layer.own_key, layer.own_value), turned_sides(layer.own_key.shape[3]), strict=True)
+            key, value = (_widened(side, rows, self.width, turned) for side, turned in sides)
+            self.layers[index] = replace(layer, own_key=key, own_value=value)
+
+    def clear(self, rows: slice) -> None:
+        """Make the places of completions zeros."""
+        for layer in self.layers.values():
+            layer.own_key[rows] = 0
+            layer.own_value[rows] = 0
 
     def move_rows(self, source: Tensor, target: Tensor, columns: int) -> None:
         """Copy the first `columns` of the completions at `source` to the places `target`, int64 both."""
@@ -83,6 +115,35 @@ class Cache:
         return self._scratch[:size].view(shape)
 
 
+def index_of(module: nn.Module) -> int:
+    """The number of the layer that an attention module is of."""
+    return module.layer_idx  # pyright: ignore[reportReturnType]
+
+
+def turned_sides(size: int) -> tuple[bool, bool]:
+    """Whether keys and values of heads of this size lie number by number (columns next to each other)."""
+    return size < SMALL_HEAD, False
+
+
+def _laid(memory: Tensor, count: int, heads: int, columns: int, size: int, turned: bool) -> Tensor:
+    """The front of memory as keys or values (count, K, columns, d)."""
+    inner = (1, columns) if turned else (size, 1)
+    return memory.as_strided((count, heads, columns, size), (heads * columns * size, columns * size, *inner))
+
+
+def _widened(side: Tensor, rows: int, columns: int, turned: bool) -> Tensor:
+    """The same memory with more columns: what the first `rows` have, and zeros beyond it."""
+    count, heads, before, size = side.shape
+    wide = _laid(side, count, heads, columns, size, turned)
+    while rows:  # the last ones first, as many as can move without writing over what has not moved yet
+        start = min(rows - 1, -(-rows * before // columns))
+        kept = side[start:rows]
+        wide[start:rows, :, :before] = kept.clone() if start * columns < rows * before else kept
+        wide[start:rows, :, before:] = 0
+        rows = start
+    return wide
+
+
 class Prefill(PackedMask):
     """A pack of prompts, whose keys and values go to the groups `slots`, one for each tree."""
 
@@ -100,11 +161,11 @@ class Prefill(PackedMask):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Attention to some of the keys, before it is divided: o, m, z of the module's docstring, float32."""
+    """Attention to some of the keys, before it is divided: o, z, m of the module's docstring, float32."""
 
     out: Tensor
-    highest: Tensor
     total: Tensor
+    highest: Tensor | None  # None: 0
 
 
 class Decoding:
@@ -177,35 +238,38 @@ class Decoding:
         query_RKrd = query[0].transpose(0, 1).reshape(rows, heads, -1, size)
         layer.own_key[self.row_R, :, self.column_R] = key[0].transpose(0, 1)
         layer.own_value[self.row_R, :, self.column_R] = value[0].transpose(0, 1)
-        prompt_mask, own_mask = self.masks(how.window)
-        own = self._own(layer, query_RKrd, own_mask, how)
-        prompt = self._prompt(layer, query_RKrd, prompt_mask, how)
-        highest = torch.maximum(own.highest, prompt.highest)
-        own_share, prompt_share = (own.highest - highest).exp2_(), (prompt.highest - highest).exp2_()
-        total = own.total * own_share + prompt.total * prompt_share
-        out = (own.out * (own_share / total)).addcmul_(prompt.out, prompt_share / total)
+        out = None
+        if query.device.type == "cpu" and not self.cache.still and index_of(module) not in self.cache.steep:
+            out = _plain(*self._parts(layer, query_RKrd, how, shifted=False))
+            if out is None:
+                self.cache.steep.add(index_of(module))
+        if out is None:
+            out = _joined(*self._parts(layer, query_RKrd, how, shifted=True))
         return out.to(query.dtype).reshape(1, rows, -1, size).transpose(1, 2)
 
-    def _own(self, layer: Layer, query_RKrd: Tensor, mask: Tensor | None, how: How) -> Part:
+    def _parts(self, layer: Layer, query_RKrd: Tensor, how: How, shifted: bool) -> tuple[Part, Part]:
+        """Attention to a completion's own keys, and to its prompt's."""
         rows, columns = len(query_RKrd), self.own_columns
+        prompt_mask, own_mask = self.masks(how.window)
         key, value = layer.own_key[:rows, :, :columns], layer.own_value[:rows, :, :columns]
-        return self._attend(query_RKrd, key, value, mask, how)
+        own = self._attend(query_RKrd, key, value, own_mask, how, shifted)
+        return own, self._prompt(layer, query_RKrd, prompt_mask, how, shifted)
 
-    def _prompt(self, layer: Layer, query_RKrd: Tensor, mask: Tensor | None, how: How) -> Part:
+    def _prompt(self, layer: Layer, query_RKrd: Tensor, mask: Tensor | None, how: How, shifted: bool) -> Part:
         """The queries of a group side by side, so that they meet its keys together; then back to rows."""
         groups, columns = len(self.row_GM), self.prompt_columns
         rows, heads, each, size = query_RKrd.shape
         query_GKM, place_RK = self.places(heads)
         query = query_RKrd.reshape(rows * heads, each * size).index_select(0, query_GKM).view(groups, heads, -1, size)
         key, value = layer.prompt_key[:groups, :, :columns], layer.prompt_value[:groups, :, :columns]
-        part = self._attend(query, key, value, mask, how)
+        part = self._attend(query, key, value, mask, how, shifted)
 
         def of_rows(x: Tensor) -> Tensor:
             return x.view(len(query_GKM), -1).index_select(0, place_RK).view(rows, heads, each, -1)
 
-        return Part(of_rows(part.out), of_rows(part.highest), of_rows(part.total))
+        return Part(of_rows(part.out), of_rows(part.total), None if part.highest is None else of_rows(part.highest))
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How) -> Part:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How, shifted: bool) -> Part:
         """query (N, K, q, d), key and value (N, K, L, d), of which the first two axes are as one; mask (N, 1, 1, L)."""
         count, heads, queries, size = query.shape
         columns = key.shape[2]
@@ -221,11 +285,33 @@ class Decoding:
             scores.div_(how.softcap).tanh_().mul_(how.softcap * LOG2_E)
         if mask is not None:
             scores.view(count, heads, queries, columns).add_(mask)
-        highest = scores.amax(-1, keepdim=True)
-        scores.sub_(highest).exp2_()
-        total = scores.sum(-1, keepdim=True)
-        out = _product(scores.to(value.dtype), value)
-        return Part(*(x.view(count, heads, queries, -1) for x in (out, highest, total)))
+        highest = None
+        if shifted:
+            highest = scores.amax(-1, keepdim=True)
+            scores.sub_(highest)
+            highest = highest.view(count, heads, queries, 1)
+        else:
+            scores.clamp_(min=LEAST)
+        total = scores.exp2_().sum(-1, keepdim=True).view(count, heads, queries, 1)
+        return Part(_product(scores.to(value.dtype), value).view(count, heads, queries, -1), total, highest)
+
+
+def _joined(own: Part, prompt: Part) -> Tensor:
+    """Attention to both parts, each with its m."""
+    assert own.highest is not None and prompt.highest is not None
+    highest = torch.maximum(own.highest, prompt.highest)
+    own_share, prompt_share = (own.highest - highest).exp2_(), (prompt.highest - highest).exp2_()
+    total = own.total * own_share + prompt.total * prompt_share
+    return (own.out * (own_share / total)).addcmul_(prompt.out, prompt_share / total)
+
+
+def _plain(own: Part, prompt: Part) -> Tensor | None:
+    """Attention to both parts, with every m 0; None where that was not right."""
+    total = own.total.add_(prompt.total)
+    lowest, highest = total.aminmax()
+    if not (PLAIN[0] <= lowest.item() and highest.item() <= PLAIN[1]):  # a sum that is not a number is neither
+        return None
+    return own.out.add_(prompt.out).div_(total)
 
 
 def _mask(seen: Tensor | None) -> Tensor | None:

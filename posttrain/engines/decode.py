@@ -98,6 +98,7 @@ class Stepper:
     """Feeds every live completion its last token and draws its next one."""
 
     steps_between_checks = 1
+    still = False  # whether a step's addresses and shapes are to stay
 
     def __init__(self, policy: nn.Module, sampling: Sampling, device: torch.device):
         self.policy, self.sampling = policy, sampling

@@ -32,6 +32,7 @@ from posttrain.models.matmul import packed_weights
 MAX_ROWS = 512  # more live completions are hardly faster
 CACHE_BYTES = 2 << 30  # what their keys and values may take in main memory; on a GPU a quarter of it all
 TOKENS_PER_PREFILL = 8192
+FEWEST_COLUMNS = 32  # with fewer, PyTorch takes its slow way to a product of small matrices
 
 
 class EmbeddedEngine:
@@ -189,7 +190,7 @@ class _Memory:
 
     def __init__(self, policy: nn.Module, sampling: Sampling, size: _Size, device: torch.device, stepper: Stepper):
         self.policy, self.sampling, self.size, self.device, self.stepper = policy, sampling, size, device, stepper
-        self.cache = Cache(size.groups, size.rows, size.members, size.prompt_columns, size.own_columns)
+        self.cache = Cache(*size, still=stepper.still)
         self.state = State.empty(size.rows, size.groups, size.members, size.own_columns, device)
 
     def serves(self, policy: nn.Module, sampling: Sampling, size: _Size) -> bool:
@@ -220,7 +221,9 @@ class _Generation:
                 self.retire()
             if self.rows:
                 for _ in range(self.stepper.steps_between_checks):
-                    self.stepper.step(self.state, self.cache, self.shape())
+                    shape = self.shape()
+                    self.cache.widen(shape.rows, shape.own_columns)
+                    self.stepper.step(self.state, self.cache, shape)
                     for group in self.groups:
                         group.age += 1
                 self.retire()
@@ -231,8 +234,9 @@ class _Generation:
         ages = {group.age for group in self.groups}
         members = max(len(group.live) for group in self.groups)
         rows = min(self.memory.size.rows, -(-len(self.rows) // self.rows_step) * self.rows_step)
-        columns = max(lengths), max(ages)
-        return Shape(rows, len(self.groups), members, *columns, len(lengths) == 1, len(ages) == 1)
+        own_columns = min(self.memory.size.own_columns, max(FEWEST_COLUMNS, *ages))
+        even_ages = ages == {own_columns}
+        return Shape(rows, len(self.groups), members, max(lengths), own_columns, len(lengths) == 1, even_ages)
 
     def admit(self) -> bool:
         """Let waiting prompts in while a whole group fits; whether any came."""
@@ -251,6 +255,7 @@ class _Generation:
             group.live = [Row(group, number) for number in range(self.n)]
             self.rows += group.live
         self.groups += fresh
+        self.cache.clear(slice(begin, self.shape().rows))
         new = slice(begin, len(self.rows))
         state = self.state
         state.count_R[new] = 0

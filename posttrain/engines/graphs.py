@@ -33,6 +33,7 @@ class StaticStepper(Stepper):
     """
 
     steps_between_checks = STEPS_BETWEEN_CHECKS
+    still = True
 
     def __init__(self, policy: nn.Module, sampling: Sampling, device: torch.device, compiled: bool):
         super().__init__(policy, sampling, device)

@@ -52,6 +52,6 @@ def draw(
     weight = (logits - highest).exp_()
     total = weight.sum(-1)
     race = logits if sampling.greedy else weight.div_(exponentials(words_V, key_B2, place_B))
-    token_B = race.argmax(-1)
+    token_B = race.max(-1).indices  # on a CPU a half of the time of argmax
     chosen = logits.gather(1, token_B[:, None]).squeeze(1)
     return token_B, chosen - highest.squeeze(1) - total.log()
