@@ -7,7 +7,7 @@ mask, position or cache shows in every number.
 import math
 import random
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -184,11 +184,31 @@ def test_engines_agree_while_rows_leave_and_enter(family):
         assert tokens_of(plain) == tokens_of(few)
 
 
+@pytest.fixture
+def poisoned():
+    """What `torch.empty` and its kin give is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("size", [8, 32])
-def test_the_cache_widens_while_rows_leave_and_enter(monkeypatch, size):
-    """Every few columns, with keys number by number and token by token; and all of it seen when ages are even."""
+@pytest.mark.parametrize("rows_step", [1, 4])
+def test_the_cache_widens_while_rows_leave_and_enter(monkeypatch, poisoned, size, rows_step):
+    """Every few columns, with keys number by number and token by token, with idle rows and without; what nobody has
+    written is not looked at."""
+    caches = []
+
+    class Kept(Cache):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            caches.append(self)
+
     monkeypatch.setattr("posttrain.engines.cache.WIDTH_STEP", 4)
     monkeypatch.setattr("posttrain.engines.embedded.FEWEST_COLUMNS", 1)
+    monkeypatch.setattr("posttrain.engines.embedded.packed_weights", lambda policy: nullcontext(rows_step))
+    monkeypatch.setattr("posttrain.engines.embedded.Cache", Kept)
     policy = policy_of("qwen3", head_dim=size)
     rng = random.Random(1)
     prompts, limits = PROMPTS * 3, [[rng.randrange(1, 40) for _ in range(3)] for _ in range(15)]
@@ -197,9 +217,11 @@ def test_the_cache_widens_while_rows_leave_and_enter(monkeypatch, size):
         got = EmbeddedEngine(policy, max_rows=max_rows).generate(prompts, sampling, limits=limits)
         assert [[len(completion.tokens) for completion in group] for group in got] == limits
         assert_trainers(policy, prompts, got, sampling.temperature)
+    assert [cache.steep for cache in caches] == [set()] * 3
 
 
 @pytest.mark.parametrize("size", [8, 32])
+@pytest.mark.parametrize(("window", "beyond"), [(None, 0), (None, 3), (60, 3)])
 @pytest.mark.parametrize(
     ("sharp", "push", "is_steep"),
     [
@@ -212,13 +234,16 @@ def test_the_cache_widens_while_rows_leave_and_enter(monkeypatch, size):
         (1.0, -150.0, True),
     ],
 )
-def test_attention_to_logits_of_any_size(size, sharp, push, is_steep):
-    """Beside a dense softmax in float64, token after token: logits `sharp` times as far apart, `push` nats off 0."""
+def test_attention_to_logits_of_any_size(size, sharp, push, is_steep, window, beyond):
+    """Beside a dense softmax in float64, token after token: logits `sharp` times as far apart, `push` nats off 0.
+
+    Prompt columns that are hidden are full of other numbers, and `beyond` own ones are looked at too early.
+    """
     torch.manual_seed(0)
     lengths, n, heads, each, steps = [5, 3], 2, 2, 2, 110
-    rows, module, how = len(lengths) * n, nn.Module(), How(size**-0.5, 0.0, None, None)
+    rows, module, how = len(lengths) * n, nn.Module(), How(size**-0.5, 0.0, window, None)
     module.layer_idx = 0  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
-    cache = Cache(rows, len(lengths), n, max(lengths), steps, still=False)
+    cache = Cache(rows, len(lengths), n, max(lengths), steps + beyond, still=False)
 
     def keys(count: int) -> torch.Tensor:
         key = torch.randn(1, heads, count, size) * sharp
@@ -227,6 +252,8 @@ def test_attention_to_logits_of_any_size(size, sharp, push, is_steep):
 
     prompt_key, prompt_value = keys(sum(lengths)), torch.randn(1, heads, sum(lengths), size)
     layer = cache.layer(module, prompt_key)
+    layer.prompt_key.fill_(1e3)
+    layer.prompt_value.fill_(1e3)
     of_prompt = [slice(0, 5), slice(5, 8)]
     for group, (part, length) in enumerate(zip(of_prompt, lengths, strict=True)):
         layer.prompt_key[group, :, :length] = prompt_key[0, :, part]
@@ -235,7 +262,7 @@ def test_attention_to_logits_of_any_size(size, sharp, push, is_steep):
     group_R, member_R = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
     worst = 0.0
     for step in range(steps):
-        cache.widen(rows, step + 1)
+        cache.widen(rows, step + 1 + beyond)
         decoding = Decoding(
             cache,
             group_R,
@@ -245,9 +272,9 @@ def test_attention_to_logits_of_any_size(size, sharp, push, is_steep):
             torch.tensor(lengths),
             torch.full((len(lengths),), step + 1),
             prompt_columns=max(lengths),
-            own_columns=step + 1,
+            own_columns=step + 1 + beyond,
             even_prompts=False,
-            even_ages=True,
+            even_ages=not beyond,
         )
         query, key, value = torch.randn(1, heads * each, rows, size), keys(rows), torch.randn(1, heads, rows, size)
         query[..., 0] = 1.0
@@ -258,6 +285,7 @@ def test_attention_to_logits_of_any_size(size, sharp, push, is_steep):
             seen = torch.cat([prompt_key[0, :, part], own_key[0, :, :, row]], 1).double().repeat_interleave(each, 0)
             values = torch.cat([prompt_value[0, :, part], own_value[0, :, :, row]], 1).double()
             logits = (query[0, :, row, None].double() * seen).sum(-1) * how.scaling
+            logits[:, : -window if window else 0] = -math.inf
             want = (logits.softmax(-1)[..., None] * values.repeat_interleave(each, 0)).sum(1)
             worst = max(worst, (got[0, :, row] - want).abs().max().item())
     print(f"largest difference: {worst:.1e}")

@@ -32,9 +32,9 @@ from posttrain.models.attention import How, PackedMask
 
 LOG2_E = 1 / math.log(2)
 SMALL_HEAD = 32  # of fewer numbers: keys lie number by number, which makes their products up to twice as fast on a CPU
-WIDTH_STEP = 48  # columns that a cache is widened by
-PLAIN = (2.0**-60, 2.0**90)  # sums with which m = 0 was right: values may be up to 2^37 then
-LEAST = -110.0  # logits are raised to it: of a sum of 2^-60 and more, what that adds for a key is below 2^-50
+WIDTH_STEP = 48  # columns that a cache is widened by: fewer cost more moving, more leave larger gaps
+PLAIN_SUMS = (2.0**-60, 2.0**90)  # with these m = 0 was right: values may be up to 2^37 then
+LEAST = -110.0  # logits are raised to it, hidden ones too: what that adds for a key is at most 2^-50 of the sum
 HIDDEN = -1e30  # added to a logit that is not seen; finite, so that a part in which nothing is seen has no NaN
 
 
@@ -51,10 +51,11 @@ class Layer:
 class Cache:
     """The keys and values of every layer, allocated when a layer is first met.
 
-    Places begin as zeros, since what is not seen is multiplied by 0 and must be finite. Those of completions lie in
-    `width` columns, which `widen` makes more when they are needed: a step then reads no gaps, and memory that no
-    completion grows into is never touched. `still` says that steps are recorded: addresses and shapes stay then, and
-    what is computed may not depend on numbers.
+    What is not seen is multiplied by 0, or nearly, and must be finite. So a prompt's places begin as zeros, and those
+    of a completion are made zeros by `widen` and by `clear`, which is for rows that come into use. They lie in `width`
+    columns: while completions are of one age a step reads no gaps, and columns that none has grown into are memory that
+    is never touched. `still` says that the memory serves many calls and that steps over it are recorded: all columns
+    are there from the beginning then, and what is computed may depend neither on numbers nor on what a call has left.
     """
 
     def __init__(self, rows: int, groups: int, members: int, prompt_columns: int, own_columns: int, still: bool):
@@ -74,23 +75,29 @@ class Cache:
             def side(count: int, most: int, columns: int, turned: bool) -> Tensor:
                 return _laid(key.new_empty(count * heads * most * size), count, heads, columns, size, turned).zero_()
 
-            prompt = (self.groups, self.prompt_columns, self.prompt_columns)
-            own = (self.rows, self.own_columns, self.width)
-            self.layers[index] = Layer(*(side(*of, turned) for of in (prompt, own) for turned in turned_sides(size)))
+            self.layers[index] = Layer(
+                prompt_key=side(self.groups, self.prompt_columns, self.prompt_columns, size < SMALL_HEAD),
+                prompt_value=side(self.groups, self.prompt_columns, self.prompt_columns, False),
+                own_key=side(self.rows, self.own_columns, self.width, size < SMALL_HEAD),
+                own_value=side(self.rows, self.own_columns, self.width, False),
+            )
         return self.layers[index]
 
     def widen(self, rows: int, columns: int) -> None:
-        """Make room for `columns` of completions, of which the first `rows` are live."""
+        """Make room for `columns` of completions, in the first `rows`, which are those in use."""
         if columns <= self.width:
             return
         self.width = min(self.own_columns, -(-columns // WIDTH_STEP) * WIDTH_STEP)
         for index, layer in self.layers.items():
-            sides = zip((layer.own_key, layer.own_value), turned_sides(layer.own_key.shape[3]), strict=True)
-            key, value = (_widened(side, rows, self.width, turned) for side, turned in sides)
-            self.layers[index] = replace(layer, own_key=key, own_value=value)
+            turned = layer.own_key.shape[3] < SMALL_HEAD
+            own_key = _widened(layer.own_key, rows, self.width, turned)
+            own_value = _widened(layer.own_value, rows, self.width, False)
+            self.layers[index] = replace(layer, own_key=own_key, own_value=own_value)
 
     def clear(self, rows: slice) -> None:
         """Make the places of completions zeros."""
+        if self.still:
+            return
         for layer in self.layers.values():
             layer.own_key[rows] = 0
             layer.own_value[rows] = 0
@@ -111,7 +118,7 @@ class Cache:
         """Memory to write into, until the next call: fresh pages would cost more than the arithmetic on them."""
         size = math.prod(shape)
         if self._scratch is None or self._scratch.numel() < size:
-            self._scratch = torch.empty(size)
+            self._scratch = torch.empty(size * 5 // 4)  # what is asked for grows with every step
         return self._scratch[:size].view(shape)
 
 
@@ -120,19 +127,14 @@ def index_of(module: nn.Module) -> int:
     return module.layer_idx  # pyright: ignore[reportReturnType]
 
 
-def turned_sides(size: int) -> tuple[bool, bool]:
-    """Whether keys and values of heads of this size lie number by number (columns next to each other)."""
-    return size < SMALL_HEAD, False
-
-
 def _laid(memory: Tensor, count: int, heads: int, columns: int, size: int, turned: bool) -> Tensor:
-    """The front of memory as keys or values (count, K, columns, d)."""
+    """The front of memory as keys or values (count, K, columns, d); turned: number by number, columns side by side."""
     inner = (1, columns) if turned else (size, 1)
     return memory.as_strided((count, heads, columns, size), (heads * columns * size, columns * size, *inner))
 
 
 def _widened(side: Tensor, rows: int, columns: int, turned: bool) -> Tensor:
-    """The same memory with more columns: what the first `rows` have, and zeros beyond it."""
+    """The same memory with more columns: the first `rows` have what they had, and zeros beyond; the others anything."""
     count, heads, before, size = side.shape
     wide = _laid(side, count, heads, columns, size, turned)
     while rows:  # the last ones first, as many as can move without writing over what has not moved yet
@@ -176,7 +178,8 @@ class Decoding:
     much of the cache is looked at. Where every prompt has `prompt_columns` tokens (`even_prompts`), and every live
     completion `own_columns` (`even_ages`), all of that is seen; elsewhere some is another's, or nobody's, and hidden.
     `group_R` and `member_R` are the place of a row among the queries to its prompt, and `row_GM` the row in each place;
-    one that no row has repeats some other's query. An idle row may see what is left over there: nothing reads it.
+    one that no row has repeats some other's query. An idle row may see what is left over there: nothing reads it, but
+    its sums too decide whether a layer needs its m.
     """
 
     read = slice(None)
@@ -293,7 +296,7 @@ class Decoding:
         else:
             scores.clamp_(min=LEAST)
         total = scores.exp2_().sum(-1, keepdim=True).view(count, heads, queries, 1)
-        return Part(_product(scores.to(value.dtype), value).view(count, heads, queries, -1), total, highest)
+        return Part(_product(scores, value).view(count, heads, queries, -1), total, highest)
 
 
 def _joined(own: Part, prompt: Part) -> Tensor:
@@ -309,7 +312,9 @@ def _plain(own: Part, prompt: Part) -> Tensor | None:
     """Attention to both parts, with every m 0; None where that was not right."""
     total = own.total.add_(prompt.total)
     lowest, highest = total.aminmax()
-    if not (PLAIN[0] <= lowest.item() and highest.item() <= PLAIN[1]):  # a sum that is not a number is neither
+    if not (
+        PLAIN_SUMS[0] <= lowest.item() and highest.item() <= PLAIN_SUMS[1]
+    ):  # a sum that is not a number is neither
         return None
     return own.out.add_(prompt.out).div_(total)
 
@@ -321,6 +326,6 @@ def _mask(seen: Tensor | None) -> Tensor | None:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """A batched product with float32 results: logits in bfloat16 would be off by up to 1 in 256."""
-    if a.dtype == torch.float32:
-        return torch.bmm(a, b)
-    return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())
+    if b.is_cuda and b.dtype != torch.float32:
+        return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())

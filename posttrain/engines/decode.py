@@ -17,7 +17,7 @@ from posttrain.scoring import next_token_logits, row_chunks
 
 
 class Shape(NamedTuple):
-    """How much of everything a step looks at: the live part on a CPU, rounded up to a few sizes on a GPU."""
+    """How much of everything a step looks at: about the live part on a CPU, rounded up to a few sizes on a GPU."""
 
     rows: int  # maybe a few more than there are live ones
     groups: int

@@ -32,7 +32,7 @@ from posttrain.models.matmul import packed_weights
 MAX_ROWS = 512  # more live completions are hardly faster
 CACHE_BYTES = 2 << 30  # what their keys and values may take in main memory; on a GPU a quarter of it all
 TOKENS_PER_PREFILL = 8192
-FEWEST_COLUMNS = 32  # with fewer, PyTorch takes its slow way to a product of small matrices
+FEWEST_COLUMNS = 32  # with fewer, PyTorch may take its slow way to products of small matrices
 
 
 class EmbeddedEngine:
@@ -166,7 +166,7 @@ class _Size(NamedTuple):
         rows = min(len(asked) * n, max(n, min(max_rows, tokens // longest)))
         # Groups of which some completions are done hold a place while others enter.
         groups = min(len(asked), 2 * rows // n)
-        return cls(rows, groups, n, max(len(request.tokens) for request in asked), longest)
+        return cls(rows, groups, n, max(len(request.tokens) for request in asked), max(longest, FEWEST_COLUMNS))
 
     def rounded(self) -> _Size:
         """With columns for somewhat longer prompts and completions, so that the next calls find room too."""
@@ -234,7 +234,7 @@ class _Generation:
         ages = {group.age for group in self.groups}
         members = max(len(group.live) for group in self.groups)
         rows = min(self.memory.size.rows, -(-len(self.rows) // self.rows_step) * self.rows_step)
-        own_columns = min(self.memory.size.own_columns, max(FEWEST_COLUMNS, *ages))
+        own_columns = max(FEWEST_COLUMNS, *ages)
         even_ages = ages == {own_columns}
         return Shape(rows, len(self.groups), members, max(lengths), own_columns, len(lengths) == 1, even_ages)
 
@@ -255,8 +255,8 @@ class _Generation:
             group.live = [Row(group, number) for number in range(self.n)]
             self.rows += group.live
         self.groups += fresh
-        self.cache.clear(slice(begin, self.shape().rows))
         new = slice(begin, len(self.rows))
+        self.cache.clear(new)
         state = self.state
         state.count_R[new] = 0
         state.done_R[new] = False
