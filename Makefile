@@ -2,16 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test suite slow faults test-vllm check lint bench learn clean
+.PHONY: quickstart test slow faults test-vllm check lint bench learn clean
 
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
 
-# Some tests wait for a process or a deadline: lint runs meanwhile.
-test: .venv/.installed
-	$(MAKE) --no-print-directory --jobs 2 lint suite
-
-suite: .venv/.installed
+test: .venv/.installed lint
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
 # Every slow proof of the suite.

@@ -221,7 +221,7 @@ def test_the_cache_widens_while_rows_leave_and_enter(monkeypatch, poisoned, size
 
 
 @pytest.mark.parametrize("size", [8, 32])
-@pytest.mark.parametrize(("window", "beyond"), [(None, 0), (None, 3), (60, 3)])
+@pytest.mark.parametrize(("window", "beyond"), [(None, 0), (30, 3)])
 @pytest.mark.parametrize(
     ("sharp", "push", "is_steep"),
     [
@@ -234,13 +234,14 @@ def test_the_cache_widens_while_rows_leave_and_enter(monkeypatch, poisoned, size
         (1.0, -150.0, True),
     ],
 )
-def test_attention_to_logits_of_any_size(size, sharp, push, is_steep, window, beyond):
+def test_attention_to_logits_of_any_size(monkeypatch, size, sharp, push, is_steep, window, beyond):
     """Beside a dense softmax in float64, token after token: logits `sharp` times as far apart, `push` nats off 0.
 
     Prompt columns that are hidden are full of other numbers, and `beyond` own ones are looked at too early.
     """
+    monkeypatch.setattr("posttrain.engines.cache.WIDTH_STEP", 16)
     torch.manual_seed(0)
-    lengths, n, heads, each, steps = [5, 3], 2, 2, 2, 110
+    lengths, n, heads, each, steps = [5, 3], 2, 2, 2, 56
     rows, module, how = len(lengths) * n, nn.Module(), How(size**-0.5, 0.0, window, None)
     module.layer_idx = 0  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     cache = Cache(rows, len(lengths), n, max(lengths), steps + beyond, still=False)
@@ -280,7 +281,7 @@ def test_attention_to_logits_of_any_size(size, sharp, push, is_steep, window, be
         query[..., 0] = 1.0
         own_key, own_value = torch.cat([own_key, key[:, :, None]], 2), torch.cat([own_value, value[:, :, None]], 2)
         got = decoding.attend(module, query, key, value, how)
-        for row in range(rows):
+        for row in range(rows if step % 3 == 0 else 0):
             part = of_prompt[group_R[row]]
             seen = torch.cat([prompt_key[0, :, part], own_key[0, :, :, row]], 1).double().repeat_interleave(each, 0)
             values = torch.cat([prompt_value[0, :, part], own_value[0, :, :, row]], 1).double()

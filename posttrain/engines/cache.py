@@ -312,11 +312,8 @@ def _plain(own: Part, prompt: Part) -> Tensor | None:
     """Attention to both parts, with every m 0; None where that was not right."""
     total = own.total.add_(prompt.total)
     lowest, highest = total.aminmax()
-    if not (
-        PLAIN_SUMS[0] <= lowest.item() and highest.item() <= PLAIN_SUMS[1]
-    ):  # a sum that is not a number is neither
-        return None
-    return own.out.add_(prompt.out).div_(total)
+    is_right = PLAIN_SUMS[0] <= lowest.item() and highest.item() <= PLAIN_SUMS[1]  # not where a sum is not a number
+    return own.out.add_(prompt.out).div_(total) if is_right else None
 
 
 def _mask(seen: Tensor | None) -> Tensor | None:
