@@ -12,14 +12,15 @@ from functools import partial
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from posttrain import scoring
 from posttrain.batch import Example, Sample, pack, sequences
 from posttrain.errors import ModelError
 from posttrain.models.attention import PackedMask, packed_attention
 from posttrain.models.families import FAMILIES, check_positions
-from posttrain.models.lean import lean
-from posttrain.models.matmul import ONEDNN, is_for_onednn, linear, packed_weights, weight_of
+from posttrain.models.lean import lean, rotated
+from posttrain.models.matmul import PACKS, is_for_onednn, linear, packed_weights, weight_of
 from posttrain.recipes.job import enable_gradient_checkpointing
 from posttrain.scoring import ChunkedScores, RewardScorer, Scorer
 
@@ -320,6 +321,20 @@ def test_lean_norms_and_mlps_are_those_of_transformers(family, dtype):
         assert_close_gradients(grads[1], grads[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotated_is_what_transformers_computes(dtype):
+    """To the bit, so that in bfloat16 a packed call and a plain one round alike; the gradient turns back."""
+    torch.manual_seed(0)
+    query, key = (torch.randn(1, heads, 5, 8).to(dtype).requires_grad_() for heads in (4, 2))
+    cos, sin = (turn.to(dtype).repeat(1, 1, 2) for turn in torch.randn(2, 1, 5, 4).unbind())
+    for x, want in zip((query, key), apply_rotary_pos_emb(query, key, cos, sin), strict=True):
+        got = rotated(x.transpose(1, 2), cos.unsqueeze(-2), sin.unsqueeze(-2)).transpose(1, 2)
+        assert torch.equal(got, want)
+        given = torch.randn_like(want)
+        [back], [want_back] = torch.autograd.grad(got, x, given), torch.autograd.grad(want, x, given)
+        torch.testing.assert_close(back, want_back)
+
+
 def test_lean_changes_no_module_it_does_not_know():
     for family in ("gemma2", "gemma3_text", "gpt2"):
         model = make(family)
@@ -328,15 +343,16 @@ def test_lean_changes_no_module_it_does_not_know():
     other = make("llama", hidden_act="gelu")
     lean(other)
     changed = {type(m).__name__ for m in other.modules() if "forward" in vars(m)}
-    assert changed == {"Linear", "LlamaDecoderLayer", "LlamaRMSNorm"}
+    assert changed == {"Linear", "LlamaAttention", "LlamaDecoderLayer", "LlamaRMSNorm"}
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("trained", ["weights", "inputs", "both"])
 @pytest.mark.parametrize("rows", [16, 17])  # for oneDNN, and for MKL
-def test_linear_layers_are_those_of_torch(rows, trained, bias):
+def test_linear_layers_are_those_of_torch(rows, trained, bias, monkeypatch):
+    monkeypatch.setattr("posttrain.models.matmul.ONEDNN", PACKS)  # on Intel's processors too
     layer = torch.nn.Linear(256, 320, bias)
-    assert is_for_onednn(layer.weight) == ONEDNN
+    assert is_for_onednn(layer.weight) == PACKS
     layer.requires_grad_(trained != "inputs")
     x = torch.randn(3, rows, 256, requires_grad=trained != "weights")
     given = torch.randn(3, rows, 320)
@@ -358,7 +374,7 @@ def test_linear_layers_are_those_of_torch(rows, trained, bias):
 def test_packed_weights_multiply_alike(bias):
     layer = torch.nn.Linear(256, 320, bias)
     with torch.no_grad(), packed_weights(layer):
-        assert not ONEDNN or weight_of(layer).is_mkldnn
+        assert not PACKS or weight_of(layer).is_mkldnn
         for shape in ((1, 256), (7, 256), (1, 8, 256), (2, 3, 256)):
             x = torch.randn(shape)
             torch.testing.assert_close(linear(layer, x), layer(x))

@@ -1,11 +1,11 @@
-"""Leaner forwards with the same values: linear layers, and the LLaMA kin's norms, MLPs and last layer.
+"""Leaner forwards with the same values: linear layers, and the LLaMA kin's attention, norms, MLPs and last layer.
 
 Plain autograd keeps every intermediate of `weight * (x * rsqrt(mean(x^2) + eps))` and of `silu(gate) * up`. Here the
 norm keeps its input and one number a row, the MLP its gate and up projections; the rest is computed again, which costs
-less than writing it to memory and reading it back. After the last layer's attention only the tokens whose hidden states
-are read go on: a prompt's others have given their keys and values, and nothing looks at them again. Linear layers of
-every family multiply as models/matmul.py does. `lean` gives a model's own modules these forwards: weights, names and
-files stay as transformers has them.
+less than writing it to memory and reading it back. Queries and keys are rotated in place, without copies of their
+halves. After the last layer's attention only the tokens whose hidden states are read go on: a prompt's others have
+given their keys and values, and nothing looks at them again. Linear layers of every family multiply as models/matmul.py
+does. `lean` gives a model's own modules these forwards: weights, names and files stay as transformers has them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from posttrain.models.attention import Visible
+from posttrain.models.attention import Visible, packed_attention
 from posttrain.models.matmul import linear, product
 
 # Modules whose transformers forward is exactly what is computed here (proven by tests/test_equivalence.py).
@@ -27,6 +29,13 @@ NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Phi3RMSNorm", "Qwen2RMSNor
 SILU = type(ACT2FN["silu"])
 MLPS = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"})
 LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+# And where each kind of attention has the window beyond which a query sees no keys.
+WINDOWS: dict[str, Callable[[Any], int | None]] = {
+    "LlamaAttention": lambda attention: None,
+    "MistralAttention": lambda attention: attention.config.sliding_window,
+    "Qwen2Attention": lambda attention: attention.sliding_window,
+    "Qwen3Attention": lambda attention: attention.sliding_window,
+}
 
 BLOCK_ELEMENTS = 1 << 19  # of a tensor: 2 MB in float32; those of one operation stay in the cache for the next
 
@@ -62,6 +71,8 @@ def lean(model: PreTrainedModel, kernels: Kernels | None = None) -> None:
         name = type(module).__name__
         if type(module) is nn.Linear and module.weight.device.type == "cpu":
             module.forward = MethodType(linear, module)
+        elif name in WINDOWS:
+            module.forward = MethodType(_attention, module)
         elif name in NORMS:
             module.forward = MethodType(norm, module)
         elif name in MLPS and type(module.act_fn) is SILU:
@@ -79,6 +90,61 @@ def _last_layer(self, hidden_states: Tensor, packed: Visible | None = None, **se
         hidden_states, attended = hidden_states[:, packed.read], attended[:, packed.read]
     hidden_states = hidden_states + attended
     return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def _attention(self, hidden_states: Tensor, position_embeddings, packed: Visible | None = None, **settings):
+    if packed is None:
+        return type(self).forward(self, hidden_states, position_embeddings=position_embeddings, **settings)
+    heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+    query, key, value = (layer(hidden_states).view(heads) for layer in (self.q_proj, self.k_proj, self.v_proj))
+    if hasattr(self, "q_norm"):
+        query, key = self.q_norm(query), self.k_norm(key)
+    cos, sin = (turn.unsqueeze(-2) for turn in position_embeddings)
+    query, key = rotated(query, cos, sin), rotated(key, cos, sin)
+    out, _ = packed_attention(
+        self,
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attention_mask=None,
+        scaling=self.scaling,
+        dropout=self.attention_dropout if self.training else 0.0,
+        sliding_window=WINDOWS[type(self).__name__](self),
+        packed=packed,
+    )
+    return self.o_proj(out.flatten(-2)), None
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x turned by its positions' angles: x cos + (-second half of x, first half) sin. arXiv 2104.09864, eq. 34.
+
+    x (..., T, H, d), cos and sin (..., T, 1, d), whose second halves repeat the first.
+    """
+    return Rotated.apply(x, cos, sin) if torch.is_grad_enabled() else _rotated(x, cos, sin, 1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """Turned by the angles, or with sign -1 back, which is its gradient. Rounded as in transformers, bit by bit."""
+    (first, second), (sin, _) = x.chunk(2, -1), sin.chunk(2, -1)
+    y = x * cos
+    y_first, y_second = y.chunk(2, -1)
+    y_first.sub_(second * sin, alpha=sign)
+    y_second.add_(first * sin, alpha=sign)
+    return y
+
+
+class Rotated(torch.autograd.Function):
+    """`rotated` with gradients."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad_outputs[0], cos, sin, -1), None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -105,15 +171,14 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        [grad] = grad_outputs
         x, weight, rstd = ctx.saved_tensors
-        unit = x.float() * rstd
+        wide, grad = x.float(), grad_outputs[0].float()
+        along = grad * wide
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype)
-        grad_unit = (grad * weight).float()
-        along = torch.linalg.vecdot(grad_unit, unit)[..., None] / x.shape[-1]
-        grad_x = grad_unit.sub_(unit.mul_(along)).mul_(rstd)
+            grad_weight = (rstd.flatten(0, -2).t() @ along.flatten(0, -2)).squeeze(0).to(weight.dtype)
+        back = torch.linalg.vecdot(along, weight.float())[..., None] * rstd.pow(3)
+        grad_x = (grad * weight).mul_(rstd).addcmul_(wide, back, value=-1 / x.shape[-1])
         return grad_x.to(x.dtype), grad_weight, None
 
 
@@ -142,12 +207,16 @@ class SwiGLU(torch.autograd.Function):
         return _swiglu_gradients(*ctx.saved_tensors, *grad_outputs)
 
 
-def _swiglu_gradients(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]:
+def _swiglu_gradients(gate: Tensor, up: Tensor, grad_y: Tensor, again: bool = False) -> tuple[Tensor, Tensor]:
+    """The gradients by gate and up. Where `again` is asked for, y itself takes the place of its gradient."""
     grad_gate, grad_up = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
     for gate_rows, up_rows, grad, out_gate, out_up in _blocks(gate, up, grad_y, grad_gate, grad_up):
-        torch.ops.aten.silu.out(gate_rows, out=out_up).mul_(grad)
+        silu = F.silu(gate_rows)
+        torch.mul(silu, grad, out=out_up)
         torch.mul(grad, up_rows, out=out_gate)
         torch.ops.aten.silu_backward.grad_input(out_gate, gate_rows, grad_input=out_gate)
+        if again:
+            torch.mul(silu, up_rows, out=grad)
     return grad_gate, grad_up
 
 
@@ -164,8 +233,9 @@ class GatedLinear(torch.autograd.Function):
         [grad] = grad_outputs
         gate, up, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        grad_weight = rows.t() @ _swiglu(gate, up).flatten(0, -2)
-        grad_gate, grad_up = _swiglu_gradients(gate, up, product(grad, weight.t()))
+        y = product(rows, weight.t())  # its gradient so far
+        grad_gate, grad_up = _swiglu_gradients(gate, up, y, again=True)
+        grad_weight = rows.t() @ y
         return grad_gate, grad_up, grad_weight, rows.sum(0) if ctx.needs_input_grad[3] else None
 
 
