@@ -8,8 +8,8 @@ from data_tokenizer import CHATML, byte_tokenizer
 from transformers import AutoTokenizer
 
 from posttrain.config.data import DataConfig, TagsConfig
-from posttrain.data import prepare
-from posttrain.data.render import Job, rendering
+from posttrain.data import prepare, render
+from posttrain.data.render import Job, Process, rendering
 from posttrain.data.templates import choose_template
 from posttrain.errors import DataError
 
@@ -115,6 +115,38 @@ def test_rendering_is_that_of_transformers(shared):
         tokenizer.apply_chat_template(turns, tools=tools, tokenize=False),
         tokenizer.apply_chat_template(turns[:3], tokenize=False, add_generation_prompt=True),
     ]
+
+
+def test_a_process_renders_again_unless_it_owes_an_answer(monkeypatch):
+    plain, endless = byte_tokenizer("{{ messages[0].content }}"), byte_tokenizer(HOSTILE["loops"][0])
+    job = Job([{"role": "user", "content": "a"}])
+    monkeypatch.setattr(render, "_idle", render._Idle())
+    started = []
+    monkeypatch.setattr(render, "Process", lambda: started.append(Process()) or started[-1])
+
+    def text(tokenizer):
+        with rendering(tokenizer) as renderer:
+            return renderer.render([job])[0].text
+
+    assert text(plain) == text(plain) == "a" and len(started) == 1
+    with rendering(plain) as one, rendering(plain) as other:  # both at once
+        assert one.render([job]) == other.render([job])
+    assert len(started) == 2
+    with monkeypatch.context() as patch, pytest.raises(DataError, match=r"0\.2 seconds"):
+        patch.setattr(render, "SECONDS", 0.2)
+        text(endless)
+    started[1].end()  # as if it had been killed meanwhile; the other was ended above
+    assert text(plain) == "a" and len(started) == 3
+    with pytest.raises(KeyError), rendering(plain):
+        raise KeyError
+    assert not started[2].is_free
+    monkeypatch.setattr(render, "IDLE_SECONDS", 0.01)
+    assert text(plain) == "a" and len(started) == 4
+    for _ in range(500):
+        if not started[3].is_free:
+            break
+        time.sleep(0.01)
+    assert not started[3].is_free and text(plain) == "a" and len(started) == 5
 
 
 def trained_text(prepared, tokenizer, index=0):

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.sums import EXACT_SETTINGS, make
+from benchmarks.sums import EXACT_SETTINGS
 from posttrain import recipes
 from posttrain.cli import main
 from posttrain.config import load
@@ -128,11 +128,10 @@ def test_a_file_that_stays_locked_stops_the_run_with_a_word(tmp_path, monkeypatc
     store.close()
 
 
-def test_from_a_metric_down_to_the_tokens(tmp_path, capsys, monkeypatch):
+def test_from_a_metric_down_to_the_tokens(sums_home, tmp_path, capsys, monkeypatch):
     """A run of three steps: its list, a step's receipt, a group's parts, a completion's tokens, other rewards."""
-    make(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    paths = [f"output_dir={tmp_path}", f"model.path={tmp_path / 'model'}", f"data.source={tmp_path / 'train.jsonl'}"]
+    paths = [f"output_dir={tmp_path}", f"model.path={sums_home / 'model'}", f"data.source={sums_home / 'train.jsonl'}"]
     settings = ["name=run", "method.type=grpo", "method.num_generations=4", "data.template=none", "data.max_length=24"]
     sizes = ["rollout.max_completion_length=6", "training.batch_size=4", "training.max_steps=3", EXACT_SETTINGS]
     recipes.train(load(None, [*paths, *settings, *sizes, "tracking.logging_steps=1", "devices.type=cpu"]).config)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from posttrain.errors import DataError
 
 SECONDS = 2.0  # for one conversation
 STARTUP_SECONDS = 120.0
+IDLE_SECONDS = 60.0  # how long a process waits for the next rendering; it holds some 100 MB
 
 Message = dict[str, Any]
 
@@ -42,27 +44,94 @@ class Rendered:
     error: str | None = None
 
 
-class Renderer:
-    """A running template process for one tokenizer. `rendering()` makes and ends it."""
+class Process:
+    """The process of posttrain/data/render_worker.py: a job to a line, an answer to a line."""
 
-    def __init__(self, process: subprocess.Popen[str], tokenizer: PreTrainedTokenizerBase):
-        self.process = process
-        self.tokenizer = tokenizer
-        self.answers: queue.Queue[str] = queue.Queue()
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("render_worker.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+        )
+        self._answers: queue.Queue[str] = queue.Queue()
+        self._awaited = 1
         threading.Thread(target=self._collect, daemon=True).start()
-        self._answer(STARTUP_SECONDS)
+        try:
+            self._answer(STARTUP_SECONDS)
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it lives and owes no answer."""
+        return self._process.poll() is None and not self._awaited
+
+    def ask(self, lines: Iterable[str], count: int) -> list[str]:
+        """The answers to `count` lines. Raises DataError when one takes too long or the process has ended."""
+        self._awaited += count
+        writer = threading.Thread(target=self._send, args=(lines,), daemon=True)
+        writer.start()
+        try:
+            return [self._answer(SECONDS) for _ in range(count)]
+        except BaseException:
+            self._process.kill()
+            raise
+        finally:
+            writer.join()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        _pipe(self._process.stdin).close()
+        _pipe(self._process.stdout).close()
+
+    def _answer(self, seconds: float) -> str:
+        try:
+            line = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            raise DataError(
+                f"the chat template takes more than {seconds:g} seconds for one conversation: "
+                "it is damaged or hostile; choose another with data.template"
+            ) from None
+        if not line:
+            raise DataError(
+                f"the process that renders the chat template has ended with status {self._process.wait()}; "
+                "choose another template with data.template"
+            )
+        self._awaited -= 1
+        return line
+
+    def _send(self, lines: Iterable[str]) -> None:
+        stdin = _pipe(self._process.stdin)
+        try:
+            for line in lines:
+                stdin.write(line)
+            stdin.flush()
+        except BrokenPipeError:
+            return  # the process has ended, which the reader of its answers reports
+
+    def _collect(self) -> None:
+        for line in _pipe(self._process.stdout):
+            self._answers.put(line)
+        self._answers.put("")
+
+
+class Renderer:
+    """Renders with one tokenizer's chat template. `rendering()` makes it."""
+
+    def __init__(self, process: Process, tokenizer: PreTrainedTokenizerBase):
+        self._process = process
+        self._tokenizer = tokenizer
 
     def render(self, jobs: Sequence[Job]) -> list[Rendered]:
         """Render each conversation as `apply_chat_template(tokenize=False)` would.
 
         Raises DataError when the template takes longer than two seconds for one of them or ends its process.
         """
-        if not jobs:
-            return []
-        writer = threading.Thread(target=self._send, args=(jobs,), daemon=True)
-        writer.start()
-        answers = [json.loads(self._answer(SECONDS)) for _ in jobs]
-        writer.join()
+        answers = map(json.loads, self._process.ask(map(self._line, jobs), len(jobs)))
         return [
             Rendered("", error=answer["error"])
             if "error" in answer
@@ -70,69 +139,78 @@ class Renderer:
             for answer in answers
         ]
 
-    def _send(self, jobs: Sequence[Job]) -> None:
-        special_tokens = self.tokenizer.special_tokens_map
-        stdin = _pipe(self.process.stdin)
-        try:
-            for job in jobs:
-                # as apply_chat_template does: a key whose value is None is left out
-                messages = [{key: value for key, value in m.items() if value is not None} for m in job.messages]
-                stdin.write(
-                    json.dumps(
-                        {
-                            "messages": messages,
-                            "tools": job.tools,
-                            "template": self.tokenizer.get_chat_template(None, job.tools),
-                            "generate": job.generate,
-                            "spans": job.spans,
-                            "special_tokens": special_tokens,
-                        }
-                    )
-                    + "\n"
-                )
-            stdin.flush()
-        except BrokenPipeError:
-            return  # the process has ended, which the reader of its answers reports
+    def _line(self, job: Job) -> str:
+        # as apply_chat_template does: a key whose value is None is left out
+        messages = [{key: value for key, value in m.items() if value is not None} for m in job.messages]
+        asked = {
+            "messages": messages,
+            "tools": job.tools,
+            "template": self._tokenizer.get_chat_template(None, job.tools),
+            "generate": job.generate,
+            "spans": job.spans,
+            "special_tokens": self._tokenizer.special_tokens_map,
+        }
+        return json.dumps(asked) + "\n"
 
-    def _collect(self) -> None:
-        for line in _pipe(self.process.stdout):
-            self.answers.put(line)
-        self.answers.put("")
 
-    def _answer(self, seconds: float) -> str:
-        try:
-            line = self.answers.get(timeout=seconds)
-        except queue.Empty:
-            self.process.kill()
-            raise DataError(
-                f"the chat template takes more than {seconds:g} seconds for one conversation: "
-                "it is damaged or hostile; choose another with data.template"
-            ) from None
-        if not line:
-            raise DataError(
-                f"the process that renders the chat template has ended with status {self.process.wait()}; "
-                "choose another template with data.template"
-            )
-        return line
+class _Idle:
+    """Processes between two renderings. One takes a second to start, and a reward model renders at every step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: dict[Process, threading.Timer] = {}
+
+    def take(self) -> Process:
+        with self._lock:
+            while self._ends:
+                process, end = self._ends.popitem()
+                end.cancel()
+                if process.is_free:
+                    return process
+                process.end()
+        return Process()
+
+    def put(self, process: Process) -> None:
+        """Keep it for the next, for some time."""
+        if not process.is_free:
+            process.end()
+            return
+        end = threading.Timer(IDLE_SECONDS, self._drop, [process])
+        end.daemon = True
+        with self._lock:
+            self._ends[process] = end
+        end.start()
+
+    def _drop(self, process: Process) -> None:
+        with self._lock:
+            if self._ends.pop(process, None) is None:
+                return  # it has just been taken
+        process.end()
+
+
+_idle = _Idle()
+
+
+def _forget() -> None:
+    """What was forked has the parent's pipes: it starts processes of its own."""
+    global _idle
+    _idle = _Idle()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 @contextmanager
 def rendering(tokenizer: PreTrainedTokenizerBase) -> Iterator[Renderer]:
-    """A renderer with the tokenizer's chat template, ended on leaving."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", str(Path(__file__).with_name("render_worker.py"))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-    )
+    """A renderer with the tokenizer's chat template."""
+    process = _idle.take()
     try:
         yield Renderer(process, tokenizer)
-    finally:
-        process.kill()
-        process.wait()
-        _pipe(process.stdin).close()
-        _pipe(process.stdout).close()
+    except BaseException:
+        process.end()
+        raise
+    _idle.put(process)
 
 
 def _pipe(stream: IO[str] | None) -> IO[str]:
