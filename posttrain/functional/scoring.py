@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,6 +14,7 @@ from posttrain.data.rows import Row
 from posttrain.data.templates import alpaca_prompt
 from posttrain.data.tokenise import Compared, Tokeniser
 from posttrain.losses import Pairs, preference_loss
+from posttrain.models.families import is_adapted
 from posttrain.scoring import Scorer
 
 
@@ -90,7 +90,7 @@ def get_response_log_probs(
     """
     if input_ids.ndim != 2 or input_ids.shape != labels.shape:
         raise ValueError(f"expected (B, L) twice, got {list(input_ids.shape)} and {list(labels.shape)}")
-    if isinstance(model, PreTrainedModel | PeftModel):
+    if isinstance(model, PreTrainedModel) or is_adapted(model):
         scores = Scorer(model)(_padded_pack(input_ids, labels))
         log_probs, entropy = scores.logprob_N.view_as(labels), scores.entropy_N.view_as(labels)
         return {"log_probs": log_probs} | ({"token_entropy": entropy} if return_token_entropy else {})

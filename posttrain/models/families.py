@@ -8,13 +8,16 @@ every family not listed here does.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
-from peft import PeftModel
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from posttrain.errors import ModelError
 from posttrain.models.attention import NAME as PACKED
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -43,9 +46,14 @@ FAMILIES: dict[str, Family] = {  # by config.json's model_type
 }
 
 
+def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
+    """Whether it is a PEFT model. PEFT is not asked: it takes a second to load, and most runs do without."""
+    return hasattr(model, "get_base_model")
+
+
 def base_of(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper (whose layers are already in it), or the model itself."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = model.get_base_model() if is_adapted(model) else model
     assert isinstance(base, PreTrainedModel)
     return base
 
@@ -59,12 +67,12 @@ def is_packed(base: PreTrainedModel) -> bool:
     return base.config._attn_implementation == PACKED
 
 
-def positions_of(config: PretrainedConfig) -> int | None:
+def positions_of(config: PreTrainedConfig) -> int | None:
     """How many positions the model has, or was trained on; None where it knows no bound."""
     return getattr(config, "max_position_embeddings", None)
 
 
-def check_positions(config: PretrainedConfig, max_length: int) -> None:
+def check_positions(config: PreTrainedConfig, max_length: int) -> None:
     """Refuse lengths at which the rotary embedding depends on the longest sequence beside it (`dynamic`, `longrope`).
 
     transformers then turns every position of a batch another way, so that no log-probability is that of one-by-one
@@ -82,11 +90,11 @@ def check_positions(config: PretrainedConfig, max_length: int) -> None:
                 )
 
 
-def logit_scale(config: PretrainedConfig) -> float:
+def logit_scale(config: PreTrainedConfig) -> float:
     """What a family multiplies its logits by: Cohere's logit_scale, the inverse of Granite's logits_scaling, or 1."""
     return getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
 
 
-def logit_softcap(config: PretrainedConfig) -> float | None:
+def logit_softcap(config: PreTrainedConfig) -> float | None:
     """Gemma's tanh capping of the final logits."""
     return getattr(config, "final_logit_softcapping", None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from peft import LoraConfig as PeftLoraConfig
-from peft import PeftModel, TaskType, get_peft_model
+from typing import TYPE_CHECKING
+
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -13,12 +13,18 @@ from posttrain.errors import ModelError
 from posttrain.models.families import FAMILIES, backbone_of
 from posttrain.models.load import Head
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 
 def add_lora(model: PreTrainedModel, lora: LoraConfig, head: Head) -> PeftModel:
     """`model` with trainable adapters and everything else frozen; a reward model's head is trained and saved too.
 
     Raises ModelError when the target modules match nothing.
     """
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import PeftModel, TaskType, get_peft_model
+
     targets = target_modules(model, lora)
     config = PeftLoraConfig(
         r=lora.r,

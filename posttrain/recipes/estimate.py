@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +30,9 @@ from posttrain.models.lora import add_lora
 from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
 from posttrain.recipes.job import checkpoints_gradients, enable_gradient_checkpointing
 from posttrain.scoring import CHUNK_ELEMENTS
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a code, a byte of scale for 64 weights, a float32 for 256 scales
 FEW, MORE = 2, 3  # layers that are looked at

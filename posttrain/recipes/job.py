@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import PeftModel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -81,6 +80,8 @@ class Job:
             if self.checkpoint is None:
                 policy = add_lora(base, self.model.lora, head)
             else:
+                from peft import PeftModel
+
                 policy = PeftModel.from_pretrained(
                     base, str(self.checkpoint), is_trainable=True, autocast_adapter_dtype=False
                 )

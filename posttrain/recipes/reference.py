@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from peft import PeftModel
 
 from posttrain.batch import Example, Pack, sequences
 from posttrain.config import DPOMethod, KTOMethod
 from posttrain.data import Dataset, Prepared
 from posttrain.data.cache import default_folder
 from posttrain.errors import ModelError, RunError
-from posttrain.models.families import base_of
+from posttrain.models.families import base_of, is_adapted
 from posttrain.models.load import load_model
 from posttrain.progress import progress
 from posttrain.recipes.job import Job
@@ -64,7 +63,7 @@ def token_reference(
 
     It is another model, or the policy's own as it was before training: the same with its adapter off, or a frozen copy.
     """
-    if ref_model is None and isinstance(policy.model, PeftModel):
+    if ref_model is None and is_adapted(policy.model):
         frozen, adapter = policy, policy.model
     else:
         frozen, adapter = frozen_model(job, ref_model, policy), None

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from posttrain.config.rollout import VllmConfig
 from posttrain.engines.protocol import Request, Sampling
@@ -42,7 +42,7 @@ class Server:
     def __init__(
         self,
         settings: VllmConfig,
-        config: PretrainedConfig,
+        config: PreTrainedConfig,
         architecture: str,
         dtype: torch.dtype,
         tokenizer: PreTrainedTokenizerBase | None,

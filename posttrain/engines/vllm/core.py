@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.stops import StopTexts
@@ -65,7 +65,7 @@ class Core:
 
     def __init__(
         self,
-        config: PretrainedConfig,
+        config: PreTrainedConfig,
         architecture: str,
         dtype: torch.dtype,
         *,
@@ -223,7 +223,7 @@ class Core:
                 torch.cuda.empty_cache()
 
 
-def _check_model(vllm: ModuleType, config: PretrainedConfig, architecture: str, beside_trainer: bool) -> None:
+def _check_model(vllm: ModuleType, config: PreTrainedConfig, architecture: str, beside_trainer: bool) -> None:
     """Raise ModelError for a model that vLLM would refuse only in the middle of a step, or that hurts the trainer."""
     kind, platform = config.model_type, import_module("vllm.platforms").current_platform
     registered = vllm.ModelRegistry.models.get(architecture)
@@ -246,7 +246,7 @@ def _no_ranks(x: Tensor, values: Tensor) -> Tensor:
     return torch.zeros_like(values[:, 0], dtype=torch.int64)
 
 
-def _memory(config: PretrainedConfig, dtype: torch.dtype, share: float) -> dict[str, Any]:
+def _memory(config: PreTrainedConfig, dtype: torch.dtype, share: float) -> dict[str, Any]:
     """What of the engine's arguments depends on memory."""
     if not import_module("vllm.platforms").current_platform.is_cpu():
         return {"gpu_memory_utilization": share, "max_model_len": -1}  # -1: what fits
@@ -260,12 +260,12 @@ def _memory(config: PretrainedConfig, dtype: torch.dtype, share: float) -> dict[
     }
 
 
-def _bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+def _bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * _head_size(config) * dtype.itemsize
 
 
-def _head_size(config: PretrainedConfig) -> int:
+def _head_size(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
