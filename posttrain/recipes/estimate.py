@@ -27,6 +27,7 @@ from posttrain.models.families import FAMILIES, backbone_of, base_of
 from posttrain.models.lean import lean
 from posttrain.models.load import compute_dtype, load_config, use_packed
 from posttrain.models.lora import add_lora
+from posttrain.models.matmul import ONEDNN
 from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
 from posttrain.recipes.job import checkpoints_gradients, enable_gradient_checkpointing
 from posttrain.scoring import CHUNK_ELEMENTS
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a code, a byte of scale for 64 weights, a float32 for 256 scales
 FEW, MORE = 2, 3  # layers that are looked at
 # What the heap of a C library loses in holes that no later tensor fits, as a share of what comes and goes in a step:
-# measured with glibc 2.36, where it is half after six steps and 0.8 to 1 after twelve. With gradient checkpointing
-# tensors are returned at once instead (posttrain.memory).
-HOLES = 0.8
+# measured after twelve steps with glibc 2.36, where oneDNN multiplies (its buffers come and go too) and where MKL does
+# (models/matmul.py). With gradient checkpointing tensors are returned at once instead (posttrain.memory).
+HOLES = 0.8 if ONEDNN else 0.4
 # Tokenizer, data, kernels' code and workspaces, log and curves on a CPU.
 PROCESS = 50 << 20
 
