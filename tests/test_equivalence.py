@@ -35,7 +35,8 @@ CONFIGS = {
     "llama": GQA,
     "mistral": GQA | dict(sliding_window=7),
     "qwen2": SIZE | dict(num_key_value_heads=2, use_sliding_window=True, sliding_window=6, layer_types=LAYERS),
-    "qwen3": GQA,
+    "qwen3": GQA
+    | dict(use_sliding_window=True, sliding_window=6, layer_types=LAYERS, max_window_layers=0, attention_bias=True),
     "gemma2": GQA | dict(sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=2.0, layer_types=LAYERS),
     "gemma3_text": GQA | dict(sliding_window=6, query_pre_attn_scalar=8, layer_types=LAYERS),
     "phi3": SIZE | dict(num_key_value_heads=2, sliding_window=9),
@@ -333,6 +334,20 @@ def test_rotated_is_what_transformers_computes(dtype):
         given = torch.randn_like(want)
         [back], [want_back] = torch.autograd.grad(got, x, given), torch.autograd.grad(want, x, given)
         torch.testing.assert_close(back, want_back)
+
+
+def test_lean_attention_drops_out_as_transformers_does():
+    model = make("llama", attention_dropout=0.3)
+    model.set_attn_implementation("packed")
+    [whole] = pack(forest(), 400)
+    seen = []
+    for change in (lambda model: None, lean):
+        change(model)
+        model.train()
+        torch.manual_seed(0)
+        seen.append(Scorer(model)(whole).logprob_N.detach())
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(seen[0], Scorer(model.eval())(whole).logprob_N, atol=1e-2)
 
 
 def test_lean_changes_no_module_it_does_not_know():

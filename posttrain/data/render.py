@@ -8,8 +8,8 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +20,7 @@ from posttrain.errors import DataError
 
 SECONDS = 2.0  # for one conversation
 STARTUP_SECONDS = 120.0
-IDLE_SECONDS = 60.0  # how long a process waits for the next rendering; it holds some 100 MB
+IDLE_SECONDS = 60.0  # how long a process waits for the next rendering; it holds some 60 MB
 
 Message = dict[str, Any]
 
@@ -69,13 +69,13 @@ class Process:
         """Whether it lives and owes no answer."""
         return self._process.poll() is None and not self._awaited
 
-    def ask(self, lines: Iterable[str], count: int) -> list[str]:
-        """The answers to `count` lines. Raises DataError when one takes too long or the process has ended."""
-        self._awaited += count
+    def ask(self, lines: Sequence[str]) -> list[str]:
+        """The answer to each line. Raises DataError when one takes too long or the process has ended."""
+        self._awaited += len(lines)
         writer = threading.Thread(target=self._send, args=(lines,), daemon=True)
         writer.start()
         try:
-            return [self._answer(SECONDS) for _ in range(count)]
+            return [self._answer(SECONDS) for _ in lines]
         except BaseException:
             self._process.kill()
             raise
@@ -85,7 +85,8 @@ class Process:
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
-        _pipe(self._process.stdin).close()
+        with suppress(OSError):  # what it has not read goes to nobody
+            _pipe(self._process.stdin).close()
         _pipe(self._process.stdout).close()
 
     def _answer(self, seconds: float) -> str:
@@ -104,7 +105,7 @@ class Process:
         self._awaited -= 1
         return line
 
-    def _send(self, lines: Iterable[str]) -> None:
+    def _send(self, lines: Sequence[str]) -> None:
         stdin = _pipe(self._process.stdin)
         try:
             for line in lines:
@@ -131,7 +132,8 @@ class Renderer:
 
         Raises DataError when the template takes longer than two seconds for one of them or ends its process.
         """
-        answers = map(json.loads, self._process.ask(map(self._line, jobs), len(jobs)))
+        special_tokens = self._tokenizer.special_tokens_map
+        answers = map(json.loads, self._process.ask([self._line(job, special_tokens) for job in jobs]))
         return [
             Rendered("", error=answer["error"])
             if "error" in answer
@@ -139,7 +141,7 @@ class Renderer:
             for answer in answers
         ]
 
-    def _line(self, job: Job) -> str:
+    def _line(self, job: Job, special_tokens: dict[str, Any]) -> str:
         # as apply_chat_template does: a key whose value is None is left out
         messages = [{key: value for key, value in m.items() if value is not None} for m in job.messages]
         asked = {
@@ -148,7 +150,7 @@ class Renderer:
             "template": self._tokenizer.get_chat_template(None, job.tools),
             "generate": job.generate,
             "spans": job.spans,
-            "special_tokens": self._tokenizer.special_tokens_map,
+            "special_tokens": special_tokens,
         }
         return json.dumps(asked) + "\n"
 

@@ -5,7 +5,11 @@ from reaching anything outside; this process adds limits on memory and output, a
 """
 
 import json
+import signal
 import sys
+
+if __name__ == "__main__":  # before the second that the import takes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle, which may render again
 
 from transformers.utils.chat_template_utils import render_jinja_template
 

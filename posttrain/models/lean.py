@@ -2,10 +2,10 @@
 
 Plain autograd keeps every intermediate of `weight * (x * rsqrt(mean(x^2) + eps))` and of `silu(gate) * up`. Here the
 norm keeps its input and one number a row, the MLP its gate and up projections; the rest is computed again, which costs
-less than writing it to memory and reading it back. Queries and keys are rotated in place, without copies of their
-halves. After the last layer's attention only the tokens whose hidden states are read go on: a prompt's others have
-given their keys and values, and nothing looks at them again. Linear layers of every family multiply as models/matmul.py
-does. `lean` gives a model's own modules these forwards: weights, names and files stay as transformers has them.
+less than writing it to memory and reading it back. Queries and keys are rotated without a copy of their swapped halves.
+After the last layer's attention only the tokens whose hidden states are read go on: a prompt's others have given their
+keys and values, and nothing looks at them again. Linear layers of every family multiply as models/matmul.py does.
+`lean` gives a model's own modules these forwards: weights, names and files stay as transformers has them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
@@ -49,7 +48,7 @@ class Kernels:
 
 
 def lean(model: PreTrainedModel, kernels: Kernels | None = None) -> None:
-    """Give the model's linear layers, norms, gated MLPs and last layer these forwards, in place; others stay as is.
+    """Give the model's linear layers, attention, norms, gated MLPs and last layer these forwards, in place.
 
     `kernels` are other functions with the same values, such as Liger's for GPUs.
     """
@@ -207,17 +206,27 @@ class SwiGLU(torch.autograd.Function):
         return _swiglu_gradients(*ctx.saved_tensors, *grad_outputs)
 
 
-def _swiglu_gradients(gate: Tensor, up: Tensor, grad_y: Tensor, again: bool = False) -> tuple[Tensor, Tensor]:
-    """The gradients by gate and up. Where `again` is asked for, y itself takes the place of its gradient."""
+def _swiglu_gradients(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]:
     grad_gate, grad_up = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
     for gate_rows, up_rows, grad, out_gate, out_up in _blocks(gate, up, grad_y, grad_gate, grad_up):
-        silu = F.silu(gate_rows)
-        torch.mul(silu, grad, out=out_up)
-        torch.mul(grad, up_rows, out=out_gate)
-        torch.ops.aten.silu_backward.grad_input(out_gate, gate_rows, grad_input=out_gate)
-        if again:
-            torch.mul(silu, up_rows, out=grad)
+        _grad_gate(gate_rows, up_rows, grad, out_gate)
+        torch.ops.aten.silu.out(gate_rows, out=out_up).mul_(grad)
     return grad_gate, grad_up
+
+
+def _swiglu_gradients_again(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients, the one by `up` in the place of `grad_y`, and y again, in one pass."""
+    grad_gate, y = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
+    for gate_rows, up_rows, grad, out_gate, out in _blocks(gate, up, grad_y, grad_gate, y):
+        _grad_gate(gate_rows, up_rows, grad, out_gate)
+        grad.mul_(torch.ops.aten.silu.out(gate_rows, out=out))
+        out.mul_(up_rows)
+    return grad_gate, grad_y, y
+
+
+def _grad_gate(gate: Tensor, up: Tensor, grad_y: Tensor, out: Tensor) -> None:
+    torch.mul(grad_y, up, out=out)
+    torch.ops.aten.silu_backward.grad_input(out, gate, grad_input=out)
 
 
 class GatedLinear(torch.autograd.Function):
@@ -233,9 +242,8 @@ class GatedLinear(torch.autograd.Function):
         [grad] = grad_outputs
         gate, up, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        y = product(rows, weight.t())  # its gradient so far
-        grad_gate, grad_up = _swiglu_gradients(gate, up, y, again=True)
-        grad_weight = rows.t() @ y
+        grad_gate, grad_up, y = _swiglu_gradients_again(gate, up, product(rows, weight.t()).view_as(up))
+        grad_weight = rows.t() @ y.flatten(0, -2)
         return grad_gate, grad_up, grad_weight, rows.sum(0) if ctx.needs_input_grad[3] else None
 
 

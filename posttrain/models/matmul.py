@@ -82,7 +82,7 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def packed_weights(model: nn.Module) -> Iterator[int]:
     """While this lasts, products without gradients find large weights in the layout that oneDNN multiplies from.
 
-    It would make that layout for every product anew, which with few rows takes a good part of the time: 40 % of it with
+    Else it makes that layout for every product anew, which with few rows takes a good part of the time: 40 % of it with
     16 rows, 15 % with 60. The price is a second copy, so a model of more than PACKED_BYTES stays as it is.
 
     Yields the number of which the rows should be a multiple: others are filled up at every product.

@@ -27,7 +27,7 @@ from posttrain.models.families import FAMILIES, backbone_of, base_of
 from posttrain.models.lean import lean
 from posttrain.models.load import compute_dtype, load_config, use_packed
 from posttrain.models.lora import add_lora
-from posttrain.models.matmul import ONEDNN
+from posttrain.models.matmul import ONEDNN, PACKS
 from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
 from posttrain.recipes.job import checkpoints_gradients, enable_gradient_checkpointing
 from posttrain.scoring import CHUNK_ELEMENTS
@@ -40,7 +40,7 @@ FEW, MORE = 2, 3  # layers that are looked at
 # What the heap of a C library loses in holes that no later tensor fits, as a share of what comes and goes in a step:
 # measured after twelve steps with glibc 2.36, where oneDNN multiplies (its buffers come and go too) and where MKL does
 # (models/matmul.py). With gradient checkpointing tensors are returned at once instead (posttrain.memory).
-HOLES = 0.8 if ONEDNN else 0.4
+HOLES = 0.4 if PACKS and not ONEDNN else 0.8
 # Tokenizer, data, kernels' code and workspaces, log and curves on a CPU.
 PROCESS = 50 << 20
 
