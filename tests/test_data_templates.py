@@ -75,8 +75,8 @@ def test_the_template_is_saved_with_the_tokenizer(tmp_path):
 
 
 HOSTILE = {
-    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "2 seconds"),
-    "power": ("{{ 10 ** (10 ** 10) }}", "2 seconds|memory"),
+    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.5 seconds"),
+    "power": ("{{ 10 ** (10 ** 10) }}", "0.5 seconds|memory"),
     "size": ("{{ 'a' * 2000000 }}", "1 MB"),
     "memory": ("{{ 'a' * 10 ** 11 }}", "memory"),
     "escape": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
@@ -87,14 +87,16 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_templates_end_in_an_error(name, tmp_path):
+def test_hostile_templates_end_in_an_error(name, tmp_path, monkeypatch):
     template, reason = HOSTILE[name]
+    if "seconds" in reason:
+        monkeypatch.setattr(render, "SECONDS", 0.5)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     data = DataConfig(source=str(tmp_path / "rows.jsonl"))
     start = time.monotonic()
     with pytest.raises(DataError, match=reason):
         prepare(data, byte_tokenizer(template), "sft", cache_dir=tmp_path)
-    assert time.monotonic() - start < 2 + 8, "the limit of two seconds, and starting the process on a busy machine"
+    assert time.monotonic() - start < 2 + 8, "the limit of seconds, and starting the process on a busy machine"
 
 
 def test_rendering_is_that_of_transformers(shared):

@@ -134,11 +134,13 @@ def test_memory_comes_back_between_models(settings, tmp_path):
     sections["training"] |= {"max_steps": 1, "batch_size": 4}
     file.write_text(json.dumps(sections))
     script = """
-import sys
+import os, sys
 from posttrain import recipes
 from posttrain.config import load
 from posttrain.memory import memory_in_use
 from posttrain.recipes import Job
+os.fsync = lambda descriptor: None  # and no pictures, as in tests/conftest.py
+sys.modules["posttrain.recipes.finish"].write_curves = lambda lines, path, title: path.write_bytes(b"")
 start = Job.start
 def noted(*arguments):
     print("held", memory_in_use(), flush=True)

@@ -21,7 +21,7 @@ from posttrain.store.metrics import read_metrics
 
 # Enough SFT for a few right guesses, which the pairs need, and hardly any of the rest.
 TINY = Size(
-    worked=1100, bare=1100, sft_steps=100, problems=150, samples=8, reward_steps=2, dpo_steps=2, ppo_steps=1,
+    worked=1100, bare=1100, sft_steps=60, problems=150, samples=8, reward_steps=2, dpo_steps=2, ppo_steps=1,
     grpo_steps=1, held_out=20,
 )  # fmt: skip
 
