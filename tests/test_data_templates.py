@@ -96,7 +96,7 @@ def test_hostile_templates_end_in_an_error(name, tmp_path, monkeypatch):
     start = time.monotonic()
     with pytest.raises(DataError, match=reason):
         prepare(data, byte_tokenizer(template), "sft", cache_dir=tmp_path)
-    assert time.monotonic() - start < 2 + 8, "the limit of seconds, and starting the process on a busy machine"
+    assert time.monotonic() - start < 2 + 8, "the limit on time, and starting the process on a busy machine"
 
 
 def test_rendering_is_that_of_transformers(shared):

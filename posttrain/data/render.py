@@ -83,6 +83,7 @@ class Process:
             writer.join()
 
     def end(self) -> None:
+        """Kill it, whatever it is doing. May be called again."""
         self._process.kill()
         self._process.wait()
         with suppress(OSError):  # what it has not read goes to nobody
