@@ -40,6 +40,7 @@ POLL_S = 0.001
 SAVES = 10  # at least so many checkpoints in the run, so that a resume seldom begins at the start
 INSIDE_A_SAVE, WHILE_STARTING = 0.5, 0.15  # shares of the kills aimed so; the rest fall anywhere
 HALF_WRITTEN = re.compile(r"(checkpoint-\d+|best|final)\.(tmp|old)-\d+")
+PRELOADED = ["posttrain.recipes", "matplotlib.backends.backend_agg", "pandas"]  # and what a run loads later
 SHOWN = 10  # differences; there may be as many as there are tensors
 Train = Callable[..., int]
 Moment = Literal["starting", "anywhere", "saving"]
@@ -215,7 +216,7 @@ class Scratch:
         self.whole = Watched(folder / "whole")
         self.context = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
         if hasattr(os, "fork"):
-            self.context.set_forkserver_preload(["posttrain.recipes"])
+            self.context.set_forkserver_preload(PRELOADED)
         self.start_s = self.step_s = 0.0
         self.saves_s = [0.0]
 

@@ -17,8 +17,10 @@ import pytest
 
 from posttrain.config import TagsConfig
 from posttrain.errors import RewardError
+from posttrain.grading import pool as pool_module
 from posttrain.grading.pool import Pool
 from posttrain.grading.verdict import Grade, Job, read_grade
+from posttrain.idle import Idle
 from posttrain.rewards.known import COMPARES_EXPRESSIONS, RULES, canary, modules_of, prove
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
@@ -165,6 +167,46 @@ def test_a_closed_pool_and_impossible_ones():
         Pool(0)
     with pytest.raises(RewardError, match="above 0 seconds"):
         Pool(1, deadline=0)
+
+
+def pids(pool: Pool) -> set[int]:
+    return {worker.pid for worker in pool._alive}
+
+
+def numbers(pool: Pool) -> set[int]:
+    """Grade with a rule of ours; the processes afterwards."""
+    [grade] = pool.grade([Job(RULES["gsm8k"], "#### 7", "7")])
+    assert grade.verdict == "correct"
+    return pids(pool)
+
+
+def test_free_workers_wait_for_the_next_pool(monkeypatch):
+    modules = modules_of(["gsm8k"])
+    monkeypatch.setattr(pool_module, "_idle", Idle())
+    with Pool(2, modules=modules) as pool:
+        first = numbers(pool)
+    with Pool(1, modules=modules) as pool, Pool(1, modules=modules) as other:
+        assert len(first) == 3 and numbers(pool) < first
+        assert numbers(pool) | numbers(other) > first, "no worker is in two pools"
+        assert pool.counts["correct"] == 2, "counts are of one pool"
+    monkeypatch.syspath_prepend("/nowhere")
+    with Pool(1, modules=modules) as pool:
+        assert not numbers(pool) & first, "it would find other modules"
+
+
+def test_workers_that_are_not_as_new_do_not_wait(monkeypatch):
+    modules = modules_of(["gsm8k"])
+    monkeypatch.setattr(pool_module, "_idle", Idle())
+    with Pool(1, 30.0, modules=modules, spares=0) as pool:  # its module may be edited before the next pool
+        foreign = numbers(pool)
+        pool.grade(sleeps(0))
+    with Pool(1, 30.0, modules=modules, spares=0) as pool:
+        assert not (ours := numbers(pool)) & foreign
+        [worker] = pool._alive
+        worker._process.kill()  # by the system, short of memory
+        worker._process.wait()
+    with Pool(1, 30.0, modules=modules, spares=0) as pool:
+        assert not numbers(pool) & ours
 
 
 def test_a_worker_that_does_not_start_is_an_error():

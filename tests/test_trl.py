@@ -28,7 +28,7 @@ def pairs(shared, count: int) -> list[dict[str, str]]:
     with gzip.open(shared / "data/hh-harmless/train.jsonl.gz", "rt", encoding="utf-8") as lines:
         for row in map(json.loads, lines):
             cut, other = (row[name].rindex(marker) + len(marker) for name in ("chosen", "rejected"))
-            if row["chosen"][:cut] == row["rejected"][:other] and max(len(row["chosen"]), len(row["rejected"])) < 700:
+            if row["chosen"][:cut] == row["rejected"][:other] and max(len(row["chosen"]), len(row["rejected"])) < 400:
                 rows.append(
                     {"prompt": row["chosen"][:cut], "chosen": row["chosen"][cut:], "rejected": row["rejected"][cut:]}
                 )

@@ -255,12 +255,12 @@ def test_a_server_that_accepts_and_says_nothing():
 
 
 class Slow(Core):
-    """A draw takes three seconds, in steps or at one go."""
+    """A draw takes one and a half seconds, in steps or at one go."""
 
     alive = True
 
     def draw(self, mark, asked, sampling, tick=lambda: None):
-        for _ in range(30 if len(asked) > 1 else 0):  # not the probe
+        for _ in range(15 if len(asked) > 1 else 0):  # not the probe
             time.sleep(0.1)
             if self.alive:
                 tick()
@@ -268,11 +268,12 @@ class Slow(Core):
 
 
 def test_work_may_take_longer_than_the_deadline_but_silence_may_not(monkeypatch):
+    monkeypatch.setattr(server, "SIGN", 0.2)
     with standing_in(patched=Slow) as url:
-        engine = make_engine("vllm", policy_of(), vllm=at(url, timeout=2.0))
+        engine = make_engine("vllm", policy_of(), vllm=at(url, timeout=1.0))
         assert len(engine.generate(PROMPTS, DRAWN)) == len(PROMPTS)
         monkeypatch.setattr(Slow, "alive", False)
-        with pytest.raises(EngineError, match=r"no sign of life for 2 s.*rollout\.vllm\.timeout"):
+        with pytest.raises(EngineError, match=r"no sign of life for 1 s.*rollout\.vllm\.timeout"):
             engine.generate(PROMPTS, DRAWN)
 
 

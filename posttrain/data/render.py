@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -17,10 +16,10 @@ from typing import IO, Any
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.errors import DataError
+from posttrain.idle import Idle
 
 SECONDS = 2.0  # for one conversation
 STARTUP_SECONDS = 120.0
-IDLE_SECONDS = 60.0  # how long a process waits for the next rendering; it holds some 60 MB
 
 Message = dict[str, Any]
 
@@ -156,64 +155,19 @@ class Renderer:
         return json.dumps(asked) + "\n"
 
 
-class _Idle:
-    """Processes between two renderings. One takes a second to start, and a reward model renders at every step."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ends: dict[Process, threading.Timer] = {}
-
-    def take(self) -> Process:
-        with self._lock:
-            while self._ends:
-                process, end = self._ends.popitem()
-                end.cancel()
-                if process.is_free:
-                    return process
-                process.end()
-        return Process()
-
-    def put(self, process: Process) -> None:
-        """Keep it for the next, for some time."""
-        if not process.is_free:
-            process.end()
-            return
-        end = threading.Timer(IDLE_SECONDS, self._drop, [process])
-        end.daemon = True
-        with self._lock:
-            self._ends[process] = end
-        end.start()
-
-    def _drop(self, process: Process) -> None:
-        with self._lock:
-            if self._ends.pop(process, None) is None:
-                return  # it has just been taken
-        process.end()
-
-
-_idle = _Idle()
-
-
-def _forget() -> None:
-    """What was forked has the parent's pipes: it starts processes of its own."""
-    global _idle
-    _idle = _Idle()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+_idle: Idle[Process] = Idle()
 
 
 @contextmanager
 def rendering(tokenizer: PreTrainedTokenizerBase) -> Iterator[Renderer]:
     """A renderer with the tokenizer's chat template."""
-    process = _idle.take()
+    process = _idle.take(None) or Process()
     try:
         yield Renderer(process, tokenizer)
     except BaseException:
         process.end()
         raise
-    _idle.put(process)
+    _idle.put(None, process)
 
 
 def _pipe(stream: IO[str] | None) -> IO[str]:

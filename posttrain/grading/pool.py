@@ -6,7 +6,7 @@
 
 Each worker has a thread here that hands it one job at a time and waits for the reply; a further thread kills workers
 that are late. A job's deadline starts when it is handed over, so a queue costs nobody their time. A worker that was
-killed is replaced by one that has been started ahead.
+killed is replaced by one that has been started ahead; one that is free when its pool closes waits for the next pool.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Self
 
 from posttrain.errors import RewardError
-from posttrain.grading.process import Deadlines, WorkerProcess
+from posttrain.grading.process import Deadlines, WorkerProcess, environment
 from posttrain.grading.verdict import NON_VERDICTS, Grade, Job
+from posttrain.idle import Idle
 
 log = logging.getLogger("posttrain")
 
@@ -33,6 +34,9 @@ DEADLINE_S = 2.0
 WAIT_S = 0.2  # the longest wait in one piece: Ctrl-C and the caller's own work come in between
 ALARM_SHARE = 0.005
 MOST_WORKERS = 8
+CLOSED = "the grading pool is closed"
+
+_idle: Idle[WorkerProcess] = Idle()
 
 
 class Pool:
@@ -58,6 +62,8 @@ class Pool:
         self.isolation: tuple[str, ...] = ()
         self.counts: Counter[str] = Counter()
         self._modules = tuple(modules)
+        self._kind = (self._modules, tuple(sorted(environment().items())))
+        self._can_be_kept = all(map(_is_ours, self._modules))
         self._jobs: queue.SimpleQueue[tuple[Job, Future[Grade], bool] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
@@ -65,6 +71,7 @@ class Pool:
         self._alarmed = 0
         self._deadlines = Deadlines()
         self._alive: set[WorkerProcess] = set()
+        self._at_work: set[WorkerProcess] = set()
         self._spares: deque[WorkerProcess] = deque()
         self._threads: list[threading.Thread] = []
         self._wanted_spares = spares
@@ -83,9 +90,10 @@ class Pool:
         future: Future[Grade] = Future()
         with self._lock:
             if self._closed:
-                raise RewardError("the grading pool is closed")
+                raise RewardError(CLOSED)
             if self._broken is not None:
                 raise self._broken
+            self._can_be_kept &= _is_ours(job.rule)
             self._jobs.put((job, future, count))
         return future
 
@@ -151,7 +159,7 @@ class Pool:
                 continue
             try:
                 worker = worker or self._next()
-                grade, usable = worker.ask(job, self.deadline)
+                grade = self._ask(worker, job)
             except RewardError as error:
                 with self._lock:
                     self._broken = self._broken or error
@@ -160,26 +168,36 @@ class Pool:
             except Exception as error:  # a job that cannot be sent, such as one with options that are not JSON
                 future.set_exception(error)
                 continue
-            if not usable:
+            if not worker.is_free:
                 self._end(worker)
                 worker = None
             if counted:
                 with self._lock:
                     self.counts[grade.verdict] += 1
             future.set_result(grade)
-        if worker is not None:
-            self._end(worker)
+
+    def _ask(self, worker: WorkerProcess, job: Job) -> Grade:
+        """Its grade, from a worker that `close` knows to be at work."""
+        with self._lock:
+            if self._closed:
+                raise RewardError(CLOSED)
+            self._at_work.add(worker)
+        try:
+            worker.wait_ready(self._deadlines)
+            self.isolation = worker.isolation
+            return worker.ask(job, self.deadline, self._deadlines)
+        finally:
+            with self._lock:
+                self._at_work.discard(worker)
 
     def _start(self) -> WorkerProcess:
-        worker = WorkerProcess(self._modules, self._deadlines)
+        worker = _idle.take(self._kind) or WorkerProcess(self._modules)
         with self._lock:
             self._alive.add(worker)
-            if self._closed:
-                worker.kill()
         return worker
 
     def _next(self) -> WorkerProcess:
-        """A worker that is ready, taken from those started ahead; the next is started at once."""
+        """A worker, taken from those started ahead; the next is started at once."""
         with self._lock:
             worker = self._spares.popleft() if self._spares else None
             missing = len(self._spares) < self._wanted_spares
@@ -187,25 +205,23 @@ class Pool:
             worker = self._start()
         if missing:
             self._spares.append(self._start())
-        worker.wait_ready()
-        self.isolation = worker.isolation
         return worker
 
     def _end(self, worker: WorkerProcess) -> None:
         with self._lock:
             self._alive.discard(worker)
-        worker.close()
+        worker.end()
 
     # --- the end --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End all workers, whatever they are doing. Safe to repeat, and from any thread."""
+        """End all workers that are at work, whatever they are doing. Safe to repeat, and from any thread."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            alive = list(self._alive)
-        for worker in alive:
+            at_work = list(self._at_work)
+        for worker in at_work:
             worker.kill()
         while True:
             try:
@@ -222,7 +238,10 @@ class Pool:
         with self._lock:
             alive, self._alive = list(self._alive), set()
         for worker in alive:
-            worker.close()
+            if self._can_be_kept:
+                _idle.put(self._kind, worker)
+            else:
+                worker.end()
         self._deadlines.close()
         atexit.unregister(self.close)
 
@@ -231,3 +250,8 @@ class Pool:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _is_ours(module: str) -> bool:
+    """Others may be edited between two pools, in a notebook for one, and a worker reads a module once."""
+    return module.startswith("posttrain.")

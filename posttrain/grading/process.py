@@ -79,29 +79,34 @@ class Deadlines:
 class WorkerProcess:
     """One worker. Owned by one thread at a time; `kill` may be called from any."""
 
-    def __init__(self, modules: Iterable[str], deadlines: Deadlines):
-        self._deadlines = deadlines
+    def __init__(self, modules: Iterable[str]):
         self._ready = False
+        self._is_asked = self._is_killed = False
         self.isolation: tuple[str, ...] = ()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "posttrain.grading.worker", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=_environment(),
+            env=environment(),
             cwd=os.path.abspath(os.sep),
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._jobs, self._replies = self._process.stdin, self._process.stdout
         self.pid = self._process.pid
 
-    def wait_ready(self) -> None:
+    @property
+    def is_free(self) -> bool:
+        """Whether it lives and owes no answer."""
+        return not (self._is_asked or self._is_killed) and self._process.poll() is None
+
+    def wait_ready(self, deadlines: Deadlines) -> None:
         """Wait until it has imported everything. Raises RewardError when it does not come up."""
         if self._ready:
             return
-        self._deadlines.start(self, STARTUP_S)
+        deadlines.start(self, STARTUP_S)
         reply = self._read()
-        in_time = self._deadlines.end(self)
+        in_time = deadlines.end(self)
         if reply is None or "ready" not in reply or not in_time:
             self.kill()
             why = (reply or {}).get("failed") or f"it ended with status {self._process.wait()}"
@@ -113,8 +118,8 @@ class WorkerProcess:
         self.isolation = tuple(str(item) for item in reply["ready"])
         self._ready = True
 
-    def ask(self, job: Job, deadline: float) -> tuple[Grade, bool]:
-        """The grade of one job, and whether this worker can take another. The deadline starts now."""
+    def ask(self, job: Job, deadline: float, deadlines: Deadlines) -> Grade:
+        """The grade of one job; whether this worker can take another, `is_free` says. The deadline starts now."""
         line = json.dumps(
             {
                 "rule": job.rule,
@@ -124,8 +129,9 @@ class WorkerProcess:
                 "deadline": deadline,
             }
         )
+        self._is_asked = True
         started = time.perf_counter()
-        self._deadlines.start(self, deadline)
+        deadlines.start(self, deadline)
         gold_is_good = False
         reply = None
         try:
@@ -137,24 +143,26 @@ class WorkerProcess:
                 reply = self._read()
         except OSError:  # it died, or was killed, before it had read the job
             pass
-        in_time = self._deadlines.end(self)
+        in_time = deadlines.end(self)
         seconds = time.perf_counter() - started
         if reply is not None:
-            return read_grade(reply, seconds), in_time and "verdict" in reply and not reply.get("retire")
+            self._is_asked = not in_time or "verdict" not in reply or bool(reply.get("retire"))
+            return read_grade(reply, seconds)
         self.kill()
         status = self._process.wait()
         if in_time and status != OUT_OF_CPU:
-            return Grade("crashed", seconds=seconds, reason=f"the worker ended with status {status}"), False
+            return Grade("crashed", seconds=seconds, reason=f"the worker ended with status {status}")
         if gold_is_good:
-            return Grade("timeout", seconds=seconds, reason=f"no answer within {deadline:g} s"), False
-        return Grade("bad_gold", seconds=seconds, reason=f"the answer itself takes over {deadline:g} s to read"), False
+            return Grade("timeout", seconds=seconds, reason=f"no answer within {deadline:g} s")
+        return Grade("bad_gold", seconds=seconds, reason=f"the answer itself takes over {deadline:g} s to read")
 
     def kill(self) -> None:
         """End it now. Safe to repeat, and from any thread."""
+        self._is_killed = True
         self._process.kill()
 
-    def close(self) -> None:
-        """End it and collect what is left of it."""
+    def end(self) -> None:
+        """Kill it and collect what is left of it. May be called again."""
         self.kill()
         self._process.wait()
         for pipe in (self._jobs, self._replies):
@@ -171,6 +179,7 @@ class WorkerProcess:
         return reply if isinstance(reply, dict) else None
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """All that a worker sees of this process's environment."""
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     return kept | SET_VARIABLES | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}

@@ -32,6 +32,7 @@ from posttrain.engines.vllm.core import Core, import_vllm
 from posttrain.errors import ConfigError, EngineError, PosttrainError
 
 IDLE = 600.0  # seconds that a connection may be silent
+SIGN = 1.0  # seconds of work between two signs of life
 LARGEST = 1 << 34  # bytes of one request
 
 
@@ -126,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(lambda: verbs[self.path](json.loads(data)) if self.path in verbs else self._unknown())
 
     def _stream(self, body: dict[str, Any]) -> None:
-        """Lines: a sign of life for each second in which the engine makes steps, then the answer."""
+        """Lines: a sign of life every second in which the engine makes steps, then the answer."""
         self.send_response(200)
         self.send_header("Connection", "close")
         self.end_headers()
@@ -135,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
 
         def tick() -> None:
             nonlocal last
-            if time.monotonic() - last > 1.0:
+            if time.monotonic() - last > SIGN:
                 last = time.monotonic()
                 self.wfile.write(b"{}\n")  # fails where nobody listens any more, which ends the work
 
