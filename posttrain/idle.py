@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Hashable
 from typing import Generic, Protocol, TypeVar
 
-IDLE_SECONDS = 60.0  # how long a process waits for the next task; each holds some 60 MB
+IDLE_SECONDS = 60.0  # how long a process waits for the next task
 
 
 class Helper(Protocol):
@@ -27,10 +28,14 @@ P = TypeVar("P", bound=Helper)
 
 
 class Idle(Generic[P]):
-    """Keeps processes that are free, by their kind: what they were started with. One for all threads, made once."""
+    """Keeps processes that are free, by their kind: what they were started with. One for all threads, made once.
+
+    None outlives the program; one that ends in peace ends them first.
+    """
 
     def __init__(self) -> None:
         self._forget()
+        atexit.register(self.end_all)
         if hasattr(os, "register_at_fork"):  # what was forked has the parent's pipes: it starts processes of its own
             os.register_at_fork(after_in_child=self._forget)
 
@@ -39,7 +44,7 @@ class Idle(Generic[P]):
         self._kept: dict[P, tuple[Hashable, threading.Timer]] = {}
 
     def take(self, kind: Hashable) -> P | None:
-        """A process of this kind, the one used last, if there is one."""
+        """A process of this kind, the one put last, if there is one."""
         while (process := self._pop(kind)) is not None:
             if process.is_free:
                 return process
@@ -60,6 +65,11 @@ class Idle(Generic[P]):
         except RuntimeError:  # this program is ending
             self._drop(process)
 
+    def end_all(self) -> None:
+        """End all that are kept."""
+        for process in list(self._kept):
+            self._drop(process)
+
     def _pop(self, kind: Hashable) -> P | None:
         with self._lock:
             for process in reversed(self._kept):
@@ -70,6 +80,7 @@ class Idle(Generic[P]):
 
     def _drop(self, process: P) -> None:
         with self._lock:
-            if self._kept.pop(process, None) is None:
-                return  # it has just been taken
-        process.end()
+            _, timer = self._kept.pop(process, (None, None))
+        if timer is not None:  # else it has just been taken
+            timer.cancel()
+            process.end()

@@ -19,6 +19,7 @@ from posttrain.config import TagsConfig
 from posttrain.errors import RewardError
 from posttrain.grading import pool as pool_module
 from posttrain.grading.pool import Pool
+from posttrain.grading.process import WorkerProcess
 from posttrain.grading.verdict import Grade, Job, read_grade
 from posttrain.idle import Idle
 from posttrain.rewards.known import COMPARES_EXPRESSIONS, RULES, canary, modules_of, prove
@@ -154,7 +155,7 @@ def test_many_threads_get_their_own_answers():
 
 
 def test_a_closed_pool_and_impossible_ones():
-    pool = Pool(1, modules=("grading_rules",))
+    pool = Pool(1, 60.0, modules=("grading_rules",))
     futures = [pool.submit(each) for each in sleeps(0, 30, 0)]
     assert futures[0].result(timeout=60).verdict == "correct"
     start = time.monotonic()
@@ -180,33 +181,138 @@ def numbers(pool: Pool) -> set[int]:
     return pids(pool)
 
 
-def test_free_workers_wait_for_the_next_pool(monkeypatch):
-    modules = modules_of(["gsm8k"])
+@pytest.fixture
+def idle(monkeypatch):
+    """Nothing waits yet, and nothing of this test waits for others."""
     monkeypatch.setattr(pool_module, "_idle", Idle())
-    with Pool(2, modules=modules) as pool:
+    yield pool_module._idle
+    pool_module._idle.end_all()
+
+
+NUMBERS = modules_of(["gsm8k"])
+PATIENT = 60.0
+
+
+def test_free_workers_wait_for_the_next_pool(idle, monkeypatch):
+    with Pool(2, PATIENT, modules=NUMBERS) as pool:
         first = numbers(pool)
-    with Pool(1, modules=modules) as pool, Pool(1, modules=modules) as other:
+    with Pool(1, PATIENT, modules=NUMBERS) as pool, Pool(1, PATIENT, modules=NUMBERS) as other:
         assert len(first) == 3 and numbers(pool) < first
         assert numbers(pool) | numbers(other) > first, "no worker is in two pools"
         assert pool.counts["correct"] == 2, "counts are of one pool"
-    monkeypatch.syspath_prepend("/nowhere")
-    with Pool(1, modules=modules) as pool:
-        assert not numbers(pool) & first, "it would find other modules"
+    with Pool(1, PATIENT, modules=NUMBERS, spares=0) as pool:
+        numbers(pool)
+        monkeypatch.syspath_prepend("/nowhere")
+        [worker] = pool._alive
+        worker.kill()
+        assert pool.grade([Job(RULES["gsm8k"], "#### 7", "7")])[0].verdict == "crashed"
+        later = numbers(pool)  # by one that was started after the path had changed
+    with Pool(1, PATIENT, modules=NUMBERS) as pool:
+        assert not numbers(pool) & (first | later), "they find other modules"
 
 
-def test_workers_that_are_not_as_new_do_not_wait(monkeypatch):
-    modules = modules_of(["gsm8k"])
-    monkeypatch.setattr(pool_module, "_idle", Idle())
-    with Pool(1, 30.0, modules=modules, spares=0) as pool:  # its module may be edited before the next pool
-        foreign = numbers(pool)
+def test_a_worker_that_owes_a_reply_is_in_no_other_pool(idle, monkeypatch):
+    monkeypatch.setattr(pool_module, "_is_ours", lambda module: True)
+    modules = ("grading_rules",)
+    with Pool(1, PATIENT, modules=modules) as pool:
         pool.grade(sleeps(0))
-    with Pool(1, 30.0, modules=modules, spares=0) as pool:
-        assert not (ours := numbers(pool)) & foreign
+        all_of_them = pids(pool)
+        hanging = pool.submit(*sleeps(60))
+        while not pool._at_work:
+            time.sleep(0.001)
+        [busy] = pool._at_work
+        start = time.monotonic()
+    assert time.monotonic() - start < 3 and hanging.result().verdict == "crashed"
+    with Pool(1, PATIENT, modules=modules) as pool:
+        grades = pool.grade(sleeps(0, 0.01, 0.02))
+        assert [grade.extracted for grade in grades] == ["0", "0.01", "0.02"]
+        assert busy.pid not in pids(pool) and pids(pool) & all_of_them, "the spare was free"
+
+
+def test_an_answer_that_was_not_read_is_nobody_elses(monkeypatch):
+    def no_memory(self):
+        raise MemoryError
+
+    with Pool(1, PATIENT, modules=("grading_rules",)) as pool:
+        pool.grade(sleeps(0))
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(WorkerProcess, "_read", no_memory)
+            pool.submit(*sleeps(0.01)).result()
+        assert [grade.extracted for grade in pool.grade(sleeps(0.02, 0.03))] == ["0.02", "0.03"]
+
+
+def foreign_rule() -> None:
+    with Pool(1, PATIENT, modules=NUMBERS) as pool:
+        numbers(pool)
+        pool.grade(sleeps(0))
+
+
+def foreign_module() -> None:
+    with Pool(1, PATIENT, modules=("grading_rules",)) as pool:
+        numbers(pool)
+
+
+def failing() -> None:
+    with pytest.raises(KeyError), Pool(1, PATIENT, modules=NUMBERS) as pool:
+        numbers(pool)
+        raise KeyError
+
+
+def interrupted() -> None:
+    pool = Pool(1, PATIENT, modules=NUMBERS)
+    numbers(pool)
+
+    def stop(timeout: float) -> None:
+        raise KeyboardInterrupt
+
+    pool._threads[0].join = stop
+    with pytest.raises(KeyboardInterrupt):
+        pool.close()
+
+
+def killed() -> None:
+    with Pool(1, PATIENT, modules=NUMBERS, spares=0) as pool:
+        numbers(pool)
         [worker] = pool._alive
         worker._process.kill()  # by the system, short of memory
         worker._process.wait()
-    with Pool(1, 30.0, modules=modules, spares=0) as pool:
-        assert not numbers(pool) & ours
+
+
+@pytest.mark.parametrize("use", [foreign_rule, foreign_module, failing, interrupted, killed])
+def test_workers_that_may_not_be_as_new_do_not_wait(idle, monkeypatch, use):
+    started = []
+
+    class Noted(WorkerProcess):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            started.append(self)
+
+    monkeypatch.setattr(pool_module, "WorkerProcess", Noted)
+    use()
+    assert started and not idle._kept and not any(_runs(worker.pid) for worker in started)
+
+
+class Fake:
+    def __init__(self, is_free=True):
+        self.is_free, self.ended = is_free, 0
+
+    def end(self):
+        self.ended += 1
+
+
+def test_idle_processes_are_free_and_of_their_kind():
+    idle = Idle()
+    one, other, busy = Fake(), Fake(), Fake(is_free=False)
+    for kind, process in ((1, one), (2, other), (1, busy)):
+        idle.put(kind, process)
+    assert busy.ended == 1 and idle.take(3) is None
+    assert idle.take(1) is one and idle.take(1) is None and not one.ended
+    other.is_free = False  # it has ended by itself meanwhile
+    assert idle.take(2) is None and other.ended == 1
+    idle.put(1, one)
+    idle.end_all()
+    idle.end_all()
+    assert idle.take(1) is None and one.ended == 1
 
 
 def test_a_worker_that_does_not_start_is_an_error():
@@ -254,6 +360,18 @@ def test_no_worker_outlives_its_program():
     while any(_runs(pid) for pid in workers) and time.monotonic() < waited:
         time.sleep(0.1)
     assert not any(_runs(pid) for pid in workers)
+
+
+@LINUX
+def test_no_worker_outlives_a_program_that_ends_in_peace():
+    code = (
+        "from posttrain.grading.pool import Pool; from posttrain.rewards.known import modules_of\n"
+        "with Pool(1, modules=modules_of(['math'])) as pool:\n"
+        "    print(*(worker.pid for worker in pool._alive), flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    workers = [int(pid) for pid in done.stdout.split()]
+    assert len(workers) == 2 and not any(_runs(pid) for pid in workers), done.stderr
 
 
 def _runs(pid: int) -> bool:

@@ -24,7 +24,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Self
 
 from posttrain.errors import RewardError
-from posttrain.grading.process import Deadlines, WorkerProcess, environment
+from posttrain.grading.process import Deadlines, WorkerProcess, worker_environment
 from posttrain.grading.verdict import NON_VERDICTS, Grade, Job
 from posttrain.idle import Idle
 
@@ -62,7 +62,8 @@ class Pool:
         self.isolation: tuple[str, ...] = ()
         self.counts: Counter[str] = Counter()
         self._modules = tuple(modules)
-        self._kind = (self._modules, tuple(sorted(environment().items())))
+        self._environment = worker_environment()
+        self._kind = (self._modules, *sorted(self._environment.items()))
         self._can_be_kept = all(map(_is_ours, self._modules))
         self._jobs: queue.SimpleQueue[tuple[Job, Future[Grade], bool] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -160,17 +161,17 @@ class Pool:
             try:
                 worker = worker or self._next()
                 grade = self._ask(worker, job)
-            except RewardError as error:
-                with self._lock:
-                    self._broken = self._broken or error
+            except Exception as error:
+                if isinstance(error, RewardError):  # no worker comes up; others are of this job alone
+                    with self._lock:
+                        self._broken = self._broken or error
                 future.set_exception(error)
-                continue
-            except Exception as error:  # a job that cannot be sent, such as one with options that are not JSON
-                future.set_exception(error)
-                continue
-            if not worker.is_free:
+                grade = None
+            if worker is not None and not worker.is_free:
                 self._end(worker)
                 worker = None
+            if grade is None:
+                continue
             if counted:
                 with self._lock:
                     self.counts[grade.verdict] += 1
@@ -191,9 +192,11 @@ class Pool:
                 self._at_work.discard(worker)
 
     def _start(self) -> WorkerProcess:
-        worker = _idle.take(self._kind) or WorkerProcess(self._modules)
+        worker = _idle.take(self._kind) or WorkerProcess(self._modules, self._environment)
         with self._lock:
             self._alive.add(worker)
+            if self._closed:
+                worker.kill()
         return worker
 
     def _next(self) -> WorkerProcess:
@@ -214,15 +217,38 @@ class Pool:
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """End all workers that are at work, whatever they are doing. Safe to repeat, and from any thread."""
+    def close(self, keep: bool = True) -> None:
+        """Kill the workers that are at work; free ones stay for the next pool, unless something may be wrong with them.
+
+        keep: False ends those too. Safe to repeat, and from any thread.
+        """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             at_work = list(self._at_work)
-        for worker in at_work:
-            worker.kill()
+        all_rest = False
+        try:
+            for worker in at_work:
+                worker.kill()
+            self._cancel_all()
+            others = [thread for thread in self._threads if thread is not threading.current_thread()]
+            for thread in others:
+                thread.join(timeout=5)
+            all_rest = not any(thread.is_alive() for thread in others)
+        finally:
+            with self._lock:
+                alive, self._alive = list(self._alive), set()
+            for worker in alive:
+                if keep and self._can_be_kept and all_rest:
+                    _idle.put(self._kind, worker)
+                else:
+                    worker.end()
+            self._deadlines.close()
+            atexit.unregister(self.close)
+
+    def _cancel_all(self) -> None:
+        """Nothing that is queued is graded, and each thread ends after what it is doing."""
         while True:
             try:
                 item = self._jobs.get_nowait()
@@ -232,24 +258,12 @@ class Pool:
                 item[1].cancel()
         for _ in self._threads:
             self._jobs.put(None)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=5)
-        with self._lock:
-            alive, self._alive = list(self._alive), set()
-        for worker in alive:
-            if self._can_be_kept:
-                _idle.put(self._kind, worker)
-            else:
-                worker.end()
-        self._deadlines.close()
-        atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, error: object, *_: object) -> None:
+        self.close(keep=error is None)
 
 
 def _is_ours(module: str) -> bool:

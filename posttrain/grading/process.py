@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from posttrain.errors import RewardError
@@ -77,9 +77,12 @@ class Deadlines:
 
 
 class WorkerProcess:
-    """One worker. Owned by one thread at a time; `kill` may be called from any."""
+    """One worker. Owned by one thread at a time; `kill` may be called from any.
 
-    def __init__(self, modules: Iterable[str]):
+    `environment`: all that it sees of this process's, see `worker_environment`.
+    """
+
+    def __init__(self, modules: Iterable[str], environment: Mapping[str, str]):
         self._ready = False
         self._is_asked = self._is_killed = False
         self.isolation: tuple[str, ...] = ()
@@ -88,7 +91,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=environment(),
+            env=environment,
             cwd=os.path.abspath(os.sep),
         )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -179,7 +182,7 @@ class WorkerProcess:
         return reply if isinstance(reply, dict) else None
 
 
-def environment() -> dict[str, str]:
-    """All that a worker sees of this process's environment."""
+def worker_environment() -> dict[str, str]:
+    """What a worker may see of this process's environment, and where it finds the same modules."""
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     return kept | SET_VARIABLES | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}

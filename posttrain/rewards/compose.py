@@ -90,7 +90,7 @@ class Rewarded:
 class Rewards:
     """The rewards of a run, ready to use: models loaded, functions found, and rules proven on the known pairs.
 
-    `pool`: grading workers to share; without it, some are started if a rule needs them, and end with `close`.
+    `pool`: grading workers to share; without it, it has some of its own if a rule needs them, until `close`.
     `max_completion_length`: the rollout's, for `overlong`.
 
     Raises RewardError where a reward cannot work: better now than after the first rollout.
@@ -130,7 +130,7 @@ class Rewards:
                 for rule in rules:
                     prove(pool, rule, self._tags)
         except BaseException:
-            self.close()
+            self.close(keep=False)
             raise
 
     def __call__(self, completions: Sequence[Completion]) -> Rewarded:
@@ -173,16 +173,16 @@ class Rewards:
     def _job(self, term: RuleReward, completion: Completion) -> Job:
         return Job(RULES[term.type], completion.text, completion.answer, options_of(term.type, self._tags))
 
-    def close(self) -> None:
-        """End the grading workers that were started here."""
+    def close(self, keep: bool = True) -> None:
+        """Close its own pool of grading workers, if it has one; `keep` as there."""
         if self._own_pool is not None:
-            self._own_pool.close()
+            self._own_pool.close(keep)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, error: object, *_: object) -> None:
+        self.close(keep=error is None)
 
 
 Function = Callable[[Sequence[Completion]], Sequence[float | None]]
