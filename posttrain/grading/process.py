@@ -84,7 +84,7 @@ class WorkerProcess:
 
     def __init__(self, modules: Iterable[str], environment: Mapping[str, str]):
         self._ready = False
-        self._is_asked = self._is_killed = False
+        self._is_taken = self._is_killed = False
         self.isolation: tuple[str, ...] = ()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "posttrain.grading.worker", *modules],
@@ -100,8 +100,8 @@ class WorkerProcess:
 
     @property
     def is_free(self) -> bool:
-        """Whether it lives and owes no answer."""
-        return not (self._is_asked or self._is_killed) and self._process.poll() is None
+        """Whether it lives, owes no answer and can take another job."""
+        return not (self._is_taken or self._is_killed) and self._process.poll() is None
 
     def wait_ready(self, deadlines: Deadlines) -> None:
         """Wait until it has imported everything. Raises RewardError when it does not come up."""
@@ -132,7 +132,7 @@ class WorkerProcess:
                 "deadline": deadline,
             }
         )
-        self._is_asked = True
+        self._is_taken = True  # until its verdict is read, in time
         started = time.perf_counter()
         deadlines.start(self, deadline)
         gold_is_good = False
@@ -149,7 +149,7 @@ class WorkerProcess:
         in_time = deadlines.end(self)
         seconds = time.perf_counter() - started
         if reply is not None:
-            self._is_asked = not in_time or "verdict" not in reply or bool(reply.get("retire"))
+            self._is_taken = not in_time or "verdict" not in reply or bool(reply.get("retire"))
             return read_grade(reply, seconds)
         self.kill()
         status = self._process.wait()
