@@ -267,6 +267,14 @@ def test_every_exception_becomes_one_message_and_a_status(capsys, error, status,
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_ctrl_c_in_any_command_says_so(run, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("posttrain.rewards.file.grade_file", interrupt)
+    assert run("grade", "rows.jsonl", "--reward", "math") == (130, "", "error: interrupted\n")
+
+
 def test_notes_about_aliases_go_to_stderr(run):
     status, out, err = run("config", "show", "good.yaml", "model.lora_r=3")
     assert status == 0 and yaml.safe_load(out)["models"][0]["lora"]["r"] == 3

@@ -16,7 +16,7 @@ MEMORY_KNOBS = (
 
 
 class Interrupted(Exception):
-    """Ctrl-C with something to say: typer keeps a bare KeyboardInterrupt to itself."""
+    """Ctrl-C with something to say: typer makes an exit status of a KeyboardInterrupt, and drops its message."""
 
 
 class UsageError(PosttrainError):
@@ -27,6 +27,8 @@ def guarded(run: Callable[[], object], debug: bool) -> int:
     """Run a command; its exit status. What goes wrong is one message on stderr, after the trace with `debug`."""
     try:
         status = run()
+        if status == INTERRUPTED:  # all that typer leaves of one
+            raise KeyboardInterrupt
         return status if isinstance(status, int) else 0
     except Interrupted as error:
         return _report(str(error), INTERRUPTED, debug)
