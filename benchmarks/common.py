@@ -4,13 +4,14 @@ import gzip
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
+
+from posttrain.memory import peak_of_process  # standard library only, as TRL is measured with it too
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 
@@ -151,8 +152,7 @@ def in_own_process(module: str, *arguments: str, python: str | Path = sys.execut
 
 def peak_memory_gb() -> float:
     """The most resident memory this process has had so far, in GB (1e9 bytes)."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    return peak_of_process() / 1e9
 
 
 def machine() -> dict[str, str | int | None]:

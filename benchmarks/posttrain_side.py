@@ -34,8 +34,8 @@ from posttrain.config import load
 from posttrain.scoring import RewardScorer, Scorer
 
 # Tokens a pack holds, the memory knob: most batches of pairs fit in one. SFT shares nothing between rows, and packs of
-# half a batch are as fast as whole ones.
-TOKENS_PER_PACK = {"sft": 1536} | dict.fromkeys(("dpo", "dpo-lora", "kto", "orpo", "reward"), 3072)
+# the longest row allowed are as fast as whole batches.
+TOKENS_PER_PACK = {"sft": MAX_LENGTH} | dict.fromkeys(("dpo", "dpo-lora", "kto", "orpo", "reward"), 3072)
 
 
 def settings(arguments: argparse.Namespace, folder: Path) -> list[str]:
@@ -67,7 +67,6 @@ def settings(arguments: argparse.Namespace, folder: Path) -> list[str]:
 
 def measure(arguments: argparse.Namespace) -> dict:
     """Train and return the measurements."""
-    after_imports = peak_memory_gb()
     with TemporaryDirectory() as folder:
         config = load(None, settings(arguments, Path(folder))).config
         with counting() as work:
@@ -87,7 +86,6 @@ def measure(arguments: argparse.Namespace) -> dict:
         "tokens": results["num_tokens"],
         "work": work,
         "seconds": results["train_runtime"],
-        "memory_after_imports_gb": after_imports,
         "memory_peak_gb": peak_memory_gb(),
     }
 

@@ -132,10 +132,9 @@ def start_like_posttrain(model: torch.nn.Module, path: str) -> None:
 
 def measure(arguments: argparse.Namespace) -> dict:
     """Train and return the measurements."""
-    clock, after_imports = Clock(), peak_memory_gb()
+    clock = Clock()
     with TemporaryDirectory() as folder:
         trainer = build(arguments, folder, clock)
-        before_training = peak_memory_gb()
         trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
@@ -152,8 +151,6 @@ def measure(arguments: argparse.Namespace) -> dict:
         "tokens": int(logs[-1].get("num_tokens", 0)) or None,  # ORPO does not count them
         "seconds": clock.marks[-1] - clock.marks[0],
         "step_seconds": [after - before for before, after in pairwise(clock.marks)],
-        "memory_after_imports_gb": after_imports,
-        "memory_before_training_gb": before_training,
         "memory_peak_gb": peak_memory_gb(),
     }
 
