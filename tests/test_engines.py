@@ -38,7 +38,8 @@ DRAWN = Sampling(temperature=0.8, max_completion_length=14, num_generations=3, s
 HEADS = dict(hidden_size=64, num_attention_heads=2)
 GQA = HEADS | dict(num_key_value_heads=1, head_dim=32)
 SHAPES = {
-    **dict.fromkeys(("llama", "mistral", "qwen3"), GQA),
+    **dict.fromkeys(("llama", "mistral"), GQA),
+    "qwen3": GQA | dict(use_sliding_window=False, layer_types=None, attention_bias=False),  # as published; vLLM's only
     **dict.fromkeys(("gemma2", "gemma3_text"), GQA | dict(query_pre_attn_scalar=32)),
     **dict.fromkeys(("qwen2", "phi3"), HEADS | dict(num_key_value_heads=1)),
     "gpt2": dict(n_embd=64, n_head=2),
