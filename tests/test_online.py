@@ -56,17 +56,21 @@ def lines(folder) -> list[dict]:
 STEPS = 80
 LEARNING = {
     "grpo": ({"type": "grpo", "num_generations": 8, "beta": 0.0}, {"batch_size": 32}, 0.9),
-    "ppo": ({"type": "ppo", "num_generations": 1, "kl_coef": 0.0, "num_ppo_epochs": 2}, {"batch_size": 256}, 0.8),
+    "ppo": (
+        {"type": "ppo", "num_generations": 1, "kl_coef": 0.0, "num_ppo_epochs": 2, "vf_coef": 0.5},
+        {"batch_size": 256, "learning_rate": 2e-3},
+        0.8,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LEARNING)
 def test_right_answers_become_the_rule(sums_home, tmp_path, name):
-    """From one right answer in ten to nine (PPO: more than eight) on sums held out from it: 97 % and 95 % seen."""
+    """From one right answer in ten to nine (PPO: more than eight) on sums held out from it: 94 % and 93 % seen."""
     method, training, wanted = LEARNING[name]
     data = {"source": str(sums_home / "train.jsonl"), "template": "none", "max_length": 24}
     data["validation"] = {"source": str(sums_home / "test.jsonl")}
-    training = training | {"max_steps": STEPS, "learning_rate": 3e-3, "lr_scheduler_type": "linear"}
+    training = {"max_steps": STEPS, "learning_rate": 3e-3, "lr_scheduler_type": "linear"} | training
     folder = train(sums_home, tmp_path, method, training=training, data=data, evaluation={"eval_steps": STEPS})
     results = load_json(folder / "results.json")
     before, after = (results[when]["eval_reward"] for when in ("start", "final"))
