@@ -395,6 +395,17 @@ def test_a_full_disk_at_ten_points(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_ctrl_c_leaves_the_old_file_and_no_half_of_the_new(tmp_path, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    write_file(tmp_path / "x.json", "old")
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_file(tmp_path / "x.json", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.json", "old")]
+
+
 def test_an_unwritable_place(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot write"):

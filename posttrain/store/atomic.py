@@ -24,7 +24,7 @@ LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
 def write_file(path: Path, data: str | bytes) -> None:
     """Write `data` (text as UTF-8) to `path`, replacing it atomically.
 
-    Raises RunError when it cannot be written; the previous content is then untouched.
+    Raises RunError when it cannot be written; then, as after Ctrl-C, the previous content is untouched.
     """
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
@@ -37,6 +37,9 @@ def write_file(path: Path, data: str | bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise cannot_write(path, error) from error
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
