@@ -32,11 +32,11 @@ from posttrain import functional, recipes
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
 from posttrain.quickstart import Size, write_bare_demonstrations
-from posttrain.quickstart.answers import TAGS, ask, turns, write_jsonl
+from posttrain.quickstart.answers import TAGS, ask, turns
 from posttrain.quickstart.model import make_model
 from posttrain.quickstart.stages import settings_files
 from posttrain.store.atomic import write_file
-from posttrain.store.files import load_json
+from posttrain.store.files import load_json, save_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/learn.json", ROOT / "docs/learning.md"
@@ -112,13 +112,13 @@ def write_pairs(folder: Path, seed: int) -> None:
     turned = [pair | {"chosen": pair["rejected"], "rejected": pair["chosen"]} for pair in pairs]
     coin = [rng.choice(two) for two in zip(pairs, turned, strict=True)]
     for labels, labelled in (("true", pairs), ("shuffled", coin)):
-        write_jsonl(folder / f"{labels}/pairs.jsonl", labelled)
+        save_rows(folder / f"{labels}/pairs.jsonl", labelled)
         replies = [
             {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
             for pair in labelled
             for side in ("chosen", "rejected")
         ]
-        write_jsonl(folder / f"{labels}/kto.jsonl", rng.sample(replies, len(replies)))
+        save_rows(folder / f"{labels}/kto.jsonl", rng.sample(replies, len(replies)))
 
 
 def sft_control(folder: Path, seed: int) -> list[Trial]:
@@ -126,7 +126,7 @@ def sft_control(folder: Path, seed: int) -> list[Trial]:
     began = time.perf_counter()
     rows = list(arithmetic_problems("train", SIZE.worked, seed))
     others = random.Random(seed).sample(rows, len(rows))
-    write_jsonl(folder / "shuffled.jsonl", [o | {"problem": r["problem"]} for r, o in zip(rows, others, strict=True)])
+    save_rows(folder / "shuffled.jsonl", [o | {"problem": r["problem"]} for r, o in zip(rows, others, strict=True)])
     source = f"data.source={folder / 'shuffled.jsonl'}"
     loss = train(folder / "sft.yaml", ["name=sft-shuffled", source, *HELD_OUT])
     return [measured(folder, seed, "sft", "shuffled", folder / "sft-shuffled/final", loss["final"], began)]

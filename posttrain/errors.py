@@ -36,6 +36,12 @@ class RewardError(PosttrainError):
     """A reward function, its settings or the grader behind it does not work as a reward must."""
 
 
+OUT_OF_MEMORY = (
+    "out of memory. Lower training.tokens_per_pack (the memory knob), then data.max_length or training.batch_size; "
+    "set training.gradient_checkpointing=true, or train adapters only with model.lora=true"
+)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Python's own error, torch's for accelerators, the plain RuntimeError of its allocator on a CPU, the system's."""
     return (

@@ -1,6 +1,7 @@
 """Tokens from `.env`: HF_TOKEN (or HUGGINGFACE_TOKEN) and WANDB_API_KEY. Read into the environment, written nowhere."""
 
 import os
+import sys
 from pathlib import Path
 
 NAMES = ("HF_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")
@@ -9,7 +10,12 @@ NAMES = ("HF_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")
 def load_tokens(file: Path) -> None:
     """Set those of NAMES that the file's `NAME=value` lines give and the environment does not have yet."""
     if file.is_file():
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            text = file.read_text(encoding="utf-8-sig", errors="replace")
+        except OSError as error:
+            print(f"warning: {file} cannot be read: {error.strerror}", file=sys.stderr)
+            text = ""
+        for line in text.splitlines():
             name, separator, value = line.removeprefix("export ").partition("=")
             if separator and name.strip() in NAMES:
                 os.environ.setdefault(name.strip(), value.strip().strip("'\""))

@@ -6,13 +6,9 @@ from collections.abc import Callable
 
 import typer
 
-from posttrain.errors import PosttrainError, is_out_of_memory
+from posttrain.errors import OUT_OF_MEMORY, PosttrainError, is_out_of_memory
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
-MEMORY_KNOBS = (
-    "out of memory. Lower training.tokens_per_pack (the memory knob), then data.max_length or training.batch_size; "
-    "set training.gradient_checkpointing=true, or train adapters only with model.lora=true"
-)
 
 
 class Interrupted(Exception):
@@ -43,7 +39,7 @@ def guarded(run: Callable[[], object], debug: bool) -> int:
         return _report(message, error.exit_code, debug) if message else error.exit_code  # no message: help was shown
     except Exception as error:
         if is_out_of_memory(error):
-            return _report(MEMORY_KNOBS, FAILURE, debug)
+            return _report(OUT_OF_MEMORY, FAILURE, debug)
         text = " ".join(str(error).split())
         what = f"{type(error).__name__}: {text}" if text else type(error).__name__
         hint = "" if debug else " (run again with --debug for the stack trace)"

@@ -19,6 +19,7 @@ class MethodSettings(Settings):
     """What every method says of itself, beside its settings."""
 
     kind: ClassVar[Kind] = "pair"
+    dropout: ClassVar[bool] = False  # whether it trains with the model's; a policy that is compared is scored without
     # The defaults, of full fine-tuning and of LoRA, which takes about ten times more where a likelihood is learnt.
     learning_rates: ClassVar[tuple[float, float]]
 

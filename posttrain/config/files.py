@@ -96,6 +96,7 @@ def read_settings(path: Path, name: str | None = None) -> Tree:
 def parse_value(text: str, origin: str) -> Tree:
     """The value of an override or flag, read as YAML: `1e-6`, `true`, `null`, `[a, b]`, `{ratio: 0.05}`, or plain text.
 
+    Text without quotes is taken whole, where YAML would drop a comment, fold lines or read an anchor.
     The value stands under the key "value"; origins inside it all name `origin`.
     """
     try:
@@ -104,7 +105,9 @@ def parse_value(text: str, origin: str) -> Tree:
         if text[:1] in "[{":
             raise ConfigError(f"{origin}: {text!r} does not close its bracket, or is no YAML value") from None
         return Tree({"value": text}, {("value",): origin})
-    if isinstance(node, yaml.MappingNode) and not node.flow_style:
+    plain = node is None or (isinstance(node, yaml.ScalarNode) and node.style is None)
+    block = isinstance(node, yaml.CollectionNode) and not node.flow_style
+    if block or (plain and text.strip() != ("" if node is None else node.value)):
         return Tree({"value": text}, {("value",): origin})  # `a: b` is text here; a mapping is written {a: b}
     reader = _Reader(origin, lines=False)
     value = None if node is None else reader.convert(node, ("value",))

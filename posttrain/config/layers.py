@@ -59,6 +59,18 @@ class Layers:
                 origins |= {("models", index, *p[1:]): w for p, w in layer.origins.items() if p[:1] == ("model",)}
         self.values = merge(self.values, values)
         self.origins |= origins
+        self._name_as_ppo()
+        self.origins = {path: at for path, at in self.origins.items() if _is_there(self.values, path)}
+
+    def _name_as_ppo(self) -> None:
+        """Give PPO's settings its own names, which a layer that does not say the method cannot know."""
+        method = self.values.get("method")
+        if not isinstance(method, dict) or method.get("type") != "ppo":
+            return
+        self.values["method"] = spell_out(method)
+        for alias, name in PPO_NAMES.items():
+            if alias in method and ("method", alias) in self.origins:
+                self.origins["method", name] = self.origins["method", alias]
 
     def _lay_model(self, model: dict[str, Any], where: str, every_model: bool) -> int:
         models = self.values.get("models")
@@ -74,7 +86,7 @@ class Layers:
         return len(models)
 
     def put(self, path: list[str], value: Any, where: str) -> None:
-        """Set one entry inside `models`, which is a list: `models.0.path`."""
+        """Set an entry of a list, or inside one: `models.0.path`, `method.loss_weights.1`."""
         node: Any = self.values
         for depth, key in enumerate(path):
             last = depth == len(path) - 1
@@ -96,6 +108,16 @@ class Layers:
                 raise ConfigError(f"{where}: {'.'.join(path[: depth + 1])} has no settings inside it")
             node = node[index]
         self.origins[tuple(int(p) if p.isdecimal() else p for p in path)] = where
+
+
+def _is_there(values: Any, path: KeyPath) -> bool:
+    """Whether there is a value at a path; what an upper layer replaced has none."""
+    try:
+        for key in path:
+            values = values[key]
+    except (KeyError, IndexError, TypeError):
+        return False
+    return True
 
 
 def merge(lower: dict[str, Any], upper: dict[str, Any], path: KeyPath = ()) -> dict[str, Any]:
@@ -189,7 +211,7 @@ def override(layers: Layers, assignments: Sequence[tuple[str, Any, str]]) -> Non
             raise ConfigError(f"{where}: {dotted!r} is not the path of a setting, such as training.max_steps")
         tree = parse_value(raw, where) if isinstance(raw, str) else Tree({"value": raw}, {("value",): where})
         value = tree.values["value"]
-        if path[0] in ("models", "evaluation", "data") and any(part.isdecimal() for part in path):
+        if any(part.isdecimal() for part in path):
             indexed.append((path, value, where))
             continue
         prefix = tuple(path)

@@ -40,6 +40,7 @@ class SFTMethod(MethodSettings):
     """Supervised fine-tuning: negative log-likelihood of the target tokens."""
 
     kind = "sft"
+    dropout = True
     learning_rates = (2e-5, 2e-4)
 
     type: Literal["sft"] = Field(default="sft", description="Supervised fine-tuning.")
@@ -153,6 +154,11 @@ class DPOMethod(MethodSettings):
             "f_divergence_type",
             f"other than reverse_kl is defined for {names(F_DIVERGENCE_LOSSES)}, not for "
             f"{names(losses - F_DIVERGENCE_LOSSES)}",
+        )
+        problems.check(
+            self.f_divergence_type == "reverse_kl" or losses != {"sft"},
+            "f_divergence_type",
+            "is not read by sft, which has no reference; leave it out",
         )
         problems.check(
             self.f_alpha_divergence_coef == 0.5 or self.f_divergence_type == "alpha_divergence",

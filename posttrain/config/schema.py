@@ -22,6 +22,8 @@ from posttrain.config.online import OnlineMethod
 from posttrain.config.rewards import Reward, term_name
 from posttrain.config.rollout import RolloutConfig
 
+WARMUP_STEPS = 0.03  # the default
+
 
 class LoraConfig(Settings):
     """Low-rank adapters (Hu et al. 2021)."""
@@ -30,7 +32,9 @@ class LoraConfig(Settings):
     alpha: Annotated[Float, Field(gt=0)] = Field(
         default=32, description="Scale: the update is multiplied by alpha / r."
     )
-    dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(default=0.05, description="Dropout on the adapters' input.")
+    dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(
+        default=0.05, description="Dropout on the adapters' input, in sft."
+    )
     target_modules: Literal["auto", "all-linear"] | tuple[Text, ...] = Field(
         default="auto", description="auto: the attention of the family; all-linear; or a list of module names."
     )
@@ -78,7 +82,7 @@ class TrainingConfig(Settings):
         default="cosine", description="How the learning rate changes; constant has no warm-up."
     )
     warmup_steps: Annotated[Float, Field(ge=0)] = Field(
-        default=0.03, description="A share of all steps below 1, else steps."
+        default=WARMUP_STEPS, description="A share of all steps below 1, else steps."
     )
     weight_decay: Annotated[Float, Field(ge=0)] = Field(default=0.0, description="AdamW's weight decay.")
     adam_beta1: Annotated[Float, Field(ge=0, lt=1)] = Field(default=0.9, description="AdamW's beta1.")
@@ -106,6 +110,11 @@ class TrainingConfig(Settings):
             self.warmup_steps < 1 or self.warmup_steps == int(self.warmup_steps),
             "warmup_steps",
             f"is {self.warmup_steps}; give a share below 1, or a whole number of steps",
+        )
+        problems.check(
+            self.lr_scheduler_type != "constant" or self.warmup_steps in (0, WARMUP_STEPS),
+            "warmup_steps",
+            "is not read by lr_scheduler_type: constant; say constant_with_warmup, or leave it out",
         )
         problems.report()
         return self
@@ -257,6 +266,11 @@ class RunConfig(Settings):
                 not model.load_in_4bit or model.lora is not None,
                 f"models.{index}.load_in_4bit",
                 "freezes the weights, so something else has to be trained: set model.lora, e.g. model.lora: true",
+            )
+            problems.check(
+                model.lora is None or self.method.dropout or model.lora.dropout in (0, LoraConfig().dropout),
+                f"models.{index}.lora.dropout",
+                f"is read by sft only: {self.method.type} scores its policy with dropout off; leave it out",
             )
         self._check_lengths(problems)
         self._check_online(problems)

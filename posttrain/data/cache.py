@@ -5,6 +5,7 @@ The folder appears by one rename, so it is whole or absent; a damaged one is kno
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -24,8 +25,9 @@ from posttrain.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-CODE_VERSION = 2  # raise it when the same rows and settings come to give other tokens
+CODE_VERSION = 3  # raise it when the same rows and settings come to give other tokens
 LEFTOVER_SECONDS = 86_400
+ATTEMPTS = 3  # another run may take away what both have found damaged, just as this one has made it again
 
 INTS = pa.list_(pa.int32())
 SCHEMAS = {
@@ -101,26 +103,27 @@ def cached(
     """
     place = folder / "data" / key
     note = None
-    if place.exists():
-        try:
-            return *_load(place), note
-        except _DamagedError as damage:
-            note = f"the cached tokens in {place} were damaged ({damage}) and have been made again"
-            logger.warning(note)
-            shutil.rmtree(place)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        _clean(place.parent)
-        _build(place, kind, build)
+        for attempt in range(ATTEMPTS):
+            if place.exists():
+                try:
+                    return *_load(place), note
+                except _DamagedError as damage:
+                    _remove(place)
+                    if attempt == 0:
+                        note = f"the cached tokens in {place} were damaged ({damage}) and have been made again"
+                        logger.warning(note)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _clean(place.parent)
+            _build(place, kind, build)
+        return *_load(place), note
+    except _DamagedError as error:
+        raise DataError(f"the data cache in {folder} does not keep what is written to it ({error})") from error
     except OSError as error:
         raise DataError(
-            f"the data cache in {folder} cannot be written: {error.strerror or error}. "
+            f"the data cache in {folder} cannot be used: {error.strerror or error}. "
             "Set POSTTRAIN_CACHE to another folder"
         ) from error
-    try:
-        return *_load(place), note
-    except _DamagedError as damage:
-        raise DataError(f"the data cache in {folder} does not keep what is written to it ({damage})") from damage
 
 
 class _DamagedError(Exception):
@@ -137,6 +140,8 @@ def _load(place: Path) -> tuple[pa.Table, Reading]:
             raise _DamagedError("its hash is another")
         table = pa.ipc.open_file(pa.memory_map(str(rows))).read_all()
         return table, Reading.from_json(facts["reading"])
+    except PermissionError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
         raise _DamagedError(str(error)) from error
 
@@ -153,14 +158,34 @@ def _build(place: Path, kind: str, build: Callable[[Writer], Reading]) -> None:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             os.fsync(stream.fileno())
         (work / "facts.json").write_text(json.dumps({"sha256": digest, "reading": reading.to_json()}))
-        if not place.exists():  # another run may have made it meanwhile: the two are the same
+        work.chmod(0o777 & ~_umask())  # of a temporary folder nobody else may read anything
+        try:
             work.rename(place)
+        except OSError:
+            if not place.exists():  # else another run has made it meanwhile: the two are the same
+                raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _remove(place: Path) -> None:
+    """Take a damaged entry away, which another run may be doing too."""
+    aside = place.with_name(f".making-{place.name}-{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        place.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _umask() -> int:
+    """The process's own; the only way to read it is to set it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _clean(folder: Path) -> None:
     """Remove what killed runs have left half made."""
     for work in folder.glob(".making-*"):
-        if time.time() - work.stat().st_mtime > LEFTOVER_SECONDS:
-            shutil.rmtree(work, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another run has just put it in its place
+            if time.time() - work.stat().st_mtime > LEFTOVER_SECONDS:
+                shutil.rmtree(work, ignore_errors=True)

@@ -141,6 +141,9 @@ class Table:
             room, other_room = limits.max_length - (prompt - start), limits.max_length - (other - other_start)
             new_chosen, new_rejected = np.minimum(chosen, room), np.minimum(rejected, other_room)
             keep = (new_chosen > 0) & (new_rejected > 0)
+            for row in map(int, np.flatnonzero(over & keep & ~self.two & (new_chosen == new_rejected))):
+                chosen_row, rejected_row = (self.lists[name][row][: new_chosen[row]] for name in ("chosen", "rejected"))
+                keep[row] = not np.array_equal(chosen_row, rejected_row)  # what told them apart was cut off
         view = np.stack([np.arange(len(prompt)), start, other_start, new_chosen, new_rejected], axis=1)[keep]
         lengths = prompt - start + new_chosen + new_rejected + np.where(self.two, other - other_start, 0)
         return Fitted(

@@ -132,8 +132,16 @@ def problem_answer(fields: Fields, template: Template) -> Row:
         working, _, answer = answer.rpartition("####")
         solution = solution or working.rstrip()
     elif not answer:
-        boxed = last_boxed(solution)
-        solution, answer = (solution, boxed) if boxed else ("", solution)
+        working, mark, last = solution.rpartition("####")
+        if boxed := last_boxed(solution):
+            answer = boxed
+        elif mark and last.strip() and "\n" not in last.strip():  # else it is a heading
+            solution, answer = working.rstrip(), last
+        else:
+            solution, answer = "", solution
+    elif boxed := last_boxed(answer):
+        alone = answer.strip() == f"\\boxed{{{boxed}}}"
+        solution, answer = solution or ("" if alone else answer), boxed
     tagged = template.name in ("tags", "r1_zero", "question_only")
     reply = template.compose(solution, answer.strip()) if tagged else plain
     return Row(problem if template.turns else f"{problem}\n", reply, answer=answer.strip() or None)
@@ -355,8 +363,8 @@ def _margin(fields: Fields) -> float | None:
         return None
     try:
         margin = float(value)
-    except (TypeError, ValueError):
-        raise RowError(f"margin must be a number, not {value!r}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise RowError(f"margin must be a number, not {repr(value)[:40]}") from None
     if margin - margin != 0:
         raise RowError(f"margin must be a finite number, not {value!r}")
     return margin

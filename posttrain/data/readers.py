@@ -105,7 +105,7 @@ def read_jsonl(path: Path) -> Iterator[Parsed]:
             if not raw.strip():
                 continue
             try:
-                value = _decoder.decode(raw.decode().strip())
+                value = _decoder.decode(raw.decode())
             except UnicodeDecodeError as error:
                 yield number, None, f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}"
             except json.JSONDecodeError as error:
@@ -130,9 +130,9 @@ def read_json(path: Path) -> Iterator[Parsed]:
     head = text.lstrip()
     if head[0] == "{":
         try:
-            whole = _decoder.decode(head)
+            whole = _decoder.decode(text)
         except ValueError as error:
-            if _is_object(head.splitlines()[0]):
+            if _is_object(head.split("\n")[0]):
                 yield from read_jsonl(path)
                 return
             raise _bad_json(path, error) from error
@@ -141,22 +141,34 @@ def read_json(path: Path) -> Iterator[Parsed]:
             raise DataError(
                 f"{path} is one JSON object; it needs one list of rows in it and has {', '.join(lists) or 'none'}"
             )
-        for number, item in enumerate(whole[lists[0]], start=1):
-            yield number, *_object(item)
+        yield from _items(path, text, _first_list(text))
     elif head[0] == "[":
-        yield from _items(path, text)
+        yield from _items(path, text, text.index("["))
     else:
         raise DataError(f"{path} is not a JSON list of rows: it begins with {head[:20]!r}")
 
 
-def _items(path: Path, text: str) -> Iterator[Parsed]:
-    """The items of a JSON list, each with the line that it begins on."""
-    position, line, counted = text.index("[") + 1, 1, 0
+def _first_list(text: str) -> int:
+    """Where the first list among the values of a JSON object begins."""
+    position = text.index("{") + 1
+    while True:
+        _, position = _decoder.raw_decode(text, _skip_space(text, position))
+        position = _skip_space(text, text.index(":", position) + 1)
+        if text[position] == "[":
+            return position
+        _, position = _decoder.raw_decode(text, position)
+        position = text.index(",", position) + 1
+
+
+def _items(path: Path, text: str, start: int) -> Iterator[Parsed]:
+    """The items of the JSON list that begins at `start`, each with the line that it begins on."""
+    position, line, counted = start + 1, 1, 0
+    whole = text[:start].strip() == ""  # whether the list is all there is
     try:
         while True:
             position = _skip_space(text, position)
             if text[position : position + 1] == "]":
-                return
+                break
             line += text.count("\n", counted, position)
             counted = position
             item, position = _decoder.raw_decode(text, position)
@@ -165,8 +177,11 @@ def _items(path: Path, text: str) -> Iterator[Parsed]:
             if text[position : position + 1] not in (",", "]"):
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, position)
             position += text[position] == ","
+        position = _skip_space(text, position + 1)
+        if whole and position < len(text):
+            raise json.JSONDecodeError("Extra data after the list", text, position)
     except (ValueError, RecursionError) as error:
-        raise _bad_json(path, error) from error
+        raise _bad_json(path, error, line) from error
 
 
 def _skip_space(text: str, position: int) -> int:
@@ -175,8 +190,9 @@ def _skip_space(text: str, position: int) -> int:
     return position
 
 
-def _bad_json(path: Path, error: Exception) -> DataError:
-    where = f" line {error.lineno} column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+def _bad_json(path: Path, error: Exception, line: int | None = None) -> DataError:
+    where = f" line {line}" if line else ""
+    where = f" line {error.lineno} column {error.colno}" if isinstance(error, json.JSONDecodeError) else where
     message = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
     return DataError(f"{path}{where} is not JSON: {message}")
 
@@ -210,26 +226,39 @@ def read_csv(path: Path) -> Iterator[Parsed]:
 
     A byte that is not UTF-8 becomes a lone surrogate, which no text may have.
     """
+    read = 0  # lines; the csv module's own count leaves out those refused here
+
+    def text(numbered: tuple[int, bytes | None]) -> str:
+        nonlocal read
+        read, raw = numbered
+        if raw is None:
+            raise csv.Error(f"a line of more than {LINE_BYTES:,} bytes")
+        return raw.decode(errors="surrogateescape")
+
     with _open(path) as stream:
-        texts = (b"" if raw is None else raw for _, raw in _lines(stream))
-        reader = csv.reader((raw.decode(errors="surrogateescape") for raw in texts), strict=True)
+        reader = csv.reader(map(text, _lines(stream)), strict=True)  # a map goes on after an error; a generator ends
         limit = csv.field_size_limit(LINE_BYTES)
+        header = None
         try:
-            header = next(reader, [])
-            if len(set(header)) < len(header):
-                raise DataError(f"{path} names a column twice: {', '.join(header)}")
             while True:
-                line = reader.line_num + 1
+                line = read + 1
                 try:
                     cells = next(reader)
                 except StopIteration:
                     return
                 except csv.Error as error:
-                    yield line, None, f"not CSV: {error}"
+                    if header is None:
+                        raise DataError(f"{path} line {line}, of the column names, is not CSV: {error}") from error
+                    for lost in range(line, read + 1):  # an open quote takes every line up to the next one with it
+                        yield lost, None, f"not CSV: {error}" if lost == line else f"part of line {line}, not CSV"
                     continue
                 if not cells:
                     continue
-                if len(cells) != len(header):
+                if header is None:
+                    header = cells
+                    if len(set(header)) < len(header):
+                        raise DataError(f"{path} names a column twice: {', '.join(header)}")
+                elif len(cells) != len(header):
                     yield line, None, f"{len(cells)} values under {len(header)} column names"
                 else:
                     yield line, dict(zip(header, cells, strict=True)), None

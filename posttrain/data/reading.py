@@ -22,7 +22,7 @@ from posttrain.data.formats import Layout, find_layout
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering
 from posttrain.data.report import MALFORMED_SHARE, Malformed, Reading, Report, list_malformed
-from posttrain.data.rows import Row, RowError, as_turns, number_or_text, without_think
+from posttrain.data.rows import Row, RowError, as_turns, number_or_text, valid, without_think
 from posttrain.data.sources import Source, layout_of, open_source
 from posttrain.data.templates import Template, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained, span_array
@@ -218,6 +218,8 @@ class Reader:
             raise RowError(record.problem)
         row = layout.read(record.value, self.template)
         if self.kind == "prompt":
+            for name, value in record.value.items():  # rewards are given all of them
+                valid(value, name)
             row = _as_prompt(row)
             if row.answer is None:  # of formats that have none, a column of that name
                 row = replace(row, answer=_answer_beside(record.value))
@@ -249,9 +251,10 @@ class Reader:
             return tokeniser.completions(rows, completion_only_loss=True)
         if layout.name == "text":
             return tokeniser.documents(rows)
-        if any(row.prompt is None for row in rows):
-            return tokeniser.conversations(rows)
-        return tokeniser.completions(rows, self.completion_only_loss is not False)
+        whole = iter(tokeniser.conversations([row for row in rows if row.prompt is None]))
+        asked = [row for row in rows if row.prompt is not None]
+        replies = iter(tokeniser.completions(asked, self.completion_only_loss is not False))
+        return [next(whole if row.prompt is None else replies) for row in rows]
 
 
 def _prompt(tokens: Sequence[int]) -> Trained | RowError:
@@ -261,7 +264,7 @@ def _prompt(tokens: Sequence[int]) -> Trained | RowError:
 
 def _refuse_implicit(value: dict[str, Any], layout: Layout) -> None:
     if value.get(dict(layout.columns)["prompt"]) is None:
-        raise DataError(
+        raise RowError(
             "the pair has no prompt, only texts that begin alike, so a chat template cannot tell the turns apart: "
             "name the prompt's column with data.columns: {prompt: YOUR_COLUMN}, or set data.template: none"
         )

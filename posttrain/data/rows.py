@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,6 +71,15 @@ def text_of(value: object, name: str) -> str:
     return value
 
 
+def valid(value: Any, name: str) -> Any:
+    """What templates and rewards are given as it is. Raises RowError for a lone surrogate anywhere inside."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise RowError(f"{name} is not valid Unicode: there is a lone surrogate in it") from None
+    return value
+
+
 def field(fields: Fields, name: str) -> Any:
     """A required field. Raises RowError when the row lacks it or has null there."""
     value = fields.get(name)
@@ -87,6 +97,8 @@ def number_or_text(value: object, name: str) -> str:
     """An answer as text; data sets have whole numbers as 142.0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return text_of(value, name)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RowError(f"{name} must be a finite number, not {value}")
     return str(int(value)) if value == int(value) else str(value)
 
 
@@ -108,7 +120,7 @@ def _message(item: object, where: str) -> Message:
     role = ROLES.get(given, given) if isinstance(given, str) else given
     if role not in KNOWN_ROLES:
         raise RowError(f"{where} has the role {given!r}: known are {', '.join((*KNOWN_ROLES, *ROLES))}")
-    kept = {key: item[key] for key in KEPT if item.get(key) is not None}
+    kept = {key: valid(item[key], f"{where} {key}") for key in KEPT if item.get(key) is not None}
     content = item.get(content_key)
     if given == "function_call":
         return {"role": role, "content": "", "tool_calls": [_tool_call(content, where)]}
@@ -146,6 +158,7 @@ def _tool_call(value: object, where: str) -> dict[str, Any]:
         raise RowError(f"{where} has a tool call that is not JSON") from None
     if not isinstance(call, dict) or "name" not in call:
         raise RowError(f"{where} has a tool call without a name")
+    valid(call, f"{where} tool call")
     return {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
 
 
@@ -159,7 +172,7 @@ def tools_of(value: object) -> list[Any] | None:
         raise RowError("tools is a text that is not JSON") from None
     if not isinstance(tools, list):
         raise RowError(f"tools must be a list, not {type_name(tools)}")
-    return tools or None
+    return valid(tools, "tools") or None
 
 
 def as_turns(value: str | Turns, role: str) -> Turns:

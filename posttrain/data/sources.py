@@ -186,12 +186,13 @@ def _splits(folder: Path, name: str, subset: str | None) -> dict[str, list[Path]
     )  # takes half a second to import, and a single file needs none of it
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
 
+    place = str(folder.absolute())  # a folder named `json` would else be the loader of that name
     try:
-        builder = load_dataset_builder(str(folder), name=subset)
+        builder = load_dataset_builder(place, name=subset)
     except (DataFilesNotFoundError, DatasetNotFoundError, FileNotFoundError) as error:
         raise DataError(f"{name} holds no data files ({', '.join(READERS)}, also .gz)") from error
     except ValueError as error:  # a subset must be named, or there is none of that name
-        subsets = get_dataset_config_names(str(folder))
+        subsets = get_dataset_config_names(place)
         raise DataError(
             f"{name} must name one of its subsets, as owner/name/{subsets[0]}: {', '.join(subsets)}"
         ) from error

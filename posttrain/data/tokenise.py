@@ -55,6 +55,8 @@ class Tokeniser:
         self.assistant_only_loss = assistant_only_loss
         self.stop = str(tokenizer.eos_token) if tokenizer.eos_token else ""
         self.endings = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        # Whether the tokenizer itself ends a text with the stop token. It has one already, and a prompt goes on.
+        self.appends_stop = tokenizer.eos_token_id in cast(list[Ids], self._call(["a"], True)["input_ids"])[0][-1:]
         if assistant_only_loss and not tokenizer.is_fast:
             raise DataError("assistant_only_loss needs a fast tokenizer, which knows the characters of each token")
 
@@ -87,6 +89,8 @@ class Tokeniser:
             cut = other_cut = min(cut, other_cut)
         shifted = cut < len(prompt) or other_cut < len(other)
         same = list(chosen[:cut]) == list(rejected[:other_cut])
+        if same and list(chosen[cut:]) == list(rejected[other_cut:]):
+            return RowError("chosen and rejected come to the same tokens")
         return Compared(
             prompt[:cut],
             chosen[cut:],
@@ -189,8 +193,9 @@ class Tokeniser:
     def _encode(self, texts: Sequence[str | RowError], plain: bool | None = None) -> list[Ids | RowError]:
         good = [text for text in texts if isinstance(text, str)]
         plain = self.renderer is None if plain is None else plain
-        ids = iter(self._call(good, plain)["input_ids"] if good else [])
-        return [text if isinstance(text, RowError) else cast(Ids, next(ids)) for text in texts]
+        encoded = cast(list[list[int]], self._call(good, plain)["input_ids"] if good else [])
+        ids = iter([tokens[:-1] for tokens in encoded] if plain and self.appends_stop else encoded)
+        return [text if isinstance(text, RowError) else next(ids) for text in texts]
 
     def _call(self, texts: list[str], special: bool) -> BatchEncoding:
         # a template writes the beginning of the text itself, so special tokens are added to plain texts only

@@ -16,12 +16,13 @@ from posttrain import recipes
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
 from posttrain.errors import RunError
-from posttrain.quickstart.answers import ask, make_pairs, rewards, write_jsonl
+from posttrain.quickstart.answers import ask, make_pairs, rewards
 from posttrain.quickstart.measure import Measured, measure
 from posttrain.quickstart.model import make_model
 from posttrain.quickstart.show import Outcome, tell, write
 from posttrain.quickstart.stages import Size, settings_files
 from posttrain.store.atomic import write_file
+from posttrain.store.files import save_rows
 
 __all__ = ["Size", "quickstart"]
 
@@ -106,7 +107,7 @@ def claim(folder: Path, overwrite: bool) -> None:
 def write_bare_demonstrations(folder: Path, size: Size, seed: int) -> None:
     """Demonstrations without a working, beside those with one that `sft.yaml` takes from `builtin:arithmetic`."""
     rows = arithmetic_problems("train", size.bare, seed + 1)
-    write_jsonl(folder / "bare.jsonl", [{"problem": row["problem"], "answer": row["answer"]} for row in rows])
+    save_rows(folder / "bare.jsonl", [{"problem": row["problem"], "answer": row["answer"]} for row in rows])
 
 
 def write_pairs(folder: Path, model: Path, size: Size, seed: int) -> str:
@@ -117,7 +118,7 @@ def write_pairs(folder: Path, model: Path, size: Size, seed: int) -> str:
     train, test = make_pairs(replies[:cut], size.samples), make_pairs(replies[cut:], size.samples)
     if not train or not test:
         raise RunError(f"{model} gave no right reply to prefer: give another --seed")
-    write_jsonl(folder / "pairs" / "train.jsonl", train)
-    write_jsonl(folder / "pairs" / "test.jsonl", test)
+    save_rows(folder / "pairs" / "train.jsonl", train)
+    save_rows(folder / "pairs" / "test.jsonl", test)
     right = sum(reply.right for reply in replies)
     return f"{len(replies):,} replies, {right:,} right: {len(train):,} pairs to train on, {len(test):,} held out"

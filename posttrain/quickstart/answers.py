@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from posttrain.config import ModelConfig, TagsConfig
 from posttrain.engines import EmbeddedEngine, Sampling, seed_of, stop_token_ids
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.progress import progress
-from posttrain.store.atomic import write_file
 
 LONGEST = 56  # tokens of a reply; a right one has at most 45
 ROWS = 256  # replies judged at a time
@@ -117,9 +115,3 @@ def make_pairs(replies: Sequence[Reply], samples: int) -> list[dict[str, str]]:
         for chosen, rejected in zip(cycle(right), list(wrong)[:PER_PROBLEM], strict=False):
             pairs.append({"prompt": replies[start].problem, "chosen": chosen, "rejected": rejected})
     return pairs
-
-
-def write_jsonl(path: Path, rows: Sequence[dict[str, object]] | Sequence[dict[str, str]]) -> None:
-    """One JSON object a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

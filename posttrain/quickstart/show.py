@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from posttrain.quickstart.answers import TAGS, Problem, Reply, write_jsonl
+from posttrain.quickstart.answers import TAGS, Problem, Reply
 from posttrain.quickstart.measure import COLUMNS, Measured, paired, rows, telling
 from posttrain.quickstart.picture import STAGES, picture
 from posttrain.store import report
 from posttrain.store.atomic import write_file
-from posttrain.store.files import load_json, save_json
+from posttrain.store.files import load_json, save_json, save_rows
 from posttrain.store.metrics import read_metrics
 from posttrain.store.progress import duration
 
@@ -54,7 +54,7 @@ class Outcome:
 def write(outcome: Outcome, settings: Mapping[str, str]) -> None:
     """`answers.jsonl`, `results.json`, `curves.png` and `report.html`."""
     folder = outcome.folder
-    write_jsonl(folder / "answers.jsonl", answers(outcome))
+    save_rows(folder / "answers.jsonl", answers(outcome))
     results = {stage: load_json(folder / stage / "results.json") for stage in STAGES}
     save_json(folder / "results.json", summary(outcome, results))
     metrics = {stage: read_metrics(folder / stage) for stage in STAGES}

@@ -189,7 +189,7 @@ def _simulate(
         lean(base)
         if checkpointing:
             enable_gradient_checkpointing(policy)
-        policy.train(config.method.type == "sft")  # with dropout
+        policy.train(config.method.dropout)
         for parameter in policy.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_forget)

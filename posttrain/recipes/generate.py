@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from posttrain.models.families import positions_of
 from posttrain.models.load import compute_dtype, device_of, load_model, load_tokenizer
 from posttrain.progress import progress
 from posttrain.rollout import sampling_of
-from posttrain.store.atomic import write_file
+from posttrain.store.files import ready_to_write, save_rows
 
 log = logging.getLogger("posttrain")
 
@@ -56,6 +55,7 @@ def generate(
     A completion has `text` (without the stop token), `token_ids`, `logprobs` and `finish_reason`. A row without a
     usable prompt keeps its place, with `error`. A row's completions depend on the seed and its number alone.
     """
+    ready_to_write(output)
     device = device_of(devices)
     tokenizer = load_tokenizer(model)
     records = list(read_files((file,)))
@@ -69,15 +69,15 @@ def generate(
         drawn = draw_all(engine, good, sampling, f"generating for {file.name}")
         seconds = time.perf_counter() - began
 
-    lines = []
+    rows = []
     for record, prompt in zip(records, prompts, strict=True):
         row: dict[str, Any] = dict(record.value or {})
         if isinstance(prompt, Malformed):
             row["error"] = prompt.reason
         else:
             row["completions"] = [as_json(done, sampling, tokenizer) for done in drawn[prompt.row]]
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    write_file(output, "".join(lines))
+        rows.append(row)
+    save_rows(output, rows)
     if len(good) < len(records):
         log.warning(
             "%d of %d rows have no usable prompt: see their field `error`", len(records) - len(good), len(records)

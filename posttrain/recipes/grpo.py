@@ -122,7 +122,7 @@ def train(job: Job) -> Loop:
                 first = number == 1 and iteration == place == 0
                 yield parts, objective_of(step, counts, first)
 
-    loop = Loop(job, policy, optimizer, data, dropout=False)
+    loop = Loop(job, policy, optimizer, data)
     with sampler_of(job, policy) as sample, rollout_store(job, loop) as store:
         alarms = Alarms(loop.state.memory)
         sample.engine.load(policy, loop.state.step)

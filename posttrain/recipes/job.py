@@ -61,6 +61,7 @@ class Job:
     def data(self) -> Prepared:
         """The training and validation sets, tokenised (or found in the cache); what was dropped goes to the log."""
         prepared = prepare_run(self.config, self.tokenizer)
+        self.run.add_provenance({"dataset_fingerprint": prepared.fingerprint})
         for report in prepared.reports.values():
             for line in report.lines():
                 log.info(line)

@@ -108,7 +108,7 @@ def train(job: Job) -> Loop:
         counts |= {f"{name}/rejected": undesirable for name in ("rewards", "logps")}
         return packs, Objective(share, len(examples), counts)
 
-    loop = Loop(job, policy, optimizer, data, dropout=False)
+    loop = Loop(job, policy, optimizer, data)
     if loop.evaluation_due:
         loop.evaluate(objective_of)
     for step, examples in loop.steps():

@@ -72,8 +72,8 @@ class _GivenUpError(Exception):
 class Loop:
     """The steps of one run over `data.train`."""
 
-    def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared, dropout: bool):
-        self.job, self.policy, self.optimizer, self.data, self.dropout = job, policy, optimizer, data, dropout
+    def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared):
+        self.job, self.policy, self.optimizer, self.data = job, policy, optimizer, data
         training = job.config.training
         self.batch_size = training.batch_size
         self.steps_per_epoch = math.ceil(len(data.train) / self.batch_size)
@@ -104,7 +104,7 @@ class Loop:
     def steps(self) -> Iterator[tuple[int, list[Example]]]:
         """Each step's number, from 1, and its examples. After the body of the step: log, save, stop when asked."""
         first = self.state.step + 1
-        self.policy.train(self.dropout)
+        self.policy.train(self.job.config.method.dropout)
         self._moved = MovedWeights(self.policy, self.optimizer)
         with self.progress, self._signals(), closing(self._drawn):
             for step in range(first, self.total + 1):
@@ -274,7 +274,7 @@ class Loop:
         for name, dataset in self.data.validation.items():
             prefix = "eval_" if name == "validation" else f"eval_{name}_"
             metrics |= {f"{prefix}{key}": value for key, value in measure(name, dataset).items()}
-        self.policy.train(self.dropout)
+        self.policy.train(self.job.config.method.dropout)
         self.state.evaluated = True
         self.job.run.log(self.state.step, metrics)
         self.progress.validation(self.state.step, metrics)

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from posttrain.config import RunConfig, Stage, check_skip, dump, load
 from posttrain.config.rewards import ModelReward, Reward
-from posttrain.errors import ConfigError, PosttrainError, RunError
+from posttrain.errors import OUT_OF_MEMORY, ConfigError, PosttrainError, RunError, is_out_of_memory
 from posttrain.recipes.resume import refuse_changes
 from posttrain.store.atomic import write_file
 from posttrain.store.checkpoint import has_saved, verify
@@ -203,11 +203,12 @@ class Pipeline:
             train_one(task, begun, overwrite)
             task.outcome = FINISHED
         except Exception as error:
-            task.outcome, task.note = FAILED, " ".join(str(error).split()) or type(error).__name__
+            reason = OUT_OF_MEMORY if is_out_of_memory(error) else str(error) or type(error).__name__
+            task.outcome, task.note = FAILED, " ".join(reason.split())
             if len(self.active) == 1:
                 raise
-            expected = isinstance(error, PosttrainError)
-            log.error("%s failed: %s", task.title, error, exc_info=not expected)
+            expected = isinstance(error, PosttrainError) or is_out_of_memory(error)
+            log.error("%s failed: %s", task.title, reason, exc_info=not expected)
         finally:
             task.seconds = time.perf_counter() - began
 

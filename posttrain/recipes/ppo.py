@@ -87,7 +87,7 @@ def train(job: Job) -> Loop:
                 first = number == 1 and epoch == place == 0
                 yield parts, objective_of(step, int(step.rollout.length_S[chosen].sum()), len(chosen), first)
 
-    loop = Loop(job, actor_critic, optimizer, data, dropout=False)
+    loop = Loop(job, actor_critic, optimizer, data)
     with sampler_of(job, policy) as sample, rollout_store(job, loop) as store:
         alarms, memory = Alarms(loop.state.memory), loop.state.memory
         sample.engine.load(policy, loop.state.step)

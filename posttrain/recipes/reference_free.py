@@ -56,7 +56,7 @@ def train(job: Job) -> Loop:
 
         return packs, Objective(share, len(examples))
 
-    loop = Loop(job, policy, optimizer, data, dropout=False)
+    loop = Loop(job, policy, optimizer, data)
     if loop.evaluation_due:
         loop.evaluate(objective_of)
     for step, examples in loop.steps():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from posttrain.models.attention import width_step
 from posttrain.models.load import compute_dtype, device_of, is_reward_model, load_model, load_tokenizer
 from posttrain.progress import progress
 from posttrain.scoring import RewardScorer, Scorer
-from posttrain.store.atomic import write_file
+from posttrain.store.files import ready_to_write, save_rows
 
 log = logging.getLogger("posttrain")
 
@@ -37,6 +36,7 @@ def score(
     model `reward`; for rows with chosen and rejected, both of each (`chosen_logprob`, `rejected_logprob` …). A row that
     cannot be read keeps its place, with `error`.
     """
+    ready_to_write(output)
     reward = is_reward_model(model)
     device = device_of(devices)
     tokenizer = load_tokenizer(model)
@@ -52,14 +52,13 @@ def score(
     order = np.argsort(-dataset.lengths, kind="stable")
     starts = range(0, len(order), BATCH)
     for start in progress(starts, f"scoring {file.name}"):
-        rows = order[start : start + BATCH]
-        examples = [dataset[int(i)] for i in rows]
+        examples = [dataset[int(i)] for i in order[start : start + BATCH]]
         for packed in pack(examples, tokens_per_pack, reward, width_step(device, tokens_per_pack)):
             for group, values in zip(packed.group_S.tolist(), _values(scorer, packed.to(device)), strict=True):
                 scores.setdefault(examples[group].row, []).append(values)
 
     names = ("chosen_", "rejected_") if kind == "pair" else ("",)
-    lines, found = [], []
+    rows, found = [], []
     for record in records:
         row = dict(record.value or {})
         if record.row in scores:
@@ -68,8 +67,8 @@ def score(
             found.append(row)
         else:
             row["error"] = problems.get((record.file, record.line), "the row could not be read")
-        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    write_file(output, "".join(lines))
+        rows.append(row)
+    save_rows(output, rows)
     if len(found) < len(records):
         log.warning(
             "%d of %d rows could not be scored: see their field `error`", len(records) - len(found), len(records)

@@ -37,7 +37,7 @@ def train(job: Job) -> Loop:
 
         return packs, Objective(share, targets)
 
-    loop = Loop(job, policy, optimizer, data, dropout=True)
+    loop = Loop(job, policy, optimizer, data)
     if loop.evaluation_due:
         loop.evaluate(objective_of)
     for step, examples in loop.steps():

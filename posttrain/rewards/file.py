@@ -23,7 +23,7 @@ from posttrain.grading.verdict import VERDICTS, Grade, Job
 from posttrain.progress import progress
 from posttrain.rewards.known import NEEDS_ANSWER, RULES, modules_of, options_of, prove
 from posttrain.rewards.python import RewardFunction
-from posttrain.store.atomic import write_file
+from posttrain.store.files import ready_to_write, save_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ def grade_file(
         near = get_close_matches(reward, RULES, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(RULES)}, and module:function"
         raise RewardError(f"there is no reward {reward}{hint}")
+    ready_to_write(output)
     records = list(read_files((file,)))
     readable = [record for record in records if _text(record, columns.completion) is not None]
     _refuse_what_cannot_be(file, reward, columns, records)
@@ -59,8 +60,7 @@ def grade_file(
     else:
         grades = _by_function(readable, reward, columns)
     graded = dict(zip((record.row for record in readable), grades, strict=True))
-    lines = [json.dumps(_row(record, graded.get(record.row), columns), ensure_ascii=False) + "\n" for record in records]
-    write_file(output, "".join(lines).encode(errors="backslashreplace"))  # a lone surrogate has no UTF-8
+    save_rows(output, (_row(record, graded.get(record.row), columns) for record in records))
     _summary(reward, grades, len(records) - len(readable), Console(file=sys.stdout))
     return Counter(grade.verdict for grade in grades)
 

@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,34 @@ def save_json(path: Path, data: Any) -> None:
     _check_exact(data, path.name)
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     write_file(path, text.encode(errors="backslashreplace"))  # a lone surrogate becomes JSON's own escape
+
+
+def save_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as JSONL, atomically, and the folder where it is missing: whatever a data set may hold. What JSON has
+    no type for, such as the dates and bytes of Parquet, becomes its text, and a lone surrogate JSON's own escape.
+
+    Raises RunError when the file cannot be written.
+    """
+    _make_folder_of(path)
+    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
+    write_file(path, "".join(lines).encode(errors="backslashreplace"))
+
+
+def ready_to_write(path: Path) -> None:
+    """See that the file which long work is to end in can be written. Raises RunError when it cannot."""
+    if path.is_dir():
+        raise RunError(f"cannot write {path}: it is a folder; give the name of a file")
+    _make_folder_of(path)
+    trial = path.with_name(f"{path.name}.trial")
+    write_file(trial, b"")
+    trial.unlink()
+
+
+def _make_folder_of(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def load_json(path: Path) -> Any:

@@ -113,7 +113,7 @@ class RolloutStore:
         except sqlite3.Error as error:
             raise self._refusal(error) from error
         self._waiting: queue.Queue[_Write | None] = queue.Queue(WAITING)
-        self._failed: sqlite3.Error | None = None
+        self._failed: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
         self._thread.start()
 
@@ -145,7 +145,7 @@ class RolloutStore:
         if self._failed is not None:
             raise self._refusal(self._failed) from self._failed
 
-    def _refusal(self, error: sqlite3.Error) -> RunError:
+    def _refusal(self, error: Exception) -> RunError:
         return RunError(
             f"{self.path} cannot be written: {error}. Make room or end the program that holds it, then go on with "
             "--resume; rollout.save: false trains without it"
@@ -158,7 +158,7 @@ class RolloutStore:
                 try:
                     if self._failed is None:
                         self._write(connection, write)
-                except sqlite3.Error as error:
+                except Exception as error:  # whatever it is: with this thread gone, `add` would wait forever
                     self._failed = error
                 finally:
                     self._waiting.task_done()

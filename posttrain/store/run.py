@@ -55,7 +55,7 @@ class Run:
     def create(cls, folder: Path, config_yaml: str, provenance: Mapping[str, Any], *, overwrite: bool = False) -> Self:
         """Start a run in a new or empty folder.
 
-        `provenance` adds what the caller knows (seed, dataset fingerprints, devices …) to what is found out here
+        `provenance` adds what the caller knows (seed, threads …) to what is found out here
         (versions, platform, command line, commit). With `overwrite`, a folder that is a run folder is emptied first; so
         is, without it, that of a run which ended before its first step.
         Raises RunError when the folder holds anything else, or when another process runs in it.
@@ -160,6 +160,11 @@ class Run:
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Record counts (rows dropped, steps skipped …) in `run.json`, beside those recorded before."""
         self._facts["counters"] |= counters
+        save_json(self.folder / "run.json", self._facts)
+
+    def add_provenance(self, facts: Mapping[str, Any]) -> None:
+        """Record in `run.json` what is known of the run's origin only now, such as its data's fingerprint."""
+        self._facts["provenance"] |= redact(dict(facts))
         save_json(self.folder / "run.json", self._facts)
 
     def write_results(self, results: Mapping[str, Any]) -> None:
