@@ -117,6 +117,11 @@ PROBLEMS = [
     ({"problem": "Q", "generated_solution": "s", "expected_answer": "7"}, "s", ("s", "7")),
     ({"problem": "Q", "answer": "7"}, "7", ("", "7")),
     ({"problem": "Q", "solution": "7"}, "7", ("", "7")),
+    ({"problem": "Q", "solution": "1+1\n#### 2"}, "1+1\n#### 2", ("1+1", "2")),
+    ({"problem": "Q", "solution": "#### A\nso \\boxed{2}"}, "#### A\nso \\boxed{2}", ("#### A\nso \\boxed{2}", "2")),
+    ({"problem": "Q", "solution": "#### A\nso 2"}, "#### A\nso 2", ("", "#### A\nso 2")),
+    ({"problem": "Q", "answer": "so \\boxed{2}"}, "so \\boxed{2}", ("so \\boxed{2}", "2")),
+    ({"problem": "Q", "answer": "\\boxed{2}"}, "\\boxed{2}", ("", "2")),
 ]
 
 
@@ -235,3 +240,16 @@ def test_kto_columns():
 def test_kto_rows_are_not_imitated_unasked():
     with pytest.raises(DataError, match="KTO"):
         find_layout("auto", {}, [{"messages": [], "label": False}], "sft", "rows")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("problem_answer", {"problem": "Q", "answer": float("nan")}, "answer must be a finite number, not nan"),
+        ("problem_answer", {"problem": "Q", "answer": float("-inf")}, "answer must be a finite number, not -inf"),
+        ("preference", {"chosen": "a", "rejected": "b", "margin": 10**400}, "margin must be a number, not 1000"),
+    ],
+)
+def test_numbers_that_are_none_are_malformed_rows(name, fields, reason):
+    with pytest.raises(RowError, match=reason):
+        read(name, fields)

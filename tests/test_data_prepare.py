@@ -1,19 +1,24 @@
 """The whole way from settings to examples: limits, splits, mixtures, the cache, the built-in task, `explore`."""
 
 import json
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 
 import numpy as np
 import pytest
 from data_tokenizer import CHATML, byte_tokenizer
 from rich.console import Console
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from posttrain.batch import pack, sequences
 from posttrain.cli import main
 from posttrain.config.data import DataConfig
 from posttrain.config.schema import EvaluationDataset
-from posttrain.data import arithmetic_problems, explore, prepare
+from posttrain.data import arithmetic_problems, cache, explore, prepare
+from posttrain.data.report import Reading
 from posttrain.errors import DataError
 
 
@@ -313,3 +318,75 @@ def test_explore_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert "20 rows read as problem_answer" in shown and "⟦" in shown and list(tmp_path.rglob("rows.arrow"))
     assert main([*command, "data.template=chat"]) != 0
     assert "the tokenizer has no chat template" in capsys.readouterr().err
+
+
+def test_pairs_and_whole_conversations_in_one_sharegpt_file(tmp_path):
+    """SFT keeps the question of the pairs among them."""
+    said = [{"from": "human", "value": "Q"}]
+    rows = [
+        {"conversations": [*said, {"from": "gpt", "value": "A"}]},
+        {"conversations": said, "chosen": {"from": "gpt", "value": "B"}, "rejected": {"from": "gpt", "value": "C"}},
+    ]
+    tokenizer = byte_tokenizer(CHATML)
+    prepared = run(tmp_path, tokenizer=tokenizer, source=write(tmp_path / "rows.jsonl", rows), template="chat")
+    texts = [tokenizer.decode(prepared.train[index].trees[0].tokens) for index in (0, 1)]
+    both = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
+    assert texts == [both.format("A"), both.format("B")]
+
+
+def test_a_tokenizer_that_ends_texts_itself_leaves_one_stop_token(tmp_path):
+    """And none after a prompt that is to be gone on with."""
+    tokenizer = byte_tokenizer()
+    stop = ("<|im_end|>", tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("$A <|im_end|>", None, [stop])
+    assert tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id
+    source = write(tmp_path / "rows.jsonl", [{"prompt": "p", "completion": "c"}])
+    (tree,) = run(tmp_path, tokenizer=tokenizer, source=source).train[0].trees
+    assert tokenizer.decode(tree.tokens) == "pc<|im_end|>"
+    (tree,) = run(tmp_path, "prompt", tokenizer, source=source).train[0].trees
+    assert tokenizer.decode(tree.tokens) == "p"
+
+
+def test_pairs_that_are_the_same_are_not_trained_on(tmp_path):
+    """Once cut they are dropped, and told; as a template has them they are malformed."""
+    rows = [{"prompt": "p", "chosen": "same" + end, "rejected": "same" + other} for end, other in ("ab", "cd", "ef")]
+    rows.append({"prompt": "p", "chosen": "x", "rejected": "y"})
+    source = write(tmp_path / "rows.jsonl", rows)
+    prepared = run(tmp_path, "pair", source=source, max_length=5, overlong="truncate")
+    assert rows_of(prepared.train) == [3] and prepared.report.overlong_dropped == 3
+    trimmed = CHATML.replace("message.content", "message.content | trim")
+    rows = [{"prompt": "p", "chosen": "a", "rejected": "a "}, *[{"prompt": "p", "chosen": "x", "rejected": "y"}] * 100]
+    source = write(tmp_path / "trimmed.jsonl", rows)
+    prepared = run(tmp_path, "pair", byte_tokenizer(trimmed), source=source, template="chat")
+    assert [row.reason for row in prepared.report.malformed] == ["chosen and rejected come to the same tokens"]
+
+
+def test_one_row_without_its_prompt_is_a_malformed_row(tmp_path):
+    rows = [{"prompt": "p", "chosen": f"a{n}", "rejected": "b"} for n in range(300)]
+    source = write(tmp_path / "rows.jsonl", [*rows, {"prompt": None, "chosen": "a c", "rejected": "a d"}])
+    prepared = run(tmp_path, "pair", byte_tokenizer(CHATML), source=source, template="chat")
+    assert len(prepared.train) == 300 and "has no prompt" in prepared.report.malformed[0].reason
+
+
+def test_several_runs_may_fill_one_cache(tmp_path):
+    """Two find the same entry damaged and make it again, or make the same one: both get it, and others may read it."""
+
+    def build(writer):
+        writer.write([{"row": 0, "tokens": [1, 2], "spans": [0, 2], "prompt": 0}])
+        together.wait()
+        return Reading("text", 1)
+
+    def make(name):
+        return cache.cached(tmp_path, name, "sft", build)[0].num_rows
+
+    with ThreadPoolExecutor(2) as threads:
+        for damaged in (False, True):
+            together = threading.Barrier(2, timeout=20)
+            if damaged:
+                (tmp_path / "data/key/rows.arrow").write_bytes(b"no table")
+                together = threading.Barrier(1)
+            assert list(threads.map(make, ["key", "key"])) == [1, 1]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert (tmp_path / "data/key").stat().st_mode & 0o777 == 0o777 & ~umask
+    assert not list((tmp_path / "data").glob(".making-*"))

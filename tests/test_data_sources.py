@@ -10,10 +10,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_tokenizer import byte_tokenizer
+from data_tokenizer import CHATML, byte_tokenizer
 
 from posttrain.config.data import DataConfig
-from posttrain.data import prepare
+from posttrain.data import prepare, readers
 from posttrain.data.readers import read_files
 from posttrain.data.sources import open_source
 from posttrain.errors import DataError
@@ -50,12 +50,14 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, suffix, gz):
 def test_lines_are_those_of_the_file(tmp_path):
     (tmp_path / "a.jsonl").write_text('\ufeff{"text": "one"}\n\n{"text": "three"}\n', encoding="utf-8")
     (tmp_path / "b.json").write_text('[\n {"text": "two"},\n\n {"text":\n "four"}\n]\n')
+    (tmp_path / "b2.json").write_text('\n{"of": "me", "n": 1,\n "rows": [\n {"text": "two"},\n {"text": "four"}]}\n')
     (tmp_path / "c.csv").write_text('text,other\n"two\nlines",1\nfour,2\n')
     (tmp_path / "d.txt").write_text("one\nstill one<|endoftext|>\n\nthree<|endoftext|>")
     found = {path.name: [(r.line, r.value["text"]) for r in read_files((path,))] for path in sorted(tmp_path.iterdir())}
     assert found == {
         "a.jsonl": [(1, "one"), (3, "three")],
         "b.json": [(2, "two"), (4, "four")],
+        "b2.json": [(4, "two"), (5, "four")],
         "c.csv": [(2, "two\nlines"), (4, "four")],
         "d.txt": [(1, "one\nstill one"), (4, "three")],
     }
@@ -83,6 +85,9 @@ BAD_FILES = {
     "deep.json": (b"[" + b"[" * 100_000, "deep.json"),
     "scalar.json": (b"12", "not a JSON list"),
     "two.json": (b'{"a": [1], "b": [2]}', "one list"),
+    "more.json": (b'[{"a": 1}]\n\n[{"a": 2}]', "line 3 column 1 is not JSON: Extra data after the list"),
+    "key.json": (b'[{"a": 1},\n{"a": 1, "a": 2}]', "line 2 is not JSON: the key 'a' is there twice"),
+    "head.csv": (b'a,"b\n1,2\n', "line 1, of the column names"),
     "twice.csv": (b"a,a\n1,2\n", "column twice"),
     "bytes.parquet": (b"PAR1 no", "Parquet"),
     "rows.xlsx": (b"PK", r"\.jsonl, \.json, \.csv"),
@@ -117,6 +122,17 @@ def test_folder_with_splits(tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="no data files"):
         open_source(str(tmp_path / "none"), "train", None, 0, str.join)
+
+
+def test_a_folder_named_like_a_kind_of_file_is_that_folder(tmp_path, monkeypatch, caplog):
+    """`datasets` has loaders of these names, which would read whatever lies beside."""
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "other.jsonl", ROWS)
+    (tmp_path / "json").mkdir()
+    for name, count in (("train-1.jsonl", 2), ("train-2.csv", 1)):
+        written(tmp_path / "json" / name, ROWS[:count])
+    assert len(list(open_source("json", "train", None, 0, str.join).read())) == 2
+    assert "json: not read, by its name or kind: train-2.csv" in caplog.text
 
 
 def hub_cache(folder: Path, repo: str, files: dict[str, bytes]) -> None:
@@ -249,3 +265,51 @@ def test_bad_rows_of_csv_and_text(tmp_path):
         cache_dir=tmp_path / "cache",
     )
     assert [(row.line, row.reason[:8]) for row in prepared.report.malformed] == [(302, "1 values"), (303, "prompt i")]
+
+
+def test_lines_that_an_open_quote_takes_along_are_counted(tmp_path):
+    """One stray quote is a malformed row; all that it swallows up to the next one are lost too, and told."""
+    rows = [f"p{n},c" for n in range(2_000)]
+    rows[200] = 'p"200,"c'
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(["prompt,completion", *rows]) + "\n")
+    data = DataConfig(source=str(path), template="none")
+    with pytest.raises(DataError, match="1,800 of 2,000 rows are malformed") as error:
+        prepare(data, byte_tokenizer(), "sft", cache_dir=tmp_path / "cache")
+    assert "line 202: not CSV" in str(error.value) and "line 203: part of line 202" in str(error.value)
+    rows[204] = 'p204,"c"'
+    path.write_text("\n".join(["prompt,completion", *rows]) + "\n")
+    prepared = prepare(data, byte_tokenizer(), "sft", cache_dir=tmp_path / "cache")
+    assert [row.line for row in prepared.report.malformed] == [202, 203, 204, 205, 206]
+    assert len(prepared.train) == 1_995
+
+
+def test_a_line_of_csv_that_is_too_long_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "LINE_BYTES", 100)
+    (tmp_path / "a.csv").write_text(f"text\none\n{'x' * 300}\nthree\n")
+    found = [(record.line, record.problem) for record in read_files((tmp_path / "a.csv",))]
+    assert found == [(2, None), (3, "not CSV: a line of more than 100 bytes"), (4, None)]
+
+
+def test_lone_surrogates_anywhere_are_one_malformed_row(tmp_path):
+    """In a column that only rewards see, in what templates are given beside the content, in tools."""
+    call = {"name": "f", "arguments": {"x": "\ud800"}}
+    bad = {
+        "prompt": [{"prompt": "p", "author": "Ren\udce9"}],
+        "sft": [
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", key: value}]}
+            for key, value in (("reasoning_content", "\udce9"), ("tool_calls", [call]))
+        ]
+        + [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": [call]}],
+    }
+    good = {
+        "prompt": {"prompt": "p", "author": "x"},
+        "sft": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    }
+    for kind, rows in bad.items():
+        path = tmp_path / f"{kind}.jsonl"
+        path.write_text("\n".join(map(json.dumps, [*rows, *[good[kind]] * 400])))
+        prepared = prepare(DataConfig(source=str(path)), byte_tokenizer(CHATML), kind, cache_dir=tmp_path / "cache")
+        assert [row.line for row in prepared.report.malformed] == [n + 1 for n in range(len(rows))]
+        assert all("lone surrogate" in row.reason for row in prepared.report.malformed)
+        assert len(prepared.train) == 400

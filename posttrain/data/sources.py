@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from posttrain.data.readers import READERS, Record, read_files
 from posttrain.data.saved import read_manifest, saved_files
 from posttrain.data.tasks import TASKS, Compose
 from posttrain.errors import DataError
+
+log = logging.getLogger("posttrain")
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w.-]+)?")
 
@@ -98,7 +101,10 @@ def open_source(source: str, split: str, max_rows: int | None, seed: int, compos
     if path.is_file():
         return Files((path,))
     if path.is_dir():
-        return Files(saved_files(path, split) or _split_files(path, split, source, None))
+        saved = saved_files(path, split)
+        if not saved:
+            _tell_unread(path, source)
+        return Files(saved or _split_files(path, split, source, None))
     known = known_set(source)
     if known is not None:
         return Files(_known_files(source, known, split))
@@ -176,6 +182,17 @@ def _split_files(folder: Path, split: str, name: str, subset: str | None) -> tup
     if split not in files:
         raise DataError(f"{name} has no split {split!r}: it has {', '.join(files) or 'none'}")
     return tuple(files[split])
+
+
+def _tell_unread(folder: Path, name: str) -> None:
+    """Name the data files of a folder without a README that belong to no split, or are not of the kind of the rest."""
+    place = folder.absolute()
+    read = {file for files in _splits(folder, name, None).values() for file in files}
+    there = (file for file in sorted(place.rglob("*")) if file.is_file() and set(file.suffixes) & set(READERS))
+    unread = [str(file.relative_to(place)) for file in there if file not in read]
+    if unread and not (folder / "README.md").is_file():
+        more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
+        log.warning("%s: not read, by its name or kind: %s%s", name, ", ".join(unread[:5]), more)
 
 
 def _splits(folder: Path, name: str, subset: str | None) -> dict[str, list[Path]]:
