@@ -1,6 +1,7 @@
 """Tokens come from the environment or `.env`, and the environment wins."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -28,3 +29,17 @@ def test_the_environment_wins(tmp_path, monkeypatch):
     load_tokens(tmp_path / ".env")
     assert os.environ["HF_TOKEN"] == "mine"
     load_tokens(tmp_path / "absent")
+
+
+def test_a_file_with_a_byte_order_mark_and_one_that_cannot_be_read(tmp_path, monkeypatch, capsys):
+    file = tmp_path / ".env"
+    file.write_text("\ufeffWANDB_API_KEY=two\n", encoding="utf-8")
+    load_tokens(file)
+    assert os.environ["WANDB_API_KEY"] == "two"
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    load_tokens(file)
+    assert "cannot be read: Permission denied" in capsys.readouterr().err

@@ -150,6 +150,44 @@ def test_an_alias_beside_its_own_name_is_an_error(write):
         load("a.yaml")
 
 
+def test_ppo_names_given_before_the_method_are_its_own_too(write):
+    """A file that does not say the method cannot know them; the upper layer wins all the same."""
+    write({"base.yaml": "method: {kl_coef: 0.2}\n"})
+    write({"a.yaml": "extends: base.yaml\nmodel: gpt2\nmethod: {type: ppo, kl_coef: 0.1}\n" + ONLINE})
+    assert load("a.yaml").config.method.kl_coef == 0.1
+    assert load("a.yaml", ["method.kl_coef=0.3"]).config.method.kl_coef == 0.3
+    assert load("a.yaml", flags={"method.kl_coef": "0.4"}).config.method.kl_coef == 0.4
+
+
+TEXTS = [
+    "Answer with a tag like #1 or #2",
+    "# Role: tutor",
+    "You are helpful.\nBe brief.\n\nSay no.",
+    "- be brief",
+    "&x hi",
+    "Say: yes",
+    "'Be' brief",
+    "a  b",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_on_the_command_line_are_taken_whole(text):
+    settings = ["model.path=m", "data.source=x.jsonl", "method=sft"]
+    assert load(None, [*settings, f"data.system_prompt={text}"]).config.data.system_prompt == text
+    assert load(None, settings, {"data.system_prompt": text}).config.data.system_prompt == text
+    quoted = load(None, [*settings, "data.system_prompt='a # b'", "seed= 3 "]).config
+    assert (quoted.data.system_prompt, quoted.seed) == ("a # b", 3)
+
+
+def test_entries_of_any_list_by_number(write):
+    write({"a.yaml": "model: gpt2\nmethod: {type: grpo}\nrewards: [{type: math}]\ndata: {source: x}\n"})
+    assert load("a.yaml", ["rewards.0.weight=2"]).config.rewards[0].weight == 2
+    method = "{type: dpo, loss_type: [sigmoid, ipo], loss_weights: [1, 2]}"
+    write({"b.yaml": f"model: gpt2\nmethod: {method}\ndata: {{source: x}}\n"})
+    assert load("b.yaml", ["method.loss_weights.0=3"]).config.method.loss_weights == (3, 2)
+
+
 def test_models_by_number_and_all_at_once(write):
     write({"a.yaml": "models: [gpt2, {path: opt, name: b}]\nmethod: sft\ndata: {source: x}\n"})
     overrides = ["models.1.path=bloom", "models.0.lora=true", "models.1.lora_r=4", "model.dtype=float32"]

@@ -138,6 +138,7 @@ def test_wrong_data_settings(tmp_path, data, message):
         ({"type": "dpo", "discopop_tau": 0.1}, "method.discopop_tau is read by discopop only, not by sigmoid"),
         ({"type": "dpo", "f_alpha_divergence_coef": 0.1}, "is read by f_divergence_type: alpha_divergence only"),
         ({"type": "dpo", "f_divergence_type": "forward_kl", "loss_type": "aot"}, "not for aot"),
+        ({"type": "dpo", "f_divergence_type": "js_divergence", "loss_type": "sft"}, "is not read by sft"),
         ({"type": "dpo", "use_ref_model": False, "loss_type": "bco_pair"}, "bco_pair cannot do without a reference"),
         ({"type": "dpo", "use_ref_model": False, "precompute_ref_log_probs": True}, "there is no reference to compute"),
         ({"type": "dpo", "use_ref_model": False, "ref_model": "x"}, "names a reference, but use_ref_model is false"),
@@ -204,6 +205,26 @@ def test_the_line_is_that_of_the_file_that_says_it(tmp_path):
     assert "base.yaml:4: training.max_step" in message and "a.yaml:3: training.batch_sise" in message
     message = refused(tmp_path, "extends: base.yaml\n", overrides=["data.sorce=x"])
     assert "override data.sorce=x: data.sorce is not a setting; did you mean data.source?" in message
+
+
+def test_a_line_that_was_replaced_is_not_blamed(tmp_path):
+    """The value in question is the upper file's, or a default of what it chose."""
+    base = "model: gpt2\nmethod:\n  type: cpo\n  label_smoothing: 0.1\n"
+    (tmp_path / "base.yaml").write_text(base + "data:\n  source:\n    - source: a\n      weight: 2\n")
+    message = refused(tmp_path, "extends: base.yaml\n\n\nmethod:\n  type: dpo\n  loss_type: exo_pair\n")
+    assert "a.yaml:4: method.label_smoothing is 0" in message and "base.yaml" not in message
+    message = refused(tmp_path, "extends: base.yaml\n\n\ndata:\n  source:\n    - weight: 3\n")
+    assert "a.yaml:6: data.source.0.source is missing" in message and "base.yaml" not in message
+
+
+def test_settings_that_the_method_does_not_read(tmp_path):
+    lora = {"model": {"path": "gpt2", "lora": {"dropout": 0.3}}}
+    message = refused_values(tmp_path, **lora, method="dpo")
+    assert "model.lora.dropout is read by sft only: dpo scores its policy with dropout off" in message
+    (tmp_path / "a.json").write_text(json.dumps(GOOD | lora | {"method": "sft"}))
+    assert load(tmp_path / "a.json").config.models[0].lora.dropout == 0.3
+    message = refused_values(tmp_path, training={"lr_scheduler_type": "constant", "warmup_steps": 5})
+    assert "warmup_steps is not read by lr_scheduler_type: constant; say constant_with_warmup" in message
 
 
 @pytest.mark.parametrize(

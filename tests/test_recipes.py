@@ -265,9 +265,28 @@ def test_many_models_and_a_failure_in_between(tmp_path, shared, scratch_model):
     recipes.train(load(file).config, overwrite=True, model_index=2)
 
 
+def test_out_of_memory_among_several_models_names_the_knobs(tmp_path, shared, monkeypatch, caplog):
+    def train(job):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setitem(recipes.RECIPES, "dpo", train)
+    sections = dpo(shared, "unused")
+    del sections["model"]
+    models = [{"path": str(shared / "models/stories260K"), "name": name} for name in "ab"]
+    (tmp_path / "c.json").write_text(
+        json.dumps({"name": "many", "output_dir": str(tmp_path), "models": models, **sections})
+    )
+    with pytest.raises(PosttrainError, match="2 of 2 models failed"):
+        recipes.train(load(tmp_path / "c.json").config)
+    assert caplog.text.count("failed: out of memory. Lower training.tokens_per_pack (the memory knob)") == 2
+
+
 def test_an_existing_run_folder_is_refused(tmp_path, shared):
     sections = dpo(shared, shared / "models/stories260K")
     folder = run(tmp_path, **sections)
+    provenance = json.loads((folder / "run.json").read_text())["provenance"]
+    saved = json.loads((folder / "checkpoint-3/state.json").read_text())
+    assert provenance["dataset_fingerprint"] == saved["data"]
     before = (folder / "metrics.jsonl").read_text()
     with pytest.raises(RunError, match=r"--resume.*--overwrite"):
         run(tmp_path, **sections)

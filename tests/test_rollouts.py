@@ -6,6 +6,7 @@ import random
 import signal
 import sqlite3
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -125,6 +126,18 @@ def test_a_file_that_stays_locked_stops_the_run_with_a_word(tmp_path, monkeypatc
     with pytest.raises(RunError, match="cannot be written: database is locked"):
         store.flush()
     holder.close()
+    store.close()
+
+
+def test_whatever_stops_the_writer_stops_the_run_with_a_word(tmp_path):
+    """Its queue is bounded: with the writer gone without a word, the run would wait for it without end."""
+    store = RolloutStore(tmp_path, GIB, after=-1)
+    prompts, found = step_of(1)
+    store.add(1, 0.0, [replace(prompts[0], text="\ud800"), *prompts[1:]], found)
+    with pytest.raises(RunError, match=r"cannot be written: .*surrogate"):
+        store.flush()
+    with pytest.raises(RunError, match="cannot be written"):
+        store.add(2, 0.0, *step_of(2))
     store.close()
 
 

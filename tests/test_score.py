@@ -2,7 +2,10 @@
 
 import json
 import shutil
+from datetime import date
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -87,3 +90,17 @@ def test_mistakes_are_named(tmp_path, shared, capsys, monkeypatch, arguments, me
     print(error)
     assert message in error and "Traceback" not in error
     assert not list(tmp_path.glob("*.scored.jsonl"))
+
+
+def test_columns_of_any_kind_come_out_and_a_bad_place_is_told_first(tmp_path, shared, capsys):
+    """Dates and bytes of Parquet; an output that cannot be written costs no scoring."""
+    row = {"prompt": "Once", "completion": " upon", "day": date(2024, 1, 2), "raw": b"x"}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    command = ["score", str(shared / "models/stories260K"), str(tmp_path / "rows.parquet"), "--template", "none", "-o"]
+    assert main([*command, str(tmp_path / "out/scored.jsonl")]) == 0
+    (out,) = read(tmp_path / "out/scored.jsonl")
+    assert out["day"] == "2024-01-02" and out["raw"] == "b'x'" and out["logprob"] < 0
+    capsys.readouterr()
+    assert main([*command, str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "it is a folder" in error and "scoring" not in error

@@ -1,7 +1,9 @@
 """What is saved comes back bit for bit: JSON, tensors, random streams."""
 
+import json
 import math
 import random
+from datetime import date
 
 import numpy
 import pytest
@@ -10,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.errors import RunError
-from posttrain.store.files import load_json, load_tensors, restore_rng, rng_state, save_json, save_tensors
+from posttrain.store.files import (
+    load_json,
+    load_tensors,
+    ready_to_write,
+    restore_rng,
+    rng_state,
+    save_json,
+    save_rows,
+    save_tensors,
+)
 
 TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates too
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -107,3 +118,21 @@ def test_random_state_that_cannot_be_restored_is_refused():
     more = {f"rng.cuda.{torch.cuda.device_count()}": tensors["rng.torch"]}
     with pytest.raises(RunError, match="CUDA devices"):
         restore_rng(tensors | more, facts)
+
+
+def test_rows_of_any_data_set_are_written(tmp_path):
+    """Types that JSON does not have become text; a lone surrogate reads back."""
+    rows = [{"day": date(2024, 1, 2), "raw": b"x", "text": "Ren\udce9", "é": 1}]
+    save_rows(tmp_path / "new/rows.jsonl", rows)
+    (line,) = (tmp_path / "new/rows.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line) == {"day": "2024-01-02", "raw": "b'x'", "text": "Ren\udce9", "é": 1} and "é" in line
+
+
+def test_what_cannot_be_written_is_told_before_the_work(tmp_path):
+    ready_to_write(tmp_path / "new/rows.jsonl")
+    assert list((tmp_path / "new").iterdir()) == []
+    with pytest.raises(RunError, match="it is a folder; give the name of a file"):
+        ready_to_write(tmp_path / "new")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="cannot write"):
+        ready_to_write(tmp_path / "file/rows.jsonl")
