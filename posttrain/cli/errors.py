@@ -1,5 +1,6 @@
 """The one place that turns exceptions into messages and exit statuses."""
 
+import errno
 import sys
 import traceback
 from collections.abc import Callable
@@ -40,6 +41,8 @@ def guarded(run: Callable[[], object], debug: bool) -> int:
     except Exception as error:
         if is_out_of_memory(error):
             return _report(OUT_OF_MEMORY, FAILURE, debug)
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            return _report(f"{str(error.filename)[:60]}… is too long for the name of a file or folder", FAILURE, debug)
         text = " ".join(str(error).split())
         what = f"{type(error).__name__}: {text}" if text else type(error).__name__
         hint = "" if debug else " (run again with --debug for the stack trace)"

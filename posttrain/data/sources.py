@@ -28,6 +28,7 @@ from posttrain.data.readers import READERS, Record, read_files
 from posttrain.data.saved import read_manifest, saved_files
 from posttrain.data.tasks import TASKS, Compose
 from posttrain.errors import DataError
+from posttrain.hub import stay_offline_without_network
 
 log = logging.getLogger("posttrain")
 
@@ -230,6 +231,7 @@ def _snapshot(source: str, patterns: list[str] | None = None) -> tuple[Path, str
     """
     owner, name, *rest = source.split("/")
     repo, subset = f"{owner}/{name}", rest[0] if rest else None
+    stay_offline_without_network()
     try:
         folder = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=patterns or _patterns(repo, subset)))
     except GatedRepoError as error:

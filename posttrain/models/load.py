@@ -23,6 +23,7 @@ from transformers.utils import logging as hf_logging
 
 from posttrain.config.schema import DevicesConfig, ModelConfig
 from posttrain.errors import ModelError
+from posttrain.hub import stay_offline_without_network
 from posttrain.models.attention import NAME as PACKED
 from posttrain.models.families import FAMILIES
 from posttrain.models.lean import lean
@@ -226,6 +227,8 @@ def _clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
     if folder.is_dir() and not any((folder / name).is_file() for name in described):
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise ModelError(f"model {path}: the folder has no config.json (it has {found})")
+    if not folder.is_dir():
+        stay_offline_without_network()
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
