@@ -22,9 +22,10 @@ def stay_offline_without_network() -> None:
     Asked before every use, so that a long session finds the network when it is back. A proxy looks up names itself.
     """
     global _ours
-    if (constants.HF_HUB_OFFLINE and not _ours) or getproxies().keys() & {"https", "all"}:
+    place = urlsplit(constants.ENDPOINT)
+    host = place.hostname or ""
+    if (constants.HF_HUB_OFFLINE and not _ours) or getproxies().keys() & {place.scheme, "all"}:
         return
-    host = urlsplit(constants.ENDPOINT).hostname or ""
     offline = not _is_known(host)
     if offline and not _ours:
         log.info("%s cannot be looked up: only the local cache of the hub is used", host)

@@ -157,6 +157,10 @@ def test_ppo_names_given_before_the_method_are_its_own_too(write):
     assert load("a.yaml").config.method.kl_coef == 0.1
     assert load("a.yaml", ["method.kl_coef=0.3"]).config.method.kl_coef == 0.3
     assert load("a.yaml", flags={"method.kl_coef": "0.4"}).config.method.kl_coef == 0.4
+    write({"base.yaml": "method:\n  kl_coef: -1\n"})
+    write({"b.yaml": "extends: base.yaml\nmodel: gpt2\nmethod: {type: ppo}\n" + ONLINE})
+    with pytest.raises(ConfigError, match=r"base\.yaml:2: method\.kl_coef is -1"):
+        load("b.yaml")
 
 
 TEXTS = [

@@ -217,14 +217,28 @@ def test_a_line_that_was_replaced_is_not_blamed(tmp_path):
     assert "a.yaml:6: data.source.0.source is missing" in message and "base.yaml" not in message
 
 
-def test_settings_that_the_method_does_not_read(tmp_path):
+def test_settings_that_are_not_read_but_may_be_elsewhere_are_told(tmp_path):
+    """A dropout of adapters that stages share, a warm-up that an override makes needless."""
     lora = {"model": {"path": "gpt2", "lora": {"dropout": 0.3}}}
-    message = refused_values(tmp_path, **lora, method="dpo")
-    assert "model.lora.dropout is read by sft only: dpo scores its policy with dropout off" in message
-    (tmp_path / "a.json").write_text(json.dumps(GOOD | lora | {"method": "sft"}))
-    assert load(tmp_path / "a.json").config.models[0].lora.dropout == 0.3
-    message = refused_values(tmp_path, training={"lr_scheduler_type": "constant", "warmup_steps": 5})
-    assert "warmup_steps is not read by lr_scheduler_type: constant; say constant_with_warmup" in message
+    (tmp_path / "a.json").write_text(json.dumps(GOOD | lora))
+    assert load(tmp_path / "a.json").notes == []
+    told = ["model.lora.dropout is not read by dpo, which scores its policy with dropout off"]
+    assert load(tmp_path / "a.json", ["method=dpo"]).notes == told
+    assert load(tmp_path / "a.json", ["method=dpo", "model.lora.dropout=0"]).notes == []
+    stages = {"sft": {"method": "sft"}, "dpo": {"method": "dpo", "init_from": "sft"}}
+    (tmp_path / "b.json").write_text(json.dumps(GOOD | lora | {"stages": stages}))
+    assert load(tmp_path / "b.json").notes == [f"stage dpo: {told[0]}"]
+    constant = ["training.lr_scheduler_type=constant"]
+    assert load(tmp_path / "a.json", constant).notes == []
+    told = ["training.warmup_steps is not read: constant has no warm-up, constant_with_warmup has"]
+    assert load(tmp_path / "a.json", [*constant, "training.warmup_steps=5"]).notes == told
+
+
+def test_an_entry_of_a_list_is_blamed_on_the_override_that_gave_it(tmp_path):
+    text = "model: gpt2\nmethod: grpo\ndata: {source: x}\nrewards:\n  - type: math\n"
+    message = refused(tmp_path, text, overrides=["rewards.0={type: nope}"])
+    assert "override rewards.0={type: nope}: rewards.0.type is 'nope'" in message
+    assert "a.yaml:3: data is missing" in refused(tmp_path, "model: gpt2\nmethod: sft\ndata:\n")
 
 
 @pytest.mark.parametrize(

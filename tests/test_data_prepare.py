@@ -5,13 +5,14 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import pytest
 from data_tokenizer import CHATML, byte_tokenizer
 from rich.console import Console
-from tokenizers import processors
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from posttrain.batch import pack, sequences
 from posttrain.cli import main
@@ -238,6 +239,31 @@ def test_damaged_cache_is_made_again_with_a_note(tmp_path, completions, damage):
     assert not run(tmp_path, source=completions).report.notes
 
 
+def test_cache_of_somebody_else_is_left_alone(tmp_path, completions, monkeypatch):
+    """What may not be read is not damaged."""
+    run(tmp_path, source=completions)
+    (path,) = (tmp_path / "cache").rglob("rows.arrow")
+    read = Path.read_text
+
+    def refuse(at, *rest, **more):
+        if at.name == "facts.json":
+            raise PermissionError(13, "Permission denied")
+        return read(at, *rest, **more)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(DataError, match=r"cannot be used: Permission denied\. Set POSTTRAIN_CACHE"):
+        run(tmp_path, source=completions)
+    assert path.exists()
+
+
+def test_a_folder_that_another_run_has_just_finished_is_passed_over(tmp_path, monkeypatch):
+    (tmp_path / ".making-a").mkdir()
+    monkeypatch.setattr(Path, "glob", lambda *_: [tmp_path / ".making-gone", tmp_path / ".making-a"])
+    monkeypatch.setattr(cache, "LEFTOVER_SECONDS", -1)
+    cache._clean(tmp_path)
+    assert not (tmp_path / ".making-a").exists()
+
+
 def test_cache_that_cannot_be_written(tmp_path, completions):
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(DataError, match="POSTTRAIN_CACHE"):
@@ -345,6 +371,16 @@ def test_a_tokenizer_that_ends_texts_itself_leaves_one_stop_token(tmp_path):
     assert tokenizer.decode(tree.tokens) == "pc<|im_end|>"
     (tree,) = run(tmp_path, "prompt", tokenizer, source=source).train[0].trees
     assert tokenizer.decode(tree.tokens) == "p"
+
+
+def test_a_tokenizer_that_knows_next_to_nothing_keeps_every_token(tmp_path):
+    """Where any text comes to the stop token, that is no sign of one at the end of every text."""
+    backend = Tokenizer(models.WordLevel({"<e>": 0, "0": 1, "1": 2, "2": 3}, unk_token="<e>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>", unk_token="<e>")
+    source = write(tmp_path / "rows.jsonl", [{"prompt": "0 1 2", "completion": " 1"}])
+    (tree,) = run(tmp_path, "prompt", tokenizer, source=source).train[0].trees
+    assert list(tree.tokens) == [1, 2, 3]
 
 
 def test_pairs_that_are_the_same_are_not_trained_on(tmp_path):

@@ -133,6 +133,17 @@ def test_a_folder_named_like_a_kind_of_file_is_that_folder(tmp_path, monkeypatch
         written(tmp_path / "json" / name, ROWS[:count])
     assert len(list(open_source("json", "train", None, 0, str.join).read())) == 2
     assert "json: not read, by its name or kind: train-2.csv" in caplog.text
+    caplog.clear()
+    (tmp_path / "json" / "train-2.csv").unlink()
+    (tmp_path / "link").symlink_to("json")
+    (tmp_path / "beside").mkdir()
+    monkeypatch.chdir(tmp_path / "beside")
+    for name in ("../json", "../link"):
+        assert len(list(open_source(name, "train", None, 0, str.join).read())) == 2
+    (tmp_path / "json" / "notes.txt").write_text("two files")
+    (tmp_path / "json" / "README.md").write_text("a folder that says itself what is in it")
+    open_source("../json", "train", None, 0, str.join)
+    assert "not read" not in caplog.text
 
 
 def hub_cache(folder: Path, repo: str, files: dict[str, bytes]) -> None:
@@ -313,3 +324,33 @@ def test_lone_surrogates_anywhere_are_one_malformed_row(tmp_path):
         assert [row.line for row in prepared.report.malformed] == [n + 1 for n in range(len(rows))]
         assert all("lone surrogate" in row.reason for row in prepared.report.malformed)
         assert len(prepared.train) == 400
+
+
+def test_json_lines_with_space_around_them(tmp_path):
+    """Also what only Python counts as space; a column is that of the line as it stands."""
+    (tmp_path / "a.jsonl").write_text('\x1e{"a": 1}\u00a0\n  {"a": 2}\u2028\n  {"a": 1, "b":\n', encoding="utf-8")
+    found = [(record.value, record.problem) for record in read_files((tmp_path / "a.jsonl",))]
+    assert found[:2] == [({"a": 1}, None), ({"a": 2}, None)]
+    assert found[2] == (None, "not JSON: Expecting value at column 16")
+    (tmp_path / "b.json").write_text('\n{"a": "x\u2028y"}\n{"a": 2}\n', encoding="utf-8")
+    assert [(r.line, r.value["a"]) for r in read_files((tmp_path / "b.json",))] == [(2, "x\u2028y"), (3, 2)]
+    (tmp_path / "c.json").write_text('\n\n{"a": \n')
+    with pytest.raises(DataError, match="line 4 column 1"):
+        list(read_files((tmp_path / "c.json",)))
+
+
+def test_csv_may_begin_with_blank_lines(tmp_path):
+    (tmp_path / "a.csv").write_text("\n\ntext,n\none,1\n")
+    assert [(r.line, r.value) for r in read_files((tmp_path / "a.csv",))] == [(4, {"text": "one", "n": "1"})]
+
+
+def test_rows_of_one_line_keep_their_own_reasons(tmp_path):
+    rows = [{"prompt": "p", "completion": "c"}] * 300 + [{"prompt": 1, "completion": "x"}, {"prompt": "a"}]
+    (tmp_path / "a.json").write_text(json.dumps({"rows": rows}))
+    data = DataConfig(source=str(tmp_path / "a.json"), template="none")
+    prepared = prepare(data, byte_tokenizer(), "sft", cache_dir=tmp_path / "cache")
+    first, second = prepared.report.malformed
+    assert (first.row, second.row) == (300, 301) and str(second).endswith(
+        "a.json line 1 (row 301): completion is missing"
+    )
+    assert "prompt must be a text" in first.reason

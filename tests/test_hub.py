@@ -15,7 +15,7 @@ def online(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "_ours", False)
     monkeypatch.setattr(hub, "PAUSE_S", 0)
-    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
     asked = []
 
@@ -49,9 +49,11 @@ def test_one_look_up_may_fail(online):
 
 def test_nothing_is_asked_behind_a_proxy_or_where_offline_is_the_wish(online, monkeypatch):
     asked = online()
-    with monkeypatch.context() as proxy:
-        proxy.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
-        hub.stay_offline_without_network()
+    for name, endpoint in (("HTTPS_PROXY", "https"), ("ALL_PROXY", "https"), ("HTTP_PROXY", "http")):
+        with monkeypatch.context() as proxy:
+            proxy.setenv(name, "http://127.0.0.1:1")
+            proxy.setattr(constants, "ENDPOINT", f"{endpoint}://hub.internal.invalid")
+            hub.stay_offline_without_network()
     assert not constants.HF_HUB_OFFLINE
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.stay_offline_without_network()

@@ -265,6 +265,16 @@ def test_many_models_and_a_failure_in_between(tmp_path, shared, scratch_model):
     recipes.train(load(file).config, overwrite=True, model_index=2)
 
 
+@pytest.mark.parametrize(("method", "differs"), [("sft", True), ("dpo", False)])
+def test_dropout_is_on_where_a_policy_is_not_compared(tmp_path, shared, method, differs):
+    losses = []
+    for dropout in (0.0, 0.5):
+        lora = {"r": 4, "alpha": 8, "dropout": dropout}
+        sections = dpo(shared, shared / "models/stories260K", model={"lora": lora}) | {"method": method}
+        losses.append(metrics(run(tmp_path, overwrite=dropout > 0, **sections), "loss"))
+    assert (losses[0][1:] != losses[1][1:]) == differs and losses[0][0] == losses[1][0]
+
+
 def test_out_of_memory_among_several_models_names_the_knobs(tmp_path, shared, monkeypatch, caplog):
     def train(job):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")

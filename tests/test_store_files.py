@@ -136,3 +136,5 @@ def test_what_cannot_be_written_is_told_before_the_work(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot write"):
         ready_to_write(tmp_path / "file/rows.jsonl")
+    ready_to_write(tmp_path / "file")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "new"]

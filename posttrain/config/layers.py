@@ -60,7 +60,7 @@ class Layers:
         self.values = merge(self.values, values)
         self.origins |= origins
         self._name_as_ppo()
-        self.origins = {path: at for path, at in self.origins.items() if _is_there(self.values, path)}
+        self.origins = {path: at for path, at in self.origins.items() if len(path) == 1 or _is_there(self.values, path)}
 
     def _name_as_ppo(self) -> None:
         """Give PPO's settings its own names, which a layer that does not say the method cannot know."""
@@ -107,7 +107,8 @@ class Layers:
             elif not isinstance(node[index], dict | list):
                 raise ConfigError(f"{where}: {'.'.join(path[: depth + 1])} has no settings inside it")
             node = node[index]
-        self.origins[tuple(int(p) if p.isdecimal() else p for p in path)] = where
+        at = tuple(int(part) if part.isdecimal() else part for part in path)
+        self.origins = {known: line for known, line in self.origins.items() if known[: len(at)] != at} | {at: where}
 
 
 def _is_there(values: Any, path: KeyPath) -> bool:

@@ -69,7 +69,7 @@ def load(source: Path | str | None, overrides: Sequence[str] = (), flags: Mappin
     override(common, given)
     result = _check(common)
     if isinstance(result, RunConfig):
-        return Loaded((Stage("", None, result),), common.notes)
+        return Loaded((Stage("", None, result),), common.notes + result.unread())
     raise _refusal(result)
 
 
@@ -91,6 +91,7 @@ def _load_stages(common: Layers, trees: dict[str, list[Tree]], given: list[Assig
         result = _check(layers)
         if isinstance(result, RunConfig):
             configs[name] = result
+            notes += [f"stage {name}: {line}" for line in result.unread()]
         for line in [] if isinstance(result, RunConfig) else result:
             wrong.setdefault(line, []).append(name)
     if wrong:  # what is wrong in every stage is wrong above them

@@ -22,7 +22,7 @@ from posttrain.config.online import OnlineMethod
 from posttrain.config.rewards import Reward, term_name
 from posttrain.config.rollout import RolloutConfig
 
-WARMUP_STEPS = 0.03  # the default
+LORA_DROPOUT, WARMUP_STEPS = 0.05, 0.03  # the defaults
 
 
 class LoraConfig(Settings):
@@ -33,7 +33,7 @@ class LoraConfig(Settings):
         default=32, description="Scale: the update is multiplied by alpha / r."
     )
     dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(
-        default=0.05, description="Dropout on the adapters' input, in sft."
+        default=LORA_DROPOUT, description="Dropout on the adapters' input, in sft."
     )
     target_modules: Literal["auto", "all-linear"] | tuple[Text, ...] = Field(
         default="auto", description="auto: the attention of the family; all-linear; or a list of module names."
@@ -110,11 +110,6 @@ class TrainingConfig(Settings):
             self.warmup_steps < 1 or self.warmup_steps == int(self.warmup_steps),
             "warmup_steps",
             f"is {self.warmup_steps}; give a share below 1, or a whole number of steps",
-        )
-        problems.check(
-            self.lr_scheduler_type != "constant" or self.warmup_steps in (0, WARMUP_STEPS),
-            "warmup_steps",
-            "is not read by lr_scheduler_type: constant; say constant_with_warmup, or leave it out",
         )
         problems.report()
         return self
@@ -267,16 +262,20 @@ class RunConfig(Settings):
                 f"models.{index}.load_in_4bit",
                 "freezes the weights, so something else has to be trained: set model.lora, e.g. model.lora: true",
             )
-            problems.check(
-                model.lora is None or self.method.dropout or model.lora.dropout in (0, LoraConfig().dropout),
-                f"models.{index}.lora.dropout",
-                f"is read by sft only: {self.method.type} scores its policy with dropout off; leave it out",
-            )
         self._check_lengths(problems)
         self._check_online(problems)
         self._check_evaluation(problems)
         problems.report()
         return self
+
+    def unread(self) -> list[str]:
+        """What is set and not read, where it may yet be meant for other stages, or be overruled for once: no error."""
+        method, training, lines = self.method, self.training, []
+        if not method.dropout and any(m.lora and m.lora.dropout not in (0, LORA_DROPOUT) for m in self.models):
+            lines.append(f"model.lora.dropout is not read by {method.type}, which scores its policy with dropout off")
+        if training.lr_scheduler_type == "constant" and training.warmup_steps not in (0, WARMUP_STEPS):
+            lines.append("training.warmup_steps is not read: constant has no warm-up, constant_with_warmup has")
+        return lines
 
     @property
     def _has_validation(self) -> bool:

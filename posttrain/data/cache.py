@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 CODE_VERSION = 3  # raise it when the same rows and settings come to give other tokens
 LEFTOVER_SECONDS = 86_400
-ATTEMPTS = 3  # another run may take away what both have found damaged, just as this one has made it again
+ATTEMPTS = 2  # another run may take away what both have found damaged, just as this one has made it again
 
 INTS = pa.list_(pa.int32())
 SCHEMAS = {
@@ -147,7 +147,8 @@ def _load(place: Path) -> tuple[pa.Table, Reading]:
 
 
 def _build(place: Path, kind: str, build: Callable[[Writer], Reading]) -> None:
-    work = Path(tempfile.mkdtemp(prefix=".making-", dir=place.parent))
+    work = place.parent / f".making-{uuid.uuid4().hex}"  # made as the user's umask says: others may share the cache
+    work.mkdir()
     try:
         writer = Writer(work / "rows.arrow", kind)
         try:
@@ -158,7 +159,6 @@ def _build(place: Path, kind: str, build: Callable[[Writer], Reading]) -> None:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             os.fsync(stream.fileno())
         (work / "facts.json").write_text(json.dumps({"sha256": digest, "reading": reading.to_json()}))
-        work.chmod(0o777 & ~_umask())  # of a temporary folder nobody else may read anything
         try:
             work.rename(place)
         except OSError:
@@ -170,17 +170,10 @@ def _build(place: Path, kind: str, build: Callable[[Writer], Reading]) -> None:
 
 def _remove(place: Path) -> None:
     """Take a damaged entry away, which another run may be doing too."""
-    aside = place.with_name(f".making-{place.name}-{os.getpid()}")
+    aside = place.with_name(f".making-{uuid.uuid4().hex}")
     with contextlib.suppress(FileNotFoundError):
         place.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _umask() -> int:
-    """The process's own; the only way to read it is to set it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _clean(folder: Path) -> None:

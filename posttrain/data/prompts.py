@@ -43,14 +43,14 @@ def prompts_of(
     template = choose_template(data, tokenizer)
     good = [record.value for record in records if record.value is not None][:SAMPLE]
     if not good:
-        bad = [Malformed(record.file, record.line, record.problem or "") for record in records]
+        bad = [Malformed(record.file, record.line, record.problem or "", record.row) for record in records]
         raise DataError(f"{name} has no readable row:\n{list_malformed(bad)}")
     reader = Reader(data, tokenizer, template, "prompt", None, False, cache.default_folder(), 0)
     layout = find_layout(*reader.layout(name), good, "prompt", name)
     found: dict[int, Prompt | Malformed] = {}
 
     def refuse(record: Record, error: RowError) -> None:
-        found[record.row] = Malformed(record.file, record.line, str(error))
+        found[record.row] = Malformed(record.file, record.line, str(error), record.row)
 
     rows, kept = [], []
     for record in records:

@@ -104,12 +104,15 @@ def read_jsonl(path: Path) -> Iterator[Parsed]:
                 continue
             if not raw.strip():
                 continue
+            text = ""
             try:
-                value = _decoder.decode(raw.decode())
+                text = raw.decode()
+                value = _decoder.decode(text.strip())
             except UnicodeDecodeError as error:
                 yield number, None, f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}"
             except json.JSONDecodeError as error:
-                yield number, None, f"not JSON: {error.msg} at column {error.colno}"
+                column = error.colno + len(text) - len(text.lstrip())
+                yield number, None, f"not JSON: {error.msg} at column {column}"
             except (ValueError, RecursionError) as error:
                 yield number, None, f"not JSON: {error}"
             else:

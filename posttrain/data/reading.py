@@ -162,7 +162,7 @@ class Reader:
         head = list(itertools.islice(records, SAMPLE))
         good = [record.value for record in head if record.value is not None]
         if not good:
-            bad = [Malformed(record.file, record.line, record.problem or "") for record in head]
+            bad = [Malformed(record.file, record.line, record.problem or "", record.row) for record in head]
             raise DataError(f"{name} has no readable row:\n{list_malformed(bad)}")
         layout = find_layout(format, columns, good, self.kind, name)
         read, shifted, malformed, seen = 0, 0, [], _Seen()
@@ -180,20 +180,20 @@ class Reader:
                         rows.append(self.row(record, layout))
                         records_of.append(record)
                     except RowError as error:
-                        malformed.append(Malformed(record.file, record.line, str(error)))
+                        malformed.append(Malformed(record.file, record.line, str(error), record.row))
                     except DataError as error:
                         raise DataError(f"{record.file} line {record.line}: {error}") from error
                 kept = []
                 items = self._tokenise(tokeniser, rows, layout)
                 for record, row, item in zip(records_of, rows, items, strict=True):
                     if isinstance(item, RowError):
-                        malformed.append(Malformed(record.file, record.line, str(item)))
+                        malformed.append(Malformed(record.file, record.line, str(item), record.row))
                         continue
                     kept.append(_columns(record, item, self.kind) | self._beside(record, row))
                     shifted += item.shifted
                     seen.add(item)
                 writer.write(kept)
-        malformed.sort(key=lambda row: (row.file, row.line))
+        malformed.sort(key=lambda bad: bad.row)
         if len(malformed) > MALFORMED_SHARE * read:
             raise DataError(
                 f"{name}: {len(malformed):,} of {read:,} rows are malformed, more than {MALFORMED_SHARE:.0%}. "
@@ -263,8 +263,9 @@ def _prompt(tokens: Sequence[int]) -> Trained | RowError:
 
 
 def _refuse_implicit(value: dict[str, Any], layout: Layout) -> None:
-    if value.get(dict(layout.columns)["prompt"]) is None:
-        raise RowError(
+    column = dict(layout.columns)["prompt"]
+    if value.get(column) is None:
+        raise (RowError if column in value else DataError)(
             "the pair has no prompt, only texts that begin alike, so a chat template cannot tell the turns apart: "
             "name the prompt's column with data.columns: {prompt: YOUR_COLUMN}, or set data.template: none"
         )

@@ -17,9 +17,11 @@ class Malformed:
     file: str
     line: int
     reason: str
+    row: int  # counted from 0 over all files of the source: a line may hold several
 
     def __str__(self) -> str:
-        return f"{self.file} line {self.line}: {self.reason}"
+        row = f" (row {self.row})" if self.row >= self.line else ""  # of several on that line, or of a later file
+        return f"{self.file} line {self.line}{row}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)

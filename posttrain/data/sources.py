@@ -187,10 +187,10 @@ def _split_files(folder: Path, split: str, name: str, subset: str | None) -> tup
 
 def _tell_unread(folder: Path, name: str) -> None:
     """Name the data files of a folder without a README that belong to no split, or are not of the kind of the rest."""
-    place = folder.absolute()
-    read = {file for files in _splits(folder, name, None).values() for file in files}
+    place = folder.resolve()
+    read = {file.resolve() for files in _splits(folder, name, None).values() for file in files}
     there = (file for file in sorted(place.rglob("*")) if file.is_file() and set(file.suffixes) & set(READERS))
-    unread = [str(file.relative_to(place)) for file in there if file not in read]
+    unread = [str(file.relative_to(place)) for file in there if file.resolve() not in read]
     if unread and not (folder / "README.md").is_file():
         more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
         log.warning("%s: not read, by its name or kind: %s%s", name, ", ".join(unread[:5]), more)

@@ -56,7 +56,8 @@ class Tokeniser:
         self.stop = str(tokenizer.eos_token) if tokenizer.eos_token else ""
         self.endings = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         # Whether the tokenizer itself ends a text with the stop token. It has one already, and a prompt goes on.
-        self.appends_stop = tokenizer.eos_token_id in cast(list[Ids], self._call(["a"], True)["input_ids"])[0][-1:]
+        whole, bare = (list(cast(list[Ids], self._call(["a"], special)["input_ids"])[0]) for special in (True, False))
+        self.appends_stop = bool(bare) and whole[-len(bare) - 1 :] == [*bare, tokenizer.eos_token_id]
         if assistant_only_loss and not tokenizer.is_fast:
             raise DataError("assistant_only_loss needs a fast tokenizer, which knows the characters of each token")
 

@@ -98,7 +98,7 @@ def too_long(prompt: Prompt | Malformed, policy: PreTrainedModel) -> Malformed |
     if not isinstance(prompt, Prompt) or positions is None or len(prompt.tokens) <= positions:
         return None
     reason = f"the prompt has {len(prompt.tokens):,} tokens and the model {positions:,} positions: it leaves no room"
-    return Malformed("", prompt.row, reason)
+    return Malformed("", 0, reason, prompt.row)
 
 
 def draw_all(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> dict[int, list[Completion]]:

@@ -44,7 +44,7 @@ def score(
     kind = _kind(records, data)
     prepared = prepare(data, tokenizer, kind)
     dataset = prepared.train
-    problems = {(row.file, row.line): row.reason for row in prepared.report.malformed}
+    problems = {bad.row: bad.reason for bad in prepared.report.malformed}
     loaded = load_model(model, "reward" if reward else "lm", compute_dtype(model, device), device)
     scorer: RewardScorer | Scorer = RewardScorer(loaded) if reward else Scorer(loaded)
 
@@ -66,7 +66,7 @@ def score(
                 row |= {prefix + key: value for key, value in values.items()}
             found.append(row)
         else:
-            row["error"] = problems.get((record.file, record.line), "the row could not be read")
+            row["error"] = problems.get(record.row, "the row could not be read")
         rows.append(row)
     save_rows(output, rows)
     if len(found) < len(records):

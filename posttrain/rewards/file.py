@@ -78,7 +78,7 @@ def _refuse_what_cannot_be(file: Path, reward: str, columns: Columns, records: S
             f"{file} has no column {columns.answer} for the right answers: it has {there}; name it with --answer-column"
         )
     unread = [
-        Malformed(record.file, record.line, _problem(record, columns))
+        Malformed(record.file, record.line, _problem(record, columns), record.row)
         for record in records
         if _text(record, columns.completion) is None
     ]

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,9 +43,10 @@ def ready_to_write(path: Path) -> None:
     if path.is_dir():
         raise RunError(f"cannot write {path}: it is a folder; give the name of a file")
     _make_folder_of(path)
-    trial = path.with_name(f"{path.name}.trial")
-    write_file(trial, b"")
-    trial.unlink()
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def _make_folder_of(path: Path) -> None:
