@@ -1,10 +1,12 @@
 """Tokens come from the environment or `.env`, and the environment wins."""
 
+import logging
 import os
 from pathlib import Path
 
 import pytest
 
+from posttrain.cli import main
 from posttrain.cli.environment import load_tokens
 
 
@@ -43,3 +45,11 @@ def test_a_file_with_a_byte_order_mark_and_one_that_cannot_be_read(tmp_path, mon
     monkeypatch.setattr(Path, "read_text", refuse)
     load_tokens(file)
     assert "cannot be read: Permission denied" in capsys.readouterr().err
+
+
+def test_the_log_on_the_console_ends_with_its_command():
+    """A program that runs several, such as a notebook, would hear everything as often as it has run one."""
+    logger = logging.getLogger("posttrain")
+    before = list(logger.handlers)
+    assert main(["config", "list"]) == 0
+    assert logger.handlers == before

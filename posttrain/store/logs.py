@@ -62,6 +62,10 @@ class ConsoleLog(logging.Handler):
             text += "\n" + logging.Formatter().formatException(record.exc_info)
         print(harmless(text), file=sys.stderr)
 
+    def close(self) -> None:
+        logging.getLogger(LOGGER).removeHandler(self)
+        super().close()
+
 
 def attach(handler: logging.Handler) -> None:
     """Add a handler to the logger `posttrain` and let through the messages it wants."""
