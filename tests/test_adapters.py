@@ -9,13 +9,16 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from posttrain import recipes
 from posttrain.config import ModelConfig, load
+from posttrain.config.schema import LoraConfig
 from posttrain.errors import ConfigError, ModelError
-from posttrain.models.load import load_model
+from posttrain.models.load import _base_settings, load_model
+from posttrain.models.lora import target_modules
 from posttrain.models.optional import is_4bit
+from posttrain.recipes.reference import reference_settings
 
 CPU = torch.device("cpu")
 LORA = {"r": 4, "alpha": 8, "dropout": 0.0, "target_modules": "all-linear"}
@@ -105,6 +108,35 @@ def test_dora_and_rslora(tmp_path, shared, scratch_model):
     start = AutoModelForCausalLM.from_pretrained(scratch_model).model.layers[0].self_attn.q_proj.weight.norm(dim=1)
     magnitude = layer.lora_magnitude_vector["default"].weight
     assert magnitude.shape == start.shape and 0 < float((magnitude - start).detach().abs().max()) < 0.01
+
+
+def test_adapters_name_their_base_at_its_revision(tmp_path, shared, scratch_model):
+    """A folder has none, so only what is asked for can be seen here; a reference of another name has its own."""
+    folder = train(settings(shared, scratch_model, tmp_path, revision="0123abc"), "training.max_steps=1")
+    saved = json.loads((folder / "final/adapter_config.json").read_text())
+    assert (saved["base_model_name_or_path"], saved["revision"]) == (str(scratch_model), "0123abc")
+    base = _base_settings(ModelConfig(path=str(folder / "final")))
+    assert (base.path, base.revision) == (str(scratch_model), "0123abc")
+    model = ModelConfig(path="a", revision="b")
+    assert reference_settings(model, None) == model and reference_settings(model, "c").revision is None
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_has_no_adapters_nor_have_embeddings_that_are_tied_to_it(tied):
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, head_dim=16,
+        num_key_value_heads=1, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    for names, refused in ((["q_proj", "lm_head"], True), (["q_proj", "embed_tokens"], tied)):
+        lora = LoraConfig(target_modules=names)
+        if refused:
+            with pytest.raises(ModelError, match=f"{names[1]} cannot have adapters here"):
+                target_modules(model, lora)
+        else:
+            assert target_modules(model, lora) == names
+    classifier = Qwen3ForSequenceClassification(config)
+    assert target_modules(classifier, LoraConfig(target_modules=["embed_tokens"])) == ["embed_tokens"]
 
 
 def test_4bit_needs_something_to_train(shared, scratch_model, tmp_path):

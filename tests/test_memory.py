@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_equivalence import CONFIGS, IDS, forest
-from transformers import CONFIG_MAPPING, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from posttrain.batch import pack
 from posttrain.cli import main
@@ -19,7 +19,7 @@ from posttrain.data import prepare_run
 from posttrain.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
 from posttrain.models.attention import width_step
 from posttrain.models.load import load_tokenizer
-from posttrain.recipes.estimate import _activations, _simulate, empty_model, estimate
+from posttrain.recipes.estimate import _activations, _reference, _simulate, empty_model, estimate
 from posttrain.recipes.heaviest import heaviest_step
 from posttrain.recipes.probe import Step, largest, probe
 
@@ -255,6 +255,13 @@ def test_plan_names_the_parts(settings, capsys):
     out = capsys.readouterr().out
     for part in ("weights", "gradients", "optimizer", "reference", "activations", "logits"):
         assert part in out
+
+
+def test_a_reference_of_another_name_has_its_own_size(settings, shared):
+    config = load(settings("other", "dpo"), [f"method.ref_model={shared / 'models/stories260K'}"]).config
+    model = config.models[0]
+    other = AutoModelForCausalLM.from_pretrained(shared / "models/stories260K")
+    assert _reference(config, model, empty_model(config, model), 4) == 4 * sum(p.numel() for p in other.parameters())
 
 
 def test_products_of_ever_new_sizes_do_not_grow_the_process():

@@ -5,14 +5,18 @@ import json
 import math
 import signal
 from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from test_resume import assert_same_run
 
 from posttrain import recipes
 from posttrain.config import load
 from posttrain.engines import EmbeddedEngine
 from posttrain.errors import ConfigError, DataError, RewardError, RunError, VitalSignError
+from posttrain.recipes.online import minibatches
 from posttrain.rollout import Sampler
 from posttrain.store import rollouts
 from posttrain.store.files import load_json
@@ -205,6 +209,35 @@ def test_what_has_no_reward_is_left_out_and_counted(sums_home, tmp_path):
     first, _ = lines(train(sums_home, tmp_path, {}, rewards=rewards))
     assert first["rewards/left_out"] == 11 and first["rewards/left_out_ratio"] == pytest.approx(11 / 32)
     assert first["alarms/no_verdict"] == 1 and first["reward"] == pytest.approx(11 / 21)
+
+
+def test_a_step_with_nothing_in_the_loss_leaves_the_coefficient_of_the_kl(sums_home, tmp_path):
+    """Every completion is cut off at its limit and masked; a mean of no KL is no number to go on with."""
+    method = {"type": "ppo", "target_kl": 1.0, "mask_truncated_completions": True, "num_generations": 1}
+    folder = train(sums_home, tmp_path, method, rollout={"max_completion_length": 1})
+    assert all("kl" not in line and "loss" not in line for line in lines(folder))
+    assert load_json(folder / "checkpoint-2/state.json")["loop"]["memory"].get("kl_coef", 0.05) == 0.05
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
+def test_the_last_prompts_of_an_epoch_weigh_what_others_do(sums_home, tmp_path, loss_type):
+    """9 prompts, 8 a step, in 4 parts: the second step's parts but one are empty. The loss is about the entropy alone."""
+    data = {"source": str(sums_home / "train.jsonl"), "template": "none", "max_length": 24, "max_rows": 9}
+    method = {"loss_type": loss_type, "beta": 0, "entropy_coef": 1.0, "num_minibatches": 4, "scale_rewards": "none"}
+    rewards, training = [EXACT | {"weight": 1e-6}], {"learning_rate": 1e-9}
+    for line in lines(train(sums_home, tmp_path, method, rewards=rewards, data=data, training=training)):
+        assert line["loss"] == pytest.approx(-line["entropy"], rel=1e-2)
+
+
+def test_minibatches_are_whole_groups_and_count_what_is_masked():
+    """Of 4 prompts with 2 completions each, the last prompt's are all cut off."""
+    rollout = SimpleNamespace(group_S=torch.arange(4).repeat_interleave(2), prompts=[None] * 4)
+    step: Any = SimpleNamespace(rollout=rollout, counted_S=torch.arange(8), in_loss_S=torch.tensor([0, 1, 3, 4, 5]))
+    [(chosen, counted)] = minibatches(step, 1, (0,))
+    assert chosen.tolist() == [0, 1, 3, 4, 5] and counted == 8
+    parts = minibatches(step, 4, (0,))
+    assert sorted((chosen.tolist(), counted) for chosen, counted in parts) == [([0, 1], 2), ([3], 2), ([4, 5], 2)]
+    assert sum(counted for _, counted in minibatches(step, 2, (0,))) == 8
 
 
 def test_groups_without_spread_teach_nothing_and_raise_an_alarm(sums_home, tmp_path):

@@ -1,16 +1,21 @@
 """ORPO, CPO and SimPO: by hand, against TRL 1.16's own loss code, and through the recipe."""
 
+import json
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_recipes import dpo, metrics, run
 
-from posttrain.batch import Example, Sample
+from posttrain.batch import Example, Sample, pack
+from posttrain.config import load
 from posttrain.losses import CONTRASTIVE_LOSSES, Pairs, contrastive, contrastive_metrics, odds_ratio, odds_ratio_metrics
+from posttrain.recipes.heaviest import pack_rows
 from posttrain.recipes.reference_free import in_prompt, pack_with_chosen_prompts
 
 SETTINGS = {"beta": 0.5, "label_smoothing": 0.1, "simpo_gamma": 0.3, "alpha": 0.0}
@@ -157,13 +162,7 @@ def test_odds_ratio_equals_trl():
 # --- the recipe -----------------------------------------------------------------------------------------------------
 
 
-class Packer:
-    """What `pack_with_chosen_prompts` asks of a job."""
-
-    def pack(self, examples):
-        from posttrain.batch import pack
-
-        return pack(examples, 100)
+pack_of = partial(pack, tokens_per_pack=100)
 
 
 def test_a_prompt_is_a_target_once():
@@ -174,13 +173,13 @@ def test_a_prompt_is_a_target_once():
 
     shared = Example((Sample((1, 2, 3), children=(leaf(4, 5), leaf(6, 7, 8))),), 0)
     apart = Example((Sample((1, 2), children=(leaf(3),)), Sample((4, 5), children=(leaf(6),))), 1)
-    [one] = pack_with_chosen_prompts(Packer(), [shared, apart])
+    [one] = pack_with_chosen_prompts(pack_of, [shared, apart])
     targets = [one.target_N[one.sequence_N == s].tolist() for s in range(4)]
     assert targets == [[2, 3, 4, 5], [6, 7, 8], [2, 3], [6]]
     prompt = in_prompt(one, [shared, apart])
     assert one.target_N[prompt].tolist() == [2, 3, 2]
     assert one.length_S().tolist() == [4, 3, 2, 1]
-    [plain] = Packer().pack([shared, apart])
+    [plain] = pack_of([shared, apart])
     assert not in_prompt(plain, [shared, apart]).any()
 
 
@@ -222,3 +221,27 @@ def test_the_likelihood_of_prompts_is_a_setting(tmp_path, shared):
     for name in ("log_odds_ratio", "entropy"):
         assert found[False][name] == pytest.approx(found[True][name], rel=1e-5)
     assert abs(found[False]["nll_loss"] - found[True]["nll_loss"]) > 0.01
+
+
+@pytest.mark.parametrize("method", ["orpo", {"type": "orpo", "completion_only_loss": True}, "cpo"])
+def test_a_plan_counts_the_targets_that_the_recipe_does(tmp_path, method):
+    """ORPO's prompts are targets, of the chosen completion."""
+    settings = {"model": "m", "method": method, "data": {"source": "x"}}
+    (tmp_path / "a.json").write_text(json.dumps(settings))
+    examples = [Example((Sample((1, 2, 3), children=(Sample((4, 5), True), Sample((6,), True))),), 0)] * 3
+    [planned] = pack_rows(load(tmp_path / "a.json").config, SimpleNamespace(train=examples), np.arange(3), 100)
+    assert len(planned.target_N) == 3 * (5 if method == "orpo" else 3)
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo", "cpo"])
+def test_means_over_tokens_do_not_depend_on_the_batch(tmp_path, shared, method):
+    found = []
+    for size in (2, 5):
+        sections = dpo(shared, shared / "models/stories260K", data={"validation": {"rows": 5}})
+        sections |= {"method": {"type": method}, "name": f"by-{size}"}
+        sections["training"] |= {"batch_size": size, "max_steps": 1, "learning_rate": 0}
+        folder = run(tmp_path, **sections)
+        found.append([metrics(folder, f"eval_{name}") for name in ("mean_token_accuracy", "entropy", "nll_loss")])
+    assert found[0][0] and found[0][1] and bool(found[0][2]) == (method != "dpo")
+    for one, two in zip(*found, strict=True):
+        assert one == pytest.approx(two, rel=1e-5)

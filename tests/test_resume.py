@@ -180,6 +180,38 @@ def test_more_steps_stretch_the_schedule_and_that_is_said(tmp_path, shared, scra
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4, 5e-4, 3.75e-4, 2.5e-4, 1.25e-4])
 
 
+def test_another_best_metric_begins_without_a_best(tmp_path, shared, scratch_model):
+    """And a run that has more steps than it is given has no schedule to stretch."""
+    sections = settings(shared, scratch_model, "sft", max_steps=4, lr_scheduler_type="linear")
+    sections["evaluation"] = {"eval_steps": 1}
+    start(tmp_path, sections)
+    name = "eval_mean_token_accuracy"
+    changed = ["training.max_steps=7", f"checkpoint.best_metric={name}", "checkpoint.early_stopping_patience=3"]
+    start(tmp_path, sections, *changed, resume=True)
+    later = [line[name] for line in numbers(tmp_path / "run") if name in line and line["step"] > 4]
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert len(later) == 3 and results["best"] == {name: max(later)}
+    start(tmp_path, sections, "training.max_steps=3", "checkpoint.best_metric=null", resume=True)
+    assert "best" not in json.loads((tmp_path / "run/results.json").read_text())
+    assert "stretched" not in (tmp_path / "run/training.log").read_text().split("at step 7 of 3")[1]
+
+
+def test_the_last_step_of_a_run_that_stops_early_is_saved_once_with_its_line(tmp_path, shared, scratch_model):
+    """Whatever kills it after that, a resumed run adds nothing."""
+    sections = settings(shared, scratch_model, "sft", learning_rate=0.3, max_steps=20)
+    sections["evaluation"] = {"eval_steps": 1}
+    sections["tracking"] = {"logging_steps": 10}
+    sections["checkpoint"] |= {"early_stopping_patience": 1}
+    start(tmp_path, sections)
+    last = list_checkpoints(tmp_path / "run")[-1]
+    state = json.loads((last / "state.json").read_text())["loop"]
+    assert state["step"] < 10 and state["window"] == {}
+    before = numbers(tmp_path / "run")
+    assert [line["step"] for line in before if "loss" in line] == [state["step"]]
+    start(tmp_path, sections, resume=True)
+    assert numbers(tmp_path / "run") == before
+
+
 @pytest.mark.parametrize("on_an_adapter", [False, True])
 def test_resume_without_a_checkpoint_begins_anew(tmp_path, shared, scratch_model, monkeypatch, caplog, on_an_adapter):
     """Adapters that go on adapters too, whose merged base the first try has left in `base/`."""

@@ -151,6 +151,7 @@ def test_curves_put_every_name_where_it_belongs():
         [
             {"step": 1, "loss": 1.0, "mean_token_accuracy": 0.1, "eval_mean_token_accuracy": 0.2, "accuracy": 0.3},
             {"step": 1, "eval_my_data_rewards/margins": 0.4, "eval_accuracy": 0.5, "eval_runtime": 9.0, "odd": 1.0},
+            {"step": 1, "nll_loss": 2.0, "eval_nll_loss": 2.0, "eval_my_data_nll_loss": 2.0},
         ]
     )
     assert {name: {whose: values for whose, (_, values) in of.items()} for name, of in series.items()} == {

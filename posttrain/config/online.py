@@ -55,6 +55,13 @@ class OnlineMethod(MethodSettings):
     def updates(self) -> int:
         """Optimizer updates of a step."""
 
+    def _check_estimator(self, problems: Problems) -> None:
+        problems.check(
+            self.needs_reference or self.kl_estimator == type(self).model_fields["kl_estimator"].default,
+            "kl_estimator",
+            "is of the KL to a reference, which has the weight 0; leave it out",
+        )
+
 
 class PolicyGradientMethod(OnlineMethod):
     """What GRPO, RLOO and REINFORCE++ share: rewards become advantages without a value model."""
@@ -105,6 +112,7 @@ class PolicyGradientMethod(OnlineMethod):
             "kl_in",
             "is read with beta above 0 only, not with 0; leave it out",
         )
+        self._check_estimator(problems)
 
 
 class GRPOMethod(PolicyGradientMethod):
@@ -132,6 +140,17 @@ class GRPOMethod(PolicyGradientMethod):
             self.importance_sampling_level is None or not plain,
             "importance_sampling_level",
             f"is not read by {self.loss_type}, which has no ratios; leave it out",
+        )
+        for name in ("epsilon", "epsilon_high"):
+            problems.check(
+                not plain or getattr(self, name) == type(self).model_fields[name].default,
+                name,
+                f"is not read by {self.loss_type}, which clips nothing; leave it out",
+            )
+        problems.check(
+            self.loss_type != "cispo" or self.epsilon_high is None or self.epsilon == 0.2,
+            "epsilon",
+            "is not read by cispo beside epsilon_high, which bounds the ratio; leave it out",
         )
         problems.check(
             self.importance_sampling_level != "sequence" or self.loss_type != "cispo",
@@ -246,5 +265,6 @@ class PPOMethod(OnlineMethod):
             "ref_model",
             "names a reference, but kl_coef is 0: nothing reads it",
         )
+        self._check_estimator(problems)
         problems.report()
         return self

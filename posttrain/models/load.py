@@ -179,7 +179,10 @@ def is_adapter(model: ModelConfig) -> bool:
 def _base_settings(model: ModelConfig) -> ModelConfig:
     """The settings of an adapter's base model; of any other model, its own."""
     adapter = _adapter_config(model)
-    return model if adapter is None else model.model_copy(update={"path": adapter["base_model_name_or_path"]})
+    if adapter is None:
+        return model
+    base = {"path": adapter["base_model_name_or_path"], "revision": adapter.get("revision")}
+    return model.model_copy(update=base)
 
 
 def _adapter_config(model: ModelConfig) -> dict[str, Any] | None:

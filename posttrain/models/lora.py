@@ -17,16 +17,18 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 
-def add_lora(model: PreTrainedModel, lora: LoraConfig, head: Head) -> PeftModel:
+def add_lora(model: PreTrainedModel, lora: LoraConfig, head: Head, revision: str | None = None) -> PeftModel:
     """`model` with trainable adapters and everything else frozen; a reward model's head is trained and saved too.
 
-    Raises ModelError when the target modules match nothing.
+    The adapters name the model as what they belong to, at its `revision`. Raises ModelError when the target modules
+    match nothing, or what can have no adapters.
     """
     from peft import LoraConfig as PeftLoraConfig
     from peft import PeftModel, TaskType, get_peft_model
 
     targets = target_modules(model, lora)
     config = PeftLoraConfig(
+        revision=revision,
         r=lora.r,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  (PEFT annotates int; the scale is a quotient)
         lora_dropout=lora.dropout,
@@ -58,7 +60,20 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str] | str:
             f"lora.target_modules: {', '.join(unmatched)} match no module of {model.config.model_type}; "
             f"its linear layers are {', '.join(candidates)}"
         )
+    _refuse_ends(model, given)
     return given
+
+
+def _refuse_ends(model: PreTrainedModel, given: list[str]) -> None:
+    """The LM head multiplies by itself, chunk by chunk; tied embeddings would change it too once they are merged."""
+    head = model.get_output_embeddings()
+    ends = {"the LM head": head}
+    if head is not None and model.config.tie_word_embeddings:
+        ends["embeddings that are the LM head's weights too"] = model.get_input_embeddings()
+    for name, module in model.named_modules():
+        what = next((what for what, end in ends.items() if end is module), None)
+        if what and any(name == target or name.endswith(f".{target}") for target in given):
+            raise ModelError(f"lora.target_modules: {name} cannot have adapters here: it is {what}; leave it out")
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:

@@ -30,6 +30,7 @@ from posttrain.models.lora import add_lora
 from posttrain.models.matmul import ONEDNN, PACKS
 from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
 from posttrain.recipes.job import checkpoints_gradients, enable_gradient_checkpointing
+from posttrain.recipes.reference import reference_settings
 from posttrain.scoring import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def estimate(
         host = parts["gradients"] + parts["optimizer"] + width * trained
         parts |= {"gradients": 0, "optimizer": 0}
     if holds_reference(config, model):
-        parts["reference"] = weights - width * sum(p.numel() for n, p in empty.named_parameters() if "lora_" in n)
+        parts["reference"] = _reference(config, model, empty, width)
     checkpointing = checkpoints_gradients(config, device)
     kept, working = _activations(config, model, pack, dtype, checkpointing)
     logits = 0 if config.method.type == "reward" else _logits(empty, pack, width, device)
@@ -128,6 +129,15 @@ def estimate(
     beside = passing * max((len(other.tokens_T) for other in packs[1:]), default=0) // max(len(pack.tokens_T), 1)
     moving = max(passing, parts["gradients"] + max(largest, beside))
     return Estimate(parts, sum(parts.values()) - passing - parts["gradients"] + moving, host)
+
+
+def _reference(config: RunConfig, model: ModelConfig, empty: PreTrainedModel | PeftModel, width: int) -> int:
+    """Bytes of the second model in memory."""
+    ref_model = getattr(config.method, "ref_model", None)
+    if ref_model is not None:
+        empty = empty_model(config, reference_settings(model, ref_model).model_copy(update={"lora": None}))
+    adapters = sum(p.numel() for name, p in empty.named_parameters() if "lora_" in name)
+    return _weights(empty, width, model.load_in_4bit) - width * adapters
 
 
 def _weights(model: PreTrainedModel | PeftModel, width: int, in_4bit: bool) -> int:

@@ -107,15 +107,16 @@ def train(job: Job) -> Loop:
 
     def updates_of(step: Step, number: int) -> Iterator[tuple[list[Part], Objective[Part]]]:
         """Every update of a step, minibatch by minibatch; the rollout is packed once where there is one."""
-        rollout, counted_S, in_loss_S = step.rollout, step.counted_S, step.in_loss_S
-        tokens = int(rollout.length_S[in_loss_S].sum())
+        rollout = step.rollout
+        tokens = int(rollout.length_S[step.in_loss_S].sum())
         for iteration in range(method.num_iterations):
             key = (job.config.seed, number, iteration)
-            for place, chosen in enumerate(minibatches(rollout, in_loss_S, method.num_minibatches, key)):
+            made = minibatches(step, method.num_minibatches, key)
+            for place, (chosen, counted) in enumerate(made):
                 counts = Counts(
-                    sequences=int(torch.isin(rollout.group_S[counted_S], rollout.group_S[chosen]).sum()),
+                    sequences=counted,
                     tokens=int(rollout.length_S[chosen].sum()),
-                    rollout_tokens=tokens / method.num_minibatches,
+                    rollout_tokens=tokens / len(made),
                     max_length=job.config.rollout.max_completion_length,
                 )
                 parts = step.parts if method.num_minibatches == 1 else in_packs(job, rollout, chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from posttrain.batch import Example, Pack, Sample, pack
 from posttrain.config import OnlineMethod, RunConfig
 from posttrain.data import Prepared
 from posttrain.recipes.loop import epoch_order
+from posttrain.recipes.reference_free import pack_with_chosen_prompts, scores_prompts
 
 CANDIDATES = 8  # steps with most tokens; which of them fills a pack best is seen by packing
 
@@ -32,7 +34,8 @@ def pack_rows(
     if isinstance(config.method, OnlineMethod):
         length = config.rollout.max_completion_length
         examples = [e for one in examples for e in with_completions(one, config.method, length, tokens_per_pack)]
-    return pack(examples, tokens_per_pack, keep_last=config.method.type == "reward", pad_to=pad_to)
+    pack_of = partial(pack, tokens_per_pack=tokens_per_pack, keep_last=config.method.type == "reward", pad_to=pad_to)
+    return pack_with_chosen_prompts(pack_of, examples) if scores_prompts(config.method) else pack_of(examples)
 
 
 def with_completions(prompt: Example, method: OnlineMethod, length: int, tokens_per_pack: int) -> list[Example]:

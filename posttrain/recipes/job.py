@@ -77,9 +77,10 @@ class Job:
             source = self.model if self.checkpoint is None else self.saved(self.checkpoint)
             policy: nn.Module = load_model(source, head, dtype, self.device, stay=self.offloads())
         else:
-            base = load_model(self._base(head), head, dtype, self.device)
+            source = self._base(head)
+            base = load_model(source, head, dtype, self.device)
             if self.checkpoint is None:
-                policy = add_lora(base, self.model.lora, head)
+                policy = add_lora(base, self.model.lora, head, source.revision)
             else:
                 from peft import PeftModel
 

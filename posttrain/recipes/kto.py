@@ -101,11 +101,14 @@ def train(job: Job) -> Loop:
             metrics = unpaired_metrics(logprob_S, logratio_S, desirable_S, method.beta, desirable, undesirable)
             metrics["entropy"] = scores.entropy_N.detach().sum() / tokens
             if levels.metric:
-                metrics[levels.metric] = torch.as_tensor(levels.value * pack.num_sequences / len(examples))
+                metrics[levels.metric] = torch.as_tensor(
+                    levels.value * pack.num_sequences / len(examples), device=job.device
+                )
             return loss_S.sum() / len(examples), metrics
 
         counts = {f"{name}/chosen": desirable for name in ("rewards", "logps")}
         counts |= {f"{name}/rejected": undesirable for name in ("rewards", "logps")}
+        counts["entropy"] = tokens
         return packs, Objective(share, len(examples), counts)
 
     loop = Loop(job, policy, optimizer, data)

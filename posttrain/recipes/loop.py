@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from posttrain.batch import Example, Pack
-from posttrain.config import OnlineMethod, RunConfig
+from posttrain.config import OnlineMethod, RunConfig, load
 from posttrain.data import Dataset, Prepared
 from posttrain.errors import RunError, VitalSignError
 from posttrain.memory import return_free_pages
@@ -31,6 +31,7 @@ from posttrain.optim.update import HasTokens, Objective, over_batches, over_upda
 from posttrain.progress import progress
 from posttrain.recipes.drawn import Drawn
 from posttrain.recipes.job import Job
+from posttrain.recipes.resume import say_how_the_schedule_changed
 from posttrain.recipes.signals import handling
 from posttrain.recipes.state import State
 from posttrain.recipes.vital import MovedWeights, check_finite
@@ -226,6 +227,8 @@ class Loop:
 
     def _after_step(self) -> None:
         state, every = self.state, self.job.config.checkpoint.save_steps
+        if self._patience_is_over() and state.window:  # it is the last step: nothing will be left to log
+            self._log()
         if state.step % every == 0 or state.step == self.total or self._patience_is_over() or self.stop:
             self.save_checkpoint()
         self._leave_if_asked()
@@ -346,27 +349,16 @@ class Loop:
                 "tokenizer): give it back, or start a new run"
             )
         self.state = State.from_json(saved["loop"])
-        if self.state.best is not None and not self.job.run.best.exists():
-            self.state.best, self.state.evaluations_since_best = None, 0  # it was of a future given up
+        metric = load(checkpoint / "config.yaml").config.checkpoint.best_metric
+        future = self.state.best is not None and not self.job.run.best.exists()
+        if future or metric != self.job.config.checkpoint.best_metric:
+            self.state.best, self.state.evaluations_since_best = None, 0  # of another metric, or of a future given up
         self.optimizer.load_state(load_tensors(checkpoint / "optimizer.safetensors"))
         restore_rng(load_tensors(checkpoint / "rng.safetensors"), saved["rng"])
         log.info("resumed from %s at step %d of %d", checkpoint.name, self.state.step, self.total)
-        self._say_how_the_schedule_changed(saved["total"])
-
-    def _say_how_the_schedule_changed(self, before: int) -> None:
-        """A schedule is stretched over the steps there are now; the steps already made keep the rates they had."""
-        training, step = self.job.config.training, self.state.step
-        if before == self.total or step == self.total:
-            return
-        warmup = warmup_count(training.warmup_steps, before)
-        old = self.peak_rate * schedule(training.lr_scheduler_type, min(step, before), before, warmup)
-        new = self.rate(step + 1)
-        if new != old:
-            log.warning(
-                "%d steps in all instead of %d: the %s schedule is stretched, the learning rate of step %d is %.2e "
-                "instead of %.2e. This is not what a run of %d steps from the start would have done",
-                self.total, before, training.lr_scheduler_type, step + 1, new, old, self.total,
-            )  # fmt: skip
+        say_how_the_schedule_changed(
+            self.job.config.training, self.peak_rate, self.state.step, saved["total"], self.total
+        )
 
     def _write_model(self, folder: Path) -> None:
         self.policy.save_pretrained(folder)  # pyright: ignore[reportCallIssue]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -93,16 +93,20 @@ def scored(job: Job, rollout: Rollout, parts: Sequence[Part], of: Callable[[Pack
     return found
 
 
-def minibatches(rollout: Rollout, chosen_S: Tensor, count: int, key: Sequence[int]) -> Iterator[Tensor]:
-    """The chosen completions in `count` parts of whole groups, in an order drawn from `key`; empty parts left out."""
-    if count == 1:
-        yield from [chosen_S] if len(chosen_S) else []
-        return
-    order = np.random.default_rng(list(key)).permutation(len(rollout.prompts))
-    for groups in np.array_split(order, count):
-        mine = chosen_S[torch.isin(rollout.group_S[chosen_S], torch.from_numpy(groups))]
-        if len(mine):
-            yield mine
+def minibatches(step: Step, count: int, key: Sequence[int]) -> list[tuple[Tensor, int]]:
+    """The completions in the loss in `count` parts of whole groups, in an order drawn from `key`.
+
+    With each part, how many completions of its groups count, those left out of the loss among them. A part with nothing
+    in the loss is left out.
+    """
+    group_S, prompts = step.rollout.group_S, len(step.rollout.prompts)
+    order = np.arange(prompts) if count == 1 else np.random.default_rng(list(key)).permutation(prompts)
+    made = []
+    for groups in map(torch.from_numpy, np.array_split(order, count)):
+        chosen, counted = (some[torch.isin(group_S[some], groups)] for some in (step.in_loss_S, step.counted_S))
+        if len(chosen):
+            made.append((chosen, len(counted)))
+    return made
 
 
 def trained_on(rollout: Rollout, mask_truncated: bool) -> tuple[Tensor, Tensor]:

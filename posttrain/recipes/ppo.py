@@ -82,7 +82,7 @@ def train(job: Job) -> Loop:
     def updates_of(step: PPOStep, number: int) -> Iterator[tuple[list[Part], Objective[Part]]]:
         for epoch in range(method.num_ppo_epochs):
             key = (job.config.seed, number, epoch)
-            for place, chosen in enumerate(minibatches(step.rollout, step.in_loss_S, method.num_minibatches, key)):
+            for place, (chosen, _) in enumerate(minibatches(step, method.num_minibatches, key)):
                 parts = step.parts if method.num_minibatches == 1 else in_packs(job, step.rollout, chosen)
                 first = number == 1 and epoch == place == 0
                 yield parts, objective_of(step, int(step.rollout.length_S[chosen].sum()), len(chosen), first)
@@ -112,13 +112,13 @@ def train(job: Job) -> Loop:
                 found = step.rollout.metrics() | values_seen(step)
                 if metrics:
                     found |= signs_of(job, sample, step.trainer_R, step.rollout, step.in_loss_S)
-                if step.kl_S is not None:
+                if step.kl_S is not None and len(step.kl_S):
                     found |= {"kl": step.kl_S.mean().item(), "kl_coef": kl_coef}
                 alarms.look(number, {**metrics, **found})
                 return found
 
             loop.updates(updates_of(step, number), measure)
-            if method.target_kl is not None and step.kl_S is not None:
+            if method.target_kl is not None and step.kl_S is not None and len(step.kl_S):
                 memory["kl_coef"] = adapted_kl_coef(
                     kl_coef,
                     step.kl_S.mean().item(),

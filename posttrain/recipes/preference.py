@@ -67,7 +67,7 @@ def train(job: Job) -> Loop:
             metrics["mean_token_accuracy"] = scores.top1_N[pack.sequence_N % 2 == 0].sum() / chosen_tokens
             return loss_of(pairs).sum() / len(examples), metrics
 
-        return packs, Objective(share, len(examples))
+        return packs, Objective(share, len(examples), {"entropy": tokens, "mean_token_accuracy": chosen_tokens})
 
     loop = Loop(job, policy, optimizer, data)
     if loop.evaluation_due:

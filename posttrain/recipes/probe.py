@@ -200,7 +200,7 @@ class Step:
     def __init__(self, job: Job):
         self.device, self.reward = job.device, job.config.method.type == "reward"
         policy = job.policy("reward" if self.reward else "lm")
-        policy.train(job.config.method.type == "sft")
+        policy.train(job.config.method.dropout)
         self.optimizer = job.optimizer(policy)
         self.scorer = RewardScorer(policy) if self.reward else Scorer(policy)
         self.reference: Scorer | None = None

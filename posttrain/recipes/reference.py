@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from posttrain.batch import Example, Pack, sequences
-from posttrain.config import DPOMethod, KTOMethod
+from posttrain.config import DPOMethod, KTOMethod, ModelConfig
 from posttrain.data import Dataset, Prepared
 from posttrain.data.cache import default_folder
 from posttrain.errors import ModelError, RunError
@@ -93,9 +93,14 @@ def whole_sets(job: Job, data: Prepared) -> list[Portion]:
     return [portion(name, dataset) for name, dataset in {"train": data.train, **data.validation}.items()]
 
 
+def reference_settings(model: ModelConfig, ref_model: str | None) -> ModelConfig:
+    """The settings to load the reference with; a revision is the policy's own."""
+    return model if ref_model is None else model.model_copy(update={"path": ref_model, "revision": None})
+
+
 def frozen_model(job: Job, ref_model: str | None, policy: Scorer) -> Scorer:
     """Another model, or the policy's own as it was before training, without gradients."""
-    source = job.model if ref_model is None else job.model.model_copy(update={"path": ref_model})
+    source = reference_settings(job.model, ref_model)
     model = load_model(source, "lm", job.dtype, job.device).requires_grad_(False)
     ours, theirs = base_of(policy.model).config.vocab_size, model.config.vocab_size
     if ours != theirs:

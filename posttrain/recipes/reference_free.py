@@ -16,6 +16,7 @@ import torch
 
 from posttrain.batch import Example, Pack
 from posttrain.config import CPOMethod, ORPOMethod, SimPOMethod
+from posttrain.config.methods import AnyMethod
 from posttrain.losses import Pairs, contrastive, contrastive_metrics, odds_ratio, odds_ratio_metrics
 from posttrain.optim.update import Metrics, Objective
 from posttrain.recipes.job import Job
@@ -27,7 +28,6 @@ from posttrain.scoring import Scorer
 def train(job: Job) -> Loop:
     method = job.config.method
     assert isinstance(method, ORPOMethod | CPOMethod | SimPOMethod)
-    with_prompts = isinstance(method, ORPOMethod) and not method.completion_only_loss
     nll_weight = 1.0 if isinstance(method, ORPOMethod) else method.cpo_alpha
     compare = comparison(method)
     data = job.data()
@@ -36,7 +36,7 @@ def train(job: Job) -> Loop:
     scorer = Scorer(policy)
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
-        packs = pack_with_chosen_prompts(job, examples) if with_prompts else job.pack(examples)
+        packs = pack_with_chosen_prompts(job.pack, examples) if scores_prompts(method) else job.pack(examples)
         likely = sum(int((pack.sequence_N % 2 == 0).sum()) for pack in packs)  # tokens of the likelihood term
         tokens = sum(int((~in_prompt(pack, examples)).sum()) for pack in packs)
 
@@ -54,7 +54,8 @@ def train(job: Job) -> Loop:
             metrics["mean_token_accuracy"] = scores.top1_N[is_chosen_N].sum() / likely
             return loss_P.sum() / len(examples) + nll_weight * nll, metrics
 
-        return packs, Objective(share, len(examples))
+        counts = {"nll_loss": likely, "mean_token_accuracy": likely, "entropy": tokens}
+        return packs, Objective(share, len(examples), counts)
 
     loop = Loop(job, policy, optimizer, data)
     if loop.evaluation_due:
@@ -94,13 +95,18 @@ def pairs_of(pack: Pack, logprob_N: torch.Tensor, completion_N: torch.Tensor) ->
     return Pairs(logprob_S[0::2], logprob_S[1::2], none_P, none_P, length_S[0::2], length_S[1::2])
 
 
-def pack_with_chosen_prompts(job: Job, examples: list[Example]) -> list[Pack]:
+def scores_prompts(method: AnyMethod) -> bool:
+    """Whether a chosen completion's prompt is trained on too."""
+    return isinstance(method, ORPOMethod) and not method.completion_only_loss
+
+
+def pack_with_chosen_prompts(pack_of: Callable[[list[Example]], list[Pack]], examples: list[Example]) -> list[Pack]:
     """Packs in which a pair's prompt is a target too, once, as the beginning of its chosen sequence."""
     marked = [
         replace(example, trees=(replace(example.trees[0], trained=True), *example.trees[1:])) for example in examples
     ]
     packs = []
-    for pack in job.pack(marked):
+    for pack in pack_of(marked):
         kept_N = ~in_prompt(pack, examples) | (pack.sequence_N % 2 == 0)
         packs.append(
             replace(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from posttrain.config import RunConfig, load
+from posttrain.config.schema import TrainingConfig
 from posttrain.errors import RunError
+from posttrain.optim.schedules import schedule, warmup_count
 from posttrain.store.files import flat
 from posttrain.store.provenance import redact
+
+log = logging.getLogger("posttrain")
 
 # How long to train, and how often to log, save and evaluate; where the folder lies and what computes.
 CHANGEABLE = (
@@ -60,3 +65,20 @@ def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
 
 def _may_change(path: str) -> bool:
     return any(path == allowed or path.startswith(f"{allowed}.") for allowed in CHANGEABLE)
+
+
+def say_how_the_schedule_changed(training: TrainingConfig, peak: float, step: int, before: int, total: int) -> None:
+    """A schedule is stretched over the steps there are now; the steps already made keep the rates they had."""
+    if before == total or step >= total:
+        return
+
+    def rate(done: int, of: int) -> float:
+        return peak * schedule(training.lr_scheduler_type, done, of, warmup_count(training.warmup_steps, of))
+
+    old, new = rate(min(step, before), before), rate(step, total)
+    if new != old:
+        log.warning(
+            "%d steps in all instead of %d: the %s schedule is stretched, the learning rate of step %d is %.2e "
+            "instead of %.2e. This is not what a run of %d steps from the start would have done",
+            total, before, training.lr_scheduler_type, step + 1, new, old, total,
+        )  # fmt: skip

@@ -98,9 +98,10 @@ Series = dict[str, dict[str, tuple[list[int], list[float]]]]
 def _series(metrics: Sequence[dict[str, Any]]) -> Series:
     """Sort the lines of `metrics.jsonl` into curves; `eval_{name}_{metric}` is that metric on the dataset `name`."""
     series: Series = {}
+    logged = {key for line in metrics for key in line if not key.startswith("eval_")}
     for line in metrics:
         for key, value in line.items():
-            found = _split(key)
+            found = _split(key, logged)
             if found and (value is None or isinstance(value, int | float)):
                 steps, values = series.setdefault(found[0], {}).setdefault(found[1], ([], []))
                 steps.append(line["step"])
@@ -108,19 +109,21 @@ def _series(metrics: Sequence[dict[str, Any]]) -> Series:
     return series
 
 
-def _split(key: str) -> tuple[str, str] | None:
-    """A logged name as (metric, whose): ("loss", "train"), ("loss", "validation"), ("loss", "helpful")."""
+def _split(key: str, logged: set[str]) -> tuple[str, str] | None:
+    """A logged name as (metric, whose): ("loss", "train"), ("loss", "validation"), ("loss", "helpful").
+
+    `logged` are the names of all metrics in training: the longest that fits is meant, `nll_loss` before `loss`.
+    """
     if key in KNOWN:
         return key, "train"
     if not key.startswith("eval_"):
         return None
     rest = key.removeprefix("eval_")
-    for name in KNOWN:
-        if rest == name:
-            return name, "validation"
-        if rest.endswith(f"_{name}"):
-            return name, rest.removesuffix(f"_{name}")
-    return None
+    fitting = [name for name in logged.union(KNOWN) if f"_{rest}".endswith(f"_{name}")]
+    name = max(fitting, key=len, default=None)
+    if name not in KNOWN:
+        return None
+    return name, rest.removesuffix(name).removesuffix("_") or "validation"
 
 
 def _draw(axes: "Axes", panel: Panel, series: Series) -> None:
