@@ -2,12 +2,15 @@
 
 import logging
 import os
+import signal
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from posttrain.cli import main
 from posttrain.cli.environment import load_tokens
+from posttrain.cli.errors import guarded
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +56,22 @@ def test_the_log_on_the_console_ends_with_its_command():
     before = list(logger.handlers)
     assert main(["config", "list"]) == 0
     assert logger.handlers == before
+
+
+def test_ctrl_c_is_an_interruption_whatever_a_library_makes_of_it(capsys):
+    """Hit while it is imported, some raise an ImportError of their own, then or later."""
+
+    def run():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("cannot load module more than once per process") from None
+
+    assert guarded(run, debug=False) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"posttrain {version('posttrain')}\n"

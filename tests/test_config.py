@@ -376,3 +376,10 @@ def test_importing_and_asking_for_help_loads_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_home_folders_are_meant_by_their_short_name(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    settings = ["model=~/tiny", "data.source=x", "method={type: dpo, ref_model: ~/other}"]
+    config = load(None, settings).config
+    assert (config.models[0].path, config.method.ref_model) == ("/home/me/tiny", "/home/me/other")

@@ -41,6 +41,7 @@ DPO = "model: gpt2\ndata: {source: x}\nmethod:\n  type: dpo\n"
         ),
         ("max_steps: 3\n", "a.yaml:4: max_steps is not a setting; did you mean training.max_steps?"),
         ("traning: {}\n", "a.yaml:4: traning is not a setting; did you mean training?"),
+        ("training: {eval_steps: 5}\n", "training.eval_steps is not a setting; did you mean evaluation.eval_steps?"),
         ("training: {lr: 1}\n", "a.yaml:4: training.lr is not a setting; write training.learning_rate"),
         ("training:\n  batch_size: 0\n", "a.yaml:5: training.batch_size is 0; it must be a whole number of 1 or more"),
         ("training: {batch_size: true}\n", "training.batch_size is true; it must be a whole number of 1 or more"),

@@ -133,7 +133,9 @@ def test_long_documents_are_cut_so_that_every_token_is_a_target_once(tmp_path):
 
 def test_nothing_left_is_an_error_with_the_report(tmp_path):
     long = write(tmp_path / "long.jsonl", [{"prompt": "pp", "completion": "c"}] * 20)
-    with pytest.raises(DataError, match=r"no row can be used:\n(.*\n)*.*20 rows over the length limit, dropped"):
+    with pytest.raises(
+        DataError, match=r"no row can be used:\n(.*\n)*.*20 rows \(100%\) over the length limit, dropped"
+    ):
         run(tmp_path, source=long, max_length=2)
 
 

@@ -221,7 +221,7 @@ def test_a_step_with_nothing_in_the_loss_leaves_the_coefficient_of_the_kl(sums_h
 
 @pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
 def test_the_last_prompts_of_an_epoch_weigh_what_others_do(sums_home, tmp_path, loss_type):
-    """9 prompts, 8 a step, in 4 parts: the second step's parts but one are empty. The loss is about the entropy alone."""
+    """9 prompts, 8 a step, in 4 parts: of the second step's all but one are empty. The loss is the entropy's."""
     data = {"source": str(sums_home / "train.jsonl"), "template": "none", "max_length": 24, "max_rows": 9}
     method = {"loss_type": loss_type, "beta": 0, "entropy_coef": 1.0, "num_minibatches": 4, "scale_rewards": "none"}
     rewards, training = [EXACT | {"weight": 1e-6}], {"learning_rate": 1e-9}

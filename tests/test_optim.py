@@ -241,3 +241,9 @@ def test_schedules_equal_transformers(kind, warmup):
         assert rate * schedule(kind, step, total, warmup_count(warmup, total)) == pytest.approx(theirs.get_last_lr()[0])
         optimizer.step()
         theirs.step()
+
+
+def test_a_share_of_warm_up_leaves_a_step_to_train():
+    """transformers rounds up, so that a run of one step would have the rate 0 and nothing else."""
+    assert [warmup_count(0.03, total) for total in (1, 2, 34, 100)] == [0, 1, 2, 3]
+    assert warmup_count(5, 3) == 5

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,14 @@ def test_many_models_and_a_failure_in_between(tmp_path, shared, scratch_model):
     states = {p.parent.name: json.loads(p.read_text())["state"] for p in (tmp_path / "many").glob("*/run.json")}
     assert states == {"stories260K": "finished", "absent": "failed", "tiny-qwen3": "finished"}
     recipes.train(load(file).config, overwrite=True, model_index=2)
+
+
+def test_what_is_said_of_a_step_is_what_is_logged(tmp_path, shared):
+    """The means since the last line, not those of one step."""
+    sections = dpo(shared, shared / "models/stories260K", training={"max_steps": 4})
+    folder = run(tmp_path, **sections | {"tracking": {"logging_steps": 2}})
+    said = re.findall(r"step (\d)/4  loss (\S+)", (folder / "training.log").read_text())
+    assert said == [(str(2 * n), f"{loss:.4g}") for n, loss in enumerate(metrics(folder, "loss"), start=1)]
 
 
 @pytest.mark.parametrize(("method", "differs"), [("sft", True), ("dpo", False)])

@@ -181,7 +181,6 @@ def test_more_steps_stretch_the_schedule_and_that_is_said(tmp_path, shared, scra
 
 
 def test_another_best_metric_begins_without_a_best(tmp_path, shared, scratch_model):
-    """And a run that has more steps than it is given has no schedule to stretch."""
     sections = settings(shared, scratch_model, "sft", max_steps=4, lr_scheduler_type="linear")
     sections["evaluation"] = {"eval_steps": 1}
     start(tmp_path, sections)
@@ -191,9 +190,21 @@ def test_another_best_metric_begins_without_a_best(tmp_path, shared, scratch_mod
     later = [line[name] for line in numbers(tmp_path / "run") if name in line and line["step"] > 4]
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert len(later) == 3 and results["best"] == {name: max(later)}
-    start(tmp_path, sections, "training.max_steps=3", "checkpoint.best_metric=null", resume=True)
+    start(tmp_path, sections, "training.max_steps=8", "checkpoint.best_metric=null", resume=True)
     assert "best" not in json.loads((tmp_path / "run/results.json").read_text())
-    assert "stretched" not in (tmp_path / "run/training.log").read_text().split("at step 7 of 3")[1]
+
+
+def test_a_refused_resume_leaves_the_run_as_it_is(tmp_path, shared, scratch_model):
+    sections = settings(shared, scratch_model, "dpo", max_steps=4)
+    start(tmp_path, sections)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    for override, message in (
+        ("method.beta=0.5", "made with other settings"),
+        ("training.max_steps=3", "checkpoint-4 is at step 4, beyond training.max_steps = 3: give more"),
+    ):
+        with pytest.raises(RunError, match=message):
+            start(tmp_path, sections, override, resume=True)
+        assert {path: path.read_bytes() for path in before} == before
 
 
 def test_the_last_step_of_a_run_that_stops_early_is_saved_once_with_its_line(tmp_path, shared, scratch_model):

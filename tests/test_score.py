@@ -8,7 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from posttrain.cli import main
 
@@ -104,3 +110,43 @@ def test_columns_of_any_kind_come_out_and_a_bad_place_is_told_first(tmp_path, sh
     assert main([*command, str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert "it is a folder" in error and "scoring" not in error
+
+
+@pytest.fixture
+def short_gpt2(tmp_path, scratch_model):
+    """A GPT-2 with a table of 32 positions."""
+    folder = tmp_path / "short"
+    tokenizer = AutoTokenizer.from_pretrained(scratch_model)
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=16, n_layer=1, n_head=1, eos_token_id=1)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_texts_longer_than_a_table_of_positions_are_refused(tmp_path, short_gpt2, capsys):
+    """Only where a text is longer: that the limit is higher is no harm."""
+    for words, refused in ((5, False), (60, True)):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Once", "completion": " a" * words}) + "\n")
+        rows = str(tmp_path / "rows.jsonl")
+        settings = ["method=sft", f"data.source={rows}", "data.template=none", f"model.path={short_gpt2}"]
+        settings += ["training.max_steps=1", f"output_dir={tmp_path}", f"name=run-{words}"]
+        for command in (
+            ["score", str(short_gpt2), rows, "--template", "none"],
+            ["plan", *settings],
+            ["train", *settings],
+        ):
+            assert main(command) == refused, command
+            error = capsys.readouterr().err
+            assert ("this model has 32 positions, and the longest example 6" in error) == refused
+            assert "IndexError" not in error
+
+
+def test_a_reward_model_is_no_policy(tmp_path, scratch_model, capsys):
+    folder = tmp_path / "reward"
+    AutoModelForSequenceClassification.from_pretrained(scratch_model, num_labels=1).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(scratch_model).save_pretrained(folder)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Once", "completion": " a"}\n')
+    settings = [f"data.source={tmp_path / 'rows.jsonl'}", f"model.path={folder}", f"output_dir={tmp_path}"]
+    for command in (["generate", str(folder), str(tmp_path / "rows.jsonl")], ["train", "method=sft", *settings]):
+        assert main(command) == 1
+        assert "is a reward model, which says what texts are worth and writes none" in capsys.readouterr().err

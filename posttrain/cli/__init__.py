@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from posttrain import __version__
 from posttrain.cli.app import build
 from posttrain.cli.environment import load_tokens
 from posttrain.cli.errors import guarded
@@ -15,6 +16,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"] or ["--help"]
+    if args == ["--version"]:
+        print(f"posttrain {__version__}")
+        return 0
     load_tokens(Path(".env"))
     console = ConsoleLog(debug)
     try:

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import typer
 
-EPILOG = "--debug, anywhere on the command line, shows the stack trace of an error."
+EPILOG = "--debug, anywhere on the command line, shows the stack trace of an error; --version, alone, the version."
 HELP = "Post-training of language models: supervised fine-tuning, reward models, DPO and its kin, GRPO and PPO."
 # Verb -> the module here with the function of its name. The help lists them in this order.
 VERBS = {

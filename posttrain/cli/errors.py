@@ -1,6 +1,7 @@
 """The one place that turns exceptions into messages and exit statuses."""
 
 import errno
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from collections.abc import Callable
 import typer
 
 from posttrain.errors import OUT_OF_MEMORY, PosttrainError, is_out_of_memory
+from posttrain.signals import handling
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -22,8 +24,16 @@ class UsageError(PosttrainError):
 
 def guarded(run: Callable[[], object], debug: bool) -> int:
     """Run a command; its exit status. What goes wrong is one message on stderr, after the trace with `debug`."""
+    pressed: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    numbers = [signal.SIGINT] if signal.getsignal(signal.SIGINT) is signal.default_int_handler else []
     try:
-        status = run()
+        with handling(note, *numbers):
+            status = run()
         if status == INTERRUPTED:  # all that typer leaves of one
             raise KeyboardInterrupt
         return status if isinstance(status, int) else 0
@@ -39,6 +49,8 @@ def guarded(run: Callable[[], object], debug: bool) -> int:
         message = error.format_message()
         return _report(message, error.exit_code, debug) if message else error.exit_code  # no message: help was shown
     except Exception as error:
+        if pressed:  # libraries that it meets while they are imported make another error of it
+            return _report("interrupted", INTERRUPTED, debug)
         if is_out_of_memory(error):
             return _report(OUT_OF_MEMORY, FAILURE, debug)
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:

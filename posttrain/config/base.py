@@ -1,8 +1,9 @@
 """What every settings class shares: frozen, no unknown keys, and checks that name the field they complain about."""
 
+from os.path import expanduser
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Settings(BaseModel):
@@ -71,6 +72,7 @@ Positive = Annotated[Int, Field(ge=1)]
 Share = Annotated[Float, Field(gt=0.0, lt=1.0)]
 OneOrMore = BeforeValidator(_one_as_list)
 Text = Annotated[str, Field(min_length=1)]
+Place = Annotated[Text, AfterValidator(expanduser)]  # a hub id, or a folder, of which `~` is the user's own
 
 # Patterns of text settings, and how a message puts them.
 FILE_NAME = r"^[^/\\\x00]+$"

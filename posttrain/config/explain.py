@@ -34,6 +34,10 @@ HINTS = {
     "load_best_model_at_end": "write checkpoint.best_metric; best/ is kept beside final/",
     "optim": "write training.optimizer",
     "use_lora": "write model.lora: {r: 16}, or leave it out",
+    "use_peft": "write model.lora: {r: 16}, or leave it out",
+    "peft": "write model.lora: {r: 16}, or leave it out",
+    "eval_strategy": "write evaluation.eval_steps",
+    "save_strategy": "write checkpoint.save_steps",
     "truncation": "write data.overlong: truncate",
     "init_from": "it goes inside a stage, as in stages: {dpo: {method: dpo, init_from: sft}}",
 }
@@ -166,12 +170,10 @@ def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
             return f"{start}, but of {', '.join(owners)}"
     if key in HINTS:
         return f"{start}; {HINTS[key]}"
-    near = get_close_matches(key, here, n=1, cutoff=0.7)
     everywhere = known_paths()
-    if not near and key in everywhere:
+    if key in everywhere:
         return f"{start}; did you mean {' or '.join(everywhere[key])}?"
-    if not near:
-        near = get_close_matches(key, here, n=1, cutoff=0.6)
+    near = get_close_matches(key, here, n=1, cutoff=0.6)
     if near:
         return f"{start}; did you mean {prefix}{near[0]}?"
     elsewhere = get_close_matches(key, everywhere, n=1, cutoff=0.75)

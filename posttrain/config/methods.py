@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from posttrain.config.base import Float, MethodSettings, OneOrMore, Problems, Text
+from posttrain.config.base import Float, MethodSettings, OneOrMore, Place, Problems
 from posttrain.config.online import GRPOMethod, PPOMethod, ReinforcePlusPlusMethod, RLOOMethod
 
 PreferenceLoss = Literal[
@@ -103,7 +103,7 @@ class DPOMethod(MethodSettings):
     precompute_ref_log_probs: bool = Field(
         default=False, description="Compute the reference's log-probabilities before training, and cache them."
     )
-    ref_model: Text | None = Field(
+    ref_model: Place | None = Field(
         default=None, description="Hub id or folder of another reference; null: the model itself before training."
     )
 
@@ -273,7 +273,7 @@ class KTOMethod(MethodSettings):
     precompute_ref_log_probs: bool = Field(
         default=False, description="Compute the reference's log-probabilities before training, and cache them."
     )
-    ref_model: Text | None = Field(
+    ref_model: Place | None = Field(
         default=None, description="Hub id or folder of another reference; null: the model itself before training."
     )
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import Float, Int, MethodSettings, Positive, Problems, Text
+from posttrain.config.base import Float, Int, MethodSettings, Place, Positive, Problems
 
 PolicyLossType = Literal[
     "grpo",
@@ -41,7 +41,7 @@ class OnlineMethod(MethodSettings):
         default=3.0,
         description="Tokens are weighed by trainer's over engine's probability, up to this; null: not at all.",
     )
-    ref_model: Text | None = Field(
+    ref_model: Place | None = Field(
         default=None, description="Hub id or folder of another reference; null: the model itself before training."
     )
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from posttrain.config.base import Float, Positive, Problems, Settings, Text
+from posttrain.config.base import Float, Place, Positive, Problems, Settings, Text
 
 FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 RuleName = Literal[
@@ -74,7 +74,7 @@ class ModelReward(RewardTerm):
 
     model_config = ConfigDict(populate_by_name=True)
     type: Literal["model"] = Field(description="A reward model.")
-    path: Text | None = Field(default=None, description="Hub id or folder.")
+    path: Place | None = Field(default=None, description="Hub id or folder.")
     from_stage: Text | None = Field(default=None, alias="from", description="The stage that trains it.")
 
     @model_validator(mode="after")

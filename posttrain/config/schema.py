@@ -11,6 +11,7 @@ from posttrain.config.base import (
     Float,
     Int,
     OneOrMore,
+    Place,
     Positive,
     Problems,
     Settings,
@@ -45,7 +46,7 @@ class LoraConfig(Settings):
 class ModelConfig(Settings):
     """A model to train."""
 
-    path: Text = Field(description="Hub id or folder.")
+    path: Place = Field(description="Hub id or folder.")
     name: Annotated[str, Field(pattern=FILE_NAME)] | None = Field(
         default=None, description="Folder name in the run folder; null: the last part of the path."
     )

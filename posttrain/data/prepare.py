@@ -36,6 +36,11 @@ class Prepared:
     fingerprint: str
 
     @property
+    def longest(self) -> int:
+        """The most tokens that a sequence has, a prompt without what is drawn for it."""
+        return max(min(report.tokens.max, report.max_length) for report in self.reports.values())
+
+    @property
     def report(self) -> Report:
         """The report of the training source, before validation rows are held out of it."""
         return self.reports["train"]

@@ -104,8 +104,12 @@ class Report:
             (self.shifted, "whose prompt ends in other tokens before its completion than alone"),
             (len(self.malformed), "malformed, left out"),
         )
-        out += [f"{count:,} rows {what}" for count, what in counts if count]
+        out += [f"{count:,} rows{_share(count, self.read)} {what}" for count, what in counts if count]
         return [*out, *(f"  {row}" for row in self.malformed[:10]), *self.notes]
+
+
+def _share(count: int, of: int) -> str:
+    return f" ({count / of:.0%})" if count >= 0.01 * of else ""
 
 
 def list_malformed(malformed: Iterable[Malformed], most: int = 10) -> str:

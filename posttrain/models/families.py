@@ -46,6 +46,9 @@ FAMILIES: dict[str, Family] = {  # by config.json's model_type
 }
 
 
+LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo")  # a row of a table each; the others compute them, of any number
+
+
 def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
     """Whether it is a PEFT model. PEFT is not asked: it takes a second to load, and most runs do without."""
     return hasattr(model, "get_base_model")
@@ -70,6 +73,16 @@ def is_packed(base: PreTrainedModel) -> bool:
 def positions_of(config: PreTrainedConfig) -> int | None:
     """How many positions the model has, or was trained on; None where it knows no bound."""
     return getattr(config, "max_position_embeddings", None)
+
+
+def check_longest(config: PreTrainedConfig, longest: int) -> None:
+    """Refuse a sequence of `longest` tokens where positions are a table that ends before it."""
+    limit = positions_of(config)
+    if config.model_type in LEARNED_POSITIONS and limit is not None and longest > limit:
+        raise ModelError(
+            f"this model has {limit:,} positions, and the longest example {longest:,} tokens: set data.max_length to "
+            f"at most {limit}"
+        )
 
 
 def check_positions(config: PreTrainedConfig, max_length: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,8 @@ from posttrain.models.optional import check_attention, keep_storage, kernels, qu
 
 # Their bars flash by on every load and save; ours say what a person waits for.
 hf_logging.disable_progress_bar()
+# PEFT asks transformers for a name that it is about to change, which is no user's business.
+warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 Head = Literal["lm", "reward"]
 # One of these is in every folder that a tokenizer can be loaded from.
@@ -93,6 +96,8 @@ def load_model(
     liger, stored = kernels(model, device), quantization(model, dtype)
     base = _base_settings(model)
     config = load_config(base)
+    if head == "lm" and is_reward_model(model):
+        raise ModelError(f"model {model.path}: is a reward model, which says what texts are worth and writes none")
     auto: Any = AutoModelForCausalLM
     if head == "reward":
         auto, config.num_labels = AutoModelForSequenceClassification, 1

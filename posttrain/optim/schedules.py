@@ -9,8 +9,11 @@ import math
 
 
 def warmup_count(warmup_steps: float, total: int) -> int:
-    """Steps of warm-up: a share of the run below 1 (rounded up, as in transformers), else a number of steps."""
-    return math.ceil(total * warmup_steps) if warmup_steps < 1 else int(warmup_steps)
+    """Steps of warm-up: a share of the run below 1 (rounded up, as in transformers), else a number of steps.
+
+    A share leaves one step at the least: the first step's rate is 0, and a run of one step would train nothing.
+    """
+    return min(math.ceil(total * warmup_steps), max(total - 1, 0)) if warmup_steps < 1 else int(warmup_steps)
 
 
 def schedule(kind: str, step: int, total: int, warmup: int) -> float:

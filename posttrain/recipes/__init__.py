@@ -27,8 +27,8 @@ from posttrain.recipes.finish import finish
 from posttrain.recipes.job import Job
 from posttrain.recipes.pipeline import Pipeline, Task, is_whole_run, keep_saved_path, refuse_other_start
 from posttrain.recipes.plan import plan
-from posttrain.recipes.resume import refuse_changes, run_folder_of, saved_settings
-from posttrain.recipes.signals import handling, leave
+from posttrain.recipes.resume import refuse_changes, refuse_fewer_steps, run_folder_of, saved_settings
+from posttrain.signals import handling, leave
 from posttrain.store.checkpoint import has_saved, named_checkpoint, newest_complete, saved_step
 from posttrain.store.run import Run
 from posttrain.store.tracking import Tracking, require_trackers
@@ -123,6 +123,9 @@ def train_one(
     A run that was stopped before its first checkpoint begins anew; a `best` that it has is set aside.
     """
     release_memory()  # of the model before
+    if resume and has_saved(folder):  # before the run is touched: a refusal must not make a failed one of it
+        refuse_changes(checkpoint or folder, config)
+        refuse_fewer_steps(checkpoint or folder, config)
     facts = {"seed": config.seed, "threads": torch.get_num_threads(), **(start_facts or {})}
     run = Run.open(folder) if resume else Run.create(folder, dump(config), facts, overwrite=overwrite)
     with handling(leave, signal.SIGTERM), run, ExitStack() as trackers:
@@ -135,7 +138,6 @@ def train_one(
             if checkpoint is None:
                 run.begin_anew(facts)
             else:
-                refuse_changes(checkpoint, config)
                 run.rewind(step)
             run.write_config(dump(config))
         trackers.enter_context(Tracking(config, run, logged))

@@ -33,6 +33,8 @@ from posttrain.store.run import Run
 
 log = logging.getLogger("posttrain")
 
+MANY_DROPPED = 0.1  # of the rows: above it, that is a warning
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -65,6 +67,11 @@ class Job:
         for report in prepared.reports.values():
             for line in report.lines():
                 log.info(line)
+            if report.overlong_dropped > MANY_DROPPED * report.read:
+                log.warning(
+                    "%s: %s of %s rows are dropped for their length: raise data.max_length, or see data.overlong",
+                    report.name, f"{report.overlong_dropped:,}", f"{report.read:,}",
+                )  # fmt: skip
         return prepared
 
     def policy(self, head: Head) -> nn.Module:

@@ -25,6 +25,7 @@ from posttrain.config import OnlineMethod, RunConfig, load
 from posttrain.data import Dataset, Prepared
 from posttrain.errors import RunError, VitalSignError
 from posttrain.memory import return_free_pages
+from posttrain.models.families import base_of, check_longest
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.schedules import schedule, warmup_count
 from posttrain.optim.update import HasTokens, Objective, over_batches, over_updates, update
@@ -32,9 +33,9 @@ from posttrain.progress import progress
 from posttrain.recipes.drawn import Drawn
 from posttrain.recipes.job import Job
 from posttrain.recipes.resume import say_how_the_schedule_changed
-from posttrain.recipes.signals import handling
 from posttrain.recipes.state import State
 from posttrain.recipes.vital import MovedWeights, check_finite
+from posttrain.signals import handling
 from posttrain.store.files import load_json, load_tensors, restore_rng, rng_state, save_json, save_tensors
 from posttrain.store.logs import QUIET_LOGGER
 from posttrain.store.progress import TrainingProgress
@@ -75,6 +76,8 @@ class Loop:
 
     def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared):
         self.job, self.policy, self.optimizer, self.data = job, policy, optimizer, data
+        drawn = job.config.rollout.max_completion_length if data.kind == "prompt" else 0
+        check_longest(base_of(getattr(policy, "model", policy)).config, data.longest + drawn)
         training = job.config.training
         self.batch_size = training.batch_size
         self.steps_per_epoch = math.ceil(len(data.train) / self.batch_size)
@@ -110,7 +113,10 @@ class Loop:
         with self.progress, self._signals(), closing(self._drawn):
             for step in range(first, self.total + 1):
                 if self._patience_is_over():
-                    log.info("stopped early: %s has not improved", self.job.config.checkpoint.best_metric)
+                    name, best = self.job.config.checkpoint.best_metric, self.state.best
+                    log.info(
+                        "stopped early: %s is no better than %s. best/ has that model, final/ the last", name, best
+                    )
                     break
                 began = time.perf_counter()
                 self._rng_before = rng_state()
@@ -172,9 +178,8 @@ class Loop:
         state.step, state.evaluated = step, False
         state.num_tokens += tokens
         state.order = zlib.crc32(self._rows.astype("<i8").tobytes(), state.order)
-        self.progress.step(step, tokens, metrics)
-        if step % self.job.config.tracking.logging_steps == 0 or step == self.total:
-            self._log()
+        logged = step % self.job.config.tracking.logging_steps == 0 or step == self.total
+        self.progress.step(step, tokens, self._log() if logged else metrics)
 
     def _while_patient(self, packs: Sequence[Batch], updated: bool) -> Iterator[Batch]:
         """The packs of an update. One far from done some seconds after a signal is given up, as if never begun."""
@@ -233,7 +238,8 @@ class Loop:
             self.save_checkpoint()
         self._leave_if_asked()
 
-    def _log(self) -> None:
+    def _log(self) -> dict[str, float]:
+        """A line of the means since the last one."""
         state = self.state
         metrics = {name: value / state.window_steps[name] for name, value in state.window.items()}  # none: all skipped
         metrics |= {
@@ -248,6 +254,7 @@ class Loop:
             metrics["skipped_steps"] = state.skipped
         self.job.run.log(state.step, metrics)
         state.window, state.window_steps = {}, {}
+        return metrics
 
     # Evaluation
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.config import ModelConfig, OnlineMethod, RunConfig, Stage, check_skip, learning_rate
 from posttrain.data import Prepared, prepare_run
 from posttrain.models.attention import width_step
+from posttrain.models.families import base_of, check_longest
 from posttrain.models.load import compute_dtype, device_of, load_tokenizer
 from posttrain.optim.schedules import warmup_count
 from posttrain.recipes.estimate import count, empty_model, estimate
@@ -87,6 +88,8 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
     device = device_of(config.devices)
     method = config.method
     empty = empty_model(config, model)
+    drawn = config.rollout.max_completion_length if data.kind == "prompt" else 0
+    check_longest(base_of(empty).config, data.longest + drawn)
     total, trained = count(empty)
     training = config.training
     per_epoch = math.ceil(len(data.train) / training.batch_size)

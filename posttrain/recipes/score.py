@@ -17,6 +17,7 @@ from posttrain.data.prepare import Kind
 from posttrain.data.readers import Record, read_files
 from posttrain.errors import DataError
 from posttrain.models.attention import width_step
+from posttrain.models.families import check_longest
 from posttrain.models.load import compute_dtype, device_of, is_reward_model, load_model, load_tokenizer
 from posttrain.progress import progress
 from posttrain.scoring import RewardScorer, Scorer
@@ -46,6 +47,7 @@ def score(
     dataset = prepared.train
     problems = {bad.row: bad.reason for bad in prepared.report.malformed}
     loaded = load_model(model, "reward" if reward else "lm", compute_dtype(model, device), device)
+    check_longest(loaded.config, prepared.longest)
     scorer: RewardScorer | Scorer = RewardScorer(loaded) if reward else Scorer(loaded)
 
     scores: dict[int, list[dict[str, Any]]] = {}

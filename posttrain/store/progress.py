@@ -56,9 +56,9 @@ class TrainingProgress:
             self._bar.stop()
 
     def step(self, step: int, tokens: int, metrics: Mapping[str, Any]) -> None:
-        """Report that `step` steps are done, the last one with `tokens` tokens; metrics may be those known so far."""
+        """Report that `step` steps are done, the last one with `tokens` tokens, and what was measured of it."""
         self._step, self._tokens = step, self._tokens + tokens
-        self._values |= {name: metrics[name] for name in self._shown if name in metrics}
+        self._values = {name: metrics[name] for name in self._shown if name in metrics}
         self._marks.append((self._clock(), step, self._tokens))
         while len(self._marks) > 2 and self._marks[-1][0] - self._marks[1][0] > SPEED_WINDOW_S:
             self._marks.popleft()
