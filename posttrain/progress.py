@@ -46,12 +46,12 @@ def progress(
             shown.stop()
 
 
-def bar(console: Console, *columns: TextColumn | TimeRemainingColumn) -> Progress:
-    """A bar with a name and a count, and further columns behind them."""
+def bar(console: Console, *columns: TextColumn | TimeRemainingColumn, width: int | None = None) -> Progress:
+    """A bar with a name and a count, and further columns behind them; as wide as there is room unless told."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
+        BarColumn(bar_width=width),
         MofNCompleteColumn(),
         *columns,
         console=console,

@@ -383,3 +383,8 @@ def test_home_folders_are_meant_by_their_short_name(monkeypatch):
     settings = ["model=~/tiny", "data.source=x", "method={type: dpo, ref_model: ~/other}"]
     config = load(None, settings).config
     assert (config.models[0].path, config.method.ref_model) == ("/home/me/tiny", "/home/me/other")
+
+
+def test_sources_of_a_mixture_by_name_alone():
+    config = load(None, ["model=m", "method=sft", "data.source=[a.jsonl, {source: b.jsonl, weight: 2}]"]).config
+    assert [(part.source, part.weight) for part in config.data.source] == [("a.jsonl", 1), ("b.jsonl", 2)]

@@ -253,3 +253,8 @@ def test_kto_rows_are_not_imitated_unasked():
 def test_numbers_that_are_none_are_malformed_rows(name, fields, reason):
     with pytest.raises(RowError, match=reason):
         read(name, fields)
+
+
+def test_columns_given_the_wrong_way_round_are_told():
+    with pytest.raises(DataError, match=r"data\.columns: write \{prompt: question\}, the field's name and then"):
+        find_layout("auto", {"question": "prompt"}, [{"question": "Q", "completion": "c"}], "sft", "rows")

@@ -51,6 +51,7 @@ def test_a_run_from_start_to_end(tmp_path):
     assert info.counters == {"dropped": 2, "skipped": 0}
     assert info.provenance["seed"] == 3 and info.provenance["data"] == {"train": "ab12"}
     assert info.provenance["versions"]["torch"] == torch.__version__
+    assert read_run(str(folder)) == info and read_metrics(str(folder)) == read_metrics(folder)
     assert info.started <= (info.ended or "")
     assert json.loads((folder / "results.json").read_text()) == {"accuracy": 0.30000000000000004}
     assert saved_step(run.best) == 1 and run.checkpoints == [folder / "checkpoint-1"]

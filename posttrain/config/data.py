@@ -1,8 +1,8 @@
 """The settings of the data: what to train on, and how a row becomes tokens."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain.config.base import PERCENTILE, Float, Positive, Problems, Settings, Share, Text
 
@@ -20,6 +20,13 @@ class SourceConfig(Settings):
     weight: Annotated[Float, Field(gt=0)] = Field(
         default=1.0, description="How often its rows appear: 2 twice, 0.5 every other."
     )
+
+
+def _entry(value: Any) -> Any:
+    return {"source": value} if isinstance(value, str) else value
+
+
+SourceEntry = Annotated[SourceConfig, BeforeValidator(_entry)]
 
 
 class ValidationConfig(Settings):
@@ -61,7 +68,7 @@ class TagsConfig(Settings):
 class DataConfig(Settings):
     """What to train on, and how a row becomes tokens."""
 
-    source: Text | Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = Field(
+    source: Text | Annotated[tuple[SourceEntry, ...], Field(min_length=1)] = Field(
         description="Known set, hub id, file, folder, `builtin:...`, or a list of {source, split, max_rows, weight}."
     )
     split: Text = Field(default="train", description="Split of a hub data set.")

@@ -235,6 +235,8 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
         if any(value.get(name) for value in sample):
             raise DataError(f"{where} has a column {name!r}: posttrain trains text models only")
     for name, column in columns.items():
+        if column not in there and name in there:
+            raise DataError(f"data.columns: write {{{column}: {name}}}, the field's name and then the data's own")
         if column not in there:
             raise DataError(f"data.columns: {where} has no column {column!r} (for {name}); it has {_list(there)}")
     if format == "auto":

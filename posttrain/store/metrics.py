@@ -64,13 +64,13 @@ class MetricsFile:
             self._file = None
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
+def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     """Every line of a run folder's `metrics.jsonl` (none yet: an empty list); null is None.
 
     A last line that a crash cut short is left out, with a warning. Raises RunError, with its number, for any other bad
     line.
     """
-    path = folder / NAME
+    path = Path(folder) / NAME
     if not path.exists():
         return []
     lines, cut_short = _read(path)

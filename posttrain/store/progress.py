@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import TextColumn
+from rich.table import Column
 
 from posttrain.progress import bar
 from posttrain.store.logs import QUIET_LOGGER
@@ -40,7 +41,9 @@ class TrainingProgress:
         self._tokens = 0
         self._marks = deque([(clock(), start_step, 0)])  # time (s), step, tokens since the start
         self._values: dict[str, Any] = {}
-        self._bar = bar(self._console, TextColumn("{task.fields[facts]}")) if self._console.is_terminal else None
+        facts = TextColumn("{task.fields[facts]}", table_column=Column())  # on a narrow terminal it wraps, not the rest
+        room = max(4, min(40, self._console.width - 100))
+        self._bar = bar(self._console, facts, width=room) if self._console.is_terminal else None
         if self._bar:
             self._task = self._bar.add_task("training", total=total_steps, completed=start_step, facts="")
 

@@ -279,8 +279,9 @@ class RunInfo:
     counters: dict[str, Any]
 
 
-def read_run(folder: Path) -> RunInfo:
+def read_run(folder: Path | str) -> RunInfo:
     """What is known about one run; RunError when it is no run folder or is damaged."""
+    folder = Path(folder)
     _check_run_folder(folder)
     facts = _read_facts(folder)
     state = facts["state"]
