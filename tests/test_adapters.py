@@ -117,6 +117,8 @@ def test_adapters_name_their_base_at_its_revision(tmp_path, shared, scratch_mode
     assert (saved["base_model_name_or_path"], saved["revision"]) == (str(scratch_model), "0123abc")
     base = _base_settings(ModelConfig(path=str(folder / "final")))
     assert (base.path, base.revision) == (str(scratch_model), "0123abc")
+    (folder / "final/adapter_config.json").write_text(json.dumps(saved | {"revision": None}))
+    assert _base_settings(ModelConfig(path=str(folder / "final"), revision="v1")).revision == "v1"
     model = ModelConfig(path="a", revision="b")
     assert reference_settings(model, None) == model and reference_settings(model, "c").revision is None
 

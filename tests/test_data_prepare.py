@@ -401,9 +401,25 @@ def test_pairs_that_are_the_same_are_not_trained_on(tmp_path):
 
 def test_one_row_without_its_prompt_is_a_malformed_row(tmp_path):
     rows = [{"prompt": "p", "chosen": f"a{n}", "rejected": "b"} for n in range(300)]
-    source = write(tmp_path / "rows.jsonl", [*rows, {"prompt": None, "chosen": "a c", "rejected": "a d"}])
+    lacking = {"chosen": "a e", "rejected": "a f"}
+    source = write(tmp_path / "rows.jsonl", [*rows, {"prompt": None, "chosen": "a c", "rejected": "a d"}, lacking])
     prepared = run(tmp_path, "pair", byte_tokenizer(CHATML), source=source, template="chat")
-    assert len(prepared.train) == 300 and "has no prompt" in prepared.report.malformed[0].reason
+    assert len(prepared.train) == 300
+    assert ["has no prompt" in row.reason for row in prepared.report.malformed] == [True, True]
+    with pytest.raises(DataError, match=r"rows2\.jsonl line 1: the pair has no prompt"):
+        run(
+            tmp_path, "pair", byte_tokenizer(CHATML), source=write(tmp_path / "rows2.jsonl", [lacking]), template="chat"
+        )
+
+
+def test_the_longest_sequence_is_of_what_is_used(tmp_path, pairs):
+    whole = run(tmp_path, "pair", source=pairs)
+    assert whole.longest == 20 + 41  # with the stop token
+    assert run(tmp_path, "pair", source=pairs, max_length=40).longest == 13 + 27
+    assert run(tmp_path, "pair", source=pairs, max_length=40, overlong="truncate").longest == 40
+    rows = [{"prompt": "p" * n, "completion": "c"} for n in (3, 9)]
+    source = write(tmp_path / "rows.jsonl", rows)
+    assert run(tmp_path, source=source).longest == 11 and run(tmp_path, source=source, max_length=8).longest == 5
 
 
 def test_several_runs_may_fill_one_cache(tmp_path):

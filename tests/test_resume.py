@@ -205,6 +205,13 @@ def test_a_refused_resume_leaves_the_run_as_it_is(tmp_path, shared, scratch_mode
         with pytest.raises(RunError, match=message):
             start(tmp_path, sections, override, resume=True)
         assert {path: path.read_bytes() for path in before} == before
+    given = (tmp_path / "run/config.yaml").read_text()
+    (tmp_path / "run/config.yaml").write_text(given.replace("beta: 0.1", "beta: 0.5"))
+    with pytest.raises(RunError, match=r"method\.beta: 0\.1 -> 0\.5"):  # the checkpoint's own settings count
+        start(tmp_path, sections, "method.beta=0.5", resume=True)
+    (tmp_path / "run/checkpoint-4/manifest.json").write_text("{")
+    start(tmp_path, sections, "training.max_steps=3", resume=True)
+    assert "falling back to checkpoint-2" in (tmp_path / "run/training.log").read_text()
 
 
 def test_the_last_step_of_a_run_that_stops_early_is_saved_once_with_its_line(tmp_path, shared, scratch_model):

@@ -124,7 +124,11 @@ def short_gpt2(tmp_path, scratch_model):
 
 
 def test_texts_longer_than_a_table_of_positions_are_refused(tmp_path, short_gpt2, capsys):
-    """Only where a text is longer: that the limit is higher is no harm."""
+    """Only where a text that is used is longer: that the limit is higher is no harm, nor a row that is dropped."""
+    rows = [{"prompt": "Once", "completion": " a" * words} for words in (5, 5, 60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = ["method=sft", f"data.source={tmp_path / 'rows.jsonl'}", "data.template=none", "data.max_length=50"]
+    assert main(["plan", *settings, f"model.path={short_gpt2}"]) == 0
     for words, refused in ((5, False), (60, True)):
         (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Once", "completion": " a" * words}) + "\n")
         rows = str(tmp_path / "rows.jsonl")

@@ -305,3 +305,9 @@ def test_plan_and_explore_show_all_stages(tmp_path, shared, scratch_model, capsy
     out = capsys.readouterr().out
     assert "stage sft" in out and "stage dpo" in out and "SOLUTION" in out
     assert not (tmp_path / "chain").exists()
+
+
+def test_no_policy_starts_from_a_reward_stage(write):
+    text = "model: gpt2\ndata: {source: x}\nstages:\n  rm: {method: reward}\n  dpo: {method: dpo, init_from: rm}\n"
+    with pytest.raises(ConfigError, match="stage dpo starts from a reward model, which writes no texts"):
+        load(write(text))

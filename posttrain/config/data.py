@@ -26,7 +26,7 @@ def _entry(value: Any) -> Any:
     return {"source": value} if isinstance(value, str) else value
 
 
-SourceEntry = Annotated[SourceConfig, BeforeValidator(_entry)]
+SourceEntry = Annotated[SourceConfig, BeforeValidator(_entry, json_schema_input_type=Text | SourceConfig)]
 
 
 class ValidationConfig(Settings):

@@ -118,6 +118,11 @@ def start_from(stage: RunConfig, source: RunConfig, name: str, where: str) -> Ru
 
     Raises ConfigError when the stage names other models: they would not be trained.
     """
+    if source.method.type == "reward" and stage.method.type != "reward":
+        raise ConfigError(
+            f"{where}: stage {name} starts from a reward model, which writes no texts: {stage.method.type} needs a "
+            "language model (a reward is given to it under rewards, as {type: model, from: STAGE})"
+        )
     own, theirs = [m.folder_name for m in stage.models], [m.folder_name for m in source.models]
     if own != theirs:
         raise ConfigError(

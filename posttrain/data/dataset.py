@@ -199,6 +199,16 @@ class Dataset:
         return read[self._table.kind](index)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence; a pair has two."""
+        if self._table.kind != "pair":
+            return int(self.lengths.max())
+        row, start, other_start, chosen, rejected = self._view.T
+        prompt = self._table.lists["prompt"].lengths[row]
+        other = np.where(self._table.two[row], self._table.lists["rejected_prompt"].lengths[row], prompt)
+        return int(np.maximum(prompt - start + chosen, other - other_start + rejected).max())
+
+    @property
     def rows(self) -> Array:
         """The number of the row that each example is of, counted through all sources."""
         return self._table.row[self._view[:, 0]]

@@ -218,6 +218,7 @@ class Layout:
 
     name: str
     columns: tuple[tuple[str, str], ...]  # field of the format, column of the data
+    seen: frozenset[str]  # columns that some of the first rows have
 
     def read(self, value: Fields, template: Template) -> Row:
         """The row in its common form. Raises RowError when it is malformed."""
@@ -260,7 +261,7 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
             f"{where} is read as {format}, which has no chosen and rejected: reward models and DPO need "
             f"preference pairs (its columns: {_list(there)})"
         )
-    return Layout(format, tuple(found.items()))
+    return Layout(format, tuple(found.items()), frozenset(there))
 
 
 def _resolve(known: Format, columns: dict[str, str], there: Iterable[str]) -> dict[str, str]:

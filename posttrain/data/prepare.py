@@ -38,7 +38,7 @@ class Prepared:
     @property
     def longest(self) -> int:
         """The most tokens that a sequence has, a prompt without what is drawn for it."""
-        return max(min(report.tokens.max, report.max_length) for report in self.reports.values())
+        return max(dataset.longest for dataset in (self.train, *self.validation.values()))
 
     @property
     def report(self) -> Report:

@@ -265,7 +265,7 @@ def _prompt(tokens: Sequence[int]) -> Trained | RowError:
 def _refuse_implicit(value: dict[str, Any], layout: Layout) -> None:
     column = dict(layout.columns)["prompt"]
     if value.get(column) is None:
-        raise (RowError if column in value else DataError)(
+        raise (RowError if column in layout.seen else DataError)(
             "the pair has no prompt, only texts that begin alike, so a chat template cannot tell the turns apart: "
             "name the prompt's column with data.columns: {prompt: YOUR_COLUMN}, or set data.template: none"
         )

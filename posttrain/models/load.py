@@ -186,7 +186,7 @@ def _base_settings(model: ModelConfig) -> ModelConfig:
     adapter = _adapter_config(model)
     if adapter is None:
         return model
-    base = {"path": adapter["base_model_name_or_path"], "revision": adapter.get("revision")}
+    base = {"path": adapter["base_model_name_or_path"], "revision": adapter.get("revision") or model.revision}
     return model.model_copy(update=base)
 
 

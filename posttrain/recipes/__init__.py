@@ -123,16 +123,26 @@ def train_one(
     A run that was stopped before its first checkpoint begins anew; a `best` that it has is set aside.
     """
     release_memory()  # of the model before
-    if resume and has_saved(folder):  # before the run is touched: a refusal must not make a failed one of it
-        refuse_changes(checkpoint or folder, config)
-        refuse_fewer_steps(checkpoint or folder, config)
     facts = {"seed": config.seed, "threads": torch.get_num_threads(), **(start_facts or {})}
-    run = Run.open(folder) if resume else Run.create(folder, dump(config), facts, overwrite=overwrite)
+    said: list[str] = []
+
+    def choose_checkpoint() -> None:
+        nonlocal checkpoint, said
+        if checkpoint is None:
+            checkpoint, said = _newest(folder)
+        if checkpoint is not None:
+            refuse_changes(checkpoint, config)
+            refuse_fewer_steps(checkpoint, config)
+
+    run = (
+        Run.open(folder, choose_checkpoint) if resume else Run.create(folder, dump(config), facts, overwrite=overwrite)
+    )
     with handling(leave, signal.SIGTERM), run, ExitStack() as trackers:
         began = time.perf_counter()
         logged: list[dict[str, Any]] = []
         if resume:
-            checkpoint = checkpoint or _newest(folder)
+            for line in said:
+                log.warning(line)
             step = saved_step(checkpoint) if checkpoint else -1  # 0 is the evaluation before training
             logged = [line for line in run.read_metrics() if line["step"] > step]
             if checkpoint is None:
@@ -147,12 +157,9 @@ def train_one(
         finish(job, loop, time.perf_counter() - began)
 
 
-def _newest(folder: Path) -> Path | None:
-    """The checkpoint to go on from; None for a run that was stopped before its first one."""
+def _newest(folder: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, None for a run that was stopped before its first one; and what there is to say."""
     if not has_saved(folder):
-        log.warning("%s has no checkpoint yet: it is begun anew", folder)
-        return None
+        return None, [f"{folder} has no checkpoint yet: it is begun anew"]
     checkpoint, skipped = newest_complete(folder)
-    for reason in skipped:
-        log.warning("%s: falling back to %s", reason, checkpoint.name)
-    return checkpoint
+    return checkpoint, [f"{reason}: falling back to {checkpoint.name}" for reason in skipped]

@@ -9,7 +9,7 @@ from posttrain.config import RunConfig, load
 from posttrain.config.schema import TrainingConfig
 from posttrain.errors import RunError
 from posttrain.optim.schedules import schedule, warmup_count
-from posttrain.store.checkpoint import list_checkpoints, saved_step
+from posttrain.store.checkpoint import saved_step
 from posttrain.store.files import flat
 from posttrain.store.provenance import redact
 
@@ -64,16 +64,13 @@ def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
         )
 
 
-def refuse_fewer_steps(place: Path, config: RunConfig) -> None:
-    """Raise RunError when a checkpoint, or a run's newest one, is beyond the steps that are asked for."""
-    limit = config.training.max_steps
-    saved = [place] if (place / "state.json").is_file() else list_checkpoints(place)[-1:]
-    for checkpoint in saved:
-        if limit is not None and saved_step(checkpoint) > limit:
-            raise RunError(
-                f"{checkpoint} is at step {saved_step(checkpoint)}, beyond training.max_steps = {limit}: give more, or "
-                "start a new run"
-            )
+def refuse_fewer_steps(checkpoint: Path, config: RunConfig) -> None:
+    """Raise RunError when a checkpoint is beyond the steps that are asked for."""
+    step, limit = saved_step(checkpoint), config.training.max_steps
+    if limit is not None and step > limit:
+        raise RunError(
+            f"{checkpoint} is at step {step}, beyond training.max_steps = {limit}: give more, or start a new run"
+        )
 
 
 def _may_change(path: str) -> bool:

@@ -95,16 +95,18 @@ class Run:
         return run
 
     @classmethod
-    def open(cls, folder: Path) -> Self:
+    def open(cls, folder: Path, check: Callable[[], None] = lambda: None) -> Self:
         """Open an existing run to go on with it: leftovers of a crash are cleared, and the resume is noted.
 
-        Raises RunError when it is no run folder, is damaged, or another process runs in it.
+        `check` is called in between: what it raises leaves the run's state as it was. Raises RunError when it is no run
+        folder, is damaged, or another process runs in it.
         """
         _check_run_folder(folder)
         lock = FolderLock(folder)
         try:
             cleared = recover(folder)
             facts = _read_facts(folder)
+            check()
             facts["resumes"].append(redact({"time": _now(), **environment()}))
             facts |= {"state": "running", "reason": None, "ended": None}
             save_json(folder / "run.json", facts)
