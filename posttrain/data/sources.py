@@ -103,9 +103,11 @@ def open_source(source: str, split: str, max_rows: int | None, seed: int, compos
         return Files((path,))
     if path.is_dir():
         saved = saved_files(path, split)
-        if not saved:
-            _tell_unread(path, source)
-        return Files(saved or _split_files(path, split, source, None))
+        if saved:
+            return Files(saved)
+        splits = _splits(path, source, None)
+        _tell_unread(path, source, splits)
+        return Files(_of_split(splits, split, source))
     known = known_set(source)
     if known is not None:
         return Files(_known_files(source, known, split))
@@ -177,18 +179,17 @@ def _near(path: Path) -> str:
     return f": did you mean {' or '.join(str(folder / name) for name in names)}?" if names else f" (in {folder})"
 
 
-def _split_files(folder: Path, split: str, name: str, subset: str | None) -> tuple[Path, ...]:
+def _of_split(files: dict[str, list[Path]], split: str, name: str) -> tuple[Path, ...]:
     """The data files of one split."""
-    files = _splits(folder, name, subset)
     if split not in files:
         raise DataError(f"{name} has no split {split!r}: it has {', '.join(files) or 'none'}")
     return tuple(files[split])
 
 
-def _tell_unread(folder: Path, name: str) -> None:
+def _tell_unread(folder: Path, name: str, splits: dict[str, list[Path]]) -> None:
     """Name the data files of a folder without a README that belong to no split, or are not of the kind of the rest."""
     place = folder.resolve()
-    read = {file.resolve() for files in _splits(folder, name, None).values() for file in files}
+    read = {file.resolve() for files in splits.values() for file in files}
     there = (file for file in sorted(place.rglob("*")) if file.is_file() and set(file.suffixes) & set(READERS))
     unread = [str(file.relative_to(place)) for file in there if file.resolve() not in read]
     if unread and not (folder / "README.md").is_file():
@@ -220,7 +221,7 @@ def _splits(folder: Path, name: str, subset: str | None) -> dict[str, list[Path]
 def _hub_files(source: str, split: str) -> tuple[Path, ...]:
     """The files of a split of a hub data set."""
     folder, subset = _snapshot(source)
-    return _split_files(folder, split, source, subset)
+    return _of_split(_splits(folder, source, subset), split, source)
 
 
 def _snapshot(source: str, patterns: list[str] | None = None) -> tuple[Path, str | None]:
