@@ -214,6 +214,27 @@ def test_a_refused_resume_leaves_the_run_as_it_is(tmp_path, shared, scratch_mode
     assert "falling back to checkpoint-2" in (tmp_path / "run/training.log").read_text()
 
 
+def test_an_evaluation_that_is_made_anew_is_logged_once(tmp_path, shared, scratch_model, monkeypatch):
+    """A run stopped in its last one has a checkpoint before it: every resume from there evaluates and logs."""
+    sections = settings(shared, scratch_model, "dpo", max_steps=4)
+    start(tmp_path / "whole", sections)
+    evaluate = Loop.evaluate_by
+
+    def stop(self, measure):
+        if self.state.step == 4:
+            self.save_checkpoint()
+            raise KeyboardInterrupt
+        return evaluate(self, measure)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "evaluate_by", stop)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path / "cut", sections)
+    for _ in range(3):
+        start(tmp_path / "cut", sections, resume=True)
+        assert_same_run(tmp_path / "whole/run", tmp_path / "cut/run")
+
+
 def test_the_last_step_of_a_run_that_stops_early_is_saved_once_with_its_line(tmp_path, shared, scratch_model):
     """Whatever kills it after that, a resumed run adds nothing."""
     sections = settings(shared, scratch_model, "sft", learning_rate=0.3, max_steps=20)

@@ -30,6 +30,7 @@ from posttrain.recipes.plan import plan
 from posttrain.recipes.resume import refuse_changes, refuse_fewer_steps, run_folder_of, saved_settings
 from posttrain.signals import handling, leave
 from posttrain.store.checkpoint import has_saved, named_checkpoint, newest_complete, saved_step
+from posttrain.store.files import load_json
 from posttrain.store.run import Run
 from posttrain.store.tracking import Tracking, require_trackers
 
@@ -148,7 +149,7 @@ def train_one(
             if checkpoint is None:
                 run.begin_anew(facts)
             else:
-                run.rewind(step)
+                run.rewind(step, load_json(checkpoint / "state.json")["loop"]["evaluated"])
             run.write_config(dump(config))
         trackers.enter_context(Tracking(config, run, logged))
         job = Job.start(config, config.models[0], run, checkpoint)

@@ -47,13 +47,21 @@ class MetricsFile:
         except OSError as error:
             raise cannot_write(self.path, error) from error
 
-    def truncate(self, step: int) -> int:
-        """Cut away, atomically, every line after `step` and a last line that a crash cut short; returns how many."""
+    def truncate(self, step: int, evaluated: bool = True) -> int:
+        """Cut away, atomically, every line after `step` and a last line that a crash cut short; returns how many.
+
+        Where the step is not yet `evaluated`, its validation goes too.
+        """
         self.close()
         if not self.path.exists():
             return 0
         lines, cut_short = _read(self.path)
-        kept = [raw for raw, entry in lines if entry["step"] <= step]
+        kept = [
+            raw
+            for raw, entry in lines
+            if entry["step"] < step
+            or (entry["step"] == step and (evaluated or not any(name.startswith("eval_") for name in entry)))
+        ]
         if len(kept) < len(lines) or cut_short:
             write_file(self.path, b"".join(raw + b"\n" for raw in kept))
         return len(lines) - len(kept) + cut_short

@@ -193,9 +193,9 @@ class Run:
         """Every line of `metrics.jsonl`; see `read_metrics(folder)`."""
         return read_metrics(self.folder)
 
-    def truncate_metrics(self, step: int) -> int:
-        """Cut away the metrics after `step`, atomically; returns how many lines went."""
-        return self._metrics.truncate(step)
+    def truncate_metrics(self, step: int, evaluated: bool = True) -> int:
+        """Cut away the metrics after `step`, and its own validation if not `evaluated`; returns how many lines went."""
+        return self._metrics.truncate(step, evaluated)
 
     # Checkpoints
 
@@ -208,13 +208,13 @@ class Run:
         """Make or replace `run.best` or `run.final`, whole and with a manifest, from `write(temporary_folder)`."""
         checkpoint.save_folder(folder, step, write)
 
-    def rewind(self, step: int) -> None:
-        """Make the folder read as if the run had stopped right after `step`, to resume from there.
+    def rewind(self, step: int, evaluated: bool = True) -> None:
+        """Make the folder read as if the run had stopped right after `step`, or before its validation, to resume there.
 
         Later checkpoints (damaged, or of the future given up), `best` and `final` are renamed to `….set-aside`, later
         metrics cut away.
         """
-        self._keep_until(step, f"later than step {step}")
+        self._keep_until(step, f"later than step {step}", evaluated)
 
     def begin_anew(self, provenance: Mapping[str, Any]) -> None:
         """Make the folder that of a run just created: `best` is set aside, all metrics are cut away."""
@@ -222,9 +222,9 @@ class Run:
         self._facts["provenance"] = redact(environment() | dict(provenance))
         save_json(self.folder / "run.json", self._facts)
 
-    def _keep_until(self, step: int, rest: str) -> None:
+    def _keep_until(self, step: int, rest: str, evaluated: bool = True) -> None:
         moved = checkpoint.set_aside_after(self.folder, step)
-        cut = self.truncate_metrics(step)
+        cut = self.truncate_metrics(step, evaluated)
         if moved:
             log.warning("set aside, being %s: %s", rest, ", ".join(path.name for path in moved))
         if cut:
