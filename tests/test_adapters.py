@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qw
 
 from posttrain import recipes
 from posttrain.config import ModelConfig, load
-from posttrain.config.schema import LoraConfig
+from posttrain.config.model import LoraConfig
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.load import _base_settings, load_model
 from posttrain.models.lora import target_modules

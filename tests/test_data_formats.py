@@ -3,7 +3,8 @@
 import pytest
 
 from posttrain.config.data import TagsConfig
-from posttrain.data.formats import FORMATS, find_layout, last_boxed
+from posttrain.data.answers import last_boxed
+from posttrain.data.formats import FORMATS, find_layout
 from posttrain.data.readers import read_files
 from posttrain.data.rows import RowError, messages_of, without_think
 from posttrain.data.templates import Template

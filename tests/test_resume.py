@@ -279,7 +279,7 @@ def test_resume_without_a_checkpoint_begins_anew(tmp_path, shared, scratch_model
 
 
 @pytest.mark.slow
-def test_early_stopping_goes_on_where_it_was(tmp_path, shared, scratch_model, monkeypatch):
+def test_early_stopping_goes_on_where_it_was(tmp_path, shared, scratch_model, power_cut):
     """Patience is counted across a crash, and a stopped run that is resumed stays stopped."""
     sections = settings(shared, scratch_model, "dpo", learning_rate=0.3, max_steps=20)
     sections["evaluation"] = {"eval_steps": 1}
@@ -287,17 +287,8 @@ def test_early_stopping_goes_on_where_it_was(tmp_path, shared, scratch_model, mo
     start(tmp_path / "whole", sections)
     stopped = len(list_checkpoints(tmp_path / "whole/run"))
     assert stopped < 20
-    after_step = Loop._after_step
-
-    def crash(self):
-        after_step(self)
-        if self.state.step == stopped - 1:
-            raise RuntimeError("power cut")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_after_step", crash)
-        with pytest.raises(RuntimeError):
-            start(tmp_path / "cut", sections)
+    with power_cut(step=stopped - 1):
+        start(tmp_path / "cut", sections)
     for _ in range(2):
         start(tmp_path / "cut", sections, resume=True)
         assert_same_run(tmp_path / "whole/run", tmp_path / "cut/run")

@@ -12,6 +12,7 @@ from posttrain.config.methods import (
     SFTMethod,
     SimPOMethod,
 )
+from posttrain.config.model import LoraConfig, ModelConfig
 from posttrain.config.online import (
     GRPOMethod,
     OnlineMethod,
@@ -27,8 +28,6 @@ from posttrain.config.schema import (
     DevicesConfig,
     EvaluationConfig,
     EvaluationDataset,
-    LoraConfig,
-    ModelConfig,
     RunConfig,
     TrackingConfig,
     TrainingConfig,

@@ -11,7 +11,8 @@ from pydantic.fields import FieldInfo
 
 from posttrain.config.base import PATTERNS
 from posttrain.config.methods import METHOD_NAMES, METHODS
-from posttrain.config.schema import ModelConfig, RunConfig
+from posttrain.config.model import ModelConfig
+from posttrain.config.schema import RunConfig
 
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 

@@ -11,7 +11,6 @@ from posttrain.config.base import (
     Float,
     Int,
     OneOrMore,
-    Place,
     Positive,
     Problems,
     Settings,
@@ -19,54 +18,12 @@ from posttrain.config.base import (
 )
 from posttrain.config.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
 from posttrain.config.methods import Method
+from posttrain.config.model import LORA_DROPOUT, ModelConfig
 from posttrain.config.online import OnlineMethod
 from posttrain.config.rewards import Reward, term_name
 from posttrain.config.rollout import RolloutConfig
 
-LORA_DROPOUT, WARMUP_STEPS = 0.05, 0.03  # the defaults
-
-
-class LoraConfig(Settings):
-    """Low-rank adapters (Hu et al. 2021)."""
-
-    r: Positive = Field(default=16, description="Rank of the adapters.")
-    alpha: Annotated[Float, Field(gt=0)] = Field(
-        default=32, description="Scale: the update is multiplied by alpha / r."
-    )
-    dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(
-        default=LORA_DROPOUT, description="Dropout on the adapters' input, in sft."
-    )
-    target_modules: Literal["auto", "all-linear"] | tuple[Text, ...] = Field(
-        default="auto", description="auto: the attention of the family; all-linear; or a list of module names."
-    )
-    use_rslora: bool = Field(default=False, description="Scale by alpha / sqrt(r) instead, for large ranks.")
-    use_dora: bool = Field(default=False, description="Train each weight's magnitude apart from its direction.")
-
-
-class ModelConfig(Settings):
-    """A model to train."""
-
-    path: Place = Field(description="Hub id or folder.")
-    name: Annotated[str, Field(pattern=FILE_NAME)] | None = Field(
-        default=None, description="Folder name in the run folder; null: the last part of the path."
-    )
-    revision: Text | None = Field(default=None, description="Branch, tag or commit on the hub.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="Of the computation; trained weights keep a float32 master copy."
-    )
-    attention: Literal["auto", "packed", "eager", "sdpa", "flash_attention_2"] = Field(
-        default="auto", description="auto: packed where the family is proven, else one sequence a row."
-    )
-    lora: LoraConfig | None = Field(default=None, description="Low-rank adapters; null: full fine-tuning.")
-    load_in_4bit: bool = Field(default=False, description="Frozen weights in 4 bits (NF4) under lora: QLoRA.")
-    use_liger_kernel: bool = Field(default=False, description="Liger's GPU kernels for norms and gated MLPs.")
-    trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
-    allow_pickle: bool = Field(default=False, description="Load pickled weights, which can run code.")
-
-    @property
-    def folder_name(self) -> str:
-        """`name`, or else the last part of the path."""
-        return self.name or self.path.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
+WARMUP_STEPS = 0.03  # the default
 
 
 class TrainingConfig(Settings):
@@ -286,6 +243,11 @@ class RunConfig(Settings):
     def evaluates(self) -> bool:
         """Whether there is something to evaluate on, and it is done."""
         return self._has_validation and self.evaluation.eval_steps > 0
+
+    @property
+    def completion_length(self) -> int:
+        """The most tokens that are drawn after a prompt of the data; 0 where the data has the completions."""
+        return self.rollout.max_completion_length if self.method.kind == "prompt" else 0
 
     @property
     def longest_example(self) -> int:

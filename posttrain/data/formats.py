@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from posttrain.data.answers import working_and_answer
 from posttrain.data.rows import (
     Fields,
     Row,
@@ -128,20 +129,7 @@ def problem_answer(fields: Fields, template: Template) -> Row:
     if not solution and not answer:
         raise RowError("solution and answer are both missing or empty")
     plain = solution or answer
-    if "####" in answer:
-        working, _, answer = answer.rpartition("####")
-        solution = solution or working.rstrip()
-    elif not answer:
-        working, mark, last = solution.rpartition("####")
-        if boxed := last_boxed(solution):
-            answer = boxed
-        elif mark and last.strip() and "\n" not in last.strip():  # else it is a heading
-            solution, answer = working.rstrip(), last
-        else:
-            solution, answer = "", solution
-    elif boxed := last_boxed(answer):
-        alone = answer.strip() == f"\\boxed{{{boxed}}}"
-        solution, answer = solution or ("" if alone else answer), boxed
+    solution, answer = working_and_answer(solution, answer)
     tagged = template.name in ("tags", "r1_zero", "question_only")
     reply = template.compose(solution, answer.strip()) if tagged else plain
     return Row(problem if template.turns else f"{problem}\n", reply, answer=answer.strip() or None)
@@ -325,17 +313,6 @@ def _detect(columns: dict[str, str], there: Iterable[str], sample: list[dict], k
 
 def _list(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"
-
-
-def last_boxed(solution: str) -> str | None:
-    """What the last balanced `\\boxed{…}` holds."""
-    start = solution.rfind("\\boxed{")
-    depth = 0
-    for index in range(start + 6, len(solution)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(solution[index], 0)
-        if depth == 0:
-            return solution[start + 7 : index]
-    return None
 
 
 def _reply(fields: Fields, name: str) -> str | Turns:

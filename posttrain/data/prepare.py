@@ -51,7 +51,7 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Prepar
     method = config.method
     kind = method.kind
     targets = method.model_dump(include={"completion_only_loss", "assistant_only_loss"}) if kind == "sft" else {}
-    room = config.rollout.max_completion_length if kind == "prompt" else 0
+    room = config.completion_length
     sets, seed = config.evaluation.datasets, config.seed
     prepared = prepare(config.data, tokenizer, kind, datasets=sets, seed=seed, completion_length=room, **targets)
     if kind == "pair" and method.type != "reward":

@@ -194,10 +194,9 @@ def _skip_space(text: str, position: int) -> int:
 
 
 def _bad_json(path: Path, error: Exception, line: int | None = None) -> DataError:
-    where = f" line {line}" if line else ""
-    where = f" line {error.lineno} column {error.colno}" if isinstance(error, json.JSONDecodeError) else where
-    message = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-    return DataError(f"{path}{where} is not JSON: {message}")
+    if isinstance(error, json.JSONDecodeError):
+        return DataError(f"{path} line {error.lineno} column {error.colno} is not JSON: {error.msg}")
+    return DataError(f"{path}{f' line {line}' if line else ''} is not JSON: {error}")
 
 
 def _is_object(text: str) -> bool:

@@ -22,7 +22,8 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from posttrain.config.schema import DevicesConfig, ModelConfig
+from posttrain.config.model import ModelConfig
+from posttrain.config.schema import DevicesConfig
 from posttrain.errors import ModelError
 from posttrain.hub import stay_offline_without_network
 from posttrain.models.attention import NAME as PACKED

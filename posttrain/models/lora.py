@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from posttrain.config.schema import LoraConfig
+from posttrain.config.model import LoraConfig
 from posttrain.errors import ModelError
 from posttrain.models.families import FAMILIES, backbone_of
 from posttrain.models.load import Head

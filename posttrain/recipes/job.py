@@ -19,7 +19,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.batch import Example, Pack, pack
 from posttrain.config import learning_rate
-from posttrain.config.schema import ModelConfig, RunConfig
+from posttrain.config.model import ModelConfig
+from posttrain.config.schema import RunConfig
 from posttrain.data import Prepared, prepare_run
 from posttrain.memory import reset_peak_memory, return_tensors_at_once
 from posttrain.models.attention import width_step

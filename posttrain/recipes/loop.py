@@ -76,8 +76,7 @@ class Loop:
 
     def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared):
         self.job, self.policy, self.optimizer, self.data = job, policy, optimizer, data
-        drawn = job.config.rollout.max_completion_length if data.kind == "prompt" else 0
-        check_longest(base_of(getattr(policy, "model", policy)).config, data.longest + drawn)
+        check_longest(base_of(getattr(policy, "model", policy)).config, data.longest + job.config.completion_length)
         training = job.config.training
         self.batch_size = training.batch_size
         self.steps_per_epoch = math.ceil(len(data.train) / self.batch_size)

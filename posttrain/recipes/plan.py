@@ -88,8 +88,7 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
     device = device_of(config.devices)
     method = config.method
     empty = empty_model(config, model)
-    drawn = config.rollout.max_completion_length if data.kind == "prompt" else 0
-    check_longest(base_of(empty).config, data.longest + drawn)
+    check_longest(base_of(empty).config, data.longest + config.completion_length)
     total, trained = count(empty)
     training = config.training
     per_epoch = math.ceil(len(data.train) / training.batch_size)

@@ -112,13 +112,13 @@ def train(job: Job) -> Loop:
                 found = step.rollout.metrics() | values_seen(step)
                 if metrics:
                     found |= signs_of(job, sample, step.trainer_R, step.rollout, step.in_loss_S)
-                if step.kl_S is not None and len(step.kl_S):
+                if step.kl_S is not None:
                     found |= {"kl": step.kl_S.mean().item(), "kl_coef": kl_coef}
                 alarms.look(number, {**metrics, **found})
                 return found
 
             loop.updates(updates_of(step, number), measure)
-            if method.target_kl is not None and step.kl_S is not None and len(step.kl_S):
+            if method.target_kl is not None and step.kl_S is not None:
                 memory["kl_coef"] = adapted_kl_coef(
                     kl_coef,
                     step.kl_S.mean().item(),
@@ -139,7 +139,7 @@ class PPOStep(Step):
 
     value_R: Tensor  # before each token, when the step began
     return_R: Tensor
-    kl_S: Tensor | None = None  # nats, of each completion in the loss
+    kl_S: Tensor | None = None  # nats, of each completion in the loss, if there are any
 
 
 def estimate_advantages(method: PPOMethod, step: PPOStep, kl_coef: float) -> None:
@@ -149,7 +149,8 @@ def estimate_advantages(method: PPOMethod, step: PPOStep, kl_coef: float) -> Non
     if step.reference_R is not None:
         kl_R = kl_penalty(step.trainer_R, step.reference_R, estimator=method.kl_estimator)
         reward_R = -kl_coef * kl_R
-        step.kl_S = step.sums(kl_R)[step.in_loss_S.to(kl_R.device)]
+        if len(step.in_loss_S):
+            step.kl_S = step.sums(kl_R)[step.in_loss_S.to(kl_R.device)]
     last_S = rollout.start_S + rollout.length_S - 1
     reward_R[last_S] += rollout.reward_S.nan_to_num().to(reward_R.device)
     inside_R = torch.isin(rollout.sequence_R, step.in_loss_S).to(reward_R.device)

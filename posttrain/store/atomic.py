@@ -34,11 +34,10 @@ def write_file(path: Path, data: str | bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
-    except OSError as error:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
-        raise cannot_write(path, error) from error
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise cannot_write(path, error) from error
         raise
 
 
@@ -56,11 +55,10 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
         write(temporary)
         sync_tree(temporary)
         _put_in_place(temporary, target)
-    except (OSError, SafetensorError) as error:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise cannot_write(target, error) from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise cannot_write(target, error) from error
         raise
 
 
