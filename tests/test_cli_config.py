@@ -153,6 +153,25 @@ def test_switches(run, flags, value):
     assert shown(run, "good.yaml", *flags)["data"]["shuffle"] is value
 
 
+@pytest.mark.parametrize(
+    ("flags", "rank"),
+    [
+        (["--lora"], 16),
+        (["--lora", "true"], 16),
+        (["--lora", "{r: 8}"], 8),
+        (["--lora={r: 8}"], 8),
+        (["--lora", "--lora-r", "4"], 4),
+        (["--lora-r", "4", "--lora"], 4),
+        (["--lora", "no"], None),
+        (["--no-lora"], None),
+    ],
+)
+def test_a_switch_that_is_a_group_swallows_no_file(run, flags, rank):
+    for line in (["good.yaml", *flags], [*flags, "good.yaml"], [*flags, "good.yaml", "seed=3"]):
+        lora = shown(run, *line)["models"][0]["lora"]
+        assert (lora and lora["r"]) == rank
+
+
 def test_flags_of_every_kind(run):
     got = shown(
         run, "good.yaml", "--model", "opt", "--lora-r", "4", "--method", "dpo", "--loss-type", "[sigmoid, sft]",

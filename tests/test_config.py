@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from posttrain.config import (
     EvaluationDataset,
+    LoraConfig,
     ModelConfig,
     RunConfig,
     SourceConfig,
@@ -65,6 +66,31 @@ def test_precedence_flag_override_file_preset_default(write):
     assert config.data.max_length == 300  # file over preset (512)
     assert config.data.source == "Anthropic/hh-rlhf"  # preset over nothing
     assert config.training.weight_decay == 0.0  # default
+
+
+def test_a_flag_beats_overrides_of_one_stage_and_by_number_and_says_so(write):
+    stages = "stages:\n  sft: {method: sft}\n  dpo: {method: dpo, training: {batch_size: 4}}\n"
+    write({"a.yaml": f"model: gpt2\ndata: {{source: x}}\n{stages}"})
+    overrides = ["stages.dpo.training.max_steps=5", "training.max_steps=6", "models.0.lora.r=4"]
+    flags = {"training.max_steps": "10", "training.batch_size": "8", "model.lora.r": "2"}
+    loaded = load("a.yaml", overrides, flags)
+    assert [(s.config.training.max_steps, s.config.training.batch_size) for s in loaded.stages] == [(10, 8), (10, 8)]
+    assert [s.config.models[0].lora.r for s in loaded.stages] == [2, 2]
+    assert loaded.notes == [
+        "stage sft: --training.max-steps: training.max_steps is 10, not 6 (override training.max_steps=6)",
+        "--model.lora.r: model.lora.r is 2, not 4 (override models.0.lora.r=4)",
+        "stage dpo: --training.batch-size: training.batch_size is 8, not 4 (a.yaml:5)",
+        "stage dpo: --training.max-steps: training.max_steps is 10, not 5 (override stages.dpo.training.max_steps=5)",
+    ]
+    assert load("a.yaml", overrides[:2]).notes == [] == load("a.yaml", ["training.max_steps=6"]).notes
+    write({"b.yaml": BASE + "training: {max_steps: 1}\n"})
+    assert load("b.yaml", ["models.0.lora.r=4"], {"model.lora.r": 2}).config.models[0].lora == LoraConfig(r=2)
+    assert load("b.yaml", flags={"training.max_steps": 2}).notes == []  # what a file says is there to be replaced
+
+
+def test_a_setting_and_the_method_it_is_of_belong_together(write):
+    write({"a.yaml": BASE})
+    assert load("a.yaml", ["method.beta=0.3"], {"method.type": "dpo"}).config.method.beta == 0.3
 
 
 def test_extends_is_relative_to_the_file_and_chains(write):

@@ -54,8 +54,8 @@ def _spellings() -> dict[str, str]:
 
 @cache
 def _switches() -> frozenset[str]:
-    """Flags of settings that are true or false: their value may be left out."""
-    return frozenset(short_names()[s.path] for s in all_settings() if bool in options(s.annotation))
+    """Flags of settings that may be true or false: their value may be left out."""
+    return frozenset(short_names()[setting.path] for setting in all_settings() if setting.switch)
 
 
 def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,6 +101,8 @@ def _default(setting: Setting) -> str:
 
 def _metavar(setting: Setting) -> str:
     kinds = options(setting.annotation)
+    if setting.group and setting.switch:
+        return "[YAML]"
     if setting.group or any(kind is not str and str(kind).startswith(("tuple", "dict")) for kind in kinds):
         return "YAML"
     if choices(setting.annotation) and choices(setting.annotation)[0] != "true":
@@ -175,11 +177,10 @@ def _switch_value(typed: str, equals: str, value: str, negated: bool, rest: list
         if equals:
             raise UsageError(f"--{typed} takes no value")
         return "false"
-    if equals:
-        return value
-    if rest and rest[0].lower() in (*TRUE, *FALSE, "null", "auto"):
-        return rest.pop(0)
-    return "true"
+    if not equals:  # a mapping is a value; any other word is an argument, such as the file
+        is_value = bool(rest) and (rest[0].startswith("{") or rest[0].lower() in (*TRUE, *FALSE, "null", "auto"))
+        value = rest.pop(0) if is_value else "true"
+    return "true" if value.lower() in TRUE else "false" if value.lower() in FALSE else value
 
 
 def _is_folder_name(text: str) -> bool:

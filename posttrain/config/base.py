@@ -74,6 +74,14 @@ OneOrMore = BeforeValidator(_one_as_list)
 Text = Annotated[str, Field(min_length=1)]
 Place = Annotated[Text, AfterValidator(expanduser)]  # a hub id, or a folder, of which `~` is the user's own
 
+
+class OnOff:
+    """Mark of a group of settings that may be given as `true` (its defaults) or `false` (none) as well.
+
+    Layers spell these short forms out (posttrain/config/layers.py); flags, messages and docs read the mark.
+    """
+
+
 # Patterns of text settings, and how a message puts them.
 FILE_NAME = r"^[^/\\\x00]+$"
 WORD = r"^[A-Za-z0-9_.-]+$"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from posttrain.config.layers import ALIASES
+from posttrain.config.layers import ALIASES, ON_OFF
 from posttrain.config.methods import METHOD_NAMES, METHODS, PPO_NAMES
 from posttrain.config.schema import RunConfig
 
@@ -38,7 +38,8 @@ def json_schema() -> dict[str, Any]:
         "anyOf": [losses["items"], {"type": "array", "items": losses["items"], "minItems": 1}],
         "description": losses["description"],
     }
-    groups["ModelConfig"]["properties"]["lora"]["anyOf"].append({"type": "boolean"})
+    for name in ON_OFF:
+        groups["ModelConfig"]["properties"][name]["anyOf"].append({"type": "boolean"})
     named = [("models", "ModelConfig"), *(("method", method.__name__) for method in METHODS.values())]
     for section, group in named:
         for alias, target in ALIASES[section].items():

@@ -51,12 +51,12 @@ def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[
     paths = [p for p in found if not any(other != p and other[: len(p)] == p for other in found)]
     paths = [p for p in paths if not (found[p].startswith("is missing") and _meant_elsewhere(p, found, values))]
     paths.sort(key=lambda p: _line(_where(p, origins)))
-    return [f"{_where(path, origins)}{_dotted(path, values)} {found[path]}" for path in paths]
+    return [f"{_where(path, origins)}{dotted(path, values)} {found[path]}" for path in paths]
 
 
 def _meant_elsewhere(path: KeyPath, found: Mapping[KeyPath, str], values: Mapping[str, Any]) -> bool:
     """Is a missing setting the one that an unknown name beside it probably meant?"""
-    return any(f"did you mean {_dotted(path, values)}?" in message for message in found.values())
+    return any(f"did you mean {dotted(path, values)}?" in message for message in found.values())
 
 
 def _line(where: str) -> tuple[str, int]:
@@ -75,13 +75,13 @@ def _messages(problem: Any, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath
         for inner, message in conflict.problems:
             keys = [int(key) if key.isdecimal() else key for key in inner.split(".") if key]
             yield (*path, *keys), message
-    elif path == ("method",) and not isinstance(_value_at(values, path), dict):
+    elif path == ("method",) and not isinstance(value_at(values, path), dict):
         names = ", ".join(METHOD_NAMES)
-        yield path, f"is {_show(problem['input'])}; it must be one of {names}, or a mapping with type and its settings"
+        yield path, f"is {show(problem['input'])}; it must be one of {names}, or a mapping with type and its settings"
     elif problem["type"].startswith("union_tag"):
-        given = _value_at(values, path).get("type")
+        given = value_at(values, path).get("type")
         words = METHOD_NAMES if path == ("method",) else kinds_of(annotation)
-        yield (*path, "type"), "is missing" if given is None else f"is {_show(given)}; {did_you_mean(given, words)}"
+        yield (*path, "type"), "is missing" if given is None else f"is {show(given)}; {did_you_mean(given, words)}"
     else:
         yield path, wrong_value(problem["input"], annotation)
 
@@ -107,7 +107,8 @@ def _entry(node: Any, key: str | int) -> Any:
     return node[key] if isinstance(node, list | tuple) and isinstance(key, int) and key < len(node) else None
 
 
-def _value_at(values: Any, path: KeyPath) -> Any:
+def value_at(values: Any, path: KeyPath) -> Any:
+    """The value at a path; None where there is none."""
     for key in path:
         values = _entry(values, key)
     return values
@@ -121,7 +122,8 @@ def _where(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
     return ""
 
 
-def _dotted(path: KeyPath, values: Mapping[str, Any]) -> str:
+def dotted(path: KeyPath, values: Mapping[str, Any]) -> str:
+    """A path as people write it: the one model of `values` is `model`."""
     models = values.get("models")
     if path[:2] == ("models", 0) and isinstance(models, list) and len(models) == 1:
         path = ("model", *path[2:])
@@ -154,11 +156,11 @@ def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
     """What to say about a key that does not exist: the nearest name, its section, or what there is."""
     key, parent = str(path[-1]), path[:-1]
     _, annotation = _locate(parent, values)
-    node = _value_at(values, parent)
+    node = value_at(values, parent)
     here = [name for model in models_in(annotation, node) for name in model.model_fields]
     if not parent:
         here.append("model")
-    prefix = _dotted(parent, values) + "." if parent else ""
+    prefix = dotted(parent, values) + "." if parent else ""
     start = "is not a setting"
     if parent == ("method",):
         owners = [name for name, cls in METHODS.items() if key in cls.model_fields]
@@ -195,11 +197,12 @@ def wrong_value(given: Any, annotation: Any) -> str:
     """What is wrong with a value that its setting does not take, and what it takes."""
     words = choices(annotation)
     if words and isinstance(given, str):
-        return f"is {_show(given)}; {did_you_mean(given, words)}"
-    return f"is {_show(given)}; it must be {expected(annotation)}"
+        return f"is {show(given)}; {did_you_mean(given, words)}"
+    return f"is {show(given)}; it must be {expected(annotation)}"
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """A value in a message: short, and on one line."""
     if value is None:
         return "null"
     if isinstance(value, bool):

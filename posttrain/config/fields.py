@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from posttrain.config.base import PATTERNS
+from posttrain.config.base import PATTERNS, OnOff
 from posttrain.config.methods import METHOD_NAMES, METHODS
 from posttrain.config.model import ModelConfig
 from posttrain.config.schema import RunConfig
@@ -37,6 +37,11 @@ class Setting:
     def group(self) -> bool:
         """Whether it stands for a mapping of further settings, such as model.lora."""
         return bool(models_in(self.annotation))
+
+    @property
+    def switch(self) -> bool:
+        """Whether `true` and `false` are values of it."""
+        return bool in options(self.annotation) or OnOff in marks(self.annotation)
 
 
 def all_settings() -> list[Setting]:
@@ -75,6 +80,11 @@ def _settings(model: type[BaseModel], prefix: str, method: str = "") -> Iterator
 def full(info: FieldInfo) -> Any:
     """A field's annotation with the constraints that pydantic took apart."""
     return Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
+
+
+def marks(annotation: Any) -> tuple[Any, ...]:
+    """What an annotation says of a setting beside its type: constraints, and OnOff."""
+    return get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
 
 
 def options(annotation: Any, value: Any = None) -> list[Any]:
@@ -137,6 +147,8 @@ def expected(annotation: Any) -> str:
     if get_origin(annotation) is Annotated:
         base, *constraints = get_args(annotation)
         words, bounds = expected(base), _bounds(constraints)
+        if OnOff in constraints:
+            return f"true or false or {words}"
         if bounds and words.endswith(" or null"):
             return f"{words.removesuffix(' or null')} {bounds} or null"
         return f"{words} {bounds}".strip()

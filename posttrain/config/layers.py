@@ -5,8 +5,10 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.config.base import OnOff
 from posttrain.config.files import KeyPath, Tree, parse_value
 from posttrain.config.methods import PPO_NAMES, spell_out
+from posttrain.config.model import ModelConfig
 from posttrain.errors import ConfigError
 
 # Names that users of other systems know -> ours, within a section.
@@ -26,6 +28,7 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
         "ppo_epochs": ("num_iterations",),
     },
 }
+ON_OFF = frozenset(name for name, info in ModelConfig.model_fields.items() if OnOff in info.metadata)
 SECTIONS = ("data", "training", "evaluation", "checkpoint", "tracking", "devices", "rollout", "rewards")
 # A choice among alternatives: naming another one in an upper layer replaces what the lower layer chose.
 CHOICES: dict[KeyPath, tuple[str, ...]] = {("data", "validation"): ("ratio", "rows", "source")}
@@ -165,9 +168,14 @@ def spell_out_layer(layer: Tree, notes: list[str]) -> Tree:
 def _spell_out_model(model: Any, path: KeyPath, origins: dict[KeyPath, str], notes: list[str]) -> Any:
     if isinstance(model, str):
         return {"path": model}
-    if isinstance(model, dict) and isinstance(model.get("lora"), bool):
-        model = {**model, "lora": {} if model["lora"] else None}  # `lora: true` is LoRA with its defaults
+    if isinstance(model, dict):
+        model = {key: _on_or_off(value) if key in ON_OFF else value for key, value in model.items()}
     return _rename(model, "models", path, origins, notes) if isinstance(model, dict) else model
+
+
+def _on_or_off(value: Any) -> Any:
+    """`true` is the group with its defaults, `false` is none."""
+    return ({} if value else None) if isinstance(value, bool) else value
 
 
 def _rename(

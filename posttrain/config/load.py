@@ -1,10 +1,10 @@
 """From a file or preset, overrides and flags to a RunConfig.
 
-Precedence: flag, override, file, what the file extends, default.
+Precedence: flag, override, file, what the file extends, default; within the file a stage over what stands above it.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from posttrain.config.explain import did_you_mean, explain
+from posttrain.config.explain import did_you_mean, dotted, explain, show, value_at
 from posttrain.config.files import KeyPath, Tree, read_settings, write_yaml
 from posttrain.config.layers import Layers, merge, override
 from posttrain.config.presets import preset_names, preset_path
@@ -50,7 +50,8 @@ def load(source: Path | str | None, overrides: Sequence[str] = (), flags: Mappin
 
     `source` is a YAML or JSON file or the name of a preset; `overrides` are texts `a.b=c`; `flags` maps dotted paths to
     values (text is parsed like the value of an override). Overrides and flags are laid over the settings of every
-    stage, those of the form `stages.NAME.a.b=c` over one. Raises ConfigError, which lists everything that is wrong.
+    stage, those of the form `stages.NAME.a.b=c` over one; flags over overrides of either form. Raises ConfigError,
+    which lists everything that is wrong.
     """
     common, stages = Layers(), dict[str, list[Tree]]()
     if source is not None:
@@ -60,33 +61,61 @@ def load(source: Path | str | None, overrides: Sequence[str] = (), flags: Mappin
             for name, layer in own.items():
                 stages.setdefault(name, []).append(layer)
     given: list[Assignment] = [_assignment(text) for text in overrides]
-    given += [(path, value, f"--{path.replace('_', '-')}") for path, value in (flags or {}).items()]
+    flagged: list[Assignment] = [(path, value, f"--{path.replace('_', '-')}") for path, value in (flags or {}).items()]
     if stages:
-        return _load_stages(common, stages, given)
-    for path, _, where in given:
+        return _load_stages(common, stages, given, flagged)
+    for path, _, where in given + flagged:
         if path.split(".")[0] == "stages":
             raise ConfigError(f"{where}: the settings have no stages")
-    override(common, given)
+    said = _lay_given(common, given, flagged)
     result = _check(common)
     if isinstance(result, RunConfig):
-        return Loaded((Stage("", None, result),), common.notes + result.unread())
+        notes = [*common.notes, *said, *result.unread()]
+        return Loaded((Stage("", None, result),), list(dict.fromkeys(notes)))
     raise _refusal(result)
 
 
-def _load_stages(common: Layers, trees: dict[str, list[Tree]], given: list[Assignment]) -> Loaded:
+def _lay_given(
+    layers: Layers, given: list[Assignment], flagged: list[Assignment], own: Sequence[Tree] = ()
+) -> list[str]:
+    """Lay overrides and flags over the layers; a note for each flag that replaces another value of the user's.
+
+    That is one of an override, or of `own`, what a stage says of itself; the rest of a file is there to be replaced.
+    """
+    before = layers.copy()
+    override(before, given)
+    override(layers, [*given, *flagged])  # in one: `method.beta=1` and `--method dpo` belong together
+    override(layers, flagged)  # entries of lists by number were laid last, and flags go above them too
+    flags = {where for _, _, where in flagged}
+    explicit = {where for _, _, where in given} | {where for tree in own for where in tree.origins.values()}
+    notes: list[str] = []
+    for path, where in before.origins.items():
+        flag, old, new = layers.origins.get(path), value_at(before.values, path), value_at(layers.values, path)
+        if flag in flags and where in explicit and old != new and not isinstance(new, dict):
+            notes.append(f"{flag}: {dotted(path, layers.values)} is {show(new)}, not {show(old)} ({where})")
+    return notes
+
+
+def _load_stages(
+    common: Layers, trees: dict[str, list[Tree]], given: list[Assignment], flagged: list[Assignment]
+) -> Loaded:
     """Each stage's settings over the common ones, and what was given on the command line over both."""
     for_all, for_one = _by_stage(given, trees)
+    flags_for_all, flags_for_one = _by_stage(flagged, trees)
     sources: dict[str, str | None] = {}
     where: dict[str, str] = {}
     configs: dict[str, RunConfig] = {}
-    notes, wrong = list(common.notes), dict[str, list[str]]()
+    notes, replaced, wrong = list(common.notes), dict[str, list[str]](), dict[str, list[str]]()
     for name in trees:
-        trees[name], sources[name], where[name] = take_init_from([*trees[name], *for_one[name][0]])
+        trees[name], sources[name], where[name] = take_init_from(
+            [*trees[name], *for_one[name][0], *flags_for_one[name][0]]
+        )
         layers = common.copy()
         for tree in trees[name]:
             layers.lay(tree, every_model=True)
-        override(layers, for_all)
-        override(layers, for_one[name][1])
+        given, flagged = for_all + for_one[name][1], flags_for_all + flags_for_one[name][1]
+        for line in _lay_given(layers, given, flagged, trees[name]):
+            replaced.setdefault(line, []).append(name)
         notes += [note for note in layers.notes if note not in notes]
         result = _check(layers)
         if isinstance(result, RunConfig):
@@ -94,10 +123,8 @@ def _load_stages(common: Layers, trees: dict[str, list[Tree]], given: list[Assig
             notes += [f"stage {name}: {line}" for line in result.unread()]
         for line in [] if isinstance(result, RunConfig) else result:
             wrong.setdefault(line, []).append(name)
-    if wrong:  # what is wrong in every stage is wrong above them
-        raise _refusal(
-            [line if len(at) == len(trees) else f"stage {', '.join(at)}: {line}" for line, at in wrong.items()]
-        )
+    if wrong:
+        raise _refusal(_with_stages(wrong, trees))
     stages: dict[str, Stage] = {}
     for name in in_order(sources, where):
         config, source = configs[name], sources[name]
@@ -105,7 +132,12 @@ def _load_stages(common: Layers, trees: dict[str, list[Tree]], given: list[Assig
             config = start_from(config, stages[source].config, name, where[name])
         stages[name] = Stage(name, source, config)
     refuse_other_models(list(stages.values()))
-    return Loaded(tuple(stages.values()), notes)
+    return Loaded(tuple(stages.values()), notes + _with_stages(replaced, trees))
+
+
+def _with_stages(lines: Mapping[str, list[str]], stages: Sized) -> list[str]:
+    """Each line after the stages that it is about; what is so in every stage is so above them."""
+    return [line if len(at) == len(stages) else f"stage {', '.join(at)}: {line}" for line, at in lines.items()]
 
 
 def _by_stage(

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from posttrain.config.base import FILE_NAME, Float, Place, Positive, Settings, Text
+from posttrain.config.base import FILE_NAME, Float, OnOff, Place, Positive, Settings, Text
 
 LORA_DROPOUT = 0.05  # the default
 
@@ -40,7 +40,9 @@ class ModelConfig(Settings):
     attention: Literal["auto", "packed", "eager", "sdpa", "flash_attention_2"] = Field(
         default="auto", description="auto: packed where the family is proven, else one sequence a row."
     )
-    lora: LoraConfig | None = Field(default=None, description="Low-rank adapters; null: full fine-tuning.")
+    lora: Annotated[LoraConfig | None, OnOff] = Field(
+        default=None, description="Low-rank adapters; null: full fine-tuning."
+    )
     load_in_4bit: bool = Field(default=False, description="Frozen weights in 4 bits (NF4) under lora: QLoRA.")
     use_liger_kernel: bool = Field(default=False, description="Liger's GPU kernels for norms and gated MLPs.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
