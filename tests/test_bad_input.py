@@ -113,7 +113,7 @@ COLUMNS = {
     "the format's": (["data.format=preference"], ["has no column chosen, rejected", "it has prompt, better, worse"]),
     "a typing error": (
         ["data.columns={chosen: bettr, rejected: worse}"],
-        ["data.columns: ", "has no column 'bettr' (for chosen); it has prompt, better, worse"],
+        ["data.columns: ", "has no column 'bettr' (for chosen); did you mean better? it has prompt, better, worse"],
     ),
 }
 

@@ -4,7 +4,8 @@ import pytest
 
 from posttrain.config.data import TagsConfig
 from posttrain.data.answers import last_boxed
-from posttrain.data.formats import FORMATS, find_layout
+from posttrain.data.formats import FORMATS
+from posttrain.data.layouts import find_layout
 from posttrain.data.readers import read_files
 from posttrain.data.rows import RowError, messages_of, without_think
 from posttrain.data.templates import Template
@@ -182,7 +183,7 @@ def test_formats_of_real_data_are_told_and_every_row_read(shared, name):
             "pair",
             "no column chosen, rejected, which format preference needs; it has better, q",
         ),
-        ("preference", {"chosen": "best"}, "pair", "no column 'best' .for chosen.; it has better, q, worse"),
+        ("preference", {"chosen": "best"}, "pair", "no column 'best' .for chosen.; did you mean better"),
         ("preference", {"win": "better"}, "pair", "format preference has no field 'win'; it has chosen, rejected"),
         ("problem_answer", {"problem": "q"}, "sft", "no column solution or answer"),
         ("prompt_completion", {"prompt": "q", "completion": "better"}, "pair", "need preference pairs"),

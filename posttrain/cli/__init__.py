@@ -1,5 +1,6 @@
 """The command line."""
 
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args == ["--version"]:
         print(f"posttrain {__version__}")
         return 0
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale may know fewer characters than data and models have
+            stream.reconfigure(errors="backslashreplace")
     load_tokens(Path(".env"))
     console = ConsoleLog(debug)
     try:

@@ -25,7 +25,7 @@ from posttrain.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-CODE_VERSION = 3  # raise it when the same rows and settings come to give other tokens
+CODE_VERSION = 4  # raise it when the same rows and settings come to give other tokens
 LEFTOVER_SECONDS = 86_400
 ATTEMPTS = 2  # another run may take away what both have found damaged, just as this one has made it again
 

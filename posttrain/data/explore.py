@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.batch import Example, Sample
 from posttrain.data.dataset import Dataset
+from posttrain.data.pieces import CHARACTER, pieces
 from posttrain.data.prepare import Prepared
 
 SHADES = ("black on bright_green", "black on green")  # neighbouring trained tokens differ, so that each can be seen
@@ -19,11 +21,26 @@ PLAIN = ("dim", "default")
 MOST_TOKENS = 400  # of one node; the middle of a longer one is left out
 
 
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What stands before and after trained tokens, and for a line break and a tab."""
+
+    opening: str
+    closing: str
+    line: str
+    tab: str
+
+
+UNICODE, ASCII = Marks("⟦", "⟧", "↵", "→"), Marks("[[", "]]", "\\n", "\\t")
+
+
 def explore(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, rows: int, console: Console) -> None:
     """Print counts and lengths, then the first `rows` training examples token by token.
 
-    Trained tokens stand between ⟦ and ⟧; where there is colour they have a background, and each token its own shade.
+    Trained tokens stand between ⟦ and ⟧ ([[ and ]] where the output is not UTF-8); where there is colour they have a
+    background, and each token its own shade.
     """
+    marks = UNICODE if console.encoding.startswith("utf") else ASCII
     for report in prepared.reports.values():
         for line in report.lines():
             console.print(Text(line), soft_wrap=False)
@@ -31,15 +48,16 @@ def explore(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, rows: int, c
     console.print(_sizes(prepared))
     if rows:
         console.print()
-        console.print(Text.assemble("Tokens: ", ("⟦trained⟧", SHADES[0]), ", the rest is context; ↵ is a line break."))
+        trained = (f"{marks.opening}trained{marks.closing}", SHADES[0])
+        console.print(Text.assemble("Tokens: ", trained, f", the rest is context; {marks.line} is a line break."))
     for index in range(min(rows, len(prepared.train))):
         example = prepared.train[index]
         console.print()
         console.rule(f"row {example.row}", align="left", characters="-")
-        for title, node, tokens in _nodes(example):
-            trained = int(np.broadcast_to(np.asarray(node.trained, bool), len(tokens)).sum())
-            console.print(Text(f"{title}: {len(tokens):,} tokens, {trained:,} trained", style="bold"))
-            console.print(tokens_text(node, tokenizer))
+        for node in nodes_of(example):
+            counts = f"{node.title}: {len(node.tokens):,} tokens, {node.trained.sum():,} trained"
+            console.print(Text(counts, style="bold"))
+            console.print(tokens_text(node, tokenizer, marks))
         if example.margin is not None:
             console.print(Text(f"margin: {example.margin:g}", style="bold"))
         if example.tie:
@@ -67,51 +85,56 @@ def _sizes(prepared: Prepared) -> Table:
     return table
 
 
-def _nodes(example: Example) -> Iterator[tuple[str, Sample, Sequence[int]]]:
-    """Each node with what it is called."""
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A part of an example: its tokens, which of them are trained, and the tokens before it."""
+
+    title: str
+    tokens: list[int]
+    trained: np.ndarray
+    before: list[int]
+
+
+def nodes_of(example: Example) -> Iterator[Node]:
+    """The parts of an example in order. The first token of a sequence is not trained: nothing predicts it."""
     names = {None: ("chosen", "rejected"), True: ("desirable",), False: ("undesirable",)}
     replies = iter(names[example.label])
     for tree in example.trees:
-        yield ("prompt" if tree.children else "sequence"), tree, list(tree.tokens)
+        root = _node("prompt" if tree.children else "sequence", tree, [])
+        yield root
         for child in tree.children:
-            yield next(replies), child, list(child.tokens)
+            yield _node(next(replies), child, root.tokens)
 
 
-def tokens_text(node: Sample, tokenizer: PreTrainedTokenizerBase) -> Text:
+def _node(title: str, node: Sample, before: list[int]) -> Node:
+    tokens = [int(token) for token in node.tokens]
+    trained = np.broadcast_to(np.asarray(node.trained, bool), len(tokens)).copy()
+    if not before:
+        trained[:1] = False
+    return Node(title, tokens, trained, before)
+
+
+def tokens_text(node: Node, tokenizer: PreTrainedTokenizerBase, marks: Marks = UNICODE) -> Text:
     """A node's tokens as text, the trained ones marked."""
-    ids = [int(token) for token in node.tokens]
-    trained = np.broadcast_to(np.asarray(node.trained, bool), len(ids))
-    half = MOST_TOKENS // 2
-    shown = list(range(len(ids))) if len(ids) <= MOST_TOKENS else [*range(half), *range(len(ids) - half, len(ids))]
-    text, before = Text(), False
-    for number, (index, piece) in enumerate(_pieces([ids[i] for i in shown], tokenizer)):
-        at = shown[index]
-        if len(ids) > MOST_TOKENS and index == half:
-            text.append(("⟧" if before else "") + f" … {len(ids) - MOST_TOKENS:,} tokens … ")
-            before = False
-        if trained[at] != before:
-            text.append("⟦" if trained[at] else "⟧")
-        before = bool(trained[at])
-        text.append(piece, style=SHADES[number % 2] if before else PLAIN[number % 2])
-    text.append("⟧" if before else "")
+    count, half = len(node.tokens), MOST_TOKENS // 2
+    parts = [(0, count)] if count <= MOST_TOKENS else [(0, half), (count - half, count)]
+    text, inside, number = Text(), False, 0
+    for start, end in parts:
+        if start:
+            text.append((marks.closing if inside else "") + f" ... {count - MOST_TOKENS:,} tokens ... ")
+            inside = False
+        before = [*node.before, *node.tokens[:start]][-CHARACTER:]
+        for length, piece in pieces(node.tokens[start:end], tokenizer, before):
+            if node.trained[start] != inside:
+                inside = not inside
+                text.append(marks.opening if inside else marks.closing)
+            text.append(_visible(piece, marks), style=(SHADES if inside else PLAIN)[number % 2])
+            start, number = start + length, number + 1
+    text.append(marks.closing if inside else "")
     return text
 
 
-def _pieces(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, str]]:
-    """Each token's text, in order; bytes of one character that are apart come together with the last of them."""
-    begin = 0
-    for index in range(len(ids)):
-        # the token before gives a decoder that strips a sequence's first space something else to strip
-        with_before = tokenizer.decode(ids[max(begin - 1, 0) : index + 1], clean_up_tokenization_spaces=False)
-        before = tokenizer.decode(ids[max(begin - 1, 0) : begin], clean_up_tokenization_spaces=False)
-        piece = str(with_before)[len(str(before)) :]
-        if piece.endswith("�") and index + 1 < len(ids) and index - begin < 4:
-            continue
-        yield begin, _visible(piece)
-        begin = index + 1
-
-
-def _visible(text: str) -> str:
+def _visible(text: str, marks: Marks) -> str:
     """Line breaks shown as well as made, control characters as their codes."""
-    shown = "".join(c if c.isprintable() or c == "\n" else "→" if c == "\t" else f"\\x{ord(c):02x}" for c in text)
-    return shown.replace("\n", "↵\n")
+    shown = "".join(c if c.isprintable() or c == "\n" else marks.tab if c == "\t" else f"\\x{ord(c):02x}" for c in text)
+    return shown.replace("\n", f"{marks.line}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.config.data import DataConfig
 from posttrain.data import cache
-from posttrain.data.formats import find_layout
+from posttrain.data.layouts import find_layout
 from posttrain.data.readers import Record
 from posttrain.data.reading import SAMPLE, Reader
 from posttrain.data.render import rendering
@@ -71,5 +72,5 @@ def prompts_of(
             elif not len(item[1]):
                 refuse(record, RowError("the prompt comes to no tokens"))
             else:
-                found[record.row] = Prompt(record.row, item[0], list(item[1]), reader.facts(record, row))
+                found[record.row] = Prompt(record.row, item[0], list(item[1]), json.loads(reader.facts(record, row)))
     return [found[record.row] for record in records]

@@ -15,10 +15,12 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from posttrain.data.delimiter import delimiter_of
 from posttrain.errors import DataError
 
 # A line longer than this is not parsed: no row of text is, and a binary file must not fill the memory.
 LINE_BYTES = 64_000_000
+HEAD_BYTES = 256 * 1024  # that tell the delimiter of a CSV file
 DOCUMENT_END = "<|endoftext|>"
 
 
@@ -224,7 +226,7 @@ _decoder = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def read_csv(path: Path) -> Iterator[Parsed]:
-    """Comma-separated values under a line of column names.
+    """Values separated by commas, semicolons or tabs, under a line of column names.
 
     A byte that is not UTF-8 becomes a lone surrogate, which no text may have.
     """
@@ -237,8 +239,10 @@ def read_csv(path: Path) -> Iterator[Parsed]:
             raise csv.Error(f"a line of more than {LINE_BYTES:,} bytes")
         return raw.decode(errors="surrogateescape")
 
+    delimiter = "\t" if ".tsv" in path.suffixes else delimiter_of(_head(path))
     with _open(path) as stream:
-        reader = csv.reader(map(text, _lines(stream)), strict=True)  # a map goes on after an error; a generator ends
+        lines = map(text, _lines(stream))  # a map goes on after an error; a generator ends
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
         limit = csv.field_size_limit(LINE_BYTES)
         header = None
         try:
@@ -266,6 +270,14 @@ def read_csv(path: Path) -> Iterator[Parsed]:
                     yield line, dict(zip(header, cells, strict=True)), None
         finally:
             csv.field_size_limit(limit)
+
+
+def _head(path: Path) -> str:
+    """The first whole lines of a file."""
+    with _open(path) as stream:
+        start = stream.read(HEAD_BYTES)
+    whole = start if len(start) < HEAD_BYTES else start[: start.rfind(b"\n") + 1]
+    return whole.decode(errors="surrogateescape")
 
 
 def read_parquet(path: Path) -> Iterator[Parsed]:
@@ -317,6 +329,7 @@ READERS: dict[str, Callable[[Path], Iterator[Parsed]]] = {
     ".jsonl": read_jsonl,
     ".json": read_json,
     ".csv": read_csv,
+    ".tsv": read_csv,
     ".parquet": read_parquet,
     ".txt": read_text,
 }

@@ -18,7 +18,7 @@ from posttrain.config.base import Kind
 from posttrain.config.data import DataConfig
 from posttrain.data import cache
 from posttrain.data.dataset import Fitted, Limits, Table
-from posttrain.data.formats import Layout, find_layout
+from posttrain.data.layouts import Layout, find_layout
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering
 from posttrain.data.report import MALFORMED_SHARE, Malformed, Reading, Report, list_malformed
@@ -204,13 +204,14 @@ class Reader:
     def _beside(self, record: Record, row: Row) -> dict[str, Any]:
         """What is kept of a row beside its tokens: a label; of a prompt, what rewards are given."""
         if self.kind == "prompt":
-            return {"facts": json.dumps(self.facts(record, row), ensure_ascii=False, default=str)}
+            return {"facts": self.facts(record, row)}
         return {} if row.label is None else {"label": row.label}
 
-    def facts(self, record: Record, row: Row) -> dict[str, Any]:
-        """What rewards are told of a row beside the completion."""
+    def facts(self, record: Record, row: Row) -> str:
+        """What rewards are told of a row beside the completion, as JSON."""
         prompt = row.prompt if not self.template.turns or row.prompt is None else as_turns(row.prompt, "user")
-        return {"prompt": prompt, "answer": row.answer, "columns": record.value}
+        facts = {"prompt": prompt, "answer": row.answer, "columns": record.value}
+        return json.dumps(facts, ensure_ascii=False, default=str)
 
     def row(self, record: Record, layout: Layout) -> Row:
         """A record in the common form, with the settings that change texts applied. Raises RowError."""
@@ -223,6 +224,8 @@ class Reader:
             row = _as_prompt(row)
             if row.answer is None:  # of formats that have none, a column of that name
                 row = replace(row, answer=_answer_beside(record.value))
+        else:
+            _refuse_without_reply(row)
         if self.kind == "sft" and row.rejected is not None:
             row = Row(row.prompt, row.chosen, tools=row.tools)
         if self.data.strip_think:
@@ -236,8 +239,6 @@ class Reader:
             row = _last_turn_as_completion(row)
         if self.data.system_prompt is not None and layout.name != "text":
             row = _with_system(row, self.data.system_prompt)
-        if layout.name == "preference" and self.template.turns and isinstance(row.prompt, str):
-            _refuse_implicit(record.value, layout)
         return row
 
     def _tokenise(
@@ -262,13 +263,12 @@ def _prompt(tokens: Sequence[int]) -> Trained | RowError:
     return Trained(tokens, (), len(tokens)) if len(tokens) else RowError("the prompt comes to no tokens")
 
 
-def _refuse_implicit(value: dict[str, Any], layout: Layout) -> None:
-    column = dict(layout.columns)["prompt"]
-    if value.get(column) is None:
-        raise (RowError if column in layout.seen else DataError)(
-            "the pair has no prompt, only texts that begin alike, so a chat template cannot tell the turns apart: "
-            "name the prompt's column with data.columns: {prompt: YOUR_COLUMN}, or set data.template: none"
-        )
+def _refuse_without_reply(row: Row) -> None:
+    """Raise RowError for messages to be trained on of which none is the assistant's."""
+    what = "the conversation" if row.prompt is None else "the completion" if row.rejected is None else "chosen"
+    for name, turns in ((what, row.chosen), ("rejected", row.rejected)):
+        if isinstance(turns, list) and all(turn["role"] != "assistant" for turn in turns):
+            raise RowError(f"{name} has no turn of the assistant, so there is no reply to learn from")
 
 
 def _columns(record: Record, item: Trained | Compared, kind: Kind) -> dict[str, Any]:

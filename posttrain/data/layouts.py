@@ -1,0 +1,135 @@
+"""How the rows of a data set are laid out: which format they have, told by their columns, and where its fields are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from posttrain.data.formats import FORMATS, Format
+from posttrain.data.rows import Fields, Row
+from posttrain.data.templates import Template
+from posttrain.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A format and where a data set has its fields."""
+
+    name: str
+    columns: tuple[tuple[str, str], ...]  # field of the format, column of the data
+    filled: frozenset[str]  # columns that are not null in all of the first rows
+
+    def read(self, value: Fields, template: Template) -> Row:
+        """The row in its common form. Raises RowError when it is malformed."""
+        fields = {name: value[column] for name, column in self.columns if column in value}
+        if self.name == "preference" and fields.get("prompt") is None:
+            fields.pop("prompt", None)  # as if the column were not there, unless other rows have a prompt in it
+            if dict(self.columns).get("prompt") in self.filled:
+                fields["prompt"] = None
+        return FORMATS[self.name].read(fields, template)
+
+
+def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: str, where: str) -> Layout:
+    """The layout for rows like these first ones, with `columns` naming the data's own names for fields.
+
+    Raises DataError when the format's columns are not there, or no format fits: it lists those that are.
+    """
+    there = {name: None for value in sample for name in value}
+    for name in ("image", "images", "video", "videos", "audio", "audios"):
+        if any(value.get(name) for value in sample):
+            raise DataError(f"{where} has a column {name!r}: posttrain trains text models only")
+    for name, column in columns.items():
+        if column in there:
+            continue
+        if name in there and any(column in (*known.required, *known.optional) for known in FORMATS.values()):
+            raise DataError(f"data.columns: write {{{column}: {name}}}, the field's name and then the data's own")
+        near = get_close_matches(column, there, n=1) or [name for name in (name,) if name in there]
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise DataError(f"data.columns: {where} has no column {column!r} (for {name}); {meant}it has {_list(there)}")
+    if format == "auto":
+        format = (
+            _labelled(columns, there, where) if kind == "unpaired" else _detect(columns, there, sample, kind, where)
+        )
+    known = FORMATS[format]
+    names = (*known.required, *known.optional)
+    if unknown := [name for name in columns if name not in names]:
+        raise DataError(f"data.columns: format {format} has no field {unknown[0]!r}; it has {_list(names)}")
+    found = _resolve(known, columns, there)
+    missing = [name for name in known.required if name not in found]
+    if missing or (known.one_of and not any(found.get(name) in there for name in known.one_of)):
+        lacking = _list(missing) if missing else " or ".join(known.one_of)
+        raise DataError(
+            f"{where} has no column {lacking}, which format {format} needs; it has {_list(there)}. "
+            "Name yours with data.columns, e.g. {" + f"{(missing or known.one_of)[0]}: YOUR_COLUMN" + "}"
+        )
+    if kind == "pair" and not (known.pairs and all(found.get(name) in there for name in ("chosen", "rejected"))):
+        raise DataError(
+            f"{where} is read as {format}, which has no chosen and rejected: reward models and DPO need "
+            f"preference pairs (its columns: {_list(there)})"
+        )
+    filled = frozenset(name for value in sample for name in value if value[name] is not None)
+    return Layout(format, tuple(found.items()), filled)
+
+
+def _resolve(known: Format, columns: dict[str, str], there: Iterable[str]) -> dict[str, str]:
+    """Each field of the format with its column: as set, under its own name, or an alias.
+
+    A required one is left out when it is not among those that are `there`; an optional one may come in a later row.
+    """
+    named = [name for name in known.required if columns.get(name, name) in there]
+    aliased = {name for alias, name in known.aliases if alias in there and name not in there and name not in columns}
+    taken = set(columns.values())  # a column that is another field is not also read under its own name
+    free = [name for name in (*named, *known.optional) if name in columns or name not in taken]
+    found = {name: columns.get(name, name) for name in free if name not in aliased}
+    for alias, name in known.aliases:
+        if name in aliased and alias in there and alias not in found.values():
+            found.setdefault(name, alias)
+    return found
+
+
+def _labelled(columns: dict[str, str], there: Iterable[str], where: str) -> str:
+    """KTO's one format; pairs are refused with what can be done about them."""
+    names = {*there, *columns}
+    if {"chosen", "rejected"} <= names and not names & {"label", "kto_tag"}:
+        raise DataError(
+            f"{where} has preference pairs (its columns: {_list(there)}), but KTO needs single completions with a "
+            "label: write each pair as two rows, {prompt, completion, label: true} and {…, label: false}, "
+            "or train on the pairs as they are with method.type: dpo (kto_pair among its losses is KTO for pairs)"
+        )
+    return "kto"
+
+
+def _detect(columns: dict[str, str], there: Iterable[str], sample: list[dict], kind: str, where: str) -> str:
+    """The format told by the columns, the mapped ones under the format's names."""
+    names = {*there, *columns}
+    if kind == "sft" and "label" in names and any(isinstance(value.get("label"), bool) for value in sample):
+        raise DataError(
+            f"{where} has a boolean column `label`, as KTO's data: half of it is to be avoided, not imitated. "
+            "Set data.format to train on all of it"
+        )
+    if {"chosen", "rejected"} <= names and "conversations" not in names:
+        chosen = [value.get(columns.get("chosen", "chosen")) for value in sample]
+        transcripts = [isinstance(item, str) and item.lstrip().startswith("Human:") for item in chosen]
+        return "hh" if "prompt" not in names and sum(transcripts) * 2 > len(transcripts) else "preference"
+    if "conversations" in names:
+        return "sharegpt"
+    told = ["messages", "alpaca", "prompt_completion", "problem_answer", "text"]
+    if kind == "prompt":  # one that is called so is a prompt as it is, unless its answer is to be read from a solution
+        told.insert(3 if "prompt" in names and "solution" not in names else 4, "prompt")
+    for format in told:
+        known = FORMATS[format]
+        found = _resolve(known, columns, names)
+        if set(known.required) <= found.keys() and (not known.one_of or {found.get(n) for n in known.one_of} & names):
+            return format
+    needs = "; ".join(
+        f"{name}: {', '.join(known.required)}{' and ' + ' or '.join(known.one_of) if known.one_of else ''}"
+        for name, known in FORMATS.items()
+    )
+    raise DataError(
+        f"{where} has the columns {_list(there)}, which fit no format. Set data.format and data.columns. {needs}"
+    )
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"

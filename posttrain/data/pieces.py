@@ -1,0 +1,32 @@
+"""The text of each token, as a streaming decoder gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+LOST = "\ufffd"  # how decoders write bytes that are not, or not yet, a character
+CHARACTER = 4  # tokens that hold one character, at most: UTF-8 has four bytes for it
+
+
+def pieces(
+    ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()
+) -> Iterator[tuple[int, str]]:
+    """The text of `ids` in pieces, each with its number of tokens; joined they are the text behind that of `before`.
+
+    A piece is one token, or the tokens that hold the bytes of one character. Each is decoded together with the piece
+    before it, because decoders treat the first token of a text differently: many strip its leading space.
+    """
+    tokens = [*before, *ids]
+
+    def decoded(some: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(some), clean_up_tokenization_spaces=False))
+
+    context, begin = 0, len(before)
+    for end in range(begin + 1, len(tokens) + 1):
+        text = decoded(tokens[context:end])
+        if text.endswith(LOST) and end < len(tokens) and end - begin < CHARACTER:
+            continue
+        yield end - begin, text[len(decoded(tokens[context:begin])) :]
+        context, begin = begin, end

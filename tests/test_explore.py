@@ -1,0 +1,160 @@
+"""What `explore` shows of tokens, and rows that look right and are not: no reply, no prompt, other delimiters."""
+
+import csv
+import io
+import json
+import sys
+
+import pytest
+from data_tokenizer import CHATML, byte_tokenizer
+from transformers import AutoTokenizer
+
+from posttrain.cli import main
+from posttrain.config.data import DataConfig
+from posttrain.data import prepare
+from posttrain.data.delimiter import delimiter_of
+from posttrain.data.explore import ASCII, nodes_of, tokens_text
+from posttrain.data.layouts import find_layout
+from posttrain.data.pieces import pieces
+from posttrain.data.readers import read_files
+from posttrain.errors import DataError
+
+STORY = "Once upon a time\n\nZoë met 你好 👍\tand  so\n<think>"
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def prepared(path, rows, kind="sft", tokenizer=None, **settings):
+    data = DataConfig(**{"source": write(path, rows), "template": "none", **settings})
+    return prepare(data, tokenizer or byte_tokenizer(CHATML), kind)
+
+
+@pytest.mark.parametrize("name", ["models/stories260K", "tokenizers/gpt2", "tokenizers/qwen3"])
+def test_pieces_are_the_text_and_no_character_is_broken(shared, name):
+    """stories260K falls back to bytes: `ë`, `你` and line breaks are tokens of single bytes there."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / name)
+    ids = tokenizer(STORY).input_ids
+    found = list(pieces(ids, tokenizer))
+    texts = [text for _, text in found]
+    assert "".join(texts) == tokenizer.decode(ids) and sum(count for count, _ in found) == len(ids)
+    assert not any("\ufffd" in text for text in texts)
+    assert name != "models/stories260K" or {"你", "好", "ë", "\n"} <= set(texts)
+    end = len(ids) - 3
+    behind = "".join(text for _, text in pieces(ids[end:], tokenizer, ids[end - 4 : end]))
+    assert "".join(texts).endswith(behind) and len(behind) >= 3, "a reply is decoded behind its prompt"
+
+
+def test_bytes_that_are_no_character_hold_nothing_up(shared):
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "gpt2")
+    broken = tokenizer("é").input_ids[:1] * 6 + tokenizer(" so").input_ids
+    found = list(pieces(broken, tokenizer))
+    assert sum(count for count, _ in found) == len(broken) and found[-1][1].endswith(" so")
+
+
+def test_the_first_token_of_a_sequence_is_not_trained(shared, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "stories260K")
+    [document] = nodes_of(prepared(tmp_path / "a.jsonl", [{"text": "Once\nZoë"}], tokenizer=tokenizer).train[0])
+    assert tokens_text(document, tokenizer).plain == "<s>⟦ Once↵\nZoë</s>⟧"
+    assert tokens_text(document, tokenizer, ASCII).plain == "<s>[[ Once\\n\nZoë</s>]]"
+    row = {"prompt": "Once", "completion": " upon\n"}
+    [asked] = nodes_of(prepared(tmp_path / "b.jsonl", [row], tokenizer=tokenizer).train[0])
+    assert tokens_text(asked, tokenizer).plain == "<s> Once⟦ upon↵\n</s>⟧"
+    pair = {"prompt": "Once", "chosen": " upon", "rejected": " more"}
+    nodes = list(nodes_of(prepared(tmp_path / "c.jsonl", [pair], "pair", tokenizer).train[0]))
+    assert [tokens_text(node, tokenizer).plain for node in nodes] == ["<s> Once", "⟦ upon</s>⟧", "⟦ more</s>⟧"]
+
+
+def test_explore_survives_a_locale_without_its_characters(tmp_path, monkeypatch):
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    rows = write(tmp_path / "a.jsonl", [{"prompt": "Zoë", "completion": "你好\n"}])
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", out)
+    command = ["explore", "method=sft", f"model.path={tmp_path / 'model'}", f"data.source={rows}"]
+    assert main([*command, "data.template=none"]) == 0
+    shown = out.buffer.getvalue().decode("ascii")
+    assert "Zo\\xeb[[\\u4f60\\u597d\\n" in shown and "[[trained]]" in shown
+
+
+USER, REPLY = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+GOOD = {
+    "sft": [{"messages": [USER, REPLY, dict(USER, content=str(n))]} for n in range(200)],
+    "pair": [{"prompt": f"Q{n}", "chosen": "yes", "rejected": "no"} for n in range(200)],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "reason"),
+    [
+        ("sft", {"messages": [USER]}, "the conversation has no turn of the assistant, so there is no reply"),
+        ("pair", {"prompt": [USER], "chosen": [USER], "rejected": [REPLY]}, "chosen has no turn of the assistant"),
+        ("pair", {"prompt": [USER], "chosen": [REPLY], "rejected": [USER]}, "rejected has no turn of the assistant"),
+        ("pair", {"prompt": None, "chosen": "yes", "rejected": "no"}, "the pair has no prompt (null or missing)"),
+        ("pair", {"chosen": "yes", "rejected": "no"}, "the pair has no prompt (null or missing)"),
+        ("pair", {"prompt": None, "chosen": [REPLY], "rejected": [dict(REPLY, content="B")]}, "has no prompt"),
+        ("pair", {"prompt": None, "system": "Be.", "chosen": "yes", "rejected": "no"}, "has no prompt"),
+    ],
+)
+@pytest.mark.parametrize("template", ["chat", "alpaca"])
+def test_a_row_without_reply_or_prompt_is_malformed(tmp_path, kind, row, reason, template):
+    report = prepared(tmp_path / "a.jsonl", [*GOOD[kind], row], kind, template=template).report
+    [bad] = report.malformed
+    assert (bad.line, report.used) == (201, 200) and reason in bad.reason
+
+
+def test_pairs_without_prompts_share_what_begins_alike_whatever_the_column(tmp_path):
+    """A column `prompt` that is null everywhere is no prompt that some row lacks."""
+    rows = [{"prompt": None, "chosen": f"Q{n}: yes", "rejected": f"Q{n}: no"} for n in range(3)]
+    assert prepared(tmp_path / "a.jsonl", rows, "pair").report.used == 3
+    whole = {"prompt": None, "chosen": [USER, REPLY], "rejected": [USER, dict(REPLY, content="B")]}
+    rows = [*[{**whole, "prompt": [USER]}] * 2, whole]
+    assert prepared(tmp_path / "b.jsonl", rows, "pair", template="chat").report.used == 3, "the turns tell the prompt"
+
+
+@pytest.mark.parametrize(
+    ("columns", "advice"),
+    [
+        ({"chosen": "nope"}, "has no column 'nope' (for chosen); did you mean chosen? it has prompt, chosen, rejected"),
+        ({"chosen": "choosen"}, "has no column 'choosen' (for chosen); did you mean chosen? it has prompt"),
+        ({"prompt": "rejecte"}, "(for prompt); did you mean rejected? it has prompt, chosen, rejected"),
+    ],
+)
+def test_a_column_that_is_not_there(columns, advice):
+    row = {"prompt": "Q", "chosen": "a", "rejected": "b"}
+    with pytest.raises(DataError) as error:
+        find_layout("auto", columns, [row], "pair", "rows.jsonl")
+    assert advice in str(error.value)
+
+
+ROWS = [("What is 1,5; or 2?", "it; is, 3"), ("a\tb", "c\nd"), ('say "so"', "")]
+
+
+@pytest.mark.parametrize(("delimiter", "name"), [(",", "a.csv"), (";", "a.csv"), ("\t", "a.csv"), ("\t", "a.tsv")])
+def test_values_between_commas_semicolons_and_tabs(tmp_path, delimiter, name):
+    with open(tmp_path / name, "w", newline="") as file:
+        csv.writer(file, delimiter=delimiter).writerows([("prompt", "completion"), *ROWS])
+    found = [tuple((record.value or {}).values()) for record in read_files((tmp_path / name,))]
+    assert found == ROWS
+
+
+@pytest.mark.parametrize(
+    ("delimiter", "text"),
+    [
+        (",", "text\none; two\nthree; four\n"),
+        (",", "a;b,c\n1;2,3\n4;5,6\n"),
+        (",", "a,b\n1;2,3;4\n"),
+        (",", "a,b;c\n1,2;3\n4,5;6\n"),
+        (",", '"a;b"\n1\n2\n'),
+        (",", "a;b\nno such thing\nnor here\n"),
+        (",", "a,b\n" + "1,2\n" * 9 + "only one\n"),
+        (",", ""),
+        (";", "a;b\n1,5;2\n3;4\n"),
+        (";", 'a;b\n"1;1";2,0\n'),
+        (";", "a, or b;c\n1;2, 3, 4\n5;6\n"),
+        ("\t", "a\tb\n1;2\t3,4\n"),
+    ],
+)
+def test_a_correct_comma_file_is_never_divided_otherwise(delimiter, text):
+    assert delimiter_of(text) == delimiter
