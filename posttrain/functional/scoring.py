@@ -13,6 +13,7 @@ from posttrain.batch import Example, Pack, Sample, pack, physical_length
 from posttrain.data.rows import Row
 from posttrain.data.templates import alpaca_prompt
 from posttrain.data.tokenise import Compared, Tokeniser
+from posttrain.functional.softmax import compute_entropy, selective_log_softmax
 from posttrain.losses import Pairs, preference_loss
 from posttrain.models.families import is_adapted
 from posttrain.scoring import Scorer
@@ -56,22 +57,6 @@ def tokenize_prompt_and_output(
     return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "response_mask": is_output[:, 1:]}
 
 
-def compute_entropy(logits: Tensor) -> Tensor:
-    """Entropy of each next-token distribution, in nats: (B, L, V) gives (B, L), or any leading shape.
-
-        H = −Σ_v p_v log p_v,   log p_v = z_v − log Σ_u e^{z_u}
-
-    log p comes from the logits z at once, never from the logarithm of a rounded p, so logits of any size are safe; a
-    token ruled out by a logit of −∞ adds 0, to the value and to the gradient. At least float32 is computed in and
-    returned. log V where all tokens are equally likely, 0 where one is certain.
-    """
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
-    logprob = torch.log_softmax(logits, dim=-1)
-    finite = logprob.clamp(min=torch.finfo(logprob.dtype).min)  # 0 · −∞ is NaN, 0 · finite is 0
-    return -(logprob.exp() * finite).sum(-1)
-
-
 def get_response_log_probs(
     model: nn.Module, input_ids: Tensor, labels: Tensor, return_token_entropy: bool = False
 ) -> dict[str, Tensor]:
@@ -94,8 +79,8 @@ def get_response_log_probs(
         scores = Scorer(model)(_padded_pack(input_ids, labels))
         log_probs, entropy = scores.logprob_N.view_as(labels), scores.entropy_N.view_as(labels)
         return {"log_probs": log_probs} | ({"token_entropy": entropy} if return_token_entropy else {})
-    logits = model(input_ids).logits.float()
-    log_probs = torch.log_softmax(logits, dim=-1).gather(-1, labels[..., None]).squeeze(-1)
+    logits = model(input_ids).logits
+    log_probs = selective_log_softmax(logits, labels)
     return {"log_probs": log_probs} | ({"token_entropy": compute_entropy(logits)} if return_token_entropy else {})
 
 
