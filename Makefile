@@ -38,6 +38,7 @@ lint: .venv/.installed
 
 bench: .venv/.installed build/trl-1.12 build/vllm/.installed
 	$(BIN)/python -m benchmarks.save
+	$(BIN)/python -m benchmarks.neighbour
 	$(BIN)/python -m benchmarks.run
 	$(BIN)/python -m benchmarks.online
 	$(BIN)/python -m benchmarks.generate

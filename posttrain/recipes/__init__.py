@@ -33,6 +33,7 @@ from posttrain.store.checkpoint import has_saved, named_checkpoint, newest_compl
 from posttrain.store.files import load_json
 from posttrain.store.run import Run
 from posttrain.store.tracking import Tracking, require_trackers
+from posttrain.threads import sharing_cores
 
 __all__ = ["plan", "train"]
 
@@ -111,6 +112,7 @@ def _resume_one(stages: Sequence[Stage], path: Path) -> int:
     return 0
 
 
+@sharing_cores()
 def train_one(
     config: RunConfig,
     folder: Path,

@@ -23,6 +23,7 @@ from posttrain.models.load import compute_dtype, device_of, load_model, load_tok
 from posttrain.progress import progress
 from posttrain.rollout import sampling_of
 from posttrain.store.files import ready_to_write, save_rows
+from posttrain.threads import sharing_cores
 
 log = logging.getLogger("posttrain")
 
@@ -40,6 +41,7 @@ class Generated:
     seconds: float
 
 
+@sharing_cores()
 def generate(
     model: ModelConfig,
     file: Path,

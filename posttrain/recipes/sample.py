@@ -28,6 +28,7 @@ from posttrain.recipes.generate import draw_all, text_of, too_long
 from posttrain.rewards import compose
 from posttrain.rollout import sampling_of
 from posttrain.store.checkpoint import newest_complete
+from posttrain.threads import sharing_cores
 
 Keeps = Callable[[str], bool]
 FEW = 0.5  # a share below this is worth a word
@@ -45,6 +46,7 @@ class Measured:
     rewards: tuple[float, ...] | None = None  # of the completions that have one; None where the run has no rewards
 
 
+@sharing_cores()
 def sample(
     folder: Path,
     config: RunConfig,

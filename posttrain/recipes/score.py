@@ -22,12 +22,14 @@ from posttrain.models.load import compute_dtype, device_of, is_reward_model, loa
 from posttrain.progress import progress
 from posttrain.scoring import RewardScorer, Scorer
 from posttrain.store.files import ready_to_write, save_rows
+from posttrain.threads import sharing_cores
 
 log = logging.getLogger("posttrain")
 
 BATCH = 32  # rows laid out at a time
 
 
+@sharing_cores()
 def score(
     model: ModelConfig, file: Path, output: Path, data: DataConfig, devices: DevicesConfig, tokens_per_pack: int
 ) -> dict[str, float]:

@@ -1,0 +1,142 @@
+"""How OpenMP's threads wait for one another: they spin while the cores are theirs alone, and sleep while they are not.
+
+A step of a small model is thousands of short parallel regions, so a thread that spins between two of them is ready when
+the next one starts. Beside another busy process the same spinning keeps the thread that has work off its core, and a
+run takes up to thirty times as long (benchmarks/README.md).
+
+libgomp, the OpenMP of PyTorch's Linux builds, spins for 300,000 turns, or for 100 while it manages more threads than
+there are cores (its manual, GOMP_SPINCOUNT). `sharing_cores` watches how long this process's threads wait for a core;
+while they do, a further team of threads, which never works, takes libgomp over that count. The number of threads that
+compute stays as it is, and with it every bit of the results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+INTERVAL_S = 0.1  # between two looks
+CONTENDED = 0.15  # of an interval, summed over threads: from this much waiting for a core on, threads sleep
+CALM, CALM_LOOKS = 0.03, 10  # so many looks in a row with less waiting than this, and they spin again
+TASKS = Path("/proc/self/task")
+CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+@contextmanager
+def sharing_cores() -> Iterator[None]:
+    """Let OpenMP's threads sleep, not spin, inside the block while other processes want the cores.
+
+    Does nothing with one thread, with an OpenMP other than libgomp, without Linux's scheduler statistics, and where
+    the user has chosen how threads wait (OMP_WAIT_POLICY, GOMP_SPINCOUNT).
+    """
+    import torch
+
+    threads, library = torch.get_num_threads(), _libgomp()
+    if threads == 1 or library is None or waited() is None or any(map(os.environ.get, CHOSEN_BY_USER)):
+        yield
+        return
+    watch = Watch(library, team_beside(threads))
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.end()
+
+
+class Watch(threading.Thread):
+    """Looks every `INTERVAL_S` whether threads wait for cores, and holds a team while they do."""
+
+    def __init__(self, library: ctypes.CDLL, team_size: int):
+        super().__init__(name="posttrain-cores", daemon=True)
+        self._library, self._team_size = library, team_size
+        self._ended = threading.Event()
+        self._team: _Team | None = None
+        self._calm_looks = 0
+
+    @property
+    def contended(self) -> bool:
+        """Whether OpenMP's threads are made to sleep now."""
+        return self._team is not None
+
+    def run(self) -> None:
+        then, before = time.monotonic(), waited() or 0
+        while not self._ended.wait(INTERVAL_S):
+            now, total = time.monotonic(), waited() or 0
+            self.look((total - before) / 1e9 / (now - then))
+            then, before = now, total
+        self._release()
+
+    def look(self, share: float) -> None:
+        """Decide by the share of the last interval that threads waited for a core."""
+        self._calm_looks = self._calm_looks + 1 if share < CALM else 0
+        if self._team is None and share > CONTENDED:
+            self._team = _Team(self._library, self._team_size)
+            self._team.start()
+        elif self._calm_looks == CALM_LOOKS:
+            self._release()
+
+    def end(self) -> None:
+        """Stop looking; threads spin again."""
+        self._ended.set()
+        self.join()
+
+    def _release(self) -> None:
+        if self._team is not None:
+            self._team.end()
+            self._team = None
+
+
+class _Team(threading.Thread):
+    """An OpenMP team that exists and sleeps. libgomp gives its threads up when the thread that made it ends."""
+
+    def __init__(self, library: ctypes.CDLL, size: int):
+        super().__init__(name="posttrain-team", daemon=True)
+        self._library, self._size = library, size
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)  # what each member does, once
+        self._library.GOMP_parallel(nothing, None, ctypes.c_uint(self._size), ctypes.c_uint(0))
+        self._ended.wait()
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join()
+
+
+def team_beside(threads: int) -> int:
+    """Members of a team that takes libgomp's count above the cores. It does not count the thread that makes it."""
+    return max(len(os.sched_getaffinity(0)) - threads, 0) + 2
+
+
+def waited() -> int | None:
+    """Nanoseconds that this process's threads have waited for a core so far; None where the system does not count."""
+    try:
+        return sum(_waited_of(task) for task in TASKS.iterdir())
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _waited_of(task: Path) -> int:
+    try:
+        return int((task / "schedstat").read_text().split()[1])
+    except ProcessLookupError:  # this thread has just ended
+        return 0
+
+
+def _libgomp() -> ctypes.CDLL | None:
+    """The OpenMP that torch computes with, where it is libgomp."""
+    if sys.platform != "linux":
+        return None
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}
+    return ctypes.CDLL(paths.pop()) if len(paths) == 1 else None

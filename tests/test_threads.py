@@ -1,0 +1,100 @@
+"""OpenMP's threads sleep while other processes want the cores, and spin while none does (posttrain/threads.py)."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from posttrain.threads import CALM, CALM_LOOKS, CONTENDED, Watch, sharing_cores, waited
+
+pytestmark = pytest.mark.skipif(waited() is None, reason="needs Linux's scheduler statistics (/proc/self/task)")
+
+# Two threads: those that sleep give their core up at every region, which the system counts.
+PROGRAM = """
+import json, resource, subprocess, sys, threading, time
+import torch
+from posttrain.threads import CALM_LOOKS, Watch, _libgomp, sharing_cores, team_beside
+
+def work():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    for _ in range(1000):
+        numbers.add_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
+
+def names():
+    return {thread.name for thread in threading.enumerate()}
+
+numbers = torch.ones(1 << 17)
+work()
+watch = Watch(_libgomp(), team_beside(2))
+found = {"spinning": work()}
+watch.look(1.0)
+while work() < 1000:  # until the team is there
+    pass
+found["sleeping"] = work()
+for _ in range(CALM_LOOKS):
+    watch.look(0.0)
+found["spinning again"] = work()
+
+busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+try:
+    with sharing_cores():
+        end = time.monotonic() + 20
+        while "posttrain-team" not in names() and time.monotonic() < end:
+            work()
+        found["beside busy processes"] = sorted(names() - {"MainThread"})
+    found["after the block"] = sorted(names() - {"MainThread"})
+finally:
+    for process in busy:
+        process.kill()
+print(json.dumps(found))
+"""
+
+
+def test_threads_sleep_beside_busy_processes():
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    print(found)
+    assert found["sleeping"] >= 1000  # at each of 1,000 regions a thread gave its core up
+    assert found["spinning"] < 500 and found["spinning again"] < 500
+    assert found["beside busy processes"] == ["posttrain-cores", "posttrain-team"]
+    assert found["after the block"] == []
+
+
+def test_when_threads_sleep_and_spin_again(monkeypatch):
+    class Team:
+        def __init__(self, library, size):
+            self.start = self.end = lambda: None
+
+    monkeypatch.setattr("posttrain.threads._Team", Team)
+    watch = Watch(None, 2)
+    watch.look(CONTENDED - 0.01)
+    assert not watch.contended
+    watch.look(CONTENDED + 0.01)
+    assert watch.contended
+    for share in (CALM - 0.01,) * (CALM_LOOKS - 1) + (CALM + 0.01,) + (CALM - 0.01,) * (CALM_LOOKS - 1):
+        watch.look(share)
+        assert watch.contended  # calm for too short a time
+    watch.look(CALM - 0.01)
+    assert not watch.contended
+
+
+def test_one_thread_or_a_choice_of_the_users_is_left_alone(monkeypatch):
+    import threading
+
+    import torch
+
+    before = threading.active_count()
+    assert torch.get_num_threads() == 1  # conftest.py
+    with sharing_cores():
+        assert threading.active_count() == before
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with sharing_cores():
+        assert threading.active_count() == before + 1
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    with sharing_cores():
+        assert threading.active_count() == before
