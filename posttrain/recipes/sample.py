@@ -208,13 +208,21 @@ def suggestions(measured: Sequence[Measured], rollout: RolloutConfig) -> list[st
         )
     rewards = [one.rewards for one in measured if one.rewards is not None]
     drawn, rewarded = sum(len(one.lengths) for one in measured), sum(map(len, rewards))
-    if rewards and rewarded < drawn:
-        found.append(f"{drawn - rewarded} of {drawn} completions have no reward: no verdict, or none that applies.")
-    same = sum(len(set(some)) < 2 for some in rewards)
-    if rewards and same / len(rewards) > FEW:
+    if rewards and not rewarded:
         found.append(
-            f"Of {len(rewards)} prompts {same} have completions of one and the same reward, which teach a group "
-            "nothing: choose easier prompts where it is low and harder ones where it is high, draw more completions "
-            "(-n), or add a reward that gives part of the way."
+            f"None of the {drawn} completions has a reward: no verdict, or none that applies. Nothing can be trained "
+            "on: see whether the data has the answers, and the reward the format, that it needs."
         )
-    return found or ["Nothing stands in the way of training on these."]
+    elif rewards and rewarded < drawn:
+        found.append(f"{drawn - rewarded} of {drawn} completions have no reward: no verdict, or none that applies.")
+    same = sum(len(set(some)) == 1 for some in rewards)
+    if same:
+        advice = (
+            ": choose easier prompts where it is low and harder ones where it is high, generate more completions (-n), "
+            "or add a reward that gives part of the way."
+        )
+        found.append(
+            f"Of {len(rewards)} prompts {same} have completions of one and the same reward, which teach a group nothing"
+            + (advice if same / len(rewards) > FEW else ".")
+        )
+    return found or ["No problems found."]
