@@ -90,7 +90,7 @@ def test_a_few_unreadable_rows_keep_their_place_and_many_are_refused(tmp_path, c
     assert out[6]["verdict"] == "correct" and "1 rows could not be read" in capsys.readouterr().out
     rows[7:10] = ['{"completion": null, "answer": "1"}'] * 3
     file.write_text("\n".join(rows))
-    assert main(["grade", str(file), "--reward", "gsm8k", "--workers", "1"]) == 1
+    assert main(["grade", str(file), "--reward", "gsm8k", "--workers", "1", "--overwrite"]) == 1
     said = capsys.readouterr().err
     assert "4 of 200 rows" in said and "rows.jsonl line 8: completion must be a text, not null" in said
 

@@ -135,7 +135,7 @@ def test_texts_longer_than_a_table_of_positions_are_refused(tmp_path, short_gpt2
         settings = ["method=sft", f"data.source={rows}", "data.template=none", f"model.path={short_gpt2}"]
         settings += ["training.max_steps=1", f"output_dir={tmp_path}", f"name=run-{words}"]
         for command in (
-            ["score", str(short_gpt2), rows, "--template", "none"],
+            ["score", str(short_gpt2), rows, "--template", "none", "--overwrite"],
             ["plan", *settings],
             ["train", *settings],
         ):

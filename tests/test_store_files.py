@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import random
 from datetime import date
+from pathlib import Path
 
 import numpy
 import pytest
@@ -136,5 +138,29 @@ def test_what_cannot_be_written_is_told_before_the_work(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot write"):
         ready_to_write(tmp_path / "file/rows.jsonl")
-    ready_to_write(tmp_path / "file")
+    with pytest.raises(RunError, match="file exists: replace it with --overwrite"):
+        ready_to_write(tmp_path / "file")
+    ready_to_write(tmp_path / "file", overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "new"]
+
+
+def test_what_is_read_is_never_written_to(tmp_path, monkeypatch):
+    """By whatever name: the same path, another spelling of it, a symbolic or a hard link; also inside a folder."""
+    monkeypatch.chdir(tmp_path)
+    rows, folder = tmp_path / "rows.jsonl", tmp_path / "model"
+    rows.write_text("{}")
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    Path("soft").symlink_to(rows)
+    Path("hard").hardlink_to(rows)
+    Path("dangling").symlink_to("nowhere")
+    os.mkfifo("pipe")
+    for name in ("rows.jsonl", "model/../rows.jsonl", "soft", "hard", "model/config.json"):
+        with pytest.raises(RunError, match="it is a file that is read; give another one with --output"):
+            ready_to_write(Path(name), (rows, folder), overwrite=True)
+    with pytest.raises(RunError, match="dangling exists"):
+        ready_to_write(Path("dangling"), (rows, folder))
+    for name in ("pipe", "/dev/null"):
+        with pytest.raises(RunError, match="it is not a regular file"):
+            ready_to_write(Path(name), (rows, folder), overwrite=True)
+    ready_to_write(Path("model/new.jsonl"), (rows, folder))

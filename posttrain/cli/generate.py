@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from posttrain.cli.score import Dtype, Format, Template
+from posttrain.cli.score import Dtype, Format, Overwrite, Template
 from posttrain.cli.settings import from_flags
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
 from posttrain.config.rollout import RolloutConfig
@@ -28,6 +28,7 @@ def generate(
     model: Model,
     file: File,
     output: Output = None,
+    overwrite: Overwrite = False,
     num_generations: NumGenerations = 1,
     engine: EngineOption = "embedded",
     temperature: Temperature = 1.0,
@@ -66,7 +67,7 @@ def generate(
     if template is None and load_tokenizer(model_settings).chat_template:
         data = data.model_copy(update={"template": "chat"})
     target = output or file.with_name(f"{file.name}.generated.jsonl")
-    done = generate_for(model_settings, file, target, data, rollout, DevicesConfig(), num_generations, seed)
+    done = generate_for(model_settings, file, target, data, rollout, DevicesConfig(), num_generations, seed, overwrite)
     print(
         f"{done.completions:,} completions of {done.prompts:,} prompts: {done.tokens:,} tokens in {done.seconds:.1f} s "
         f"({done.tokens / max(done.seconds, 1e-9):,.0f} a second), {done.truncated:,} ended by the limit"

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from posttrain.cli.score import Overwrite
+
 File = Annotated[Path, typer.Argument(help="JSONL, JSON, CSV or Parquet; also .gz.")]
 Reward = Annotated[
     str,
@@ -27,6 +29,7 @@ def grade(
     answer_column: AnswerColumn = "answer",
     completion_column: CompletionColumn = "completion",
     output: Output = None,
+    overwrite: Overwrite = False,
     deadline: Deadline = 2.0,
     workers: Workers = None,
 ) -> None:
@@ -38,5 +41,5 @@ def grade(
     from posttrain.rewards.file import Columns, grade_file
 
     target = output or file.with_name(f"{file.name}.graded.jsonl")
-    grade_file(file, target, reward, Columns(completion_column, answer_column), deadline, workers)
+    grade_file(file, target, reward, Columns(completion_column, answer_column), deadline, workers, overwrite)
     print(f"written: {target}")

@@ -10,6 +10,7 @@ Model = Annotated[
 ]
 File = Annotated[Path, typer.Argument(help="JSONL, JSON, CSV or Parquet; also .gz.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; default: FILE.scored.jsonl.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it exists.")]
 Format = Annotated[
     str, typer.Option("--format", help="How a row is laid out, as data.format; auto: told by its columns.")
 ]
@@ -25,6 +26,7 @@ def score(
     model: Model,
     file: File,
     output: Output = None,
+    overwrite: Overwrite = False,
     format: Format = "auto",
     template: Template = None,
     max_length: MaxLength = 4096,
@@ -49,7 +51,8 @@ def score(
         template = "chat" if load_tokenizer(config.models[0]).chat_template else "none"
     data = config.data.model_copy(update={"template": template})
     target = output or file.with_name(f"{file.name}.scored.jsonl")
-    means = score_file(config.models[0], file, target, data, config.devices, config.training.tokens_per_pack)
+    tokens = config.training.tokens_per_pack
+    means = score_file(config.models[0], file, target, data, config.devices, tokens, overwrite)
     for name, value in means.items():
         print(f"mean {name}: {value:.4f}" if name != "accuracy" else f"chosen above rejected: {value:.1%}")
     print(f"written: {target}")

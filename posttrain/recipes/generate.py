@@ -51,13 +51,15 @@ def generate(
     devices: DevicesConfig,
     num_generations: int,
     seed: int,
+    overwrite: bool = False,
 ) -> Generated:
     """Draw completions for every row of `file` and write the rows with their `completions` to `output` as JSONL.
 
     A completion has `text` (without the stop token), `token_ids`, `logprobs` and `finish_reason`. A row without a
     usable prompt keeps its place, with `error`. A row's completions depend on the seed and its number alone.
+    What is read is never written to, an existing `output` with `overwrite` only.
     """
-    ready_to_write(output)
+    ready_to_write(output, (file, Path(model.path)), overwrite)
     device = device_of(devices)
     tokenizer = load_tokenizer(model)
     records = list(read_files((file,)))

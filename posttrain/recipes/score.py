@@ -31,15 +31,22 @@ BATCH = 32  # rows laid out at a time
 
 @sharing_cores()
 def score(
-    model: ModelConfig, file: Path, output: Path, data: DataConfig, devices: DevicesConfig, tokens_per_pack: int
+    model: ModelConfig,
+    file: Path,
+    output: Path,
+    data: DataConfig,
+    devices: DevicesConfig,
+    tokens_per_pack: int,
+    overwrite: bool = False,
 ) -> dict[str, float]:
     """Score every row of `file` and write the rows with their scores to `output` as JSONL; returns means.
 
     A causal model gives `logprob` (nats, summed over the completion) and `logprobs` (each of its tokens), a reward
     model `reward`; for rows with chosen and rejected, both of each (`chosen_logprob`, `rejected_logprob` …). A row that
-    cannot be read keeps its place, with `error`.
+    cannot be read keeps its place, with `error`. What is read is never written to, an existing `output` with
+    `overwrite` only.
     """
-    ready_to_write(output)
+    ready_to_write(output, (file, Path(model.path)), overwrite)
     reward = is_reward_model(model)
     device = device_of(devices)
     tokenizer = load_tokenizer(model)

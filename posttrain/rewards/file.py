@@ -41,17 +41,19 @@ def grade_file(
     columns: Columns,
     deadline: float = DEADLINE_S,
     workers: int | None = None,
+    overwrite: bool = False,
 ) -> Counter[str]:
     """Grade every row of `file` and write the rows with their grades to `output` as JSONL; returns a count by verdict.
 
-    A row that cannot be read keeps its place, with `error` and no verdict. Raises RewardError for an unknown reward or
+    A row that cannot be read keeps its place, with `error` and no verdict. `file` is never written to, an existing
+    `output` with `overwrite` only. Raises RewardError for an unknown reward or
     a grader that fails the known pairs, DataError when a column is not there or over 1 % of the rows cannot be read.
     """
     if reward not in RULES and ":" not in reward:
         near = get_close_matches(reward, RULES, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(RULES)}, and module:function"
         raise RewardError(f"there is no reward {reward}{hint}")
-    ready_to_write(output)
+    ready_to_write(output, (file,), overwrite)
     records = list(read_files((file,)))
     readable = [record for record in records if _text(record, columns.completion) is not None]
     _refuse_what_cannot_be(file, reward, columns, records)

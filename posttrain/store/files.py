@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -38,10 +39,22 @@ def save_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_file(path, "".join(lines).encode(errors="backslashreplace"))
 
 
-def ready_to_write(path: Path) -> None:
-    """See that the file which long work is to end in can be written. Raises RunError when it cannot."""
+def ready_to_write(path: Path, inputs: Iterable[Path] = (), overwrite: bool = False) -> None:
+    """Check, before long work, that the file it ends in can be written and takes nothing away.
+
+    Raises RunError for a folder, a device or pipe, one of the `inputs` (files, or folders with files) by whatever path
+    or link, a file that exists unless `overwrite` is set, and a place that cannot be written to.
+    """
     if path.is_dir():
         raise RunError(f"cannot write {path}: it is a folder; give the name of a file")
+    if path.exists():
+        read = (file for source in inputs for file in (source.iterdir() if source.is_dir() else [source]))
+        if any(file.exists() and path.samefile(file) for file in read):
+            raise RunError(f"cannot write {path}: it is a file that is read; give another one with --output")
+        if not path.is_file():
+            raise RunError(f"cannot write {path}: it is not a regular file; give the name of one")
+    if os.path.lexists(path) and not overwrite:
+        raise RunError(f"{path} exists: replace it with --overwrite, or give another file with --output")
     _make_folder_of(path)
     try:
         tempfile.TemporaryFile(dir=path.parent).close()
