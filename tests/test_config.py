@@ -20,6 +20,7 @@ from posttrain.config import (
     load,
     preset_names,
 )
+from posttrain.config.base import is_name
 from posttrain.config.fields import all_settings, choices
 from posttrain.config.methods import METHOD_NAMES, METHODS
 from posttrain.config.render import EXAMPLES
@@ -339,7 +340,8 @@ tricky = st.sampled_from(
     ]
 )
 text = words | tricky
-names = text.filter(lambda t: not set("/\\\0") & set(t) and "\n" not in t)
+names = text.filter(is_name)
+paths = text.filter(lambda path: is_name(ModelConfig(path=path).folder_name))
 floats = st.floats(min_value=1e-30, max_value=1e30, allow_nan=False)
 
 
@@ -374,7 +376,7 @@ def configs(draw):
     lora = st.none() | st.fixed_dictionaries(
         {"target_modules": st.just("auto") | st.lists(text, max_size=2), "alpha": floats}
     )
-    model = draw(st.fixed_dictionaries({"path": text, "name": st.none() | names, "lora": lora}))
+    model = draw(st.fixed_dictionaries({"path": paths, "name": st.none() | names, "lora": lora}))
     training = draw(st.fixed_dictionaries({"learning_rate": st.none() | floats, "adam_epsilon": floats}))
     name = draw(st.none() | names)
     settings = {"name": name, "models": [model], "method": method, "data": data, "training": training}

@@ -75,6 +75,6 @@ def test_a_model_and_data_of_the_hub_are_refused_at_once(online, capsys, shared)
 @pytest.mark.parametrize("setting", ["data.source", "model.path"])
 def test_a_name_that_no_file_can_have(setting, capsys, shared):
     local = {"data.source": shared / "data/hh-harmless/train.jsonl.gz", "model.path": shared / "models/stories260K"}
-    settings = {**local, setting: "a" * 300}
+    settings = {**local, setting: "a" * 300 + "/b"}
     assert main(["explore", "dpo-hh", *(f"{key}={value}" for key, value in settings.items())]) == 1
     assert f"{'a' * 60}… is too long for the name of a file or folder" in capsys.readouterr().err

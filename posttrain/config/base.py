@@ -1,9 +1,12 @@
 """What every settings class shares: frozen, no unknown keys, and checks that name the field they complain about."""
 
+import re
 from os.path import expanduser
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from posttrain.terminal import CONTROLS
 
 
 class Settings(BaseModel):
@@ -82,14 +85,36 @@ class OnOff:
     """
 
 
-# Patterns of text settings, and how a message puts them.
-FILE_NAME = r"^[^/\\\x00]+$"
-WORD = r"^[A-Za-z0-9_.-]+$"
+# Patterns of text settings, and how a message puts them. A name is more than dots: `.` and `..` are other folders.
+NAME_BYTES = 200  # file systems take 255; the rest is for endings such as .tmp-12345
+LINE = rf"^[^{CONTROLS}]+$"
+FILE_NAME = rf"^[^/\\{CONTROLS}]*[^./\\\s{CONTROLS}][^/\\{CONTROLS}]*$"
+WORD = r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$"
 PERCENTILE = r"^p([1-9]\d?|100)$"
-EVAL_METRIC = r"^eval_.+$"
+FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+EVAL_METRIC = rf"^eval_[^{CONTROLS}]+$"
 PATTERNS = {
-    FILE_NAME: "that can name a folder",
-    WORD: "of letters, digits, `_`, `-` and `.`",
+    LINE: "without control characters",
+    FILE_NAME: f"of at most {NAME_BYTES} bytes that can name a folder",
+    WORD: f"of at most {NAME_BYTES} letters, digits, `_`, `-` and `.`",
     PERCENTILE: "such as p90",
+    FUNCTION: "such as module:function",
     EVAL_METRIC: "that begins with eval_",
 }
+
+
+def is_name(text: str, pattern: str = FILE_NAME) -> bool:
+    """Whether a text is short enough for a name and of the pattern of one."""
+    return len(text.encode(errors="replace")) <= NAME_BYTES and re.fullmatch(pattern, text) is not None
+
+
+def _short_enough(text: str) -> str:
+    if len(text.encode()) > NAME_BYTES:
+        raise ValueError(f"more than {NAME_BYTES} bytes")
+    return text
+
+
+Folder = Annotated[str, Field(pattern=LINE)]  # a folder's path
+FolderName = Annotated[str, Field(pattern=FILE_NAME), AfterValidator(_short_enough)]
+Label = Annotated[str, Field(pattern=LINE), AfterValidator(_short_enough)]  # a name in metrics and logs
+Word = Annotated[str, Field(pattern=WORD), AfterValidator(_short_enough)]

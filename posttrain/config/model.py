@@ -1,10 +1,11 @@
 """The settings of a model to train: what to load, how it computes, and its adapters."""
 
+from os.path import abspath, basename
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from posttrain.config.base import FILE_NAME, Float, OnOff, Place, Positive, Settings, Text
+from posttrain.config.base import Float, FolderName, OnOff, Place, Positive, Settings, Text
 
 LORA_DROPOUT = 0.05  # the default
 
@@ -30,7 +31,7 @@ class ModelConfig(Settings):
     """A model to train."""
 
     path: Place = Field(description="Hub id or folder.")
-    name: Annotated[str, Field(pattern=FILE_NAME)] | None = Field(
+    name: FolderName | None = Field(
         default=None, description="Folder name in the run folder; null: the last part of the path."
     )
     revision: Text | None = Field(default=None, description="Branch, tag or commit on the hub.")
@@ -50,5 +51,6 @@ class ModelConfig(Settings):
 
     @property
     def folder_name(self) -> str:
-        """`name`, or else the last part of the path."""
-        return self.name or self.path.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
+        """`name`, or else the last part of the path; of `.` and `..`, that of the folder they stand for."""
+        last = self.path.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
+        return self.name or (basename(abspath(self.path)) if last in (".", "..") else last)

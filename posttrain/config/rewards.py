@@ -4,9 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from posttrain.config.base import Float, Place, Positive, Problems, Settings, Text
+from posttrain.config.base import FUNCTION, Float, Label, Place, Positive, Problems, Settings, Text
 
-FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 RuleName = Literal[
     "match_format_exactly",
     "match_format_approximately",
@@ -23,7 +22,7 @@ class RewardTerm(Settings):
     """What every reward has."""
 
     weight: Float = Field(default=1.0, description="The reward is multiplied by it; 0 only watches.")
-    name: Text | None = Field(default=None, description="Name in metrics and logs; null: the type.")
+    name: Label | None = Field(default=None, description="Name in metrics and logs; null: the type.")
 
 
 class RuleReward(RewardTerm):

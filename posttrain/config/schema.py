@@ -6,15 +6,17 @@ from pydantic import Field, model_validator
 
 from posttrain.config.base import (
     EVAL_METRIC,
-    FILE_NAME,
-    WORD,
     Float,
+    Folder,
+    FolderName,
     Int,
     OneOrMore,
     Positive,
     Problems,
     Settings,
     Text,
+    Word,
+    is_name,
 )
 from posttrain.config.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
 from posttrain.config.methods import Method
@@ -76,7 +78,7 @@ class TrainingConfig(Settings):
 class EvaluationDataset(Settings):
     """A further data set to evaluate on."""
 
-    name: Annotated[str, Field(pattern=WORD)] = Field(description="In metric names: eval_{name}_loss.")
+    name: Word = Field(description="In metric names: eval_{name}_loss.")
     source: Text = Field(description="Hub id, file or folder.")
     split: Text = Field(default="test", description="Split of a hub data set.")
     max_rows: Positive | None = Field(default=None, description="Use the first so many rows.")
@@ -128,13 +130,11 @@ class TrackingConfig(Settings):
     report_to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], OneOrMore] = Field(
         default=(), description="Trackers that are given the metrics too: any of tensorboard, wandb, trackio."
     )
-    logging_dir: Text | None = Field(
+    logging_dir: Folder | None = Field(
         default=None,
         description="Folder of what tensorboard and wandb write, with one inside for each run; null: the run folder.",
     )
-    project: Annotated[str, Field(pattern=FILE_NAME)] = Field(
-        default="posttrain", description="Project of the run in wandb and trackio."
-    )
+    project: FolderName = Field(default="posttrain", description="Project of the run in wandb and trackio.")
     wandb_mode: Literal["auto", "online", "offline"] = Field(
         default="auto", description="auto: WANDB_MODE, else online where there is a key, offline where there is none."
     )
@@ -181,10 +181,10 @@ class DevicesConfig(Settings):
 class RunConfig(Settings):
     """Every setting of a run."""
 
-    name: Annotated[str, Field(pattern=FILE_NAME)] | None = Field(
+    name: FolderName | None = Field(
         default=None, description="Name of the run folder; null: {method}-{model}-{timestamp}."
     )
-    output_dir: Text = Field(default="runs", description="Run folders are made in this folder.")
+    output_dir: Folder = Field(default="runs", description="Run folders are made in this folder.")
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = Field(
         default=0, description="Of shuffling, initialisation and dropout."
     )
@@ -209,6 +209,11 @@ class RunConfig(Settings):
         problems = Problems()
         folders = [model.folder_name for model in self.models]
         for index, folder in enumerate(folders):
+            problems.check(
+                is_name(folder),
+                f"models.{index}.path",
+                f"is {self.models[index].path!r}, whose last part cannot name a folder; give the model a name",
+            )
             problems.check(
                 folder not in folders[:index],
                 f"models.{index}.path",

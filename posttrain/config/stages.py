@@ -1,11 +1,10 @@
 """`stages:` in a settings file: several runs in one, each with its own settings laid over the common ones."""
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.config.base import WORD
+from posttrain.config.base import NAME_BYTES, WORD, is_name
 from posttrain.config.explain import did_you_mean
 from posttrain.config.files import KeyPath, Tree
 from posttrain.config.schema import RunConfig
@@ -59,10 +58,10 @@ def split(tree: Tree) -> tuple[Tree, dict[str, Tree]]:
 def _own(name: str, values: Any, origins: Mapping[KeyPath, str]) -> Tree:
     """The settings of one stage as a tree of its own."""
     where = origins.get(("stages", name), "settings")
-    if not re.fullmatch(WORD, name) or name in RESERVED or name.startswith("checkpoint-"):
+    if not is_name(name, WORD) or name in RESERVED or name.startswith("checkpoint-"):
         raise ConfigError(
-            f"{where}: a stage cannot be called {name!r}: its name is a folder's, of letters, digits, `_`, `-` and "
-            f"`.`, and none of {', '.join(RESERVED)} and checkpoint-…"
+            f"{where}: a stage cannot be called {name!r}: its name is a folder's, of at most {NAME_BYTES} letters, "
+            f"digits, `_`, `-` and `.`, and none of {', '.join(RESERVED)} and checkpoint-…"
         )
     if not isinstance(values, dict | None):
         raise ConfigError(f"{where}: the stage {name} must be a mapping of settings such as {{method: sft}}")
