@@ -120,6 +120,7 @@ def run_posttrain(method: str, models: dict[str, Path], lengths: list[list[list[
             "template": "none",
             "shuffle": False,
             "max_length": MAX_LENGTH,
+            "max_prompt_length": None,  # TRL drops no prompt
         },
         "rollout": {"max_completion_length": LIMIT},
         "training": {

@@ -24,6 +24,7 @@ from posttrain.batch import Example, Pack, Sample
 from posttrain.config import RolloutConfig
 from posttrain.engines import Completion, Engine, Sampling
 from posttrain.errors import DataError, VitalSignError
+from posttrain.grading.extract import THINK
 from posttrain.rewards.compose import Completion as Text
 from posttrain.rewards.compose import Rewarded, Rewards
 
@@ -238,17 +239,26 @@ class Sampler:
             )
         group_S = torch.arange(len(prompts)).repeat_interleave(n)
         texts = tuple(self._text(completion) for completion in completions)
-        asked = [_asked(prompts[group]) for group in group_S.tolist()]
+        asked = [_asked(prompt) | {"thinking": self._opens_thinking(prompt)} for prompt in prompts]
         rewarded = self.rewards(
             [
-                Text(text, completion.tokens, **facts)
-                for text, completion, facts in zip(texts, completions, asked, strict=True)
+                Text(text, completion.tokens, truncated=completion.finish_reason == "length", **asked[group])
+                for text, completion, group in zip(texts, completions, group_S.tolist(), strict=True)
             ]
         )
         return Rollout(prompts, completions, texts, rewarded, group_S)
 
+    def _opens_thinking(self, prompt: Example) -> bool:
+        end = np.asarray(prompt.trees[0].tokens)[-16:].tolist()  # `<think>` is a few tokens, and a line break
+        return ends_in_thinking(str(self.tokenizer.decode(end)))
+
     def _text(self, completion: Completion) -> str:
         return str(self.tokenizer.decode(completion.tokens, skip_special_tokens=True))
+
+
+def ends_in_thinking(prompt: str) -> bool:
+    """Whether the template has begun the reply's thinking at the end of the prompt."""
+    return prompt.rstrip().endswith(THINK)
 
 
 def _asked(prompt: Example) -> dict[str, Any]:

@@ -82,16 +82,34 @@ class ValueScorer(nn.Module):
 
 
 class RewardScorer(nn.Module):
-    """A sequence classifier with one output that takes packs (made with `keep_last`): rewards (S), float32."""
+    """A sequence classifier with one output that takes packs (made with `keep_last`): rewards (S), float32.
+
+    It reads the last token that is not the config's pad token, as transformers does: of a model that pads with its stop
+    token, the one before the stop tokens at the end.
+    """
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
     def forward(self, pack: Pack) -> torch.Tensor:
-        hidden_S = hidden_states(self.model, pack, pack.last_S)
-        head = base_of(self.model).get_submodule("score")
+        base = base_of(self.model)
+        hidden_S = hidden_states(self.model, pack, _read_at(pack, base.config.get_text_config().pad_token_id))
+        head = base.get_submodule("score")
         return head(hidden_S).squeeze(-1).float()
+
+
+def _read_at(pack: Pack, pad: int | None) -> torch.Tensor:
+    """The place (S) of each sequence's last token that is not `pad`; its first token where there is no other."""
+    padded_S = torch.zeros_like(pack.last_S, dtype=torch.bool) if pad is None else pack.tokens_T[pack.last_S] == pad
+    if not padded_S.any():
+        return pack.last_S
+    found = pack.last_S.clone()
+    for sequence, path in enumerate(pack.paths()):
+        if padded_S[sequence]:
+            real = path[pack.tokens_T[path] != pad]
+            found[sequence] = real[-1] if len(real) else path[0]
+    return found
 
 
 def hidden_states(model: nn.Module, pack: Pack, index: torch.Tensor) -> torch.Tensor:

@@ -369,7 +369,7 @@ def configs(draw):
                 "columns": st.dictionaries(text, text, max_size=3),
                 "system_prompt": st.none() | st.text(),
                 "validation": validation,
-                "max_prompt_length": st.sampled_from([None, 5, "p90"]),
+                "max_prompt_length": st.sampled_from([None, 5, "p90", "auto"]),
             }
         )
     )

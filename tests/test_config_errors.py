@@ -96,7 +96,7 @@ def test_labels_are_read_by_kto_alone(tmp_path):
     [
         ({"format": "alpca"}, "data.format is 'alpca'; did you mean alpaca? it is one of auto, preference"),
         ({"max_length": "abc"}, "data.max_length is 'abc'; it must be a whole number of 1 or more"),
-        ({"max_prompt_length": "p0"}, "it must be a whole number of 1 or more or text such as p90 or null"),
+        ({"max_prompt_length": "p0"}, "it must be auto or a whole number of 1 or more or text such as p90 or null"),
         ({"max_prompt_length": 1024}, "data.max_prompt_length is 1024, which leaves no room for a completion"),
         ({"validation": {"ratio": 2}}, "data.validation.ratio is 2; it must be a number above 0 and below 1 or null"),
         ({"validation": {"ratio": 0.1, "rows": 2}}, "needs one of ratio, rows and source, not ratio and rows"),

@@ -101,6 +101,54 @@ def test_prompt_limit_from_a_percentile(tmp_path, completions, pairs):
     assert run(tmp_path, "pair", source=pairs, max_prompt_length="p50").report.used == 11
 
 
+@pytest.fixture
+def prompts(tmp_path):
+    """Prompts of 1..20 tokens."""
+    return write(tmp_path / "prompts.jsonl", [{"prompt": "p" * n} for n in range(1, 21)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "longest"),
+    [
+        ("prompt", {}, 19),
+        ("prompt", {"max_prompt_length": None}, 20),
+        ("prompt", {"overlong": "truncate"}, 20),
+        ("prompt", {"overlong": "error"}, 20),
+        ("prompt", {"max_prompt_length": "p50"}, 11),
+        ("sft", {}, 20),
+    ],
+)
+def test_online_methods_drop_the_longest_tenth_of_the_prompts(tmp_path, prompts, completions, kind, settings, longest):
+    """Of the training data; a set with a source of its own is measured whole, unless the limit was asked for."""
+    other = EvaluationDataset(name="other", source=prompts if kind == "prompt" else completions)
+    source = prompts if kind == "prompt" else completions
+    prepared = run(tmp_path, kind, source=source, options={"datasets": [other]}, **settings)
+    report = prepared.report
+    assert (report.used, report.overlong_dropped) == (longest, 20 - longest)
+    if longest < 20:
+        assert f"{20 - longest} rows ({(20 - longest) / 20:.0%}) over the length limit, dropped" in report.lines()
+    assert len(prepared.validation["other"]) == (11 if settings.get("max_prompt_length") == "p50" else 20)
+    assert prepared.reports["other"].overlong_dropped == 20 - len(prepared.validation["other"])
+
+
+@pytest.mark.parametrize(("overlong", "used", "dropped", "truncated"), [("drop", 12, 8, 0), ("truncate", 20, 0, 8)])
+def test_prompts_end_before_the_models_positions(tmp_path, prompts, overlong, used, dropped, truncated):
+    """At the start, with `overlong` in force: 16 positions and completions of 4 tokens leave 12 for a prompt."""
+    room = {"completion_length": 4, "positions": 16}
+    prepared = run(tmp_path, "prompt", source=prompts, options=room, max_prompt_length=None, overlong=overlong)
+    report = prepared.report
+    assert (report.used, report.overlong_dropped, report.overlong_truncated) == (used, dropped, truncated)
+    assert prepared.longest == 12 and "the model has 16 positions: prompts have at most 12 tokens" in report.lines()[-1]
+    automatic = run(tmp_path, "prompt", source=prompts, options=room)
+    assert automatic.report.used == 12 and "16 positions" in automatic.report.lines()[-1]
+    with pytest.raises(DataError, match=r"8 rows are over .*at most 12 tokens, so that.*\n  row 12 has"):
+        run(tmp_path, "prompt", source=prompts, options=room, max_prompt_length=None, overlong="error")
+    with pytest.raises(DataError, match=r"has 16 positions, and rollout\.max_completion_length is 16, which leaves no"):
+        run(tmp_path, "prompt", source=prompts, options={"completion_length": 16, "positions": 16})
+    whole = run(tmp_path, "prompt", source=prompts, options={"positions": 2048}, max_prompt_length=None)
+    assert whole.report.used == 20 and "positions" not in " ".join(whole.report.lines())
+
+
 def test_truncated_pairs(tmp_path, pairs):
     prepared = run(tmp_path, "pair", source=pairs, max_length=10, max_prompt_length=6, overlong="truncate")
     for index in range(len(prepared.train)):

@@ -1,14 +1,19 @@
 """Evaluation by generation: completions of the validation prompts, drawn and rewarded, whatever the method."""
 
 import json
+from contextlib import closing
 
 import pytest
+import torch
 from test_online import EXACT, lines, train
 from test_resume import assert_same_run
 
-from posttrain.config import load
-from posttrain.data import prepare_run, validation_prompts
-from posttrain.models.load import load_tokenizer
+from posttrain.config import DataConfig, ModelConfig, RolloutConfig, load
+from posttrain.data import prepare, prepare_run, validation_prompts
+from posttrain.engines import EmbeddedEngine
+from posttrain.models.load import load_model, load_tokenizer
+from posttrain.rewards.compose import Rewarded
+from posttrain.rollout import Sampler
 from posttrain.store.rollouts import StoredRun
 
 
@@ -89,6 +94,28 @@ def test_the_prompts_are_those_that_were_held_out(sums_home, data, tmp_path, cap
     tight = load(file).config
     fewer = validation_prompts(tight, tokenizer, prepared)
     assert 0 < len(fewer["validation"]) < 24 and "prompts leave room for a completion" in caplog.text
+
+
+def test_rewards_are_told_what_was_cut_off_and_what_the_prompt_opened(scratch_model, tmp_path):
+    """A completion at the limit of its length, and a template that begins the reply with `<think>`."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "2 + 2?"}))
+    model = ModelConfig(path=str(scratch_model))
+    tokenizer, seen = load_tokenizer(model), []
+
+    def reward(completions):
+        seen.extend(completions)
+        return Rewarded((1.0,) * len(completions), ())
+
+    policy = load_model(model, "lm", torch.float32, torch.device("cpu"))
+    with closing(EmbeddedEngine(policy, tokenizer)) as engine:
+        for template, length in (("r1_zero", 3), ("question_only", 1)):
+            data = DataConfig(source=str(tmp_path / "rows.jsonl"), template=template)
+            prompts = prepare(data, tokenizer, "prompt", cache_dir=tmp_path).train
+            rollout = RolloutConfig(max_completion_length=length)
+            every = tuple(range(0 if length > 1 else len(tokenizer)))  # every token ends a completion, or none does
+            sample = Sampler(engine, reward, tokenizer, rollout, stop_token_ids=every, seed=0)
+            sample(1, [prompts[0]], 2)
+    assert [(one.thinking, one.truncated) for one in seen] == [(True, True)] * 2 + [(False, False)] * 2
 
 
 def test_tagged_replies_are_read(sums_home, tmp_path):

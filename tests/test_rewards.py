@@ -1,5 +1,6 @@
 """Each reward's exact numbers, sums that keep their parts, and rewards that cannot work said so at once."""
 
+import json
 import sys
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from posttrain.config import DevicesConfig, TagsConfig
+from posttrain.config import DataConfig, DevicesConfig, ModelConfig, TagsConfig
 from posttrain.config.rewards import Reward, term_name
 from posttrain.errors import ModelError, RewardError
+from posttrain.recipes.score import score
 from posttrain.rewards import maths, shaping, tagged
 from posttrain.rewards.compose import Completion, Rewards
 
@@ -341,6 +343,93 @@ def test_a_reward_model_reads_conversations(reward_model):
     want = plain_rewards(reward_model, whole)
     print(found.totals, want)
     assert found.totals == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("pad", ["stop", "none", "other"])
+def test_a_reward_model_is_read_where_transformers_reads_it(reward_model, tmp_path, pad):
+    """At the last token that is not the pad token. Where that is the stop token, so are the ones before it skipped."""
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    other = next(id for id in tokenizer.all_special_ids if id != tokenizer.eos_token_id)
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
+    model.config.pad_token_id = {"stop": tokenizer.eos_token_id, "none": None, "other": other}[pad]
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    stop = tokenizer.eos_token
+    pairs = [("Say it.", " Yes"), ("Say it.", " No"), ("Say it.", ""), ("Why?", f" So{stop}{stop}"), ("Why?", " So")]
+    with Rewards(settings({"type": "model", "path": str(tmp_path)})) as rewards:
+        found = rewards([Completion(text, prompt=prompt) for prompt, text in pairs]).totals
+    ended = [text if text.endswith(stop) else text + stop for text in (prompt + text for prompt, text in pairs)]
+    want = plain_rewards(tmp_path, ended)
+    print(pad, found, want)
+    assert found == pytest.approx(want, abs=1e-5)
+    without = plain_rewards(tmp_path, [text.removesuffix(stop).removesuffix(stop) for text in ended])
+    assert (found == pytest.approx(without, abs=1e-5)) == (pad == "stop")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in pairs))
+    data = DataConfig(source=str(rows), template="none")
+    score(ModelConfig(path=str(tmp_path)), rows, tmp_path / "scored.jsonl", data, DevicesConfig(type="cpu"), 4096)
+    scored = [json.loads(line)["reward"] for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+    assert scored == pytest.approx(want, abs=1e-5)
+
+
+def test_a_completion_that_was_cut_off_has_no_end(reward_model):
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    chat = [{"role": "user", "content": "Hi"}]
+    opened = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    with Rewards(settings({"type": "model", "path": str(reward_model)})) as rewards:
+        texts = rewards([Completion(" No, n", prompt="Say.", truncated=cut) for cut in (True, False, True)]).totals
+        chats = rewards([Completion("there", prompt=chat, truncated=cut) for cut in (True, False)]).totals
+        assert len(rewards([Completion("", prompt="Say.", truncated=True)]).totals) == 1
+        with pytest.raises(RewardError, match="completion 0 and its prompt are empty"):
+            rewards([Completion("", truncated=True)])
+    whole = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "there"}], tokenize=False)
+    want = plain_rewards(
+        reward_model, ["Say. No, n", f"Say. No, n{tokenizer.eos_token}", "Say. No, n", f"{opened}there", whole]
+    )
+    assert [*texts, *chats] == pytest.approx(want, abs=1e-5) and abs(want[0] - want[1]) > 1e-3 < abs(want[3] - want[4])
+
+
+def test_a_reward_model_with_the_tokenizer_of_another(reward_model, tmp_path):
+    """Tokens without an embedding: its own vocabulary is refused at the start, an added one where a text has it."""
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
+    model.resize_token_embeddings(5000)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    term = settings({"type": "model", "path": str(tmp_path)})
+    with pytest.raises(ModelError, match=r"its tokenizer has tokens up to 6,\d+, and the model 5,000 embeddings: take"):
+        Rewards(term)
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(tmp_path)
+    tokenizer.add_special_tokens({"pad_token": "[EXTRA]"})
+    tokenizer.save_pretrained(tmp_path)
+    with Rewards(term) as rewards:
+        assert len(rewards([Completion(" Yes", prompt="Say it.")]).totals) == 1
+        with pytest.raises(RewardError, match=r"has, with its prompt, the token 6,\d+ .* which has 6,\d+ embeddings"):
+            rewards([Completion(" Yes", prompt="Say [EXTRA] it.")])
+
+
+def test_thinking_can_be_stripped_before_a_reward_model_scores(reward_model):
+    stop = AutoTokenizer.from_pretrained(reward_model).eos_token
+    replies = {
+        "<think>so</think>\n\nYes": "Yes" + stop,
+        "so</think> Yes": "Yes" + stop,
+        "<think>a</think>b<think>c</think>Yes": "Yes" + stop,
+        "Yes": "Yes" + stop,
+        "<think>so": stop,
+    }
+    completions = [Completion(text, prompt="Say it. ") for text in replies]
+    completions.append(Completion("so on and", prompt="Say it. ", thinking=True, truncated=True))
+    completions.append(Completion("so</think> Ye", prompt="Say it. ", thinking=True, truncated=True))
+    term = {"type": "model", "path": str(reward_model)}
+    both = [{**term, "name": "whole"}, {**term, "name": "reply", "strip_thinking": True}]
+    with Rewards(settings(*both)) as rewards:
+        whole, reply = rewards(completions).parts
+    read = [*replies.values(), "", "Ye"]
+    assert reply.values == pytest.approx(plain_rewards(reward_model, [f"Say it. {text}" for text in read]), abs=1e-5)
+    assert whole.values[3] == reply.values[3] and all(
+        abs(a - b) > 1e-4 for a, b in zip(whole.values, reply.values, strict=True) if a != whole.values[3]
+    )
 
 
 def test_a_model_that_is_no_reward_model(scratch_model):

@@ -55,7 +55,13 @@ def train_ours(folder, model, prompts: list[str], monkeypatch, training=None, **
         "model": {"path": str(model), "dtype": "float32"},
         "method": {"type": "grpo", "num_generations": GROUP, **method},
         "rewards": [{"type": "python", "function": "test_trl_online:letters"}],
-        "data": {"source": str(source), "template": "none", "shuffle": False, "max_length": 256},
+        "data": {
+            "source": str(source),
+            "template": "none",
+            "shuffle": False,
+            "max_length": 256,
+            "max_prompt_length": None,
+        },
         "rollout": {"max_completion_length": LIMIT},
         "training": {
             "batch_size": PROMPTS,

@@ -16,7 +16,7 @@ def explore(config: Config = None, overrides: Overrides = None, rows: Rows = 3, 
     from rich.console import Console  # these import torch, which takes seconds
 
     from posttrain.data import explore as show
-    from posttrain.data import prepare_run
+    from posttrain.recipes.job import data_of
     from posttrain.recipes.plan import StageTokenizers
 
     console = Console()
@@ -25,4 +25,4 @@ def explore(config: Config = None, overrides: Overrides = None, rows: Rows = 3, 
         if stage.name:
             console.rule(f"stage {stage.name}", align="left")
         tokenizer = tokenizers.of(stage)
-        show(prepare_run(stage.config, tokenizer), tokenizer, rows, console)
+        show(data_of(stage.config, stage.config.models[0], tokenizer), tokenizer, rows, console)

@@ -99,8 +99,9 @@ class DataConfig(Settings):
     system_prompt: str | None = Field(default=None, description="Put before every conversation that has none.")
     strip_think: bool = Field(default=False, description="Remove <think>...</think> from completions.")
     max_length: Positive = Field(default=1024, description="Tokens of prompt + completion.")
-    max_prompt_length: Positive | Annotated[str, Field(pattern=PERCENTILE)] | None = Field(
-        default=None, description="Tokens of the prompt, or p90 for the 90th percentile of the data's prompts."
+    max_prompt_length: Literal["auto"] | Positive | Annotated[str, Field(pattern=PERCENTILE)] | None = Field(
+        default="auto",
+        description="Tokens of the prompt, or a percentile such as p90; auto: p90 for online methods, else null.",
     )
     overlong: Literal["drop", "truncate", "error"] = Field(
         default="drop", description="Examples over the limits are dropped (and counted), truncated, or an error."

@@ -75,6 +75,7 @@ class ModelReward(RewardTerm):
     type: Literal["model"] = Field(description="A reward model.")
     path: Place | None = Field(default=None, description="Hub id or folder.")
     from_stage: Text | None = Field(default=None, alias="from", description="The stage that trains it.")
+    strip_thinking: bool = Field(default=False, description="Score the text behind the last </think> alone.")
 
     @model_validator(mode="after")
     def _check(self) -> "ModelReward":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -35,11 +35,12 @@ class Lists:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The length settings, with `max_prompt_length` as a number."""
+    """The length settings, with `max_prompt_length` as a number. `note` says what lowered it beside the settings."""
 
     max_length: int
     max_prompt_length: int | None
     overlong: str
+    note: str = field(default="", repr=False)  # the fingerprint of the data is of what limits do
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ class Table:
         ]
         limit = f"max_length {limits.max_length:,}"
         if limits.max_prompt_length is not None:
-            limit += f", max_prompt_length {limits.max_prompt_length:,}"
+            limit += f", max_prompt_length {limits.max_prompt_length:,}{limits.note and ': '}{limits.note}"
         raise DataError(
             f"{int(over.sum()):,} rows are over the length limits ({limit}) and data.overlong is error:\n  "
             + "\n  ".join(rows)

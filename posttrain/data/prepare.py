@@ -46,14 +46,26 @@ class Prepared:
         return self.reports["train"]
 
 
-def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Prepared:
-    """The data of a run: what its method trains on, and every validation set."""
+def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positions: int | None = None) -> Prepared:
+    """The data of a run: what its method trains on, and every validation set.
+
+    `positions` is how many the model has: prompts of online methods leave room for a completion within them.
+    """
     method = config.method
     kind = method.kind
     targets = method.model_dump(include={"completion_only_loss", "assistant_only_loss"}) if kind == "sft" else {}
     room = config.completion_length
     sets, seed = config.evaluation.datasets, config.seed
-    prepared = prepare(config.data, tokenizer, kind, datasets=sets, seed=seed, completion_length=room, **targets)
+    prepared = prepare(
+        config.data,
+        tokenizer,
+        kind,
+        datasets=sets,
+        seed=seed,
+        completion_length=room,
+        positions=positions,
+        **targets,
+    )
     if kind == "pair" and method.type != "reward":
         for name, dataset in {"train": prepared.train, **prepared.validation}.items():
             if ties := int(dataset.ties.sum()):
@@ -64,15 +76,26 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Prepar
     return prepared
 
 
-def validation_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prepared: Prepared) -> dict[str, Dataset]:
+def validation_prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, *, positions: int | None = None
+) -> dict[str, Dataset]:
     """The prompts of the same validation sets, row for row: what is asked there, without the reply that is given.
 
     A row whose prompt leaves no room for a completion is left out, which is said. Raises DataError as `prepare` does.
     """
     held_out = prepared.validation["validation"].rows if config.data.validation is not None else None
-    room, sets = config.rollout.max_completion_length, config.evaluation.datasets
+    room, sets, data = config.rollout.max_completion_length, config.evaluation.datasets, config.data
+    if data.max_prompt_length == "auto":  # of methods that train on no prompts alone, all are evaluated
+        data = data.model_copy(update={"max_prompt_length": None})
     found = prepare(
-        config.data, tokenizer, "prompt", datasets=sets, seed=config.seed, completion_length=room, held_out=held_out
+        data,
+        tokenizer,
+        "prompt",
+        datasets=sets,
+        seed=config.seed,
+        completion_length=room,
+        positions=positions,
+        held_out=held_out,
     ).validation
     for name, dataset in prepared.validation.items():
         asked, rows = len(found.get(name, ())), len(np.unique(dataset.rows))
@@ -95,6 +118,7 @@ def prepare(
     assistant_only_loss: bool = False,
     datasets: Sequence[EvaluationDataset] = (),
     completion_length: int = 0,
+    positions: int | None = None,
     held_out: np.ndarray | None = None,
     cache_dir: Path | None = None,
     seed: int = 0,
@@ -102,7 +126,7 @@ def prepare(
     """Read and tokenise everything that `data` names, and the further evaluation `datasets`.
 
     `kind` is `sft` for single sequences, `pair` for preference pairs, `unpaired` for labelled completions, `prompt` for
-    prompts alone, which leave room for `completion_length` tokens in `max_length`.
+    prompts alone, which leave room for `completion_length` tokens in `max_length` and in the model's `positions`.
     `completion_only_loss` None trains completions where a row has a prompt and everything elsewhere. The template is
     put on the tokenizer. `validation` holds the set under `data.validation` as "validation" and the further ones under
     their names. The same seed gives the same split; `held_out` gives the numbers of the rows instead.
@@ -121,6 +145,7 @@ def prepare(
         cache_dir or cache.default_folder(),
         seed,
         completion_length,
+        positions,
     )
     parts = (
         [Part(data.source, data.split, data.max_rows)]
@@ -148,7 +173,7 @@ def prepare(
     for name, part in further:
         if name in validation or name in loaded:
             raise DataError(f"evaluation.datasets has the name {name!r}, which is taken: give it another")
-        one = loaded[name] = reader.load(name, [part], whole.limits, None)
+        one = loaded[name] = reader.load(name, [part], reader.limits_elsewhere(whole.limits), None)
         validation[name] = Dataset(one.table, one.fitted, np.arange(len(one.fitted.view)))
     facts = {
         "keys": {name: one.keys for name, one in loaded.items()},

@@ -130,6 +130,22 @@ class Tokeniser:
             out.append(Trained(full, spans, cut, cut < len(prompt)))
         return out
 
+    def unfinished(self, rows: Sequence[Row]) -> list[Trained | RowError]:
+        """Prompts with replies (texts) that were cut off: no stop token and no end of turn follow."""
+        prompts = self._texts([(row, row.prompt, None) for row in rows])
+        wholes = [
+            text if isinstance(text, RowError) else text + cast(str, row.chosen)
+            for text, row in zip(prompts, rows, strict=True)
+        ]
+        out: list[Trained | RowError] = []
+        for prompt, whole in zip(self._encode(prompts), self._encode(wholes), strict=True):
+            if isinstance(prompt, RowError) or isinstance(whole, RowError):
+                out.append(prompt if isinstance(prompt, RowError) else cast(RowError, whole))
+                continue
+            cut = common_prefix(prompt, whole)
+            out.append(Trained(whole, ((cut, len(whole)),), cut, cut < len(prompt)))
+        return out
+
     def prompts(self, rows: Sequence[Row]) -> list[tuple[str, Ids] | RowError]:
         """Text and tokens of each row's prompt as the model sees it before it answers."""
         texts = self._texts([(row, row.prompt, None) for row in rows])

@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError
@@ -129,6 +129,22 @@ def load_model(
     elif not stay:
         torch.nn.Module.to(loaded, device)
     return loaded.eval()
+
+
+def check_embeddings(loaded: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> int:
+    """How many embeddings the model has. Raises ModelError where its tokenizer's own vocabulary is larger.
+
+    Tokens added to that (a pad token, one for pictures) may lack one, as long as no text has them.
+    """
+    embeddings = cast(torch.nn.Embedding, loaded.get_input_embeddings()).num_embeddings
+    ends = cast(list[int | None], [tokenizer.bos_token_id, tokenizer.eos_token_id])
+    largest = max([tokenizer.vocab_size - 1, *(id for id in ends if id is not None)])
+    if largest >= embeddings:
+        raise ModelError(
+            f"{path}: its tokenizer has tokens up to {largest:,}, and the model {embeddings:,} embeddings: take the "
+            "tokenizer that it was trained with"
+        )
+    return embeddings
 
 
 def use_packed(model: ModelConfig, loaded: PreTrainedModel) -> bool:

@@ -13,9 +13,9 @@ from pathlib import Path
 from rich.console import Console
 
 from posttrain.config import RunConfig, Stage, load
-from posttrain.data import prepare_run
 from posttrain.errors import ConfigError, DataError
 from posttrain.models.load import load_tokenizer
+from posttrain.recipes.job import data_of
 from posttrain.recipes.pipeline import run_folder
 from posttrain.store.comparison import write_comparison
 from posttrain.store.files import load_json
@@ -38,7 +38,7 @@ def methods_as_stages(
             loaded = load(config, overrides, {**flags, "method.type": name})
             settings = loaded.config
             _check_comparable(settings)
-            prepare_run(settings, load_tokenizer(settings.models[0]))
+            data_of(settings, settings.models[0], load_tokenizer(settings.models[0]))
         except (ConfigError, DataError) as error:
             refused[name] = str(error)
             continue

@@ -20,6 +20,7 @@ from posttrain.config import RunConfig
 from posttrain.data import Dataset, validation_prompts
 from posttrain.engines import make_engine, stop_token_ids
 from posttrain.grading.extract import THINK_END
+from posttrain.models.families import base_of, positions_of
 from posttrain.progress import progress
 from posttrain.recipes.job import Job
 from posttrain.rewards.compose import Rewards
@@ -152,7 +153,9 @@ class Drawn:
         if self._parts is None:
             sample = self._resources.enter_context(sampler_of(loop.job, loop.policy))
             store = self._resources.enter_context(rollout_store(loop.job, loop))
-            self._parts = sample, store, validation_prompts(loop.job.config, loop.job.tokenizer, loop.data)
+            positions = positions_of(base_of(loop.policy).config)
+            prompts = validation_prompts(loop.job.config, loop.job.tokenizer, loop.data, positions=positions)
+            self._parts = sample, store, prompts
         sample, store, prompts = self._parts
         sample.engine.load(loop.policy, loop.state.step)
         return measure_drawn(loop, sample, store, name, prompts[name])

@@ -24,8 +24,8 @@ from posttrain.config.schema import RunConfig
 from posttrain.data import Prepared, prepare_run
 from posttrain.memory import reset_peak_memory, return_tensors_at_once
 from posttrain.models.attention import width_step
-from posttrain.models.families import base_of, check_positions
-from posttrain.models.load import Head, compute_dtype, device_of, is_adapter, load_model, load_tokenizer
+from posttrain.models.families import base_of, check_positions, positions_of
+from posttrain.models.load import Head, compute_dtype, device_of, is_adapter, load_config, load_model, load_tokenizer
 from posttrain.models.lora import add_lora
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.adamw_8bit import AdamW8bit
@@ -63,14 +63,14 @@ class Job:
 
     def data(self) -> Prepared:
         """The training and validation sets, tokenised (or found in the cache); what was dropped goes to the log."""
-        prepared = prepare_run(self.config, self.tokenizer)
+        prepared = data_of(self.config, self.model, self.tokenizer)
         self.run.add_provenance({"dataset_fingerprint": prepared.fingerprint})
         for report in prepared.reports.values():
             for line in report.lines():
                 log.info(line)
             if report.overlong_dropped > MANY_DROPPED * report.read:
                 log.warning(
-                    "%s: %s of %s rows are dropped for their length: raise data.max_length, or see data.overlong",
+                    "%s: %s of %s rows are dropped for their length: see data.max_length and data.overlong",
                     report.name, f"{report.overlong_dropped:,}", f"{report.read:,}",
                 )  # fmt: skip
         return prepared
@@ -145,6 +145,12 @@ class Job:
     def saved(self, folder: Path) -> ModelConfig:
         """This model's settings with the weights of a folder of our own making."""
         return self.model.model_copy(update={"path": str(folder), "revision": None})
+
+
+def data_of(config: RunConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Prepared:
+    """The data of a run for one of its models, whose positions limit the prompts that completions follow."""
+    positions = positions_of(load_config(model)) if config.method.kind == "prompt" else None
+    return prepare_run(config, tokenizer, positions=positions)
 
 
 def checkpoints_gradients(config: RunConfig, device: torch.device) -> bool:

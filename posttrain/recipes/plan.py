@@ -13,13 +13,14 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.config import ModelConfig, OnlineMethod, RunConfig, Stage, check_skip, learning_rate
-from posttrain.data import Prepared, prepare_run
+from posttrain.data import Prepared
 from posttrain.models.attention import width_step
 from posttrain.models.families import base_of, check_longest
 from posttrain.models.load import compute_dtype, device_of, load_tokenizer
 from posttrain.optim.schedules import warmup_count
 from posttrain.recipes.estimate import count, empty_model, estimate
 from posttrain.recipes.heaviest import first_epoch, heaviest_step, pack_rows
+from posttrain.recipes.job import data_of
 from posttrain.recipes.loop import total_steps
 from posttrain.recipes.pipeline import run_folder
 from posttrain.recipes.probe import probe
@@ -76,7 +77,7 @@ def plan(
                 tokenizers.skip(stage)
                 continue
             config, model = stage.config, stage.config.models[index]
-            data = prepare_run(config, tokenizers.of(stage))
+            data = data_of(config, model, tokenizers.of(stage))
             table = _table(stage, model, data)
             if probed:
                 table.add_row("fits", str(probe(config, model, data, memory_limit)))

@@ -175,7 +175,8 @@ def regrade(folder: Path, settings: Sequence[Reward], console: Console) -> int:
 def _completion(prompt: Mapping[str, Any], one: Mapping[str, Any]) -> Completion:
     facts = prompt["facts"]
     tokens = one["tokens"].tolist()
-    return Completion(one["completion"], tokens, facts["prompt"], facts["answer"], facts["columns"])
+    truncated = one["finish_reason"] == "length"
+    return Completion(one["completion"], tokens, facts["prompt"], facts["answer"], facts["columns"], truncated)
 
 
 def _require(stored: StoredRun, step: int) -> None:

@@ -26,7 +26,7 @@ from posttrain.errors import DataError, RunError
 from posttrain.models.load import compute_dtype, device_of, is_reward_model, load_model, load_tokenizer
 from posttrain.recipes.generate import draw_all, text_of, too_long
 from posttrain.rewards import compose
-from posttrain.rollout import sampling_of
+from posttrain.rollout import ends_in_thinking, sampling_of
 from posttrain.store.checkpoint import newest_complete
 from posttrain.threads import sharing_cores
 
@@ -141,7 +141,13 @@ def rewards_of(
         config.rewards, tags=config.data.tags, devices=config.devices, max_completion_length=limit
     ) as rewards:
         asked = [
-            compose.Completion(text, completion.tokens, **prompt.facts)
+            compose.Completion(
+                text,
+                completion.tokens,
+                truncated=completion.finish_reason == "length",
+                thinking=ends_in_thinking(prompt.text),
+                **prompt.facts,
+            )
             for prompt in prompts
             for text, completion in zip(texts[prompt.row], drawn[prompt.row], strict=True)
         ]

@@ -18,7 +18,14 @@ from posttrain.data.readers import Record, read_files
 from posttrain.errors import DataError
 from posttrain.models.attention import width_step
 from posttrain.models.families import check_longest
-from posttrain.models.load import compute_dtype, device_of, is_reward_model, load_model, load_tokenizer
+from posttrain.models.load import (
+    check_embeddings,
+    compute_dtype,
+    device_of,
+    is_reward_model,
+    load_model,
+    load_tokenizer,
+)
 from posttrain.progress import progress
 from posttrain.scoring import RewardScorer, Scorer
 from posttrain.store.files import ready_to_write, save_rows
@@ -57,6 +64,7 @@ def score(
     problems = {bad.row: bad.reason for bad in prepared.report.malformed}
     loaded = load_model(model, "reward" if reward else "lm", compute_dtype(model, device), device)
     check_longest(loaded.config, prepared.longest)
+    check_embeddings(loaded, tokenizer, model.path)
     scorer: RewardScorer | Scorer = RewardScorer(loaded) if reward else Scorer(loaded)
 
     scores: dict[int, list[dict[str, Any]]] = {}

@@ -24,6 +24,7 @@ from posttrain.config.rewards import (
     term_name,
 )
 from posttrain.errors import RewardError
+from posttrain.grading.extract import THINK, after_thinking
 from posttrain.grading.pool import DEADLINE_S, Pool
 from posttrain.grading.verdict import VERDICTS, Grade, Job
 from posttrain.rewards import shaping
@@ -33,13 +34,18 @@ from posttrain.rewards.python import RewardFunction
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A completion to be rewarded. `prompt` is a text or a list of messages; `columns` the rest of the row."""
+    """A completion to be rewarded. `prompt` is a text or a list of messages; `columns` the rest of the row.
+
+    `truncated`: it reached the limit of its length, and would go on. `thinking`: its prompt ends in `<think>`.
+    """
 
     text: str
     tokens: Sequence[int] = ()
     prompt: str | list[dict[str, Any]] = ""
     answer: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    truncated: bool = False
+    thinking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +206,12 @@ def _function(term: Computed, devices: DevicesConfig, max_completion_length: int
 
             if term.path is None:  # a run with stages has filled it in
                 raise RewardError(f"the reward model of a stage ({term.from_stage}) is not known here: give its `path`")
-            model = LearnedReward(term.path, devices)
-            return lambda completions: model([c.prompt for c in completions], [c.text for c in completions])
+            model, strip = LearnedReward(term.path, devices), term.strip_thinking
+            return lambda completions: model(
+                [c.prompt for c in completions],
+                [_reply(c) if strip else c.text for c in completions],
+                [c.truncated for c in completions],
+            )
         case LengthReward():
             return lambda completions: [shaping.length(len(c.tokens), term.target, term.scale) for c in completions]
         case OverlongReward():
@@ -216,6 +226,12 @@ def _function(term: Computed, devices: DevicesConfig, max_completion_length: int
             return lambda completions: [
                 shaping.repetition(c.tokens, term.ngram_size, term.max_penalty) for c in completions
             ]
+
+
+def _reply(completion: Completion) -> str:
+    """The text behind the thinking; empty where that has not ended."""
+    whole = THINK + completion.text if completion.thinking else completion.text
+    return after_thinking(whole).lstrip()
 
 
 def _total(parts: Sequence[Part], row: int) -> float | None:

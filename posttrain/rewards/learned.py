@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from itertools import groupby
+from itertools import compress, groupby
 
 import torch
 
@@ -17,6 +17,7 @@ from posttrain.data.tokenise import Tokeniser, Trained, common_prefix
 from posttrain.errors import ModelError, RewardError
 from posttrain.models.attention import width_step
 from posttrain.models.load import (
+    check_embeddings,
     compute_dtype,
     device_of,
     is_reward_model,
@@ -32,7 +33,8 @@ TOKENS_PER_PACK = 8192
 class LearnedReward:
     """A loaded reward model. It reads text, so its tokenizer need not be the policy's.
 
-    Conversations are written with its own chat template; a prompt that is a text is continued as it is.
+    Conversations are written with its own chat template; a prompt that is a text is continued as it is. A completion
+    ends in the stop token, or in the template's end of turn, unless it is truncated.
     """
 
     def __init__(self, path: str, devices: DevicesConfig):
@@ -43,13 +45,17 @@ class LearnedReward:
         self._longest = getattr(load_config(model), "max_position_embeddings", None) or math.inf
         self._device = device_of(devices)
         self._tokenizer = load_tokenizer(model)
-        self._scorer = RewardScorer(load_model(model, "reward", compute_dtype(model, self._device), self._device))
+        loaded = load_model(model, "reward", compute_dtype(model, self._device), self._device)
+        self._embeddings = check_embeddings(loaded, self._tokenizer, path)
+        self._scorer = RewardScorer(loaded)
 
     @torch.no_grad()
-    def __call__(self, prompts: Sequence[str | Turns], completions: Sequence[str]) -> list[float]:
+    def __call__(
+        self, prompts: Sequence[str | Turns], completions: Sequence[str], truncated: Sequence[bool]
+    ) -> list[float]:
         """The reward of each completion. Raises RewardError for one that is too long, or whose reward is not finite."""
         rewards = [math.nan] * len(completions)
-        encoded = self._encode(prompts, completions)
+        encoded = self._encode(prompts, completions, truncated)
         budget = max([TOKENS_PER_PACK, *(len(item.tokens) for item in encoded)])
         groups = list(_groups(prompts, encoded, budget))
         examples = [_tree([encoded[index] for index in group]) for group in groups]
@@ -63,7 +69,9 @@ class LearnedReward:
                 raise RewardError(f"the reward model {self.path} gives {value} to completion {index}: it is damaged")
         return rewards
 
-    def _encode(self, prompts: Sequence[str | Turns], completions: Sequence[str]) -> list[Trained]:
+    def _encode(
+        self, prompts: Sequence[str | Turns], completions: Sequence[str], truncated: Sequence[bool]
+    ) -> list[Trained]:
         rows = [Row(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         talks = {not isinstance(prompt, str) for prompt in prompts}
         if len(talks) > 1:
@@ -74,11 +82,22 @@ class LearnedReward:
                 if self._tokenizer.chat_template is None:
                     raise RewardError(f"the reward model {self.path} has no chat template for conversations")
                 renderer = stack.enter_context(rendering(self._tokenizer))
-            tokenised = Tokeniser(self._tokenizer, renderer, False).completions(rows, True)
+            tokeniser = Tokeniser(self._tokenizer, renderer, False)
+            cut = iter(tokeniser.unfinished(list(compress(rows, truncated))))
+            whole = iter(tokeniser.completions(list(compress(rows, (not short for short in truncated))), True))
+            tokenised = [next(cut if short else whole) for short in truncated]
         found = []
         for index, item in enumerate(tokenised):
             if isinstance(item, RowError):
                 raise RewardError(f"completion {index} cannot be read by the reward model: {item}")
+            if not len(item.tokens):
+                raise RewardError(f"completion {index} and its prompt are empty: the reward model has nothing to read")
+            if max(item.tokens) >= self._embeddings:
+                raise RewardError(
+                    f"completion {index} has, with its prompt, the token {max(item.tokens):,} of the tokenizer of the "
+                    f"reward model {self.path}, which has {self._embeddings:,} embeddings: take the tokenizer that it "
+                    "was trained with"
+                )
             if len(item.tokens) > self._longest:
                 raise RewardError(
                     f"completion {index} has {len(item.tokens)} tokens with its prompt, but the reward model "
