@@ -20,8 +20,16 @@ class ModelError(PosttrainError):
     """A model or tokenizer is missing, refused, or unsuited to the method."""
 
 
+class WeightsError(ModelError):
+    """The weights of a model are damaged, incomplete, or of other shapes than its config.json says."""
+
+
 class RunError(PosttrainError):
     """A run folder or checkpoint is missing, damaged, or belongs to another run."""
+
+
+class DamagedError(RunError):
+    """What was saved cannot be loaded, or does not belong together: no run can be resumed from that checkpoint."""
 
 
 class VitalSignError(PosttrainError):

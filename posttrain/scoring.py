@@ -11,10 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from posttrain.batch import Pack
+from posttrain.errors import DamagedError
 from posttrain.models.attention import PackedMask
 from posttrain.models.families import backbone_of, base_of, is_packed, logit_scale, logit_softcap
 from posttrain.models.matmul import ROWS, is_for_onednn, product, weight_of
@@ -59,13 +61,16 @@ class ValueScorer(nn.Module):
 
     @classmethod
     def of(cls, model: nn.Module, checkpoint: Path | None = None) -> ValueScorer:
-        """The model with a new head, or with the one of a checkpoint."""
+        """The model with a new head, or with the one of a checkpoint. Raises DamagedError where that has none."""
         words, _, _ = _head(model)
         head = nn.Linear(words.in_features, 1).to(words.weight.device)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
         if checkpoint is not None:
-            head.load_state_dict(load_file(checkpoint / cls.FILE))
+            try:
+                head.load_state_dict(load_file(checkpoint / cls.FILE))
+            except (OSError, SafetensorError, RuntimeError) as error:  # missing, damaged, of another shape
+                raise DamagedError(f"{cls.FILE}: {error}") from error
         return cls(model, head)
 
     def forward(self, pack: Pack, temperature: float = 1.0) -> tuple[Scores, torch.Tensor]:

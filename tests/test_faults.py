@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -15,14 +16,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_resume import assert_same_run, numbers, settings, start
 
+from posttrain import recipes
 from posttrain.cli import main
+from posttrain.config import load
 from posttrain.errors import RunError, VitalSignError
 from posttrain.recipes import loop, sft
 from posttrain.recipes.loop import Loop, State
-from posttrain.store import atomic
+from posttrain.store import atomic, checkpoint
 from posttrain.store.checkpoint import list_checkpoints, newest_complete, verify
 
 
@@ -103,6 +106,107 @@ def test_damage_to_a_real_checkpoint_is_always_seen(tmp_path, shared, scratch_mo
         assert "checkpoint-4" in skipped[0] and path.name in skipped[0]
         path.write_bytes(whole)
     assert newest_complete(run) == (newest, [])
+
+
+def signed_again(folder: Path) -> None:
+    """A manifest for the files as they are now: their bytes are no longer what gives the damage away."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    files = {name: checkpoint._fingerprint(folder / name) for name in checkpoint._files(folder)}
+    (folder / "manifest.json").write_text(checkpoint._render(manifest["step"], files))
+
+
+def tensors_changed(file: Path, change) -> None:
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def wrong_step(folder: Path) -> None:
+    shutil.copy(folder.parent / "checkpoint-1/state.json", folder)
+
+
+def moment_lost(folder: Path) -> None:
+    def lose(tensors):
+        del tensors[next(name for name in tensors if name.endswith("|exp_avg_sq"))]
+
+    tensors_changed(folder / "optimizer.safetensors", lose)
+
+
+def all_moments_lost(folder: Path) -> None:
+    def lose(tensors):
+        for name in [name for name in tensors if name.startswith(min(tensors).split("|")[0])]:
+            del tensors[name]
+
+    tensors_changed(folder / "optimizer.safetensors", lose)
+
+
+def moments_of_one_value(folder: Path) -> None:
+    """They would fit: torch's arithmetic repeats a single value as often as is needed."""
+
+    def shrink(tensors):
+        tensors |= {name: torch.zeros(1) for name in tensors if name.endswith(("|exp_avg", "|exp_avg_sq"))}
+
+    tensors_changed(folder / "optimizer.safetensors", shrink)
+
+
+def generator_lost(folder: Path) -> None:
+    tensors_changed(folder / "rng.safetensors", lambda tensors: tensors.pop("rng.torch"))
+
+
+def weights_lost(folder: Path) -> None:
+    file = next(folder.glob("*model.safetensors"))
+    tensors_changed(file, lambda tensors: tensors.pop(max(tensors)))
+
+
+def weights_of_another_shape(folder: Path) -> None:
+    file = next(folder.glob("*model.safetensors"))
+    tensors_changed(file, lambda tensors: tensors.update({max(tensors): torch.zeros(3, 5)}))
+
+
+DAMAGES = {
+    wrong_step: r"state\.json: it is the state of step 1, not of step",
+    moment_lost: r"optimizer\.safetensors: it has \d+ tensors, saved were \d+",
+    all_moments_lost: r"optimizer\.safetensors: it has \d+ tensors, saved were \d+",
+    moments_of_one_value: r"optimizer\.safetensors: \S+\|exp_avg has the shape \[1\], expected \[",
+    generator_lost: r"the random state lacks rng\.torch",
+    weights_lost: r"lacks? \S+",
+    weights_of_another_shape: r"other shapes|disagree about shapes",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")  # PEFT would train on with new ones
+@pytest.mark.parametrize(
+    ("method", "damages"), [("sft", list(DAMAGES)), ("dpo", [weights_lost, weights_of_another_shape])]
+)
+def test_what_does_not_belong_together_is_fallen_back_from(tmp_path, shared, scratch_model, method, damages):
+    """Each checkpoint but the first is damaged in a way of its own, under a manifest that says nothing of it.
+
+    SFT trains adapters, DPO all weights.
+    """
+    last = len(damages) + 1
+    sections = settings(shared, scratch_model, method, max_steps=last)
+    sections["evaluation"] = {"eval_steps": -1}
+    sections["checkpoint"] = {"save_steps": 1, "save_total_limit": None}
+    start(tmp_path, sections)
+    run = tmp_path / "run"
+    shutil.copytree(run, tmp_path / "whole")
+    for step, damage in enumerate(damages, start=2):
+        damage(run / f"checkpoint-{step}")
+        signed_again(run / f"checkpoint-{step}")
+        assert verify(run / f"checkpoint-{step}") == []
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and ".log" not in path.name}
+    with pytest.raises(RunError, match=rf"checkpoint-{last} is damaged .*in .* there are checkpoint-1, checkpoint-2"):
+        recipes.train(load(run / "config.yaml").config, resume=run / f"checkpoint-{last}")
+    del before[run / "run.json"]  # it has the failure
+    assert {path: path.read_bytes() for path in before} == before
+
+    start(tmp_path, sections, resume=True)
+    log = (run / "training.log").read_text()
+    for step, damage in enumerate(damages, start=2):
+        said = rf"checkpoint-{step} is damaged \(.*({DAMAGES[damage]}).*\): falling back to checkpoint-1"
+        assert re.search(said, log), damage.__name__
+    assert "resumed from checkpoint-1" in log
+    assert_same_run(tmp_path / "whole", run)
 
 
 # --- numbers that are not finite ------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 import math
 import signal
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from test_resume import assert_same_run
 
 from posttrain import recipes
+from posttrain.cli import main
 from posttrain.config import load
 from posttrain.engines import EmbeddedEngine
 from posttrain.errors import ConfigError, DataError, RewardError, RunError, VitalSignError
@@ -170,6 +172,34 @@ def test_a_full_disk_under_the_rollouts(sums_home, tmp_path, monkeypatch):
     assert_same_run(whole, broken)
     with StoredRun(whole) as one, StoredRun(broken) as two:
         assert list(one.summary()) == list(two.summary()) and one.steps() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_lost_files_are_reported_and_a_damaged_database_is_named(sums_home, tmp_path, caplog, power_cut, capsys):
+    def go_on(steps: int, **sections) -> Path:
+        caplog.clear()
+        every = {"checkpoint": {"save_steps": 1}, "training": {"max_steps": steps}}
+        return train(sums_home, tmp_path, {}, resume=True, **every, **sections)
+
+    unlogged = {"checkpoint": {"save_steps": 1}, "tracking": {"logging_steps": 5}, "training": {"max_steps": 3}}
+    with power_cut(step=1):
+        train(sums_home, tmp_path, {}, **unlogged)
+    run, database = tmp_path / "run", tmp_path / "run" / rollouts.NAME
+    assert not (run / "metrics.jsonl").exists()
+    go_on(3)
+    assert "is missing" not in caplog.text  # nothing had been written yet
+    for path in (run / "metrics.jsonl", *run.glob(f"{rollouts.NAME}*")):
+        path.unlink()
+    go_on(4)
+    assert "metrics.jsonl is missing: the metrics up to step 3 are lost" in caplog.text
+    assert "rollouts.sqlite is missing: the completions up to step 3 are lost" in caplog.text
+    go_on(4)
+    assert "is missing" not in caplog.text
+    database.write_bytes(b"no database" * 1000)
+    with pytest.raises(RunError, match=r"rollouts\.sqlite is damaged: .*rename it") as refused:
+        go_on(5)
+    assert "room" not in str(refused.value)
+    assert main(["rollouts", str(run)]) == 1
+    assert "rollouts.sqlite cannot be read: file is not a database" in capsys.readouterr().err
 
 
 def test_a_signal_while_completions_are_drawn(sums_home, tmp_path, monkeypatch):

@@ -272,6 +272,52 @@ def test_an_added_file_is_seen_but_not_a_hidden_one(two):
     assert_falls_back(two, "adapter_config.json")
 
 
+def deep(path: Path) -> None:
+    path.write_text("[" * 200_000)
+
+
+def deep_inside(path: Path) -> None:
+    path.write_text('{"version": 1, "step": 2, "files": {"model.bin": ' + "[" * 400 + "]" * 400 + '}, "check": "x"}')
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("manifest.json", deep, "damaged"),
+        ("manifest.json", deep_inside, "damaged"),
+        ("manifest.json", a_folder, "no regular file"),
+        ("manifest.json", a_pipe, "no regular file"),
+        ("model.bin", a_folder, "missing"),
+        ("model.bin", a_pipe, "no regular file"),
+        ("adapter/new", a_pipe, "not in the manifest"),
+    ],
+)
+def test_what_is_no_file_or_no_manifest_is_seen(two, name, damage, said):
+    """A pipe would be read without end, and what is nested too deep is no plain error of JSON's."""
+    damage(two / "checkpoint-2" / name)
+    assert_falls_back(two, name)
+    assert verify(two / "checkpoint-2") == [f"{name}: {said}"]
+    with pytest.raises(RunError, match=f"checkpoint-2 is damaged .*{name}"):
+        named_checkpoint(two / "checkpoint-2")
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_seen(two):
+    (two / "checkpoint-2").rename(two / "checkpoint-9")
+    newest, skipped = newest_complete(two)
+    assert newest.name == "checkpoint-1"
+    assert skipped == ["checkpoint-9 is damaged (manifest.json: it is of step 2: the folder was renamed)"]
+
+
 def test_a_manifest_of_another_version_says_so(two):
     path = two / "checkpoint-2" / "manifest.json"
     path.write_text(path.read_text().replace('"version": 1', '"version": 2'))

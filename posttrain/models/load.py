@@ -24,7 +24,7 @@ from transformers.utils import logging as hf_logging
 
 from posttrain.config.model import ModelConfig
 from posttrain.config.schema import DevicesConfig
-from posttrain.errors import ModelError
+from posttrain.errors import ModelError, WeightsError
 from posttrain.hub import stay_offline_without_network
 from posttrain.models.attention import NAME as PACKED
 from posttrain.models.families import FAMILIES
@@ -116,7 +116,7 @@ def load_model(
         )
     missing = {name for name in info["missing_keys"] if not (head == "reward" and name.startswith("score."))}
     if missing:
-        raise ModelError(f"{base.path}: the weights lack {_some(missing)}, which {type(loaded).__name__} needs")
+        raise WeightsError(f"{base.path}: the weights lack {_some(missing)}, which {type(loaded).__name__} needs")
     if head == "reward" and "score.weight" in info["missing_keys"]:
         torch.nn.init.normal_(loaded.score.weight, std=0.02)
     if base is not model:
@@ -257,11 +257,12 @@ def _clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise ModelError(f"model {path}: {_explain(model, part, error)}") from error
+        kind = WeightsError if isinstance(error, SafetensorError) else ModelError
+        raise kind(f"model {path}: {_explain(model, part, error)}") from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):  # memory that ran out, for one, is no fault of the model's
             raise
-        raise ModelError(
+        raise WeightsError(
             f"model {path}: weights and config.json disagree about shapes (see the report above)"
         ) from error
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from posttrain.config.model import LoraConfig
-from posttrain.errors import ModelError
+from posttrain.errors import DamagedError, ModelError
 from posttrain.models.families import FAMILIES, backbone_of
 from posttrain.models.load import Head
 
@@ -41,6 +43,32 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig, head: Head, revision: str
     # The adapters take the model's dtype; the optimizer holds their float32 masters.
     adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     assert isinstance(adapted, PeftModel)
+    return adapted
+
+
+def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
+    """`model` with the adapters of a checkpoint, trainable; they name the model as what they belong to now.
+
+    Raises DamagedError where they are not the adapters that their adapter_config.json speaks of: PEFT leaves those that
+    it does not find as they began.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+
+    file = folder / "adapter_model.safetensors"
+    try:
+        adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True, autocast_adapter_dtype=False)
+        with safe_open(file, "pt") as saved:
+            found = set(saved.keys())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DamagedError(f"{file.name}: {error}") from error
+    except RuntimeError as error:
+        if "size mismatch" not in str(error):
+            raise
+        raise DamagedError(f"{file.name}: tensors have other shapes than adapter_config.json says") from error
+    missing = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys() - found
+    if missing:
+        raise DamagedError(f"{file.name}: it lacks {min(missing)}")
+    adapted.peft_config["default"].base_model_name_or_path = model.name_or_path
     return adapted
 
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from posttrain.errors import DamagedError
+
 
 class AdamW:
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over the trainable parameters of `model`, with clipping.
@@ -102,7 +104,24 @@ class AdamW:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `state` gave. The model's weights follow the masters."""
+        """Take back what `state` gave. The model's weights follow the masters.
+
+        Raises DamagedError for a tensor of no trained parameter or of another shape, and for a parameter of which some
+        are missing; nothing is taken then.
+        """
+        found: dict[str, dict[str, torch.Size]] = {}
+        for full, value in tensors.items():
+            name, _, key = full.rpartition("|")
+            found.setdefault(name, {})[key] = value.shape
+        for name, shapes in found.items():
+            if name not in self.masters:
+                raise DamagedError(f"optimizer.safetensors: {name or 'a tensor'} is no trained weight of this model")
+            master = {"master": self.masters[name].shape} if "master" in shapes else {}
+            expected = master | (self._shapes(name) if shapes.keys() - master.keys() else {})
+            for key in sorted(expected.keys() | shapes.keys()):
+                if expected.get(key) != shapes.get(key):
+                    is_, should = (list(some[key]) if key in some else "none" for some in (shapes, expected))
+                    raise DamagedError(f"optimizer.safetensors: {name}|{key} has the shape {is_}, expected {should}")
         for full, value in tensors.items():
             name, key = full.rsplit("|", 1)
             if key == "master":
@@ -110,6 +129,11 @@ class AdamW:
                 self._publish(name)
             else:
                 self._load(name, key, value)
+
+    def _shapes(self, name: str) -> dict[str, torch.Size]:
+        """Of what `state` has of a parameter that was moved, but for its master."""
+        shape = self.masters[name].shape
+        return {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
 
     def _load(self, name: str, key: str, value: Tensor) -> None:
         """Take back one tensor of a parameter's moments or its step count."""

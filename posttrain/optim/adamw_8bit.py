@@ -94,6 +94,11 @@ class AdamW8bit(AdamW):
             tensors |= {f"{name}|{key}": value for key, value in moments.items()}
         return tensors
 
+    def _shapes(self, name: str) -> dict[str, torch.Size]:
+        if name not in self._names:
+            return super()._shapes(name)
+        return {key: value.shape for key, value in self._moments_of(name).items()}
+
     def _load(self, name: str, key: str, value: Tensor) -> None:
         if name in self._names:
             self._moments_of(name)[key].copy_(value)

@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from posttrain.config import RunConfig, Stage, dump
-from posttrain.errors import RunError
+from posttrain.errors import DamagedError, RunError
 from posttrain.memory import release_memory
 from posttrain.recipes import grpo, kto, ppo, preference, reference_free, reward, sft
 from posttrain.recipes.comparison import compare
@@ -27,10 +26,10 @@ from posttrain.recipes.finish import finish
 from posttrain.recipes.job import Job
 from posttrain.recipes.pipeline import Pipeline, Task, is_whole_run, keep_saved_path, refuse_other_start
 from posttrain.recipes.plan import plan
-from posttrain.recipes.resume import refuse_changes, refuse_fewer_steps, run_folder_of, saved_settings
+from posttrain.recipes.resume import refuse_changes, refuse_fewer_steps, report_lost, run_folder_of, saved_settings
+from posttrain.recipes.state import problems_of
 from posttrain.signals import handling, leave
-from posttrain.store.checkpoint import has_saved, named_checkpoint, newest_complete, saved_step
-from posttrain.store.files import load_json
+from posttrain.store.checkpoint import has_saved, named_checkpoint, newest_complete, saved_step, unusable
 from posttrain.store.run import Run
 from posttrain.store.tracking import Tracking, require_trackers
 from posttrain.threads import sharing_cores
@@ -108,7 +107,8 @@ def _resume_one(stages: Sequence[Stage], path: Path) -> int:
     keep_saved_path(tasks[0])
     refuse_other_start(tasks[0])
     settings = saved_settings(folder, tasks[0].config)
-    train_one(settings, folder, named_checkpoint(path) if path != folder else None, True, False, tasks[0].start_facts())
+    named = named_checkpoint(path, problems_of) if path != folder else None
+    train_one(settings, folder, named, True, False, tasks[0].start_facts())
     return 0
 
 
@@ -123,16 +123,18 @@ def train_one(
 ) -> None:
     """Train the one model of `config` in `folder`, from the start or, with `resume`, from a checkpoint.
 
-    A run that was stopped before its first checkpoint begins anew; a `best` that it has is set aside.
+    A run that was stopped before its first checkpoint begins anew; a `best` that it has is set aside. A checkpoint that
+    turns out to be damaged while it is loaded gives way to the one before it, unless it is the one asked for.
     """
     release_memory()  # of the model before
     facts = {"seed": config.seed, "threads": torch.get_num_threads(), **(start_facts or {})}
+    named, rejected = checkpoint, dict[str, str]()
     said: list[str] = []
 
     def choose_checkpoint() -> None:
         nonlocal checkpoint, said
-        if checkpoint is None:
-            checkpoint, said = _newest(folder)
+        if named is None:
+            checkpoint, said = _newest(folder, rejected)
         if checkpoint is not None:
             refuse_changes(checkpoint, config)
             refuse_fewer_steps(checkpoint, config)
@@ -140,29 +142,46 @@ def train_one(
     run = (
         Run.open(folder, choose_checkpoint) if resume else Run.create(folder, dump(config), facts, overwrite=overwrite)
     )
-    with handling(leave, signal.SIGTERM), run, ExitStack() as trackers:
-        began = time.perf_counter()
-        logged: list[dict[str, Any]] = []
-        if resume:
+    with handling(leave, signal.SIGTERM), run:
+        while True:
             for line in said:
                 log.warning(line)
-            step = saved_step(checkpoint) if checkpoint else -1  # 0 is the evaluation before training
-            logged = [line for line in run.read_metrics() if line["step"] > step]
-            if checkpoint is None:
-                run.begin_anew(facts)
-            else:
-                run.rewind(step, load_json(checkpoint / "state.json")["loop"]["evaluated"])
-            run.write_config(dump(config))
-        trackers.enter_context(Tracking(config, run, logged))
+            try:
+                return _train_from(checkpoint, config, run, facts, resume)
+            except DamagedError as error:
+                assert checkpoint is not None  # nothing else raises it
+                if checkpoint == named:
+                    raise unusable(checkpoint, [str(error)]) from error
+                rejected[checkpoint.name] = str(error)
+            release_memory()
+            choose_checkpoint()
+
+
+def _train_from(checkpoint: Path | None, config: RunConfig, run: Run, facts: Mapping[str, Any], resume: bool) -> None:
+    """Train to the end, from the start or from a checkpoint. Raises DamagedError for a bad one, all left as it was."""
+    began = time.perf_counter()
+    step = saved_step(checkpoint) if checkpoint else -1  # 0 is the evaluation before training
+    lines = run.read_metrics()
+    logged = [line for line in lines if line["step"] > step]
+    for line in report_lost(run.folder, checkpoint, config, lines) if checkpoint else ():
+        log.warning(line)
+    if resume and checkpoint is None:
+        run.begin_anew(facts)
+    if resume:
+        run.write_config(dump(config))
+    with Tracking(config, run, logged):
         job = Job.start(config, config.models[0], run, checkpoint)
         loop = RECIPES[config.method.type](job)
         loop.save_final()
         finish(job, loop, time.perf_counter() - began)
 
 
-def _newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, None for a run that was stopped before its first one; and what there is to say."""
+def _newest(folder: Path, rejected: Mapping[str, str]) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, None for a run that was stopped before its first one; and what there is to say.
+
+    `rejected` has what is wrong with those that were tried.
+    """
     if not has_saved(folder):
         return None, [f"{folder} has no checkpoint yet: it is begun anew"]
-    checkpoint, skipped = newest_complete(folder)
+    checkpoint, skipped = newest_complete(folder, problems_of, rejected)
     return checkpoint, [f"{reason}: falling back to {checkpoint.name}" for reason in skipped]

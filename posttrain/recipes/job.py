@@ -19,14 +19,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.batch import Example, Pack, pack
 from posttrain.config import learning_rate
-from posttrain.config.model import ModelConfig
+from posttrain.config.model import LoraConfig, ModelConfig
 from posttrain.config.schema import RunConfig
 from posttrain.data import Prepared, prepare_run
+from posttrain.errors import DamagedError, WeightsError
 from posttrain.memory import reset_peak_memory, return_tensors_at_once
 from posttrain.models.attention import width_step
 from posttrain.models.families import base_of, check_positions, positions_of
 from posttrain.models.load import Head, compute_dtype, device_of, is_adapter, load_config, load_model, load_tokenizer
-from posttrain.models.lora import add_lora
+from posttrain.models.lora import add_lora, load_lora
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.adamw_8bit import AdamW8bit
 from posttrain.optim.offload import AdamWCPUOffload
@@ -79,22 +80,9 @@ class Job:
         """The model to train, as published or as the checkpoint has it; in evaluation mode, trained weights marked.
 
         Full fine-tuning loads float32, so that the optimizer's masters are exact; `optimizer` makes it `dtype`.
+        Raises DamagedError when the checkpoint's weights are not those of the model.
         """
-        dtype = self.dtype if self.model.lora else torch.float32
-        if self.model.lora is None:
-            source = self.model if self.checkpoint is None else self.saved(self.checkpoint)
-            policy: nn.Module = load_model(source, head, dtype, self.device, stay=self.offloads())
-        else:
-            source = self._base(head)
-            base = load_model(source, head, dtype, self.device)
-            if self.checkpoint is None:
-                policy = add_lora(base, self.model.lora, head, source.revision)
-            else:
-                from peft import PeftModel
-
-                policy = PeftModel.from_pretrained(
-                    base, str(self.checkpoint), is_trainable=True, autocast_adapter_dtype=False
-                )
+        policy: nn.Module = self._whole(head) if self.model.lora is None else self._adapted(self.model.lora, head)
         check_positions(base_of(policy).config, self.config.data.max_length)
         if head == "reward":
             set_pad_token(base_of(policy), self.tokenizer)
@@ -102,6 +90,22 @@ class Job:
             enable_gradient_checkpointing(policy)
             return_tensors_at_once()
         return policy.eval()
+
+    def _whole(self, head: Head) -> PreTrainedModel:
+        source = self.model if self.checkpoint is None else self.saved(self.checkpoint)
+        try:
+            return load_model(source, head, torch.float32, self.device, stay=self.offloads())
+        except WeightsError as error:
+            if self.checkpoint is None:
+                raise
+            raise DamagedError(str(error)) from error
+
+    def _adapted(self, lora: LoraConfig, head: Head) -> nn.Module:
+        source = self._base(head)
+        base = load_model(source, head, self.dtype, self.device)
+        if self.checkpoint is None:
+            return add_lora(base, lora, head, source.revision)
+        return load_lora(base, self.checkpoint)
 
     def _base(self, head: Head) -> ModelConfig:
         """What new adapters go on. An adapter folder becomes a model of its own in `base/`, for them to name."""

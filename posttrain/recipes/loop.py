@@ -23,7 +23,7 @@ from torch import nn
 from posttrain.batch import Example, Pack
 from posttrain.config import OnlineMethod, RunConfig, load
 from posttrain.data import Dataset, Prepared
-from posttrain.errors import RunError, VitalSignError
+from posttrain.errors import DamagedError, RunError, VitalSignError
 from posttrain.memory import return_free_pages
 from posttrain.models.families import base_of, check_longest
 from posttrain.optim.adamw import AdamW
@@ -33,10 +33,10 @@ from posttrain.progress import progress
 from posttrain.recipes.drawn import Drawn
 from posttrain.recipes.job import Job
 from posttrain.recipes.resume import say_how_the_schedule_changed
-from posttrain.recipes.state import State
+from posttrain.recipes.state import Saved, State
 from posttrain.recipes.vital import MovedWeights, check_finite
 from posttrain.signals import handling
-from posttrain.store.files import load_json, load_tensors, restore_rng, rng_state, save_json, save_tensors
+from posttrain.store.files import load_tensors, restore_rng, rng_state, save_json, save_tensors
 from posttrain.store.logs import QUIET_LOGGER
 from posttrain.store.progress import TrainingProgress
 
@@ -336,10 +336,11 @@ class Loop:
 
         def write(folder: Path) -> None:
             self._write_model(folder)
-            save_tensors(folder / "optimizer.safetensors", self.optimizer.state())
+            tensors = self.optimizer.state()
+            save_tensors(folder / "optimizer.safetensors", tensors)
             save_tensors(folder / "rng.safetensors", generators)
-            state = {"loop": self.state.as_json(), "rng": facts, "data": self.data.fingerprint, "total": self.total}
-            save_json(folder / "state.json", state)
+            saved = Saved(self.state, facts, self.data.fingerprint, self.total, len(tensors))
+            save_json(folder / "state.json", saved.as_json())
             (folder / "config.yaml").write_text(self.job.run.config_yaml, encoding="utf-8")
 
         saved = self.job.run.save_checkpoint(self.state.step, write, self.job.config.checkpoint.save_total_limit)
@@ -348,23 +349,26 @@ class Loop:
         logging.getLogger(QUIET_LOGGER).info("saved %s in %.3f s", saved.name, seconds)
 
     def _restore(self, checkpoint: Path) -> None:
-        saved = load_json(checkpoint / "state.json")
-        if saved["data"] != self.data.fingerprint:
+        """Take over where a checkpoint stands, and set the run folder back to it: last, when nothing can be amiss."""
+        saved = Saved.read(checkpoint)
+        if saved.data != self.data.fingerprint:
             raise RunError(
                 f"{checkpoint}: the training data is not what this run began with (another file, split, template or "
                 "tokenizer): give it back, or start a new run"
             )
-        self.state = State.from_json(saved["loop"])
+        tensors = load_tensors(checkpoint / "optimizer.safetensors")
+        if saved.tensors not in (None, len(tensors)):
+            raise DamagedError(f"optimizer.safetensors: it has {len(tensors)} tensors, saved were {saved.tensors}")
+        self.optimizer.load_state(tensors)
+        restore_rng(load_tensors(checkpoint / "rng.safetensors"), saved.rng)
+        self.state = saved.loop
+        self.job.run.rewind(self.state.step, self.state.evaluated)
         metric = load(checkpoint / "config.yaml").config.checkpoint.best_metric
         future = self.state.best is not None and not self.job.run.best.exists()
         if future or metric != self.job.config.checkpoint.best_metric:
             self.state.best, self.state.evaluations_since_best = None, 0  # of another metric, or of a future given up
-        self.optimizer.load_state(load_tensors(checkpoint / "optimizer.safetensors"))
-        restore_rng(load_tensors(checkpoint / "rng.safetensors"), saved["rng"])
         log.info("resumed from %s at step %d of %d", checkpoint.name, self.state.step, self.total)
-        say_how_the_schedule_changed(
-            self.job.config.training, self.peak_rate, self.state.step, saved["total"], self.total
-        )
+        say_how_the_schedule_changed(self.job.config.training, self.peak_rate, self.state.step, saved.total, self.total)
 
     def _write_model(self, folder: Path) -> None:
         self.policy.save_pretrained(folder)  # pyright: ignore[reportCallIssue]

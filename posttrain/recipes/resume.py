@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from posttrain.config import RunConfig, load
+from posttrain.config import OnlineMethod, RunConfig, load
 from posttrain.config.schema import TrainingConfig
 from posttrain.errors import RunError
 from posttrain.optim.schedules import schedule, warmup_count
+from posttrain.recipes.state import Saved
 from posttrain.store.checkpoint import saved_step
 from posttrain.store.files import flat
+from posttrain.store.metrics import NAME as METRICS
 from posttrain.store.provenance import redact
+from posttrain.store.rollouts import NAME as ROLLOUTS
 
 log = logging.getLogger("posttrain")
 
@@ -70,6 +75,28 @@ def refuse_fewer_steps(checkpoint: Path, config: RunConfig) -> None:
     if limit is not None and step > limit:
         raise RunError(
             f"{checkpoint} is at step {step}, beyond training.max_steps = {limit}: give more, or start a new run"
+        )
+
+
+def report_lost(folder: Path, checkpoint: Path, config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What is to be said of files that a run up to this checkpoint had written and that are not there.
+
+    `lines` are the metrics that there are.
+    """
+    state = Saved.read(checkpoint).loop
+    unlogged = max(state.window_steps.values(), default=0) + state.skipped
+    if not (folder / METRICS).exists() and state.step > unlogged:
+        yield (
+            f"{folder / METRICS} is missing: the metrics up to step {state.step} are lost; curves and report will "
+            "begin after it. Training does not need them"
+        )
+    names = {name for line in lines if line["step"] <= state.step for name in line}
+    rewarded = any(name.startswith("eval_") and name.endswith("reward") for name in names)
+    drawn = state.step > 0 if isinstance(config.method, OnlineMethod) else rewarded
+    if config.rollout.save and drawn and not (folder / ROLLOUTS).exists():
+        yield (
+            f"{folder / ROLLOUTS} is missing: the completions up to step {state.step} are lost, and `posttrain "
+            "rollouts`, `why` and `regrade` will know later ones only. Training does not need them"
         )
 
 

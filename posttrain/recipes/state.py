@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
+
+from posttrain.errors import DamagedError, RunError
+from posttrain.store.checkpoint import saved_step
+from posttrain.store.files import load_json
 
 
 @dataclass(slots=True)
@@ -36,3 +41,40 @@ class State:
         window = {name: math.nan if value is None else value for name, value in saved["window"].items()}
         facts: dict[str, Any] = {**saved, "window": window}
         return cls(**facts)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """`state.json` of a checkpoint."""
+
+    loop: State
+    rng: dict[str, Any]  # beside rng.safetensors
+    data: str  # the data's fingerprint
+    total: int  # steps of the run
+    tensors: int | None = None  # in optimizer.safetensors; checkpoints made before it was counted do not say
+
+    def as_json(self) -> dict[str, Any]:
+        """For `read`."""
+        return {**{field.name: getattr(self, field.name) for field in fields(self)}, "loop": self.loop.as_json()}
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Saved:
+        """Raises DamagedError when it is none, or of another step than the checkpoint."""
+        try:
+            facts = load_json(checkpoint / "state.json")
+            saved = cls(**{**facts, "loop": State.from_json(facts["loop"])})
+        except (RunError, TypeError, KeyError, AttributeError) as error:
+            raise DamagedError(f"state.json: it is no state of a run ({error})") from error
+        step = saved_step(checkpoint)
+        if saved.loop.step != step:
+            raise DamagedError(f"state.json: it is the state of step {saved.loop.step}, not of step {step}")
+        return saved
+
+
+def problems_of(checkpoint: Path) -> list[str]:
+    """What keeps a run from resuming from a checkpoint whose files are whole, as far as can be seen without loading."""
+    try:
+        Saved.read(checkpoint)
+    except DamagedError as error:
+        return [str(error)]
+    return [] if (checkpoint / "config.yaml").is_file() else ["config.yaml: missing"]

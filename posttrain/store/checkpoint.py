@@ -9,16 +9,19 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RunError
 from posttrain.store.atomic import remove_folder, write_file, write_folder
+from posttrain.store.files import parse_json
 
 MANIFEST = "manifest.json"
 MODELS = ("best", "final")  # what is saved of a run beside its checkpoints
 VERSION = 1
+NO_FILE = "no regular file"  # a folder, or a pipe, which would be read without end
+Look = Callable[[Path], list[str]]  # what is wrong with a checkpoint whose files are whole
 
 
 def save_checkpoint(run_dir: Path, step: int, write: Callable[[Path], None], limit: int | None) -> Path:
@@ -53,16 +56,18 @@ def save_folder(target: Path, step: int, write: Callable[[Path], None]) -> None:
 def verify(folder: Path) -> list[str]:
     """What is wrong with a saved folder, one line per file; empty when every byte is as it was saved.
 
-    Files beginning with a dot are ignored (desktop systems strew them); any other file not in the manifest is named.
+    A checkpoint must have been saved at the step in its name. Files beginning with a dot are ignored (desktop systems
+    strew them); any other file not in the manifest is named.
     """
     if not folder.is_dir():
         return ["the folder is missing"]
     manifest = _read_manifest(folder)
     if isinstance(manifest, str):
         return [f"{MANIFEST}: {manifest}"]
-    _, expected = manifest
+    step, expected = manifest
     present = _files(folder)
-    problems = [f"{name}: missing" for name in expected if name not in present]
+    problems = [] if _step_of(folder) in (None, step) else [f"{MANIFEST}: it is of step {step}: the folder was renamed"]
+    problems += [f"{name}: missing" for name in expected if name not in present]
     problems += [f"{name}: not in the manifest" for name in present if name not in expected]
     for name in sorted(expected.keys() & present):
         problem = _difference(folder / name, expected[name])
@@ -72,6 +77,8 @@ def verify(folder: Path) -> list[str]:
 
 def _difference(path: Path, expected: dict[str, Any]) -> str | None:
     """How a file differs from its entry in the manifest."""
+    if not path.is_file():
+        return NO_FILE
     try:
         found = _fingerprint(path)
     except OSError as error:
@@ -102,14 +109,21 @@ def has_saved(run_dir: Path) -> bool:
     return bool(list_checkpoints(run_dir)) or (run_dir / "final").exists()
 
 
-def newest_complete(run_dir: Path) -> tuple[Path, list[str]]:
+def _as_saved(folder: Path) -> list[str]:
+    return []
+
+
+def newest_complete(
+    run_dir: Path, look: Look = _as_saved, rejected: Mapping[str, str] | None = None
+) -> tuple[Path, list[str]]:
     """The newest checkpoint whose every byte is as it was saved, and why newer ones were skipped (often nothing).
 
+    `look` finds further problems of one that is whole; `rejected` has, by name, those that were found out otherwise.
     Raises RunError when there is none.
     """
-    skipped = []
+    skipped, rejected = [], rejected or {}
     for path in reversed(list_checkpoints(run_dir)):
-        problems = verify(path)
+        problems = [rejected[path.name]] if path.name in rejected else verify(path) or look(path)
         if not problems:
             return path, skipped
         skipped.append(f"{path.name} is damaged ({'; '.join(problems)})")
@@ -118,19 +132,23 @@ def newest_complete(run_dir: Path) -> tuple[Path, list[str]]:
     raise RunError(f"{run_dir} has no checkpoint to resume from: start again with --overwrite")
 
 
-def named_checkpoint(folder: Path) -> Path:
-    """A checkpoint the user asked for by path, verified.
+def named_checkpoint(folder: Path, look: Look = _as_saved) -> Path:
+    """A checkpoint the user asked for by path, verified; `look` as in `newest_complete`.
 
     Raises RunError when it is missing or damaged; the message lists the checkpoints that exist beside it.
     """
-    problems = verify(folder)
-    if not problems:
-        return folder
+    if problems := verify(folder) or look(folder):
+        raise unusable(folder, problems)
+    return folder
+
+
+def unusable(folder: Path, problems: list[str]) -> RunError:
+    """The message for a checkpoint that the user asked for and that cannot be used; it lists those beside it."""
     others = [path.name for path in list_checkpoints(folder.parent) if path.name != folder.name]
     instead = f"there are {', '.join(others)}" if others else "there is no other"
     if not folder.is_dir():
-        raise RunError(f"there is no checkpoint {folder}: in {folder.parent} {instead}")
-    raise RunError(f"{folder} is damaged ({'; '.join(problems)}): in {folder.parent} {instead}")
+        return RunError(f"there is no checkpoint {folder}: in {folder.parent} {instead}")
+    return RunError(f"{folder} is damaged ({'; '.join(problems)}): in {folder.parent} {instead}")
 
 
 def set_aside_after(run_dir: Path, step: int) -> list[Path]:
@@ -174,6 +192,11 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
+def _is_entry(value: Any) -> bool:
+    """Whether it is what a manifest says of a file."""
+    return isinstance(value, dict) and {key: type(fact) for key, fact in value.items()} == {"size": int, "sha256": str}
+
+
 def _render(step: int, files: dict[str, dict[str, Any]]) -> str:
     return json.dumps({"version": VERSION, "step": step, "files": files, "check": _check(step, files)}, indent=1) + "\n"
 
@@ -185,19 +208,23 @@ def _check(step: int, files: dict[str, dict[str, Any]]) -> str:
 
 def _read_manifest(folder: Path) -> tuple[int, dict[str, dict[str, Any]]] | str:
     """Step and files of a folder's manifest, or what is wrong with it."""
+    path = folder / MANIFEST
     try:
-        raw = (folder / MANIFEST).read_bytes()
+        if path.exists() and not path.is_file():
+            return NO_FILE
+        raw = path.read_bytes()
+        manifest = parse_json(raw)
     except FileNotFoundError:
         return "missing"
-    try:
-        manifest = json.loads(raw)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
     except ValueError:
         return "damaged"
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         return "damaged"
-    step, files = manifest.get("step"), manifest["files"]
-    if manifest.get("version") != VERSION and manifest.get("check"):
-        return f"version {manifest.get('version')}, while this posttrain reads version {VERSION}"
-    if type(step) is not int or raw != _render(step, files).encode():
+    step, files, version = manifest.get("step"), manifest["files"], manifest.get("version")
+    if type(version) is int and version != VERSION and manifest.get("check"):
+        return f"version {version}, while this posttrain reads version {VERSION}"
+    if type(step) is not int or not all(map(_is_entry, files.values())) or raw != _render(step, files).encode():
         return "damaged"
     return step, files

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from posttrain.errors import RunError
+from posttrain.errors import DamagedError, RunError
 from posttrain.store.atomic import cannot_write, write_file
 
 if TYPE_CHECKING:  # reading a run folder must not import torch
@@ -72,13 +72,21 @@ def _make_folder_of(path: Path) -> None:
 def load_json(path: Path) -> Any:
     """Read a JSON file; raises RunError when it is missing or damaged."""
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except FileNotFoundError:
         raise RunError(f"{path} is missing") from None
     except ValueError as error:  # bad JSON or bad UTF-8
         raise RunError(f"{path} is damaged: {error}") from None
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that JSON stands for. Raises ValueError for all that is none, what is nested too deep included."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def flat(data: Mapping[str, Any], lists: bool = False) -> dict[str, Any]:
@@ -127,15 +135,15 @@ def save_tensors(path: Path, tensors: "Mapping[str, torch.Tensor]") -> None:
 
 
 def load_tensors(path: Path, device: "str | torch.device" = "cpu") -> "dict[str, torch.Tensor]":
-    """Read a safetensors file; raises RunError when it is missing or damaged."""
+    """Read a safetensors file; raises DamagedError when it is missing or damaged."""
     from safetensors.torch import load_file
 
     try:
         return load_file(path, device=str(device))
     except FileNotFoundError:
-        raise RunError(f"{path} is missing") from None
+        raise DamagedError(f"{path} is missing") from None
     except (OSError, SafetensorError) as error:
-        raise RunError(f"{path} is damaged: {error}") from None
+        raise DamagedError(f"{path} is damaged: {error}") from None
 
 
 def rng_state() -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
@@ -165,26 +173,29 @@ def rng_state() -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
 def restore_rng(tensors: "Mapping[str, torch.Tensor]", facts: Mapping[str, Any]) -> None:
     """Set every generator as `rng_state` found it; other names in the two mappings are ignored.
 
-    Raises RunError when a state is missing, or when the number of CUDA devices differs from that of the saved run: the
-    run could not go on with the same random numbers.
+    Raises DamagedError when a state is missing or is none, and RunError when the number of CUDA devices differs from
+    that of the saved run: the run could not go on with the same random numbers.
     """
     import numpy
     import torch
 
     missing = {"rng.python", "rng.numpy", "rng.torch"} - tensors.keys() | {"rng.python", "rng.numpy"} - facts.keys()
     if missing:
-        raise RunError(f"the checkpoint lacks the random state {', '.join(sorted(missing))}")
+        raise DamagedError(f"the random state lacks {', '.join(sorted(missing))}")
     cuda = [tensors[name] for name in sorted(tensors, key=_cuda_index) if name.startswith("rng.cuda.")]
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if len(cuda) != devices:
         raise RunError(f"the checkpoint was made with {len(cuda)} CUDA devices visible, now there are {devices}")
     python, legacy = facts["rng.python"], facts["rng.numpy"]
-    random.setstate((python["version"], tuple(tensors["rng.python"].tolist()), python["gauss"]))
-    keys = tensors["rng.numpy"].numpy().astype(numpy.uint32)
-    numpy.random.set_state(("MT19937", keys, legacy["position"], legacy["has_gauss"], legacy["gauss"]))
-    torch.set_rng_state(tensors["rng.torch"].cpu())
-    if cuda:
-        torch.cuda.set_rng_state_all([state.cpu() for state in cuda])
+    try:
+        random.setstate((python["version"], tuple(tensors["rng.python"].tolist()), python["gauss"]))
+        keys = tensors["rng.numpy"].numpy().astype(numpy.uint32)
+        numpy.random.set_state(("MT19937", keys, legacy["position"], legacy["has_gauss"], legacy["gauss"]))
+        torch.set_rng_state(tensors["rng.torch"].cpu())
+        if cuda:
+            torch.cuda.set_rng_state_all([state.cpu() for state in cuda])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # each generator has its own word for it
+        raise DamagedError(f"the random state is none: {error}") from error
 
 
 def _cuda_index(name: str) -> int:

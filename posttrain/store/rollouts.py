@@ -106,12 +106,13 @@ class RolloutStore:
         """Open or create the file; what is there of steps after `after` is of a future that was given up."""
         self.path, self.max_bytes = folder / NAME, max_bytes
         try:
-            with closing(_connect(self.path)) as connection, connection:
+            self._connection = _connect(self.path)
+            with self._connection as connection:
                 connection.executescript(SCHEMA)
                 for table in ("prompts", "rollouts", "evaluations"):
                     connection.execute(f"DELETE FROM {table} WHERE step > ?", (after,))
         except sqlite3.Error as error:
-            raise self._refusal(error) from error
+            raise _refusal(self.path, error) from error
         self._waiting: queue.Queue[_Write | None] = queue.Queue(WAITING)
         self._failed: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
@@ -139,21 +140,14 @@ class RolloutStore:
         self._waiting.put(None)
         self._thread.join()
         if self._failed is not None:
-            log.warning("%s", self._refusal(self._failed))
+            log.warning("%s", _refusal(self.path, self._failed))
 
     def _raise_failure(self) -> None:
         if self._failed is not None:
-            raise self._refusal(self._failed) from self._failed
-
-    def _refusal(self, error: Exception) -> RunError:
-        return RunError(
-            f"{self.path} cannot be written: {error}. Make room or end the program that holds it, then go on with "
-            "--resume; rollout.save: false trains without it"
-        )
+            raise _refusal(self.path, self._failed) from self._failed
 
     def _work(self) -> None:
-        connection = _connect(self.path)
-        with closing(connection):
+        with closing(self._connection) as connection:
             while (write := self._waiting.get()) is not None:
                 try:
                     if self._failed is None:
@@ -214,8 +208,25 @@ class RolloutStore:
                 connection.execute(f"DELETE FROM {table} WHERE step <= ?", (oldest,))
 
 
+def _refusal(path: Path, error: Exception) -> RunError:
+    """The message for a file that cannot be used, by what the matter is."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest of it says more of the same
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return RunError(
+            f"{path} is damaged: {error}. Training does not need it: rename it (and its -wal and -shm files), then go "
+            "on with --resume, which begins a new one; `sqlite3 FILE .recover` may save what it held"
+        )
+    remedies = {
+        sqlite3.SQLITE_FULL: "Make room",
+        sqlite3.SQLITE_BUSY: "End the program that holds it",
+        sqlite3.SQLITE_LOCKED: "End the program that holds it",
+    }
+    remedy = remedies.get(code, "Mend that")
+    return RunError(f"{path} cannot be written: {error}. {remedy}, then go on with --resume")
+
+
 def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=BUSY_S)
+    connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)  # the writer's thread takes it over
     connection.execute("PRAGMA journal_mode = WAL")  # readers do not wait for the writer, nor it for them
     connection.execute("PRAGMA synchronous = FULL")
     return connection
@@ -243,6 +254,7 @@ class StoredRun:
         path = folder / NAME
         if not path.is_file():
             raise RunError(f"{folder} has no {NAME}: only methods that draw completions have one, with rollout.save")
+        self._path = path
         self._connection = sqlite3.connect(path, timeout=BUSY_S)
         self._connection.row_factory = sqlite3.Row
 
@@ -252,32 +264,36 @@ class StoredRun:
     def __exit__(self, *exception: object) -> None:
         self._connection.close()
 
+    def _rows(self, query: str, values: Sequence[int] = ()) -> list[sqlite3.Row]:
+        """Raises RunError when the file cannot be read."""
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise RunError(f"{self._path} cannot be read: {error}") from error
+
     def steps(self) -> list[int]:
-        return [row[0] for row in self._connection.execute("SELECT DISTINCT step FROM prompts ORDER BY step")]
+        return [row[0] for row in self._rows("SELECT DISTINCT step FROM prompts ORDER BY step")]
 
     def prompts(self, step: int) -> list[dict[str, Any]]:
-        rows = self._connection.execute("SELECT * FROM prompts WHERE step = ? ORDER BY prompt_index", (step,))
+        rows = self._rows("SELECT * FROM prompts WHERE step = ? ORDER BY prompt_index", (step,))
         return [_read(row) for row in rows]
 
     def rollouts(self, step: int, prompt_index: int | None = None) -> list[dict[str, Any]]:
         """The completions of a step, or of one of its prompts; per-token columns as arrays."""
-        where = "" if prompt_index is None else " AND prompt_index = :prompt"
-        rows = self._connection.execute(
-            f"SELECT * FROM rollouts WHERE step = :step{where} ORDER BY prompt_index, rollout_index",
-            {"step": step, "prompt": prompt_index},
-        )
-        return [_read(row) for row in rows]
+        where, values = ("", (step,)) if prompt_index is None else (" AND prompt_index = ?", (step, prompt_index))
+        query = f"SELECT * FROM rollouts WHERE step = ?{where} ORDER BY prompt_index, rollout_index"
+        return [_read(row) for row in self._rows(query, values)]
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The completions of every evaluation, in the order in which they were drawn."""
-        rows = self._connection.execute("SELECT * FROM evaluations ORDER BY step, dataset, rowid")
+        rows = self._rows("SELECT * FROM evaluations ORDER BY step, dataset, rowid")
         return [{**_read(row), "tokens": _read(row)["tokens"].tolist()} for row in rows]
 
     def summary(self) -> Iterator[dict[str, Any]]:
         """A line for each step: prompts, completions, mean and extreme rewards, how many have none."""
         yield from map(
             dict,
-            self._connection.execute(
+            self._rows(
                 "SELECT step, COUNT(DISTINCT prompt_index) AS prompts, COUNT(*) AS completions, "
                 "AVG(reward) AS reward, MIN(reward) AS lowest, MAX(reward) AS highest, "
                 "SUM(reward IS NULL) AS left_out, AVG(finish_reason = 'length') AS truncated "
