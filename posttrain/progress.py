@@ -7,6 +7,9 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
+from posttrain.console import PlainConsole
+from posttrain.terminal import visible
+
 PATIENCE_S = 2.0  # work shorter than this shows nothing
 LINE_EVERY_S = 30.0  # where there is no terminal
 Item = TypeVar("Item")
@@ -19,7 +22,7 @@ def progress(
 
     `total` is the number of items, found out where `items` has a length. Without a terminal: a line every 30 seconds.
     """
-    console = console or Console(stderr=True)
+    console, description = console or PlainConsole(stderr=True), visible(description)
     total = len(items) if total is None and isinstance(items, Sized) else total
     next_line = time.monotonic() + PATIENCE_S
     shown: Progress | None = None
@@ -40,7 +43,7 @@ def progress(
             else:
                 next_line = now + LINE_EVERY_S
                 share = f" of {total} ({done / total:.0%})" if total else ""
-                console.print(f"{description}: {done}{share}", markup=False, highlight=False, soft_wrap=True)
+                console.print(f"{description}: {done}{share}", soft_wrap=True)
     finally:
         if shown:
             shown.stop()

@@ -14,7 +14,12 @@ def visible(text: str) -> str:
 
     Tabs and line breaks stay.
     """
-    return UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return UNSAFE.sub(lambda found: escaped(found[0]), text)
+
+
+def escaped(text: str) -> str:
+    r"""What is not printable ASCII as its escapes: `\x1b`, `\r`, `\u202e`."""
+    return text.encode("unicode_escape").decode()
 
 
 def say(text: str, end: str = "\n", error: bool = False) -> None:

@@ -28,6 +28,7 @@ from rich.console import Console
 
 from posttrain import recipes
 from posttrain.config import RunConfig, Stage, TrackingConfig
+from posttrain.console import PlainConsole
 from posttrain.errors import PosttrainError, RunError
 from posttrain.store.checkpoint import list_checkpoints
 from posttrain.store.compare import Comparison, compare_runs
@@ -116,13 +117,13 @@ def verify_resume(
     `train(stages, resume=…)` is what runs in each process; a function of a module, so that processes can find it.
     Raises RunError when a process fails by itself.
     """
-    console = console or Console(stderr=True)
+    console = console or PlainConsole(stderr=True)
     scratch = Scratch(stages, folder, train)
     whole, began = scratch.whole, time.monotonic()
     with scratch.process(whole) as process:
         scratch.watch(process, whole, None)
         scratch.refuse_failure(process)
-    console.print(f"uninterrupted: {whole.steps} steps in {duration(time.monotonic() - began)}", highlight=False)
+    console.print(f"uninterrupted: {whole.steps} steps in {duration(time.monotonic() - began)}")
 
     killed, outcome, began = Watched(folder / "killed"), Outcome(), time.monotonic()
     plan = planned(kills, whole.steps, random.Random(stages[0].config.seed))
@@ -138,7 +139,7 @@ def verify_resume(
         outcome.while_starting += starting
         outcome.steps_made_again += killed.steps - killed.saved_steps()
         where = "inside a save" if saving else "while starting" if starting else "in training"
-        console.print(f"kill {outcome.kills} of {kills}: {where}, at step {killed.steps}", highlight=False)
+        console.print(f"kill {outcome.kills} of {kills}: {where}, at step {killed.steps}")
     with scratch.process(killed) as process:
         scratch.watch(process, killed, None)
         scratch.refuse_failure(process)

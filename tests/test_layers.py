@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent / "posttrain"
 # Lowest first. Modules on one line may not import one another.
 LAYERS = [
     ["terminal"],
+    ["console"],
     ["errors", "hub", "idle", "memory", "progress", "signals", "threads"],
     ["extras"],
     ["config"],

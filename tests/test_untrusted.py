@@ -1,14 +1,25 @@
 """What strangers write (rows, completions, names, models, archives): nothing of it reaches a terminal, a disk or
 the memory as they meant it to."""
 
+import ast
 import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
 
+import posttrain
 from posttrain.cli import main
-from posttrain.config import ModelConfig
+from posttrain.config import ModelConfig, dump, load
+from posttrain.console import PlainConsole
+from posttrain.progress import progress
+from posttrain.store.rollouts import GIB, RolloutStore, StoredPrompt, StoredRollout
+from posttrain.store.run import Run
+from posttrain.terminal import UNSAFE
 
 # --- files that are there ---------------------------------------------------------------------------------------------
 
@@ -66,3 +77,113 @@ def test_the_last_part_of_a_model_s_path_names_a_folder(tmp_path, monkeypatch, c
         given = f"model.path={json.dumps(path)}"
         assert main(["train", "method=sft", "data.source=absent.jsonl", "--dry-run", given]) == 1
         assert "whose last part cannot name a folder; give the model a name" in capsys.readouterr().err
+
+
+# --- what reaches a terminal ------------------------------------------------------------------------------------------
+
+# Colours, a hyperlink (OSC 8), the clipboard (OSC 52), a bell, what overwrites (CR, BS), C1's own CSI, a turned text.
+STEERS = "\x1b[31mred\x1b]8;;http://a\x1b\\b\x1b]52;c;aGk=\x07!\rover\x08\x9b2J\u202etfel"
+SHOWN = r"\x1b[31mred\x1b]8;;http://a\x1b\b\x1b]52;c;aGk=\x07!\rover\x08\x9b2J\u202etfel"
+MARKUP = "[red]x[/red] [link=http://a]y[/link] :smile:"  # rich's own
+BAD_NAME = "\x1b[2Jrows\x9b\u202e"  # of a file, whose name may hold anything but / and NUL
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory, shared) -> Path:
+    """A folder with rows, a checkpoint and a run, whose texts and file names are to steer a terminal."""
+    folder = tmp_path_factory.mktemp("hostile")
+    text = MARKUP + STEERS  # tables show the first 60 characters
+    rows = [{"prompt": f"{n} {text}", "completion": text, "answer": text} for n in range(120)]
+    lines = [json.dumps(row) for row in rows]
+    (folder / f"{BAD_NAME}.jsonl").write_text("\n".join(["{" + text, *lines]))
+    (folder / f"{BAD_NAME}.bad.jsonl").write_text("\n".join(["{" + text, *lines[:9]]))
+    (folder / f"{BAD_NAME}.columns.jsonl").write_text(json.dumps({text: 1}))
+    settings = ["data.source=rows.jsonl", "data.template=none", f"model.path={shared / 'models/stories260K'}"]
+    config = load(None, [*settings, "method=grpo", "rewards=[{type: length, target: 3}]"]).config
+    (folder / "checkpoint").mkdir()
+    for file in (shared / "models/stories260K").iterdir():
+        (folder / "checkpoint" / file.name).symlink_to(file)
+    data = config.data.model_copy(update={"source": str(folder / f"{BAD_NAME}.jsonl")})
+    (folder / "checkpoint/config.yaml").write_text(dump(config.model_copy(update={"data": data})))
+    with Run.create(folder / f"runs/{BAD_NAME}", dump(config), {"command": text}) as run:
+        run.log(1, {"loss": 0.5, text: 1.0})
+        run.set_state("failed", text)
+        store = RolloutStore(run.folder, GIB, after=-1)
+        parts = {text: {"value": 1.0, "weight": 1.0, "verdict": "correct", "extracted": text}}
+        arrays = {"tokens": np.arange(3), "sampler_logprobs": np.zeros(3)}
+        facts = {"prompt": text, "answer": text, "columns": {}}
+        pair = [StoredRollout(0, n, text, n / 1.0, n - 0.5, text, 0, parts, arrays) for n in range(2)]
+        store.add(1, 0.0, [StoredPrompt(0, text, [1], facts)], pair)
+        store.close()
+    return folder
+
+
+RUN, ROWS = f"runs/{BAD_NAME}", f"{BAD_NAME}.jsonl"
+TRAINING = ["model.path=MODEL", "method=sft", "data.template=none", "training.batch_size=2"]
+COMMANDS = {
+    "rollouts": ["rollouts", RUN],
+    "rollouts of a step": ["rollouts", RUN, "--step", "1"],
+    "why": ["why", RUN, "--step", "1"],
+    "why a prompt": ["why", RUN, "--step", "1", "--prompt", "0"],
+    "why a rollout": ["why", RUN, "--step", "1", "--prompt", "0", "--rollout", "0"],
+    "regrade": ["regrade", RUN, "--reward", "{type: length, target: 3}"],
+    "runs list": ["runs", "list"],
+    "runs show": ["runs", "show", RUN],
+    "sample": ["sample", "checkpoint", "-n", "2", "--prompts", "1", "--max-completion-length", "3"],
+    "explore": ["explore", *TRAINING, f"data.source={ROWS}", "--rows", "1"],
+    "plan": ["plan", *TRAINING, f"data.source={ROWS}"],
+    "train": ["train", *TRAINING, f"data.source={ROWS}", "--max-steps", "1", "name=run"],
+    "config show": ["config", "show", *TRAINING, f"data.source={ROWS}"],
+    "data save": ["data", "save", ROWS, f"saved{BAD_NAME}"],
+    "score": ["score", "MODEL", ROWS, "--template", "none", "--overwrite"],
+    "generate": ["generate", "MODEL", ROWS, "--max-completion-length", "1", "--overwrite"],
+    "grade": ["grade", ROWS, "--reward", "math", "--workers", "1", "--overwrite"],
+    "grade too many": ["grade", f"{BAD_NAME}.bad.jsonl", "--reward", "math"],
+    "unknown columns": ["plan", *TRAINING, f"data.source={BAD_NAME}.columns.jsonl"],
+    "no such file": ["score", "MODEL", f"absent{STEERS}"],
+    "no such run": ["runs", "rm", f"absent{STEERS}"],
+    "no such verb": [f"train{STEERS}"],
+    "no such flag": ["train", f"--{STEERS}"],
+    "debug": ["--debug", "plan", *TRAINING, f"data.source={BAD_NAME}.bad.jsonl"],
+}
+SHOWING_NONE = ("rollouts", "why", "why a rollout")  # numbers alone
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_strangers_write_is_shown_and_steers_no_terminal(name, hostile, monkeypatch, shared, capsys):
+    monkeypatch.chdir(hostile)
+    monkeypatch.setenv("COLUMNS", "1000")
+    model = str(shared / "models/stories260K")
+    main([word.replace("MODEL", model) for word in COMMANDS[name]])
+    out, error = capsys.readouterr()
+    print(ascii(out + error))
+    logged = Path("runs/run/training.log").read_text() if name == "train" else ""
+    assert not UNSAFE.search(out + error + logged)
+    assert name in SHOWING_NONE or r"\x1b[" in out + error + logged or r"\e[" in out  # \e: YAML's own
+    if name in ("rollouts of a step", "why a prompt", "regrade", "sample"):
+        assert MARKUP in out
+
+
+def test_text_of_any_way_into_a_console_is_shown_as_it_is(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "300")
+    console, table = PlainConsole(), Table(STEERS, title=MARKUP)
+    table.add_row(STEERS + MARKUP)
+    table.add_row(Text(STEERS))
+    for thing in (STEERS + MARKUP, Text(STEERS), table, Rule(STEERS)):
+        console.print(thing)
+    console.rule(STEERS + MARKUP)
+    for _ in progress(range(1), STEERS, console=console):
+        pass
+    out = capsys.readouterr().out
+    assert not UNSAFE.search(out) and out.count(SHOWN) >= 4 and out.count(MARKUP) >= 3
+
+
+def test_one_place_writes_to_the_terminal():
+    """No module prints or makes a console of rich by itself; two helper processes talk to their parent on stdout."""
+    root = Path(posttrain.__file__).parent
+    for path in root.rglob("*.py"):
+        name = str(path.relative_to(root))
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        called = {func.id for func in calls if isinstance(func, ast.Name)}
+        assert "Console" not in called, name
+        assert "print" not in called or name in ("terminal.py", "data/render_worker.py", "engines/vllm/server.py"), name

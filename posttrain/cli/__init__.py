@@ -10,6 +10,7 @@ from posttrain.cli.app import build
 from posttrain.cli.environment import load_tokens
 from posttrain.cli.errors import guarded
 from posttrain.store.logs import ConsoleLog
+from posttrain.terminal import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"] or ["--help"]
     if args == ["--version"]:
-        print(f"posttrain {__version__}")
+        say(f"posttrain {__version__}")
         return 0
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a locale may know fewer characters than data and models have

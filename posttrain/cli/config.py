@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from posttrain.cli.flags import SettingsCommand, with_settings
@@ -16,7 +15,9 @@ from posttrain.config.editor import json_schema
 from posttrain.config.explain import did_you_mean
 from posttrain.config.presets import preset_summary
 from posttrain.config.render import EXAMPLES, starter
+from posttrain.console import PlainConsole
 from posttrain.errors import ConfigError
+from posttrain.terminal import say
 
 app = typer.Typer(help="Starter files, presets, the resolved settings, the schema.", no_args_is_help=True)
 
@@ -34,7 +35,7 @@ def new(
         raise ConfigError(f"there is no method {method}; {did_you_mean(method, EXAMPLES)}")
     text = starter(method, everything=full)
     if output is None:
-        print(text, end="")
+        say(text, end="")
         return
     try:
         with output.open("x", encoding="utf-8") as file:
@@ -43,7 +44,7 @@ def new(
         raise ConfigError(f"{output} exists; choose another name, or remove it first") from None
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror}") from error
-    print(f"wrote {output}; start with: posttrain train {output}")
+    say(f"wrote {output}; start with: posttrain train {output}")
 
 
 @app.command("list")
@@ -54,21 +55,19 @@ def list_() -> None:
     table.add_column("what it does", overflow="fold")
     for name in preset_names():
         table.add_row(name, preset_summary(name))
-    console = Console()
+    console = PlainConsole()
     console.print(table)
-    console.print(
-        "Start one with: posttrain train PRESET       See it with: posttrain config show PRESET", highlight=False
-    )
+    console.print("Start one with: posttrain train PRESET       See it with: posttrain config show PRESET")
 
 
 @app.command(cls=SettingsCommand)
 @with_settings
 def show(config: Config = None, overrides: Overrides = None, *, flags: dict[str, str]) -> None:
     """Print all settings of a file or preset as a run would read them, defaults included."""
-    print(dump(load_stages(config, overrides, flags)), end="")
+    say(dump(load_stages(config, overrides, flags)), end="")
 
 
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of settings files, for editors."""
-    print(json.dumps(json_schema(), indent=2))
+    say(json.dumps(json_schema(), indent=2))

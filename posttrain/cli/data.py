@@ -5,11 +5,12 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from posttrain.config.known import KNOWN, known_set, name_of
+from posttrain.console import PlainConsole
 from posttrain.errors import DataError
+from posttrain.terminal import say
 
 app = typer.Typer(help="Known data sets, and keeping one for offline use.", no_args_is_help=True)
 
@@ -22,9 +23,9 @@ def list_() -> None:
         table.add_column(name, no_wrap=name == "data.source", overflow="fold")
     for name, known in KNOWN.items():
         table.add_row(name, known.source, known.format, known.about)
-    console = Console()
+    console = PlainConsole()
     console.print(table)
-    console.print("Keep one for offline use: posttrain data save NAME FOLDER", highlight=False)
+    console.print("Keep one for offline use: posttrain data save NAME FOLDER")
 
 
 @app.command()
@@ -45,6 +46,6 @@ def save(
 
     for done in keep(source, folder, split, max_rows):
         left_out = f", {done.malformed:,} malformed left out" if done.malformed else ""
-        print(f"{done.name}: {done.rows:,} rows, {done.bytes / 2**20:.1f} MiB{left_out}")
+        say(f"{done.name}: {done.rows:,} rows, {done.bytes / 2**20:.1f} MiB{left_out}")
     name = name_of(known_set(source))
-    print(f"saved in {folder}; use it with data.source={folder}" + (f" (columns as {name})" if name else ""))
+    say(f"saved in {folder}; use it with data.source={folder}" + (f" (columns as {name})" if name else ""))

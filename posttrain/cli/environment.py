@@ -1,8 +1,9 @@
 """Tokens from `.env`: HF_TOKEN (or HUGGINGFACE_TOKEN) and WANDB_API_KEY. Read into the environment, written nowhere."""
 
 import os
-import sys
 from pathlib import Path
+
+from posttrain.terminal import say
 
 NAMES = ("HF_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")
 
@@ -13,7 +14,7 @@ def load_tokens(file: Path) -> None:
         try:
             text = file.read_text(encoding="utf-8-sig", errors="replace")
         except OSError as error:
-            print(f"warning: {file} cannot be read: {error.strerror}", file=sys.stderr)
+            say(f"warning: {file} cannot be read: {error.strerror}", error=True)
             text = ""
         for line in text.splitlines():
             name, separator, value = line.removeprefix("export ").partition("=")

@@ -2,7 +2,6 @@
 
 import errno
 import signal
-import sys
 import traceback
 from collections.abc import Callable
 
@@ -10,6 +9,8 @@ import typer
 
 from posttrain.errors import OUT_OF_MEMORY, PosttrainError, is_out_of_memory
 from posttrain.signals import handling
+from posttrain.store.logs import harmless
+from posttrain.terminal import say
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -63,6 +64,6 @@ def guarded(run: Callable[[], object], debug: bool) -> int:
 
 def _report(message: str, status: int, debug: bool) -> int:
     if debug:
-        traceback.print_exc()
-    print(f"error: {message}", file=sys.stderr)
+        say(harmless(traceback.format_exc()), end="", error=True)
+    say(f"error: {harmless(message)}", error=True)
     return status

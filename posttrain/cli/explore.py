@@ -13,13 +13,12 @@ Rows = Annotated[int, typer.Option("--rows", min=0, help="How many training exam
 def explore(config: Config = None, overrides: Overrides = None, rows: Rows = 3, *, flags: Mapping[str, str]) -> None:
     """Show the data as a run would see it: rows, lengths, examples, and which tokens are trained."""
     stages = load_stages(config, overrides, flags)
-    from rich.console import Console  # these import torch, which takes seconds
-
+    from posttrain.console import PlainConsole  # these import torch, which takes seconds
     from posttrain.data import explore as show
     from posttrain.recipes.job import data_of
     from posttrain.recipes.plan import StageTokenizers
 
-    console = Console()
+    console = PlainConsole()
     tokenizers = StageTokenizers(0)
     for stage in stages:
         if stage.name:

@@ -9,6 +9,7 @@ from posttrain.cli.score import Dtype, Format, Overwrite, Template
 from posttrain.cli.settings import from_flags
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
 from posttrain.config.rollout import RolloutConfig
+from posttrain.terminal import say
 
 Model = Annotated[str, typer.Argument(help="Hub id or folder: a causal model, or a LoRA adapter of one.")]
 File = Annotated[Path, typer.Argument(help="Prompts, as rows of any format: JSONL, JSON, CSV or Parquet; also .gz.")]
@@ -68,8 +69,8 @@ def generate(
         data = data.model_copy(update={"template": "chat"})
     target = output or file.with_name(f"{file.name}.generated.jsonl")
     done = generate_for(model_settings, file, target, data, rollout, DevicesConfig(), num_generations, seed, overwrite)
-    print(
+    say(
         f"{done.completions:,} completions of {done.prompts:,} prompts: {done.tokens:,} tokens in {done.seconds:.1f} s "
         f"({done.tokens / max(done.seconds, 1e-9):,.0f} a second), {done.truncated:,} ended by the limit"
     )
-    print(f"written: {target}")
+    say(f"written: {target}")

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from posttrain.cli.score import Overwrite
+from posttrain.terminal import say
 
 File = Annotated[Path, typer.Argument(help="JSONL, JSON, CSV or Parquet; also .gz.")]
 Reward = Annotated[
@@ -42,4 +43,4 @@ def grade(
 
     target = output or file.with_name(f"{file.name}.graded.jsonl")
     grade_file(file, target, reward, Columns(completion_column, answer_column), deadline, workers, overwrite)
-    print(f"written: {target}")
+    say(f"written: {target}")

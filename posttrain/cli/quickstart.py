@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from posttrain.terminal import say
+
 OutputDir = Annotated[Path, typer.Option("--output-dir", help="Everything is made in this folder.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier quickstart in that folder.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Another seed makes another model and data.")]
@@ -12,7 +14,7 @@ Seed = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Another
 
 def quickstart(output_dir: OutputDir = Path("runs/quickstart"), overwrite: Overwrite = False, seed: Seed = 0) -> None:
     """See it all in minutes, without a download: a small model, SFT, a reward model, DPO, PPO, GRPO, compared."""
-    print("Everything is made here and now; that takes a few minutes.", flush=True)
+    say("Everything is made here and now; that takes a few minutes.")
     import torch  # takes seconds
 
     from posttrain.quickstart import quickstart as run

@@ -22,11 +22,10 @@ Rewards = Annotated[
 
 def rollouts(run: Run, step: OneStep = None) -> None:
     """List the completions that a run was trained on, from its rollouts.sqlite: by step, or those of one step."""
-    from rich.console import Console
-
+    from posttrain.console import PlainConsole
     from posttrain.recipes.receipt import show_rollouts  # imports torch, which takes seconds
 
-    show_rollouts(_folder(run), step, Console())
+    show_rollouts(_folder(run), step, PlainConsole())
 
 
 def why(run: Run, step: Step, prompt: Prompt = None, rollout: Rollout = None) -> None:
@@ -37,19 +36,18 @@ def why(run: Run, step: Step, prompt: Prompt = None, rollout: Rollout = None) ->
     """
     if rollout is not None and prompt is None:
         raise UsageError("--rollout needs --prompt: which prompt's?")
-    from rich.console import Console
-
+    from posttrain.console import PlainConsole
     from posttrain.recipes.receipt import why as explain_step
 
-    explain_step(_folder(run), step, prompt, rollout, Console())
+    explain_step(_folder(run), step, prompt, rollout, PlainConsole())
 
 
 def regrade(run: Run, reward: Rewards) -> None:
     """Give a run's stored completions other rewards, and list the advantages that change their sign. Needs no GPU."""
     from pydantic import TypeAdapter, ValidationError
-    from rich.console import Console
 
     from posttrain.config.rewards import Reward
+    from posttrain.console import PlainConsole
     from posttrain.recipes.receipt import regrade as regrade_run
 
     try:
@@ -58,7 +56,7 @@ def regrade(run: Run, reward: Rewards) -> None:
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, problem["loc"]))
         raise UsageError(f"--reward {' '.join(reward)}: {where} {problem['msg']}".replace("  ", " ")) from error
-    regrade_run(_folder(run), settings, Console())
+    regrade_run(_folder(run), settings, PlainConsole())
 
 
 def _spelt_out(text: str) -> object:

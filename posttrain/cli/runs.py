@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from posttrain.console import PlainConsole
 from posttrain.errors import RunError
 from posttrain.store.listing import Summary, in_units, runs_below, summarise
 from posttrain.store.progress import duration
 from posttrain.store.run import remove_run
+from posttrain.terminal import say, visible
 
 app = typer.Typer(help="List runs, show one, delete some.", no_args_is_help=True)
 OutputDir = Annotated[Path, typer.Option("--output-dir", help="Where the runs are, as in the settings.")]
@@ -26,7 +27,7 @@ def list_(output_dir: OutputDir = RUNS) -> None:
     """List the runs, the latest last: how they stand, their last loss, how much room they take."""
     folders = runs_below(output_dir.expanduser())
     if not folders:
-        print(f"there are no runs in {output_dir}")
+        say(f"there are no runs in {output_dir}")
         return
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("name", overflow="fold", style="bold", ratio=3)
@@ -42,7 +43,7 @@ def list_(output_dir: OutputDir = RUNS) -> None:
         loss = "" if run.headline is None else f"{run.headline:.3g}"
         begun = f"{_local(run.info.started):%m-%d %H:%M}" if run.info else ""
         table.add_row(name, run.method, run.model, run.state, str(run.step), loss, in_units(run.size), begun)
-    Console().print(table, markup=False, highlight=False)
+    PlainConsole().print(table)
 
 
 @app.command()
@@ -54,7 +55,7 @@ def show(run: Name, output_dir: OutputDir = RUNS) -> None:
     table.add_column(overflow="fold")
     for name, value in _facts(found):
         table.add_row(name, value)
-    Console().print(table, markup=False, highlight=False)
+    PlainConsole().print(table)
 
 
 @app.command()
@@ -68,13 +69,13 @@ def rm(runs: Names, yes: Yes = False, output_dir: OutputDir = RUNS) -> None:
         what = f"{run.folder}: {run.method} of {run.model}, {run.state} at step {run.step}, {in_units(run.size)}"
         if not yes:
             try:
-                if not typer.confirm(f"delete {what}?"):
-                    print(f"kept {run.folder}")
+                if not typer.confirm(visible(f"delete {what}?")):
+                    say(f"kept {run.folder}")
                     continue
             except typer.Abort:
                 raise RunError(f"nobody answered, so {run.folder} is kept: say --yes to delete it") from None
         remove_run(run.folder)
-        print(f"deleted {what}")
+        say(f"deleted {what}")
 
 
 def _folder(run: str, output_dir: Path) -> Path:

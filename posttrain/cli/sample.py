@@ -46,8 +46,7 @@ def sample(
     if engine != "vllm":
         given["vllm"] = {}  # where vLLM ran in training is nothing to another engine
     rollout = from_flags(RolloutConfig, config.rollout.model_dump() | given)
-    from rich.console import Console
-
+    from posttrain.console import PlainConsole
     from posttrain.recipes.sample import sample as sample_from  # imports torch, which takes seconds
 
-    sample_from(checkpoint, config, rollout, prompts, num_generations, show, seed, Console())
+    sample_from(checkpoint, config, rollout, prompts, num_generations, show, seed, PlainConsole())

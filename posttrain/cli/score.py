@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from posttrain.terminal import say
+
 Model = Annotated[
     str, typer.Argument(help="Hub id or folder: a causal model, a reward model, or a LoRA adapter of one.")
 ]
@@ -54,5 +56,5 @@ def score(
     tokens = config.training.tokens_per_pack
     means = score_file(config.models[0], file, target, data, config.devices, tokens, overwrite)
     for name, value in means.items():
-        print(f"mean {name}: {value:.4f}" if name != "accuracy" else f"chosen above rejected: {value:.1%}")
-    print(f"written: {target}")
+        say(f"mean {name}: {value:.4f}" if name != "accuracy" else f"chosen above rejected: {value:.1%}")
+    say(f"written: {target}")

@@ -1,6 +1,5 @@
 """The arguments that every command with settings takes, and loading them."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -13,6 +12,7 @@ from posttrain.config import Stage, load
 from posttrain.config.base import Settings, SettingsConflict
 from posttrain.config.explain import wrong_value
 from posttrain.config.fields import full
+from posttrain.terminal import say
 
 Group = TypeVar("Group", bound=Settings)
 
@@ -29,7 +29,7 @@ def load_stages(config: str | None, overrides: list[str] | None, flags: Mapping[
     config, given = split_arguments(config, overrides)
     loaded = load(config, given, flags)
     for note in loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", error=True)
     return loaded.stages
 
 

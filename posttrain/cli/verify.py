@@ -10,6 +10,7 @@ import typer
 
 from posttrain.cli.settings import Config, Overrides, load_stages
 from posttrain.errors import RunError
+from posttrain.terminal import say
 
 Kills = Annotated[int, typer.Option("--kills", min=1, help="How often the second run is killed.")]
 Keep = Annotated[bool, typer.Option("--keep", help="Keep the scratch folder also when both runs are equal.")]
@@ -36,12 +37,11 @@ def verify_resume(
     run to run; --device cpu is exact.
     """
     stages = load_stages(config, overrides, flags)
-    print("importing torch …", flush=True)
-    from rich.console import Console  # these import torch, which takes seconds
-
+    say("importing torch …")
     from posttrain import verify
+    from posttrain.console import PlainConsole  # these import torch, which takes seconds
 
-    stages, console = verify.prepared(stages), Console()
+    stages, console = verify.prepared(stages), PlainConsole()
     for stage in stages:
         settings, of = stage.config, f"stage {stage.name}: " if stage.name else ""
         console.print(
@@ -56,11 +56,11 @@ def verify_resume(
         shutil.rmtree(folder)
         raise
     for line in outcome.lines():
-        console.print(line, markup=False, highlight=False)
+        console.print(line)
     if not outcome.identical:
         raise RunError(f"the resumed run is not the uninterrupted one; both are kept in {folder}")
     if keep:
-        console.print(f"kept: {folder}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"kept: {folder}", soft_wrap=True)
     else:
         shutil.rmtree(folder)
 

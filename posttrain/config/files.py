@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from posttrain.errors import ConfigError
+from posttrain.terminal import visible
 
 KeyPath = tuple[str | int, ...]
 LARGEST_FILE = 100_000  # nodes; a bomb of YAML aliases grows beyond any bound
@@ -62,15 +63,23 @@ _PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float
 
 
 def write_yaml(values: Any, flow: bool | None = False) -> str:
-    """Plain values as YAML, mappings in their order; `flow` True puts all on one line."""
-    return yaml.dump(
-        values,
-        Dumper=_Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-        width=10_000 if flow else 110,
-        default_flow_style=flow,
-    )
+    """Plain values as YAML, mappings in their order; `flow` True puts all on one line.
+
+    Where a text would steer a terminal, all that is not ASCII is written as YAML's own escapes, which read back equal.
+    """
+
+    def write(allow_unicode: bool) -> str:
+        return yaml.dump(
+            values,
+            Dumper=_Dumper,
+            sort_keys=False,
+            allow_unicode=allow_unicode,
+            width=10_000 if flow else 110,
+            default_flow_style=flow,
+        )
+
+    text = write(allow_unicode=True)
+    return text if visible(text) == text else write(allow_unicode=False)
 
 
 def read_settings(path: Path, name: str | None = None) -> Tree:

@@ -15,6 +15,7 @@ from posttrain.batch import Example, Sample
 from posttrain.data.dataset import Dataset
 from posttrain.data.pieces import CHARACTER, pieces
 from posttrain.data.prepare import Prepared
+from posttrain.terminal import escaped, visible
 
 SHADES = ("black on bright_green", "black on green")  # neighbouring trained tokens differ, so that each can be seen
 PLAIN = ("dim", "default")
@@ -43,7 +44,7 @@ def explore(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, rows: int, c
     marks = UNICODE if console.encoding.startswith("utf") else ASCII
     for report in prepared.reports.values():
         for line in report.lines():
-            console.print(Text(line), soft_wrap=False)
+            console.print(Text(visible(line)), soft_wrap=False)
         console.print()
     console.print(_sizes(prepared))
     if rows:
@@ -136,5 +137,5 @@ def tokens_text(node: Node, tokenizer: PreTrainedTokenizerBase, marks: Marks = U
 
 def _visible(text: str, marks: Marks) -> str:
     """Line breaks shown as well as made, control characters as their codes."""
-    shown = "".join(c if c.isprintable() or c == "\n" else marks.tab if c == "\t" else f"\\x{ord(c):02x}" for c in text)
+    shown = "".join(c if c.isprintable() or c == "\n" else marks.tab if c == "\t" else escaped(c) for c in text)
     return shown.replace("\n", f"{marks.line}\n")

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from posttrain import recipes
 from posttrain.config import load
+from posttrain.console import PlainConsole
 from posttrain.data import arithmetic_problems
 from posttrain.errors import RunError
 from posttrain.quickstart.answers import ask, make_pairs, rewards
@@ -36,31 +37,32 @@ def quickstart(
 
     Raises RunError when the folder holds something already (with `overwrite`: something that is no quickstart).
     """
-    size, console, began = size or Size(), console or Console(), time.perf_counter()
+    size, console, began = size or Size(), console or PlainConsole(), time.perf_counter()
     claim(folder, overwrite)
     settings = settings_files(folder, seed, size)
     for stage, text in settings.items():
         write_file(folder / f"{stage}.yaml", text)
 
     def head(number: int, title: str, why: str) -> None:
-        console.print(f"\n[bold]{number}/8  {title}[/]\n     {why}", highlight=False)
+        console.print(f"\n{number}/8  {title}", style="bold")
+        console.print(f"     {why}")
 
     def train(stage: str) -> Path:
         file = folder / f"{stage}.yaml"
-        console.print(f"     posttrain train {file}", style="dim", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"     posttrain train {file}", style="dim", soft_wrap=True)
         recipes.train(load(file).config, overwrite=overwrite)
         return folder / stage / "final"
 
     head(1, "A model that knows nothing", "Random weights, and a tokenizer made on the spot.")
     untrained = folder / "model"
-    console.print(f"     Qwen3 architecture, {make_model(untrained, seed):,} weights", highlight=False)
+    console.print(f"     Qwen3 architecture, {make_model(untrained, seed):,} weights")
 
     head(2, "SFT", "Learn by imitation; three of four demonstrations show their working.")
     write_bare_demonstrations(folder, size, seed)
     sft = train("sft")
 
     head(3, "Preference pairs", "Of its own replies to a problem, a right one is better than a wrong one.")
-    console.print(f"     {write_pairs(folder, sft, size, seed)}", highlight=False)
+    console.print(f"     {write_pairs(folder, sft, size, seed)}")
 
     head(4, "Reward model", "Learn from the pairs to give a reply a number: how good is it?")
     reward = train("reward")

@@ -13,7 +13,6 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from posttrain.quickstart.answers import TAGS, Problem, Reply
 from posttrain.quickstart.measure import COLUMNS, Measured, paired, rows, telling
@@ -91,11 +90,11 @@ def tell(outcome: Outcome, console: Console) -> None:
     for name in SHOWN:
         table.add_column(name, ratio=3, overflow="fold")
     for problem, _, *said in examples(outcome):
-        table.add_row(Text(problem), *map(Text, said))
+        table.add_row(problem, *said)
     console.print(table)
     page = outcome.folder / "report.html"
     console.print(f"Done in {duration(outcome.seconds)}. See {page}", soft_wrap=True, markup=False)
-    console.print("\n[bold]What to try next[/]")
+    console.print("\nWhat to try next", style="bold")
     for command, why in next_steps(outcome.folder):
         console.print(f"  {command}", highlight=False, soft_wrap=True, style="cyan", markup=False)
         console.print(f"      {why}", highlight=False)

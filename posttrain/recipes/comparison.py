@@ -10,9 +10,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from posttrain.config import RunConfig, Stage, load
+from posttrain.console import PlainConsole
 from posttrain.errors import ConfigError, DataError
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.job import data_of
@@ -73,7 +72,7 @@ def compare(root: Path, stages: Sequence[Stage]) -> None:
             continue
         folder = root / "comparison" / (model.folder_name if len(models) > 1 else "")
         shown = write_comparison(folder, finished)
-        Console().print(shown)
+        PlainConsole().print(shown)
         log.info("compared: %s", folder / "comparison.png")
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from posttrain.config import RunConfig, Stage, check_skip, dump, load
 from posttrain.config.rewards import ModelReward, Reward
+from posttrain.console import PlainConsole
 from posttrain.errors import OUT_OF_MEMORY, ConfigError, PosttrainError, RunError, is_out_of_memory
 from posttrain.recipes.resume import refuse_changes
 from posttrain.store.atomic import write_file
@@ -168,7 +168,7 @@ class Pipeline:
                 self._run_one(task, train_one, resume, overwrite)
         finally:
             if len(self.tasks) > 1:
-                Console(stderr=True).print(self.table())
+                PlainConsole(stderr=True).print(self.table())
         failed = [task for task in self.active if task.outcome == FAILED]
         if failed:
             waiting = [task.title for task in self.active if task.outcome == NOT_RUN]

@@ -13,6 +13,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.config import ModelConfig, OnlineMethod, RunConfig, Stage, check_skip, learning_rate
+from posttrain.console import PlainConsole
 from posttrain.data import Prepared
 from posttrain.models.attention import width_step
 from posttrain.models.families import base_of, check_longest
@@ -67,7 +68,7 @@ def plan(
 
     With `probed`, also the largest tokens_per_pack that fits in `memory_limit` bytes, or in what is free.
     """
-    console = console or Console()
+    console = console or PlainConsole()
     stages = (Stage("", None, config),) if isinstance(config, RunConfig) else config
     check_skip(skip, stages)
     for index in range(len(stages[0].config.models)) if model_index is None else [model_index]:

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from posttrain.batch import Pack
 from posttrain.config import DPOMethod, KTOMethod, ModelConfig, OnlineMethod, RunConfig, dump
+from posttrain.console import PlainConsole
 from posttrain.data import Prepared
 from posttrain.errors import ConfigError, ModelError, is_out_of_memory
 from posttrain.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
@@ -61,7 +62,7 @@ def probe(
     """
     device = device_of(config.devices)
     release_memory()
-    trials = Trials(config, model, data, device, limit, console or Console(stderr=True))
+    trials = Trials(config, model, data, device, limit, console or PlainConsole(stderr=True))
     low = config.longest_example
     high = max(low, trials.most_tokens())
     if trials.before + trials.added(low) / MARGIN > trials.limit:

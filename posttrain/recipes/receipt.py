@@ -22,6 +22,7 @@ from posttrain.recipes.grpo import compared
 from posttrain.rewards.compose import Completion, Rewards
 from posttrain.store.metrics import read_metrics
 from posttrain.store.rollouts import StoredRun
+from posttrain.terminal import visible
 
 SHOWN = 60  # characters of a text in a table
 
@@ -67,7 +68,7 @@ def why(folder: Path, step: int, prompt: int | None, rollout: int | None, consol
             raise RunError(f"step {step} has no prompt {prompt}: its prompts are 0 to {len(stored.prompts(step)) - 1}")
         asked = stored.prompts(step)[prompt]
         if rollout is None:
-            console.print(Text(f"row {asked['row']}: {asked['prompt']}", style="dim"))
+            console.print(Text(visible(f"row {asked['row']}: {asked['prompt']}"), style="dim"))
             _print_parts(group, console)
             return
         if not 0 <= rollout < len(group):
@@ -215,5 +216,5 @@ def _number(value: float | None) -> str:
 
 
 def _short(text: str) -> str:
-    flat = " ".join(text.split())
+    flat = visible(" ".join(text.split()))
     return flat if len(flat) <= SHOWN else flat[: SHOWN - 1] + "…"

@@ -28,6 +28,7 @@ from posttrain.recipes.generate import draw_all, text_of, too_long
 from posttrain.rewards import compose
 from posttrain.rollout import ends_in_thinking, sampling_of
 from posttrain.store.checkpoint import newest_complete
+from posttrain.terminal import visible
 from posttrain.threads import sharing_cores
 
 Keeps = Callable[[str], bool]
@@ -81,8 +82,8 @@ def sample(
         for number, text in enumerate(texts[row][:show]):
             reward = f", reward {_number(totals[row][number])}" if totals else ""
             console.rule(f"row {row}{reward}", align="left", characters="-")
-            console.print(Text(prompt.text[-200:].lstrip("\n"), style="dim"))
-            console.print(Text(text))
+            console.print(Text(visible(prompt.text[-200:].lstrip("\n")), style="dim"))
+            console.print(Text(visible(text)))
     console.print(table(measured, str(folder)))
     for line in suggestions(measured, rollout):
         console.print(Text(line))

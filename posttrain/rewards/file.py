@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.config import TagsConfig
+from posttrain.console import PlainConsole
 from posttrain.data.readers import Record, read_files, type_name
 from posttrain.data.report import MALFORMED_SHARE, Malformed, list_malformed
 from posttrain.errors import DataError, RewardError
@@ -63,7 +63,7 @@ def grade_file(
         grades = _by_function(readable, reward, columns)
     graded = dict(zip((record.row for record in readable), grades, strict=True))
     save_rows(output, (_row(record, graded.get(record.row), columns) for record in records))
-    _summary(reward, grades, len(records) - len(readable), Console(file=sys.stdout))
+    _summary(reward, grades, len(records) - len(readable), PlainConsole())
     return Counter(grade.verdict for grade in grades)
 
 
@@ -94,7 +94,7 @@ def _refuse_what_cannot_be(file: Path, reward: str, columns: Columns, records: S
 def _by_rule(
     records: Sequence[Record], reward: str, columns: Columns, deadline: float, workers: int | None
 ) -> list[Grade]:
-    tags, console = TagsConfig(), Console(stderr=True)
+    tags, console = TagsConfig(), PlainConsole(stderr=True)
     options = options_of(reward, tags)
     jobs = [
         Job(RULES[reward], _text(record, columns.completion) or "", _text(record, columns.answer), options)
@@ -153,9 +153,9 @@ def _summary(reward: str, grades: Sequence[Grade], unread: int, console: Console
         table.add_row(verdict, str(counts[verdict]), f"{counts[verdict] / len(grades):.1%}")
     console.print(table)
     for line in _more(grades):
-        console.print(line, highlight=False)
+        console.print(line)
     if unread:
-        console.print(f"{unread} rows could not be read: see their field `error`", highlight=False)
+        console.print(f"{unread} rows could not be read: see their field `error`")
 
 
 def _more(grades: Sequence[Grade]) -> Iterator[str]:

@@ -1,15 +1,13 @@
 """Where messages of the logger `posttrain` go: the console, and each open run's `training.log`."""
 
 import logging
-import re
-import sys
 from pathlib import Path
 
 from posttrain.store.atomic import LineFile, cannot_write
 from posttrain.store.provenance import redact
+from posttrain.terminal import say, visible
 
 LOGGER = "posttrain"
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # not tab, not newline
 QUIET_LOGGER = "posttrain.progress"  # for training.log only: the console shows progress by itself
 
 
@@ -34,7 +32,7 @@ class RunLog(logging.Handler):
             self._file.write(harmless(self.format(record)))
         except OSError as error:
             self.close()
-            print(f"{self.path} is given up: {error.strerror}", file=sys.stderr)
+            say(f"{self.path} is given up: {error.strerror}", error=True)
 
     def close(self) -> None:
         logging.getLogger(LOGGER).removeHandler(self)
@@ -60,7 +58,7 @@ class ConsoleLog(logging.Handler):
         text = label + record.getMessage()
         if self._debug and record.exc_info:
             text += "\n" + logging.Formatter().formatException(record.exc_info)
-        print(harmless(text), file=sys.stderr)
+        say(harmless(text), error=True)
 
     def close(self) -> None:
         logging.getLogger(LOGGER).removeHandler(self)
@@ -76,5 +74,5 @@ def attach(handler: logging.Handler) -> None:
 
 
 def harmless(text: str) -> str:
-    """Text from anywhere (data, models, errors) made fit to show: without secrets, escapes and surrogates."""
-    return CONTROL.sub("\ufffd", redact(text))
+    """Text from anywhere (data, models, errors) made fit to show: without secrets, control characters escaped."""
+    return visible(redact(text))

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import TextColumn
 from rich.table import Column
 
+from posttrain.console import PlainConsole
 from posttrain.progress import bar
 from posttrain.store.logs import QUIET_LOGGER
 
@@ -36,7 +37,7 @@ class TrainingProgress:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._total, self._step, self._logging_steps, self._shown = total_steps, start_step, logging_steps, shown
-        self._console = console or Console(stderr=True)
+        self._console = console or PlainConsole(stderr=True)
         self._clock = clock
         self._tokens = 0
         self._marks = deque([(clock(), start_step, 0)])  # time (s), step, tokens since the start
@@ -72,13 +73,13 @@ class TrainingProgress:
             line = f"step {step}/{self._total}  {facts}"
             log.info(line)
             if not self._bar:
-                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+                self._console.print(line, soft_wrap=True)
 
     def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the numbers of a validation at `step`: as one line in the log, on the console as its width allows."""
         parts = [f"validation at step {step}", *(f"{name} {_show(value)}" for name, value in metrics.items())]
         log.info("  ".join(parts))
-        self._console.print(_wrapped(parts, self._console.width), markup=False, highlight=False, soft_wrap=True)
+        self._console.print(_wrapped(parts, self._console.width), soft_wrap=True)
 
     @property
     def tokens_per_second(self) -> float:
