@@ -14,8 +14,8 @@ from typer.core import TyperCommand
 
 from posttrain.cli.errors import UsageError
 from posttrain.config import preset_path
-from posttrain.config.explain import HINTS
 from posttrain.config.fields import Setting, all_settings, choices, options
+from posttrain.config.hints import hint
 from posttrain.config.render import HEADINGS, described, flow
 
 # Short names that the rule (the path without its section) would make obscure or ambiguous.
@@ -190,8 +190,8 @@ def _is_folder_name(text: str) -> bool:
 
 
 def _unknown_flag(typed: str, declared: set[str]) -> str:
-    name = typed.replace("-", "_")
-    if name in HINTS:
-        return f"there is no flag --{typed}; {HINTS[name]}"
+    told = hint(typed.replace("-", "_"))
+    if told is not None:
+        return f"there is no flag --{typed}; {told}"
     near = get_close_matches(typed.replace("_", "-"), [*declared, *_spellings()], n=1, cutoff=0.7)
     return f"there is no flag --{typed}" + (f"; did you mean --{near[0]}?" if near else "; see --help")

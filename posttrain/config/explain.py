@@ -7,38 +7,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from posttrain.config.base import SettingsConflict
-from posttrain.config.fields import all_settings, choices, expected, kinds_of, models_in, step
+from posttrain.config.fields import choices, expected, kinds_of, known_paths, models_in, step
 from posttrain.config.files import KeyPath
+from posttrain.config.hints import hint
 from posttrain.config.methods import METHOD_NAMES, METHODS
 from posttrain.config.schema import RunConfig
-
-# What users of TRL and transformers write -> what to write here.
-HINTS = {
-    "per_device_train_batch_size": "training.batch_size counts the examples of a step over all devices",
-    "per_device_eval_batch_size": "evaluation needs no batch size; training.tokens_per_pack sets the memory",
-    "gradient_accumulation_steps": "it follows from training.batch_size and training.tokens_per_pack",
-    "epochs": "write training.num_train_epochs",
-    "num_epochs": "write training.num_train_epochs",
-    "lr": "write training.learning_rate",
-    "model_name_or_path": "write model.path",
-    "model_name": "write model.path",
-    "dataset_name": "write data.source",
-    "dataset": "write data.source",
-    "bf16": "write model.dtype: bfloat16",
-    "fp16": "write model.dtype: bfloat16; float16 is not offered",
-    "warmup_ratio": "write training.warmup_steps; below 1 it is a share",
-    "packing": "examples are always packed",
-    "reference_free": "write method.use_ref_model: false",
-    "early_stopping": "write checkpoint.early_stopping_patience",
-    "metric_for_best_model": "write checkpoint.best_metric",
-    "load_best_model_at_end": "write checkpoint.best_metric; best/ is kept beside final/",
-    "optim": "write training.optimizer",
-    **dict.fromkeys(("use_lora", "use_peft", "peft"), "write model.lora: {r: 16}, or leave it out"),
-    "eval_strategy": "write evaluation.eval_steps",
-    "save_strategy": "write checkpoint.save_steps",
-    "truncation": "write data.overlong: truncate",
-    "init_from": "it goes inside a stage, as in stages: {dpo: {method: dpo, init_from: sft}}",
-}
 
 
 def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> list[str]:
@@ -142,16 +115,6 @@ def _missing_hint(path: KeyPath) -> str:
 # --- unknown names --------------------------------------------------------------------------------------------------
 
 
-def known_paths() -> dict[str, list[str]]:
-    """Every setting's last name -> the dotted paths that end in it."""
-    found: dict[str, list[str]] = {}
-    for setting in all_settings():
-        paths = found.setdefault(setting.path.rsplit(".", 1)[-1], [])
-        if setting.path not in paths:
-            paths.append(setting.path)
-    return found
-
-
 def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
     """What to say about a key that does not exist: the nearest name, its section, or what there is."""
     key, parent = str(path[-1]), path[:-1]
@@ -168,8 +131,9 @@ def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
         start = f"is not a setting of {kind}"
         if owners:
             return f"{start}, but of {', '.join(owners)}"
-    if key in HINTS:
-        return f"{start}; {HINTS[key]}"
+    told = hint(key)
+    if told is not None:
+        return f"{start}; {told}"
     everywhere = known_paths()
     if key in everywhere:
         return f"{start}; did you mean {' or '.join(everywhere[key])}?"

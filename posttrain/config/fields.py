@@ -63,6 +63,16 @@ def all_settings() -> list[Setting]:
     return list(found.values())
 
 
+def known_paths() -> dict[str, list[str]]:
+    """Every setting's last name -> the dotted paths that end in it."""
+    found: dict[str, list[str]] = {}
+    for setting in all_settings():
+        paths = found.setdefault(setting.path.rsplit(".", 1)[-1], [])
+        if setting.path not in paths:
+            paths.append(setting.path)
+    return found
+
+
 def _settings(model: type[BaseModel], prefix: str, method: str = "") -> Iterator[Setting]:
     for name, info in model.model_fields.items():
         path = f"{prefix}{'model' if not prefix and name == 'models' else name}"

@@ -1,19 +1,23 @@
-"""Settings as text for people: starter files and the reference table of docs/config.md."""
+"""Settings as text for people: starter files, and the tables of docs/config.md and docs/migrating.md."""
 
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from posttrain.config.data import SourceConfig
-from posttrain.config.fields import Setting, all_settings, choices, expected, full, list_choices
+from posttrain.config.fields import Setting, all_settings, choices, expected, full, known_paths, list_choices, models_in
 from posttrain.config.files import write_yaml
+from posttrain.config.hints import SYSTEMS, hint
 from posttrain.config.methods import METHODS
+from posttrain.config.rewards import Reward, RewardTerm
 from posttrain.config.schema import EvaluationDataset
 
 WIDTH = 110
+REWARDS = models_in(Reward)
+REWARD_TERM = {"type", *RewardTerm.model_fields}
 HEADINGS = {
     "run": "The run",
     "model": "Models",
@@ -74,56 +78,80 @@ STARTER = (
 
 
 def starter(method: str, everything: bool = False) -> str:
-    """A commented settings file for a method (`ipo` too): the settings one usually changes, or every one there is."""
+    """A commented settings file for a method (`ipo` too): the settings one usually changes, or every one it reads.
+
+    Groups that are off, such as model.lora, are written out behind `#`: without these they are on, with their defaults.
+    """
     values = {**EXAMPLES[method], "method.type": method}
     if not everything:
         best = "eval_reward" if _online(method) else "eval_loss"
         values |= {"data.validation": {"ratio": 0.05}, "checkpoint.best_metric": best}
-    wanted = [s for s in all_settings() if _belongs(s, method) and (everything or s.path in STARTER)]
+    wanted = [s for s in all_settings() if (reads(method, s) if everything else _usual(method, s))]
     lines = [
         f"# Settings of {_article(method)} run. Start it:  posttrain train FILE",
         "# See what it would do:  posttrain plan FILE      What every setting means:  docs/config.md",
     ]
+    if everything:
+        lines.append("# A # right before a name turns a group of settings off: take it away from the group's lines.")
     section = "run"
+    off: Setting | None = None  # the group that the settings are in, where it is off
     for setting in wanted:
         if setting.section != section:
             section = setting.section
             lines += ["", f"{section}:"]
         if setting.path in ("data.tags.reasoning_start", "rollout.vllm.mode"):  # the first of a group within it
             lines.append(f"  {setting.path.split('.')[1]}:")
+        off = setting if setting.group and everything else off
+        inside = off is not None and f"{setting.path}.".startswith(f"{off.path}.")
         value = values.get(setting.path, setting.default)
-        lines += _entry(setting, value, method)
+        lines += _entry(setting, value, off=off if inside else None)
+        if setting.path == "rewards" and everything:
+            lines += [f"# {line}" for line in _wrapped(_of_rewards(), WIDTH - 2)]
+        if setting.path == "model.lora" and value is None and not everything:
+            lines.append("  # lora: {r: 16, alpha: 32, dropout: 0.05, target_modules: auto}")
     return "\n".join(lines) + "\n"
 
 
-def _belongs(setting: Setting, method: str) -> bool:
+def reads(method: str, setting: Setting) -> bool:
+    """Whether a method (`ipo` too) has a use for a setting."""
     if method == "ipo" and setting.path == "method.loss_type":
         return False  # `type: ipo` says it
     kind = "dpo" if method == "ipo" else method
-    if setting.path.startswith(("rewards", "rollout.")) and not _online(method):
-        return False
-    inside_group = setting.path.startswith(("model.lora.", "data.validation."))
-    return (not setting.methods or kind in setting.methods) and not inside_group
+    if setting.path.startswith(("rewards", "rollout.")) and method == "reward":
+        return False  # a reward model writes no completions
+    return not setting.methods or kind in setting.methods
+
+
+def _usual(method: str, setting: Setting) -> bool:
+    drawn = setting.path.startswith(("rewards", "rollout."))
+    return setting.path in STARTER and reads(method, setting) and (_online(method) or not drawn)
 
 
 def _online(method: str) -> bool:
     return method in METHODS and METHODS[method].kind == "prompt"
 
 
-def _entry(setting: Setting, value: Any, method: str) -> list[str]:
-    depth = setting.path.count(".")
+def _of_rewards() -> str:
+    """What an entry of `rewards` has, beside what all have."""
+    own = [
+        f"{', '.join(get_args(cls.model_fields['type'].annotation))}: "
+        + ", ".join(info.alias or name for name, info in cls.model_fields.items() if name not in REWARD_TERM)
+        for cls in REWARDS
+        if set(cls.model_fields) - REWARD_TERM
+    ]
+    return f"An entry has a type, and may have a name and a weight. Of one type alone are - {'; '.join(own)}."
+
+
+def _entry(setting: Setting, value: Any, off: Setting | None = None) -> list[str]:
+    """The lines of a setting; `off` is the group that it is, or is in, and that is written behind `#`."""
+    indent = "  " * (off or setting).path.count(".")
+    inner = "  " * (setting.path.count(".") - len(indent) // 2)
     key = setting.path.rsplit(".", 1)[-1]
-    indent = "  " * depth
-    text = f"{indent}{key}: {flow(value)}"
+    text = f"{indent}{'#' if off else ''}{inner}{key}:{'' if off is setting else ' ' + flow(value)}"
     comment = described(setting)
-    lines = [f"{indent}# {line}" for line in _wrapped(comment, WIDTH - len(indent) - 2)]
     if max(len(text), 36) + len(comment) + 4 <= WIDTH:
-        lines = [f"{text.ljust(36)}  # {comment}"]
-    else:
-        lines.append(text)
-    if setting.path == "model.lora" and value is None:
-        lines.append(f"{indent}# lora: {{r: 16, alpha: 32, dropout: 0.05, target_modules: auto}}")
-    return lines
+        return [f"{text.ljust(36)}  # {comment}"]
+    return [*(f"{indent}# {line}" for line in _wrapped(comment, WIDTH - len(indent) - 2)), text]
 
 
 def described(setting: Setting) -> str:
@@ -168,6 +196,8 @@ def settings_reference() -> str:
     for section, heading in HEADINGS.items():
         rows = [setting for setting in settings if setting.section == section]
         parts.append(f"### {heading}\n\n{_table(rows)}")
+        if section == "run":
+            parts.append(f"Each entry of `rewards`:\n\n{_reward_entries()}")
         if section == "data":
             parts.append(f"Each entry of `data.source`, when it is a list:\n\n{_entries(SourceConfig)}")
         if section == "evaluation":
@@ -187,24 +217,56 @@ def _table(settings: Iterable[Setting]) -> str:
 
 def _entries(model: type[BaseModel]) -> str:
     rows = [
-        Setting(name, full(info), info.default, info.is_required(), info.description or "")
+        Setting(info.alias or name, full(info), info.default, info.is_required(), info.description or "")
         for name, info in model.model_fields.items()
     ]
     return _table(rows)
+
+
+def _reward_entries() -> str:
+    """What entries of `rewards` have: what all do, then the types' own."""
+    kinds = " · ".join(kind for cls in REWARDS for kind in get_args(cls.model_fields["type"].annotation))
+    lines = _entries(RewardTerm).splitlines()
+    lines.insert(2, f"| `type` | required | {kinds} | Which reward. |")
+    for cls in REWARDS:
+        kind = ", ".join(get_args(cls.model_fields["type"].annotation))
+        rows = [row for row in _entries(cls).splitlines()[2:] if row.split("`")[1] not in REWARD_TERM]
+        lines += [row.removesuffix(" |") + f" ({kind} only) |" for row in rows]
+    return "\n".join(lines)
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
+def names_reference() -> str:
+    """The names of every other system as Markdown: what differs in a table, settings of the same name in a line."""
+    return "\n\n".join(f"### {system}\n\n{_names(names.split())}" for system, names in SYSTEMS.items()) + "\n"
+
+
+def _names(names: Iterable[str]) -> str:
+    rows, same, paths = dict[str, list[str]](), [], known_paths()
+    for name in names:
+        told = hint(name)
+        if told is not None:
+            rows.setdefault(told, []).append(f"`{name}`")
+        else:
+            same.append(" or ".join(f"`{path}`" for path in paths[name]))
+    lines = ["| there | here |", "|---|---|", *(f"| {', '.join(at)} | {_cell(told)} |" for told, at in rows.items())]
+    return "\n".join(lines) + ("\n\nOf the same name: " + ", ".join(same) + "." if same else "")
+
+
 def with_reference(document: str) -> str:
-    """The document with what stands between its two `settings` marks replaced by the settings reference."""
-    head, begin, rest = document.partition("<!-- settings: begin -->\n")
-    _, end, tail = rest.partition("<!-- settings: end -->")
-    return f"{head}{begin}\n{settings_reference()}\n{end}{tail}"
+    """The document with what stands between two marks, `settings` or `names`, replaced by that reference."""
+    for mark, reference in (("settings", settings_reference), ("names", names_reference)):
+        head, begin, rest = document.partition(f"<!-- {mark}: begin -->\n")
+        _, end, tail = rest.partition(f"<!-- {mark}: end -->")
+        if begin and end:
+            document = f"{head}{begin}\n{reference()}\n{end}{tail}"
+    return document
 
 
-if __name__ == "__main__":  # python -m posttrain.config.render docs/config.md
+if __name__ == "__main__":  # python -m posttrain.config.render docs/config.md docs/migrating.md
     for name in sys.argv[1:]:
         file = Path(name)
         file.write_text(with_reference(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,97 @@
+"""Names of other systems: each is answered with what to write here, and docs/migrating.md says the same."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli.errors import UsageError
+from posttrain.cli.flags import plain, short_names
+from posttrain.config import load
+from posttrain.config.fields import all_settings, known_paths
+from posttrain.config.hints import HINTS, SYSTEMS, hint
+from posttrain.config.layers import ALIASES
+from posttrain.config.render import with_reference
+from posttrain.errors import ConfigError
+
+PAGE = Path(__file__).parent.parent / "docs/migrating.md"
+GOOD = ["model=gpt2", "method=sft", "data.source=x"]
+PATHS = {setting.path for setting in all_settings()}
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(None, [*GOOD, *overrides])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("post_training={method: dpo}", "post_training is not a setting; write method.type: sft, reward, dpo"),
+        ("sft_training={}", "write stages, e.g. {sft: {method: sft}, grpo: {method: grpo, init_from: sft}}"),
+        ("gpu.device_ids=[0]", "gpu is not a setting; write devices.ids"),
+        ("finetuning={}", "write checkpoint, e.g. {best_metric: eval_loss"),
+        ("vllm_sampling.min_p=0.1", "write rollout: temperature, top_p"),
+        ("training.train_validation_split=0.9", "write data.validation, e.g. {ratio: 0.05}"),
+        ("training.per_device_train_batch_size=2", "write training.batch_size"),
+        ("stage=sft", "write method.type: sft"),
+        ("finetuning_type=lora", "write model.lora: true"),
+        ("cutoff_len=512", "write data.max_length"),
+        ("method={type: dpo, pref_beta: 0.1}", "method.pref_beta is not a setting of dpo; write method.beta"),
+        ("training.group_size=4", "write method.num_generations"),
+        ("model.huggingface_id=gpt2", "write model.path"),
+    ],
+)
+def test_a_wrong_key_gets_its_hint(override, message):
+    assert message in refused(override)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--config", "there is no flag --config; give the file alone: posttrain train FILE"),
+        ("--skip-sft", "write --skip sft"),
+        ("--group_size", "there is no flag --group_size; write method.num_generations"),
+        ("--dpo_beta", "write method.beta"),
+        ("--subset_size", "write data.max_rows"),
+        ("--clip-ratio", "write method.epsilon (ppo: method.cliprange)"),
+    ],
+)
+def test_a_wrong_flag_gets_its_hint(flag, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        plain([flag, "old.yaml"], {"skip"})
+
+
+def test_every_name_is_answered_as_key_and_as_flag():
+    for name in [*HINTS, *(alias for aliases in ALIASES.values() for alias in aliases)]:
+        told = hint(name)
+        assert told is not None and f"{name} is not a setting; {told}" in refused(f"{name}=1")
+        flag = name.replace("_", "-")
+        if flag not in short_names().values():  # `--kl-coef` is one of ours
+            with pytest.raises(UsageError, match=re.escape(told)):
+                plain([f"--{flag}"], set())
+
+
+def test_hints_name_settings_that_exist():
+    sections = r"model|method|data|training|evaluation|checkpoint|tracking|devices|rollout"
+    for name, told in HINTS.items():
+        for path in re.findall(rf"\b((?:{sections})\.[a-z_.0-9]*[a-z_0-9])", told):
+            assert path in PATHS, f"{name}: {path}"
+
+
+def test_every_name_is_of_a_system_and_none_is_a_setting_of_ours():
+    named = {name for names in SYSTEMS.values() for name in names.split()}
+    assert set(HINTS) - named == {"init_from"}  # that of a stage, written outside it
+    assert named <= set(known_paths()) | {name for name in named if hint(name)}
+    assert not set(HINTS) & set(known_paths())
+    for names in SYSTEMS.values():
+        assert len(names.split()) == len(set(names.split()))
+
+
+def test_the_page_says_the_same():
+    """Else: python -m posttrain.config.render docs/migrating.md"""
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == with_reference(page)
+    for name in HINTS:
+        assert f"`{name}`" in page or name == "init_from"
