@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from posttrain import recipes
 from posttrain.cli import main
-from posttrain.config import load
+from posttrain.config import dump, load
 from posttrain.errors import ConfigError
 from posttrain.recipes.loop import Loop
 from posttrain.store.run import Run
@@ -184,21 +184,44 @@ def test_every_tracker_has_what_the_run_folder_has(tmp_path, shared, scratch_mod
 # --- pieces ---------------------------------------------------------------------------------------------------------
 
 
-def test_settings_are_sent_without_secrets(tmp_path, monkeypatch):
-    monkeypatch.setenv("MY_TOKEN", "not-for-others-1234")
-    config = settings(tmp_path, report_to=["tensorboard", "wandb"], logging_dir=str(tmp_path / "logs"))
-    config = config.model_copy(update={"data": config.data.model_copy(update={"source": "not-for-others-1234"})})
+SECRETS = {
+    "MY_TOKEN": "not-for-others-1", "GITHUB_PAT": "not-for-others-2", "DB_PASSWD": "not-for-others-3",
+    "MY_CREDENTIALS": "not-for-others-4", "PGPASSWORD": "not-for-others-5", "SERVICE_AUTH_2": "not-for-others-6",
+}  # fmt: skip
+
+
+def test_nothing_that_is_written_has_a_secret(tmp_path, trackio_dir, monkeypatch):
+    """From the environment, the settings or the command line, in the run folder or in any tracker's own files."""
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    everything = " ".join(SECRETS.values())
+    address = "https://me:not-for-others-7@host/rows.jsonl?api_key=not-for-others-8"
+    arguments = [everything, "--hf-token", "not-for-others-9", "db_passwd=not-for-others-a", address]
+    arguments += ["rewards=[{type: python, api_key: not-for-others-b}]"]
+    monkeypatch.setattr(sys, "argv", ["posttrain", "train", *arguments])
+    config = settings(tmp_path, report_to=ALL, logging_dir=str(tmp_path / "logs"), project="secrets")
+    data = config.data.model_copy(update={"source": address, "system_prompt": everything})
+    config = config.model_copy(update={"data": data})
+    (tmp_path / "a.json").unlink()
     folder = tmp_path / "runs/hh/gpt2/dpo"
-    with Run.create(folder, "seed: not-for-others-1234", {}) as run, Tracking(config, run):
+    with Run.create(folder, dump(config), {"asked": arguments[0]}) as run, Tracking(config, run):
         run.log(1, {"loss": 0.5, "grad_norm": float("nan")})
+        logging.getLogger("posttrain").warning("cannot read %s %s", address, everything)
+        run.write_results({"source": address})
+    assert sys.argv[2:] == arguments
     place = tmp_path / "logs/hh/gpt2/dpo"
     assert read_tensorboard(place) == Counter({(1, "train/loss", 0.5): 1})
     history, [sent] = read_wandb(place)
     assert history == Counter({(1, "train/loss", 0.5): 1})
     assert (sent.display_name, sent.run_group) == ("hh/gpt2/dpo", "hh")
     assert {item.key for item in sent.config.update} >= {"seed", "training", "method"}
-    written = b"".join(path.read_bytes() for path in place.rglob("*") if path.is_file())
-    assert b"not-for-others" not in written and b"***" in written
+    files = [path for top in (tmp_path, trackio_dir) for path in top.rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"run.json", "config.yaml", "training.log", "secrets.db"}
+    for path in files:
+        written = path.read_bytes()
+        assert b"not-for-others" not in written, path
+    [sent_later] = place.glob("wandb/offline-run-*/*.wandb")
+    assert b"--hf-token" in sent_later.read_bytes()  # wandb has the command line, without what is secret
 
 
 def test_a_tracker_that_fails_is_given_up(tmp_path, caplog):

@@ -7,38 +7,63 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("posttrain", "torch", "transformers", "peft", "datasets", "safetensors", "numpy")
 HIDDEN = "***"
-# Environment variables whose values are secrets; values that are secret by their own look; arguments that carry one.
-SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|API_?KEY|SECRET|PASSWORD|ACCESS_KEY)$", re.IGNORECASE)
-SECRET_VALUE = re.compile(
-    r"\bhf_[A-Za-z0-9]{30,}"  # a Hugging Face token
-    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password in an address
+# A word of a name (`GITHUB_PAT`, `PGPASSWORD`, `my-api-key`) whose value is a secret; last words of one whose value
+# is a place.
+SECRET_WORD = re.compile(
+    r"[a-z0-9]*(?:token|secret|password|passwd|passphrase|credential|apikey)s?"
+    r"|keys?|pat|pass|sshpass|pwd|auth|creds?|cookies?|jwt|bearer|dsn",
+    re.IGNORECASE,
 )
-SECRET_ARGUMENT = re.compile(
-    r"(?P<name>(?:--)?[\w.-]*(?:token|api[_-]?key|secret|password))(?P<value>=.*)?", re.I | re.S
+PLACES = ("PATH", "DIR", "DIRECTORY", "FILE", "HOME", "SOCK")
+LEAST_CHARACTERS = 8  # of a secret in the environment: shorter values are ordinary words too
+# Values that are secret by their own look, behind what is kept of them.
+SECRET_VALUE = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|sk-[\w-]{20,}"
+    r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|AIza[\w-]{35}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
+    r"|(?P<address>://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password in an address
+    r"|(?P<query>[?&][\w.-]*(?i:token|key|secret|password|signature)=)[^&#\s\"']+"
+)
+SECRET_PAIR = re.compile(  # inside an argument that holds several settings, such as {password: x}
+    r"(?P<kept>(?:token|secret|password|passwd|api[_-]?key|credentials?)[\"']?\s*[:=]\s*[\"']?)[^\s\"',}\]]+",
+    re.IGNORECASE,
 )
 
 
 def redact(data: Any) -> Any:
     """A copy of text, or of nested dicts and lists of it, with secrets replaced by `***`.
 
-    Secret are the values (8 characters and more) of environment variables such as HF_TOKEN or WANDB_API_KEY, Hugging
-    Face tokens by their look, and the user and password in an address.
+    Secret are the values (8 characters and more) of environment variables with names such as HF_TOKEN, GITHUB_PAT or
+    DB_PASSWD, keys and tokens by their look, and the user and password (or a token) in an address.
     """
-    values = {value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= 8}
-    return _redact(data, sorted(values, key=len, reverse=True))
+    return _redact(data, _secrets())
+
+
+def _secrets() -> list[str]:
+    """The secrets of the environment, the longest first."""
+    values = {v for name, v in os.environ.items() if len(v) >= LEAST_CHARACTERS and names_a_secret(name)}
+    return sorted(values, key=len, reverse=True)
+
+
+@functools.cache
+def names_a_secret(name: str) -> bool:
+    """Whether a variable of this name holds a secret. PWD is the current folder."""
+    words = re.split(r"[_.-]+", name)
+    return name != "PWD" and words[-1] not in PLACES and any(map(SECRET_WORD.fullmatch, words))
 
 
 def _redact(data: Any, values: list[str]) -> Any:
     if isinstance(data, str):
         for value in values:
             data = data.replace(value, HIDDEN)
-        return SECRET_VALUE.sub(HIDDEN, data)
+        return SECRET_VALUE.sub(lambda found: (found["address"] or found["query"] or "") + HIDDEN, data)
     if isinstance(data, dict):
         return {_redact(key, values): _redact(value, values) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -46,25 +71,39 @@ def _redact(data: Any, values: list[str]) -> Any:
     return data
 
 
-def redact_command(arguments: list[str]) -> str:
-    """A command line as text, with secrets, and the values of arguments named like one (`--hf-token X`), hidden."""
+def redact_arguments(arguments: list[str]) -> list[str]:
+    """The arguments of a command with secrets hidden, and the values of those named like one (`--hf-token X`)."""
     shown: list[str] = []
     hide_next = False
     for argument in redact(arguments):
-        secret = SECRET_ARGUMENT.fullmatch(argument)
+        name, equals, _ = argument.partition("=")
+        secret = SECRET_WORD.fullmatch(re.split(r"[_.-]+", name)[-1]) is not None
         if hide_next:
             argument = HIDDEN
-        elif secret and secret["value"]:
-            argument = f"{secret['name']}={HIDDEN}"
-        hide_next = bool(secret and not secret["value"] and argument.startswith("--"))
+        elif secret and equals:
+            argument = f"{name}={HIDDEN}"
+        else:
+            argument = SECRET_PAIR.sub(lambda found: found["kept"] + HIDDEN, argument)
+        hide_next = secret and not equals and argument.startswith("--")
         shown.append(argument)
-    return shlex.join(shown)
+    return shown
+
+
+@contextmanager
+def redacted_command() -> Iterator[None]:
+    """While it is open, this process's own command line has no secrets: for libraries that write it down."""
+    before = sys.argv
+    sys.argv = redact_arguments(before)
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def environment() -> dict[str, Any]:
     """Versions, platform and command line of this process. Imports none of the packages it asks about."""
     return {
-        "command": redact_command(sys.argv),
+        "command": shlex.join(redact_arguments(sys.argv)),
         "folder": os.getcwd(),
         "host": platform.node(),
         "python": platform.python_version(),

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from posttrain.config.schema import RunConfig, TrackingConfig
 from posttrain.errors import RunError
 from posttrain.extras import need
-from posttrain.store.provenance import redact
+from posttrain.store.provenance import redact, redacted_command
 from posttrain.store.run import Run, read_run
 
 log = logging.getLogger("posttrain")
@@ -76,7 +76,8 @@ class Tracking:
         self._open: dict[str, Tracker] = {}
         try:
             for name in config.tracking.report_to:
-                self._open[name] = OPENERS[name](_subject(config, run), config.tracking)
+                with redacted_command():  # wandb saves it
+                    self._open[name] = OPENERS[name](_subject(config, run), config.tracking)
         except BaseException:
             self._close(failed=True)
             raise
