@@ -4,18 +4,25 @@ the memory as they meant it to."""
 import ast
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import posttrain
 from posttrain.cli import main
 from posttrain.config import ModelConfig, dump, load
 from posttrain.console import PlainConsole
+from posttrain.errors import ModelError
+from posttrain.models.load import load_model, load_tokenizer
 from posttrain.progress import progress
 from posttrain.store.rollouts import GIB, RolloutStore, StoredPrompt, StoredRollout
 from posttrain.store.run import Run
@@ -187,3 +194,123 @@ def test_one_place_writes_to_the_terminal():
         called = {func.id for func in calls if isinstance(func, ast.Name)}
         assert "Console" not in called, name
         assert "print" not in called or name in ("terminal.py", "data/render_worker.py", "engines/vllm/server.py"), name
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
+HOSTILE_MODELS = {
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads: 0; it must be a whole number from 1 to 4,096"),
+    "less than no layer": ({"num_hidden_layers": -1}, "num_hidden_layers: -1; it must be a whole number from 1"),
+    "ten million layers": ({"num_hidden_layers": 10**7}, "num_hidden_layers: 10000000; it must be"),
+    "layers by another name": ({"model_type": "gpt2", "n_layer": 10**9}, "n_layer: 1000000000; it must be"),
+    "layers of a part": ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers: 1"),
+    "half a head": ({"num_attention_heads": 0.5}, "num_attention_heads: 0.5; it must be"),
+    "many, in words": ({"num_hidden_layers": "many"}, "num_hidden_layers: many; it must be"),
+    "all the memory": ({"hidden_size": 10**12}, "hidden_size: 1000000000000; it must be"),
+    "all the words": ({"vocab_size": 10**12}, "vocab_size: 1000000000000; it must be"),
+    "a list of positions": ({"max_position_embeddings": [5]}, "cannot be loaded: "),
+    "rotations of nothing": ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, "cannot be loaded: "),
+}
+HOSTILE_FILES = {
+    "a deep config": ("config.json", DEEP, "nested too deeply"),
+    "a list for a config": ("config.json", "[]", "config.json holds no settings of a model, but a list"),
+    "a deep index": ("model.safetensors.index.json", DEEP, "nested too deeply"),
+    "an index of nothing": ("model.safetensors.index.json", "[]", "has no weight_map"),
+    "an index of numbers": ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "has no weight_map"),
+    "a path above": (
+        "model.safetensors.index.json",
+        '{"weight_map": {"a": "../x.safetensors"}}',
+        "outside the model's",
+    ),
+    "a path from the root": (
+        "pytorch_model.bin.index.json",
+        '{"weight_map": {"a": "/etc/passwd"}}',
+        "outside the mode",
+    ),
+    "a deep adapter": ("adapter_config.json", DEEP, "nested too deeply"),
+    "an adapter of nothing": ("adapter_config.json", '{"r": 4}', "names no base model"),
+    "a rank beyond memory": (
+        "adapter_config.json",
+        '{"base_model_name_or_path": "x", "r": 1000000000}',
+        "gives the ra",
+    ),
+    "a deep tokenizer": ("tokenizer.json", DEEP, "tokenizer is nested too deeply"),
+    "a tokenizer of nothing": ("tokenizer.json", "[]", "has no tokenizer that transformers can load"),
+    "a deep tokenizer's config": ("tokenizer_config.json", DEEP, "nested too deeply"),
+}
+
+
+@pytest.fixture
+def copied(tmp_path, shared) -> Path:
+    """A model's folder whose files are links, to put others in their place."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in (shared / "models/stories260K").iterdir():
+        (folder / file.name).symlink_to(file)
+    return folder
+
+
+def load_all(folder: Path) -> None:
+    model = ModelConfig(path=str(folder))
+    load_model(model, "lm", torch.float32, CPU)
+    load_tokenizer(model)
+
+
+@pytest.mark.parametrize("name", HOSTILE_MODELS)
+def test_a_model_s_sizes_are_believed_within_reason(name, copied, capfd):
+    """Before a layer is made: no division by zero, no hours, no memory that runs out; one sentence."""
+    keys, message = HOSTILE_MODELS[name]
+    config = json.loads((copied / "config.json").read_text()) | keys
+    (copied / "config.json").unlink()
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=re.escape(message)) as raised:
+        load_all(copied)
+    assert "\n" not in str(raised.value)
+    main(["score", str(copied), "absent.jsonl"])
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", HOSTILE_FILES)
+def test_a_model_s_files_are_read_with_care(name, copied):
+    file, text, message = HOSTILE_FILES[name]
+    (copied / file).unlink(missing_ok=True)
+    (copied / file).write_text(text)
+    with pytest.raises(ModelError, match=re.escape(message)) as raised:
+        load_all(copied)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+
+
+class Trap:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_pickled_adapters_need_leave(tmp_path, shared):
+    """As pickled weights do, with the same setting; an honest one then loads as its safetensors would."""
+    base = AutoModelForCausalLM.from_pretrained(shared / "models/stories260K")
+    adapter = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    folder = tmp_path / "adapter"
+    adapter.save_pretrained(str(folder), save_embedding_layers=False)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(shared / "models/stories260K")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    model = ModelConfig(path=str(folder))
+    plain = load_model(model, "lm", torch.float32, CPU).state_dict()
+    tensors = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors, are not there"):
+        load_model(model, "lm", torch.float32, CPU)
+    torch.save({"a": Trap(tmp_path / "ran")}, folder / "adapter_model.bin")
+    with pytest.raises(ModelError, match=r"pickled ones can run code: .* set model\.allow_pickle: true"):
+        load_model(model, "lm", torch.float32, CPU)
+    assert not (tmp_path / "ran").exists()
+    torch.save(tensors, folder / "adapter_model.bin")
+    allowed = load_model(model.model_copy(update={"allow_pickle": True}), "lm", torch.float32, CPU).state_dict()
+    assert all(torch.equal(plain[name], allowed[name]) for name in plain)

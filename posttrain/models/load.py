@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -30,6 +30,7 @@ from posttrain.models.attention import NAME as PACKED
 from posttrain.models.families import FAMILIES
 from posttrain.models.lean import lean
 from posttrain.models.optional import check_attention, keep_storage, kernels, quantization
+from posttrain.models.untrusted import NEEDS_PICKLE, adapter_config, check_adapter_weights, check_config, check_indexes
 
 # Their bars flash by on every load and save; ours say what a person waits for.
 hf_logging.disable_progress_bar()
@@ -37,6 +38,9 @@ hf_logging.disable_progress_bar()
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 Head = Literal["lm", "reward"]
+# What transformers, tokenizers and PEFT raise over files that are not what they should be; memory that ran out is not.
+READING = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError)
+READING += (RecursionError, StrictDataclassError)
 # One of these is in every folder that a tokenizer can be loaded from.
 DESCRIPTIONS = ("config.json", "adapter_config.json", "tokenizer_config.json")
 
@@ -80,6 +84,7 @@ def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The model's tokenizer."""
     with _clear_errors(model, "tokenizer"):
+        check_config(model.path, model.revision)  # transformers reads it here, too
         return AutoTokenizer.from_pretrained(model.path, **_source(model))
 
 
@@ -105,6 +110,7 @@ def load_model(
     source = _source(base) | {"use_safetensors": None if base.allow_pickle else True}
     if stored is not None:
         source |= {"quantization_config": stored, "device_map": {"": device}}
+    check_indexes(Path(base.path), base.path)
     with _clear_errors(base, "weights"), _no_report():
         loaded, info = auto.from_pretrained(
             base.path,
@@ -180,6 +186,7 @@ def load_config(model: ModelConfig) -> PreTrainedConfig:
     """The model's config.json, for an adapter its base model's. Raises ModelError for models not for text alone."""
     model = _base_settings(model)
     with _clear_errors(model, "config.json"):
+        check_config(model.path, model.revision)
         config = AutoConfig.from_pretrained(model.path, **_source(model))
     _refuse_vision(model, config)
     return config
@@ -208,14 +215,14 @@ def _base_settings(model: ModelConfig) -> ModelConfig:
 
 
 def _adapter_config(model: ModelConfig) -> dict[str, Any] | None:
-    path = Path(model.path) / "adapter_config.json"
-    with _clear_errors(model, path.name):
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    with _clear_errors(model, "adapter_config.json"):
+        return adapter_config(Path(model.path), model.path)
 
 
 def _merge_adapter(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
     from peft import PeftConfig, PeftModel, TaskType
 
+    check_adapter_weights(Path(model.path), model.path, model.allow_pickle)
     with _clear_errors(model, "adapter"):
         config = PeftConfig.from_pretrained(model.path)
         if config.task_type == TaskType.CAUSAL_LM and not hasattr(base, "prepare_inputs_for_generation"):
@@ -256,7 +263,7 @@ def _clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
         stay_offline_without_network()
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except (SafetensorError, *READING) as error:
         kind = WeightsError if isinstance(error, SafetensorError) else ModelError
         raise kind(f"model {path}: {_explain(model, part, error)}") from error
     except RuntimeError as error:
@@ -279,7 +286,7 @@ def _explain(model: ModelConfig, part: str, error: Exception) -> str:
     if "trust_remote_code" in text:
         return "comes with its own Python code; if you trust it, set model.trust_remote_code: true"
     if "safetensors" in text and not model.allow_pickle and part == "weights":
-        return "has no safetensors weights; pickled ones can run code: if you trust them, set model.allow_pickle: true"
+        return NEEDS_PICKLE
     if "RepositoryNotFoundError" in kinds:
         return "not found on the hub (or private: set HF_TOKEN); for a folder, check the path"
     if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"}:
@@ -289,6 +296,8 @@ def _explain(model: ModelConfig, part: str, error: Exception) -> str:
         )
     if "backend tokenizer" in text:
         return "has no tokenizer: it needs tokenizer.json, or what that can be made from, beside the weights"
+    if isinstance(error, RecursionError):
+        return f"{part} is nested too deeply"
     if isinstance(error, SafetensorError):
         return f"the weights are damaged or cut short ({error}): fetch them again"
     if part == "tokenizer" and "config.json" not in text:
