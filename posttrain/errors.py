@@ -3,6 +3,11 @@
 The command line prints it without a stack trace.
 """
 
+import signal
+import sysconfig
+import traceback
+from pathlib import Path
+
 
 class PosttrainError(Exception):
     """Base of every failure that is reported as one short message and a non-zero exit status."""
@@ -57,3 +62,40 @@ def is_out_of_memory(error: BaseException) -> bool:
         or type(error).__name__ == "OutOfMemoryError"  # not by class: this module imports no torch
         or (isinstance(error, RuntimeError | OSError) and "t allocate memory" in str(error))  # can't, or Cannot
     )
+
+
+class Stopped(SystemExit):
+    """A signal has ended the run in good order; the status is the shell's for that signal."""
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+        self.name = signal.Signals(number).name
+
+
+def reason_of(error: BaseException) -> str:
+    """Why something ended, in a sentence: the message of a failure; else the error's type, message and place."""
+    if isinstance(error, PosttrainError):
+        return str(error)
+    if isinstance(error, Stopped):
+        return f"stopped by {error.name}"
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by Ctrl-C"
+    if isinstance(error, SystemExit):
+        return f"sys.exit({'' if error.code is None else repr(error.code)}) was called{_place(error)}"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}{f': {text}' if text else ''}{_place(error)}"
+
+
+def message_of(error: BaseException) -> str:
+    """What the user is told of a failure: why, what to do, and the notes that were added on its way."""
+    text = OUT_OF_MEMORY if is_out_of_memory(error) else str(error) or type(error).__name__
+    return "\n".join([text, *getattr(error, "__notes__", ())])
+
+
+def _place(error: BaseException) -> str:
+    """Where: the innermost line that is no installed package's, or else the innermost."""
+    frames = traceback.extract_tb(error.__traceback__)
+    installed = ("<", *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+    own = [frame for frame in frames if not frame.filename.startswith(installed)]
+    frame = next(reversed(own or frames), None)
+    return f" ({Path(frame.filename).name} line {frame.lineno})" if frame is not None else ""

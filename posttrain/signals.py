@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from posttrain.errors import Stopped
 
 
 @contextmanager
@@ -25,4 +26,4 @@ def handling(handler: Callable[[int, object], None], *numbers: signal.Signals) -
 
 def leave(number: int, frame: object) -> None:
     """End the process in good order, as Ctrl-C does: folders are closed and their state is written."""
-    sys.exit(128 + number)
+    raise Stopped(number)

@@ -23,7 +23,7 @@ from posttrain import recipes
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.errors import RunError, VitalSignError
-from posttrain.recipes import loop, sft
+from posttrain.recipes import sft, stopping
 from posttrain.recipes.loop import Loop, State
 from posttrain.store import atomic, checkpoint
 from posttrain.store.checkpoint import list_checkpoints, newest_complete, verify
@@ -347,7 +347,7 @@ def test_a_long_step_is_given_up_for_a_signal(tmp_path, shared, scratch_model, m
     start(tmp_path / "whole", sections)
     nll, seen = sft.nll, []
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "PATIENCE_S", -1.0)
+        patch.setattr(stopping, "PATIENCE_S", -1.0)
 
         def stop_within(logprob_N):
             seen.append(logprob_N)

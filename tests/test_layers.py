@@ -11,8 +11,9 @@ ROOT = Path(__file__).parent.parent / "posttrain"
 LAYERS = [
     ["terminal"],
     ["console"],
-    ["errors", "hub", "idle", "memory", "progress", "signals", "threads"],
-    ["extras"],
+    ["errors", "hub", "idle", "memory", "progress", "threads"],
+    ["extras", "signals"],
+    ["output"],
     ["config"],
     ["batch", "losses"],
     ["data"],

@@ -21,6 +21,7 @@ from posttrain.errors import ConfigError, DataError, RewardError, RunError, Vita
 from posttrain.recipes.online import minibatches
 from posttrain.rollout import Sampler
 from posttrain.store import rollouts
+from posttrain.store.checkpoint import saved_step, verify
 from posttrain.store.files import load_json
 from posttrain.store.rollouts import StoredRun
 
@@ -147,8 +148,8 @@ def test_resumed_equals_uninterrupted(sums_home, tmp_path, power_cut, method):
 
 
 def test_a_full_disk_under_the_rollouts(sums_home, tmp_path, monkeypatch):
-    """The run ends with a word, its last checkpoint whole; with room again it goes on and loses nothing."""
-    sections = {"training": {"max_steps": 7}, "checkpoint": {"save_steps": 1, "save_total_limit": None}}
+    """The run ends with a word; what the file has no room for is saved in a checkpoint, and resumed nothing is lost."""
+    sections = {"training": {"max_steps": 7}}
     whole = train(sums_home, tmp_path / "whole", {}, **sections)
     connect = rollouts._connect
     with closing(connect(whole / rollouts.NAME)) as connection:
@@ -164,10 +165,11 @@ def test_a_full_disk_under_the_rollouts(sums_home, tmp_path, monkeypatch):
         with pytest.raises(RunError, match="cannot be written: database or disk is full"):
             train(sums_home, tmp_path / "broken", {}, **sections)
     broken = tmp_path / "broken/run"
-    saved = sorted(folder.name for folder in broken.glob("checkpoint-*"))
-    assert saved and saved[-1] < "checkpoint-7"
-    with StoredRun(broken) as stored:
-        assert f"checkpoint-{stored.steps()[-1]}" == saved[-1]  # no checkpoint is ahead of what is on disk
+    [saved] = broken.glob("checkpoint-*")
+    assert not verify(saved)
+    with StoredRun(broken) as stored, StoredRun(saved) as apart:
+        assert stored.steps() and apart.steps()
+        assert stored.steps() + apart.steps() == list(range(1, saved_step(saved) + 1))
     train(sums_home, tmp_path / "broken", {}, resume=True, **sections)
     assert_same_run(whole, broken)
     with StoredRun(whole) as one, StoredRun(broken) as two:

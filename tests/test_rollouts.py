@@ -118,6 +118,7 @@ def test_a_killed_writer_leaves_whole_steps(tmp_path):
 
 
 def test_a_file_that_stays_locked_stops_the_run_with_a_word(tmp_path, monkeypatch):
+    """What it could not take lies in the checkpoint until the run is resumed."""
     monkeypatch.setattr(rollouts, "BUSY_S", 0.05)
     store = RolloutStore(tmp_path, GIB, after=-1)
     holder = sqlite3.connect(tmp_path / rollouts.NAME)
@@ -125,8 +126,16 @@ def test_a_file_that_stays_locked_stops_the_run_with_a_word(tmp_path, monkeypatc
     store.add(1, 0.0, *step_of(1))
     with pytest.raises(RunError, match="cannot be written: database is locked"):
         store.flush()
+    store.add(2, 0.5, *step_of(2))
+    store.add(3, 1.0, *step_of(3))
+    (tmp_path / "checkpoint-2").mkdir()
+    store.save_unwritten(tmp_path / "checkpoint-2", until=2)
     holder.close()
     store.close()
+    for _ in range(2):  # resumed, and again
+        RolloutStore(tmp_path, GIB, after=2, checkpoint=tmp_path / "checkpoint-2").close()
+        with StoredRun(tmp_path) as stored:
+            assert stored.steps() == [1, 2] and stored.prompts(2)[0]["epoch"] == 0.5
 
 
 def test_whatever_stops_the_writer_stops_the_run_with_a_word(tmp_path):
@@ -136,8 +145,9 @@ def test_whatever_stops_the_writer_stops_the_run_with_a_word(tmp_path):
     store.add(1, 0.0, [replace(prompts[0], text="\ud800"), *prompts[1:]], found)
     with pytest.raises(RunError, match=r"cannot be written: .*surrogate"):
         store.flush()
+    store.add(2, 0.0, *step_of(2))
     with pytest.raises(RunError, match="cannot be written"):
-        store.add(2, 0.0, *step_of(2))
+        store.check()
     store.close()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.errors import DataError, RunError
+from posttrain.errors import DataError, RunError, Stopped
 from posttrain.store.checkpoint import list_checkpoints, newest_complete, saved_step
 from posttrain.store.logs import ConsoleLog
 from posttrain.store.metrics import read_metrics
@@ -61,18 +61,21 @@ def test_a_run_from_start_to_end(tmp_path):
 @pytest.mark.parametrize(
     ("error", "state", "reason"),
     [
-        (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),
-        (SystemExit("SIGTERM"), "interrupted", "SIGTERM"),
+        (KeyboardInterrupt(), "interrupted", "stopped by Ctrl-C"),
+        (Stopped(signal.SIGTERM), "interrupted", "stopped by SIGTERM"),
+        (SystemExit(1), "failed", "sys.exit(1) was called (test_store_run.py line LINE)"),
         (DataError("row 3 is empty"), "failed", "row 3 is empty"),
-        (ZeroDivisionError("oh"), "failed", "ZeroDivisionError: oh"),
+        (ZeroDivisionError("oh"), "failed", "ZeroDivisionError: oh (test_store_run.py line LINE)"),
     ],
 )
 def test_how_a_run_ended_is_recorded(tmp_path, error, state, reason):
     with pytest.raises(type(error)), Run.create(tmp_path / "x", CONFIG, {}) as run:
         raise error
+    assert error.__traceback__ is not None
+    reason = reason.replace("LINE", str(error.__traceback__.tb_lineno))
     assert (read_run(run.folder).state, read_run(run.folder).reason) == (state, reason)
     log = (run.folder / "training.log").read_text()
-    assert ("Traceback" in log) == isinstance(error, ZeroDivisionError)
+    assert ("Traceback" in log) == isinstance(error, ZeroDivisionError | SystemExit) - isinstance(error, Stopped)
     assert (reason in log) == (state == "failed")
 
 

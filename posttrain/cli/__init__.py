@@ -9,8 +9,12 @@ from posttrain import __version__
 from posttrain.cli.app import build
 from posttrain.cli.environment import load_tokens
 from posttrain.cli.errors import guarded
+from posttrain.output import enduring, quitting
 from posttrain.store.logs import ConsoleLog
 from posttrain.terminal import say
+
+# Their work ends in files, whether anybody reads what they say meanwhile or not.
+ENDURING = ("train", "quickstart", "verify-resume", "score", "grade", "generate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,15 +22,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"] or ["--help"]
-    if args == ["--version"]:
-        say(f"posttrain {__version__}")
-        return 0
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a locale may know fewer characters than data and models have
             stream.reconfigure(errors="backslashreplace")
-    load_tokens(Path(".env"))
-    console = ConsoleLog(debug)
-    try:
-        return guarded(lambda: build(args[0])(args, prog_name="posttrain", standalone_mode=False), debug)
-    finally:
-        console.close()
+    with enduring() if args[0] in ENDURING else quitting():
+        if args == ["--version"]:
+            say(f"posttrain {__version__}")
+            return 0
+        load_tokens(Path(".env"))
+        console = ConsoleLog(debug)
+        try:
+            return guarded(lambda: build(args[0])(args, prog_name="posttrain", standalone_mode=False), debug)
+        finally:
+            console.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import typer
 
-from posttrain.errors import OUT_OF_MEMORY, PosttrainError, is_out_of_memory
+from posttrain.errors import PosttrainError, is_out_of_memory, message_of
 from posttrain.signals import handling
 from posttrain.store.logs import harmless
 from posttrain.terminal import say
@@ -45,7 +45,7 @@ def guarded(run: Callable[[], object], debug: bool) -> int:
     except UsageError as error:
         return _report(str(error), USAGE, debug)
     except PosttrainError as error:
-        return _report(str(error), FAILURE, debug)
+        return _report(message_of(error), FAILURE, debug)
     except typer.TyperException as error:  # what typer says of the command line
         message = error.format_message()
         return _report(message, error.exit_code, debug) if message else error.exit_code  # no message: help was shown
@@ -53,11 +53,11 @@ def guarded(run: Callable[[], object], debug: bool) -> int:
         if pressed:  # libraries that it meets while they are imported make another error of it
             return _report("interrupted", INTERRUPTED, debug)
         if is_out_of_memory(error):
-            return _report(OUT_OF_MEMORY, FAILURE, debug)
+            return _report(message_of(error), FAILURE, debug)
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             return _report(f"{str(error.filename)[:60]}… is too long for the name of a file or folder", FAILURE, debug)
-        text = " ".join(str(error).split())
-        what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        text = " ".join(message_of(error).split())
+        what = text if text.startswith(type(error).__name__) else f"{type(error).__name__}: {text}"
         hint = "" if debug else " (run again with --debug for the stack trace)"
         return _report(f"unexpected {what}{hint}", FAILURE, debug)
 

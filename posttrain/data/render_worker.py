@@ -9,7 +9,9 @@ import signal
 import sys
 
 if __name__ == "__main__":  # before the second that the import takes
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle, which may render again
+    for name in ("SIGINT", "SIGHUP"):  # Ctrl-C and a closed terminal are the parent's to handle, which may render again
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -34,8 +34,9 @@ ORPHAN_S = 0.5  # how often a worker looks whether its parent is still there
 
 def main() -> None:
     jobs, replies = _take_pipes()
-    if hasattr(signal, "SIGINT"):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    for name in ("SIGINT", "SIGHUP"):  # Ctrl-C and a closed terminal are the parent's to handle
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     try:
         for module in sys.argv[1:]:
             warm_up = getattr(importlib.import_module(module), "warm_up", None)

@@ -92,6 +92,11 @@ class AdamW:
         for master in self.masters.values():
             master.grad = None
 
+    @property
+    def updates(self) -> int:
+        """How often the weights have moved, in the runs whose state was loaded too."""
+        return max((int(value) for name, value in self.state().items() if name.endswith("|step")), default=0)
+
     def state(self) -> dict[str, Tensor]:
         """What a resumed run needs, by parameter name: moments, step counts, and masters that are not the weights."""
         tensors = {}

@@ -32,12 +32,14 @@ class Objective(Generic[Batch]):
     `of(pack)` returns the share of the loss, with its graph, and the shares of the metrics; `count` is what the batch's
     mean is over (tokens, pairs), counted before the first backward, so that packing never changes a gradient. Metrics
     named `min_…` and `max_…` combine as such. `counts` has the metrics that are means over something else, such as the
-    completions of one class; a batch may lack them.
+    completions of one class; a batch may lack them. `check` is called when the gradients are there, before
+    they move the weights; what it raises leaves those as they are.
     """
 
     of: Callable[[Batch], tuple[torch.Tensor, Metrics]]
     count: int
     counts: Mapping[str, int] = field(default_factory=dict)
+    check: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ def update(packs: Iterable[Batch], objective: Objective[Batch], optimizer: AdamW
     if not math.isfinite(metrics["loss"]):
         optimizer.forget()
         return Updated(metrics, applied=False)
+    objective.check()
     grad_norm = optimizer.step(learning_rate)
     return Updated(metrics | {"grad_norm": grad_norm}, applied=math.isfinite(grad_norm))
 

@@ -10,7 +10,8 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,23 @@ from typing import Any
 import torch
 
 from posttrain.config import RunConfig, Stage, dump
-from posttrain.errors import DamagedError, RunError
+from posttrain.errors import DamagedError, RunError, Stopped, is_out_of_memory, reason_of
 from posttrain.memory import release_memory
+from posttrain.output import enduring
 from posttrain.recipes import grpo, kto, ppo, preference, reference_free, reward, sft
 from posttrain.recipes.comparison import compare
 from posttrain.recipes.finish import finish
 from posttrain.recipes.job import Job
 from posttrain.recipes.pipeline import Pipeline, Task, is_whole_run, keep_saved_path, refuse_other_start
 from posttrain.recipes.plan import plan
-from posttrain.recipes.resume import refuse_changes, refuse_fewer_steps, report_lost, run_folder_of, saved_settings
+from posttrain.recipes.resume import (
+    refuse_changes,
+    refuse_fewer_steps,
+    report_lost,
+    run_folder_of,
+    saved_settings,
+    smaller_packs,
+)
 from posttrain.recipes.state import problems_of
 from posttrain.signals import handling, leave
 from posttrain.store.checkpoint import has_saved, named_checkpoint, newest_complete, saved_step, unusable
@@ -67,8 +76,21 @@ def train(
     `resume` goes on where the run stopped: finished stages are left as they are, a begun one goes on from its newest
     checkpoint. As a path it names the folder of the whole run, or one run folder or checkpoint in it to go on with
     alone. A run that fails does not keep others from their turn that do not build on it; a single one raises its error.
-    `compared` says that the stages are methods to be compared at the end (comparison.py).
+    `compared` says that the stages are methods to be compared at the end (comparison.py). A closed pipe or terminal
+    ends nothing: `training.log` has what was said.
     """
+    with enduring():
+        return _train(config, resume, overwrite, model_index, skip, compared)
+
+
+def _train(
+    config: RunConfig | Sequence[Stage],
+    resume: bool | Path,
+    overwrite: bool,
+    model_index: int | None,
+    skip: Collection[str],
+    compared: bool,
+) -> int:
     stages = (Stage("", None, config),) if isinstance(config, RunConfig) else tuple(config)
     for stage in stages:
         require_trackers(stage.config.tracking)
@@ -85,15 +107,38 @@ def train(
         kinds = "comparison" if compared else "-".join(stage.name or stage.config.method.type for stage in stages)
         name = f"{kinds}-{first.models[model_index or 0].folder_name}-{datetime.now():%Y%m%d-%H%M%S}"
     runs = Pipeline.of(stages, folder / name, skip, model_index)
+
+    def train_task(task: Task, resume: bool, overwrite: bool) -> None:
+        with _out_of_memory_is_answered(task.config, runs.root):
+            train_one(task.config, task.folder, None, resume, overwrite, task.start_facts())
+
     try:
-        return runs.run(_train_task, bool(resume), overwrite)
+        return runs.run(train_task, bool(resume), overwrite)
     finally:
         if compared and not isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
             compare(folder / name, stages)
 
 
-def _train_task(task: Task, resume: bool, overwrite: bool) -> None:
-    train_one(task.config, task.folder, None, resume, overwrite, task.start_facts())
+@contextmanager
+def _out_of_memory_is_answered(config: RunConfig, folder: Path) -> Iterator[None]:
+    """Tell who runs out of memory the command that goes on with less of it; `folder` is what it resumes."""
+    try:
+        yield
+    except BaseException as error:
+        if is_out_of_memory(error):
+            error.add_note(smaller_packs(config, folder))
+        raise
+
+
+@contextmanager
+def _exits_are_failures() -> Iterator[None]:
+    """`sys.exit` in a reward, or in any code that a run calls, is a failure of the run; a signal's end is its own."""
+    try:
+        yield
+    except SystemExit as error:
+        if isinstance(error, Stopped):
+            raise
+        raise RunError(f"{reason_of(error)}: code that a run calls must raise an error instead") from error
 
 
 def _resume_one(stages: Sequence[Stage], path: Path) -> int:
@@ -108,7 +153,8 @@ def _resume_one(stages: Sequence[Stage], path: Path) -> int:
     refuse_other_start(tasks[0])
     settings = saved_settings(folder, tasks[0].config)
     named = named_checkpoint(path, problems_of) if path != folder else None
-    train_one(settings, folder, named, True, False, tasks[0].start_facts())
+    with _out_of_memory_is_answered(settings, folder):
+        train_one(settings, folder, named, True, False, tasks[0].start_facts())
     return 0
 
 
@@ -142,7 +188,7 @@ def train_one(
     run = (
         Run.open(folder, choose_checkpoint) if resume else Run.create(folder, dump(config), facts, overwrite=overwrite)
     )
-    with handling(leave, signal.SIGTERM), run:
+    with handling(leave, signal.SIGTERM), run, _exits_are_failures():
         while True:
             for line in said:
                 log.warning(line)

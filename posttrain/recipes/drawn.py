@@ -61,8 +61,8 @@ def rollout_store(job: Job, loop: Loop) -> Iterator[RolloutStore | None]:
         yield None
         return
     after = -1 if job.checkpoint is None else saved_step(job.checkpoint)
-    store = RolloutStore(job.run.folder, int(settings.max_database_gb * GIB), after)
-    loop.before_saving = store.flush
+    store = RolloutStore(job.run.folder, int(settings.max_database_gb * GIB), after, job.checkpoint)
+    loop.saver.rollouts = store
     try:
         yield store
     finally:

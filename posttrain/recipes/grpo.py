@@ -11,6 +11,7 @@ is one rollout of batch_size prompts, then num_iterations x num_minibatches upda
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from posttrain.recipes.alarms import Alarms
 from posttrain.recipes.drawn import rollout_store, sampler_of
 from posttrain.recipes.job import Job
 from posttrain.recipes.loop import Loop
-from posttrain.recipes.online import Step, evaluate, in_packs, minibatches, scored, signs_of
+from posttrain.recipes.online import Step, evaluate, in_packs, look_at_sampler, minibatches, scored
 from posttrain.recipes.reference import token_reference
 from posttrain.recipes.vital import check_margins, check_packing, check_ratio
 from posttrain.rollout import Part
@@ -103,7 +104,7 @@ def train(job: Job) -> Loop:
                 loss_N = loss_N - method.entropy_coef * scores.entropy_N
             return (token_weights(loss.average, length_S, pack.sequence_N, counts) * loss_N).sum(), metrics
 
-        return Objective(share, counts.sequences)
+        return Objective(share, counts.sequences, check=partial(look_at_sampler, job, sample, step))
 
     def updates_of(step: Step, number: int) -> Iterator[tuple[list[Part], Objective[Part]]]:
         """Every update of a step, minibatch by minibatch; the rollout is packed once where there is one."""
@@ -142,14 +143,13 @@ def train(job: Job) -> Loop:
                     check_packing(scorer, rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack)
 
             def measure(metrics: Mapping[str, float], step=step, number=number) -> dict[str, float]:
-                signs = signs_of(job, sample, step.trainer_R, step.rollout, step.in_loss_S) if metrics else {}
-                found = step.rollout.metrics() | signs
+                found = step.rollout.metrics() | (step.signs or {})
                 alarms.look(number, {**metrics, **found})
+                if store is not None:
+                    store.add(number, number / loop.steps_per_epoch, *step.stored())
                 return found
 
             loop.updates(updates_of(step, number), measure)
-            if store is not None:
-                store.add(number, number / loop.steps_per_epoch, *step.stored())
             sample.engine.load(policy, number)
             if loop.evaluation_due:
                 evaluate(loop, sample, store)

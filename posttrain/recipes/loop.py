@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import torch
 from torch import nn
 
 from posttrain.batch import Example, Pack
-from posttrain.config import OnlineMethod, RunConfig, load
+from posttrain.config import OnlineMethod, RunConfig
 from posttrain.data import Dataset, Prepared
-from posttrain.errors import DamagedError, RunError, VitalSignError
+from posttrain.errors import RunError, VitalSignError
 from posttrain.memory import return_free_pages
 from posttrain.models.families import base_of, check_longest
 from posttrain.optim.adamw import AdamW
@@ -33,17 +30,15 @@ from posttrain.progress import progress
 from posttrain.recipes.drawn import Drawn
 from posttrain.recipes.job import Job
 from posttrain.recipes.resume import say_how_the_schedule_changed
-from posttrain.recipes.state import Saved, State
-from posttrain.recipes.vital import MovedWeights, check_finite
-from posttrain.signals import handling
-from posttrain.store.files import load_tensors, restore_rng, rng_state, save_json, save_tensors
-from posttrain.store.logs import QUIET_LOGGER
+from posttrain.recipes.saving import Saver
+from posttrain.recipes.state import State
+from posttrain.recipes.stopping import GivenUpError, Stop
+from posttrain.recipes.vital import MovedWeights
 from posttrain.store.progress import TrainingProgress
 
 log = logging.getLogger("posttrain")
 
 MAX_SKIPPED_IN_A_ROW = 5
-PATIENCE_S = 3.0  # how long a step may go on after a signal; what sends SIGTERM kills 10 s later at the earliest
 Batch = TypeVar("Batch", bound=HasTokens)
 ObjectiveOf = Callable[[list[Example]], tuple[list[Pack], Objective]]
 
@@ -67,10 +62,6 @@ def _fullest_apart(packs: Iterable[Batch]) -> Iterator[Batch]:
         yield pack
 
 
-class _GivenUpError(Exception):
-    """A signal came while a step had changed nothing yet."""
-
-
 class Loop:
     """The steps of one run over `data.train`."""
 
@@ -84,17 +75,18 @@ class Loop:
         self.warmup = warmup_count(training.warmup_steps, self.total)
         self.peak_rate = job.learning_rate()
         self.state = State()
-        self.before_saving: Callable[[], None] = lambda: None  # what has to be on disk before a checkpoint is
-        self.stop: str | None = None  # the signal that asks for it
-        self._drawing = False
-        self._asked = 0.0  # when
+        self._stop = Stop()
         self._rows = np.empty(0, int)  # of the step under way
-        self._rng_before: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None  # and the generators before it
         self._order: tuple[int, np.ndarray] | None = None
         self._moved: MovedWeights | None = None
         self._drawn = Drawn(self)
+        self.saver = Saver(job, policy, optimizer, data, self.total)
         if job.checkpoint is not None:
-            self._restore(job.checkpoint)
+            self.state, total = self.saver.restore(job.checkpoint)
+            log.info("resumed from %s at step %d of %d", job.checkpoint.name, self.state.step, self.total)
+            say_how_the_schedule_changed(job.config.training, self.peak_rate, self.state.step, total, self.total)
+        self.saver.mark(self.state)
+        job.run.on_failure(self.saver.save_after)
         self.progress = TrainingProgress(
             self.total,
             start_step=self.state.step,
@@ -109,7 +101,10 @@ class Loop:
         first = self.state.step + 1
         self.policy.train(self.job.config.method.dropout)
         self._moved = MovedWeights(self.policy, self.optimizer)
-        with self.progress, self._signals(), closing(self._drawn):
+        if self.state.window and self._is_logged(self.state.step):
+            self._log()  # the line in whose writing the run had failed
+        self.saver.mark(self.state)
+        with self.progress, self._stop.listening(), closing(self._drawn):
             for step in range(first, self.total + 1):
                 if self._patience_is_over():
                     name, best = self.job.config.checkpoint.best_metric, self.state.best
@@ -118,7 +113,6 @@ class Loop:
                     )
                     break
                 began = time.perf_counter()
-                self._rng_before = rng_state()
                 yield step, self._examples(step)
                 self.state.seconds += time.perf_counter() - began
                 self._after_step()
@@ -149,13 +143,16 @@ class Loop:
         """The optimizer steps that make up a step, at its learning rate. One that is not finite is skipped and counted.
 
         Of the metrics the step has the means over its updates, of those named `min_…` and `max_…` the extremes;
-        `measure`, which is given them, says what is logged beside them.
+        `measure`, which is given them, says what is logged beside them, and does what else the step is to leave behind.
         """
         state, step, tokens = self.state, self.state.step + 1, 0
+        method = self.job.config.method
         made: list[dict[str, float]] = []
+        if isinstance(method, OnlineMethod) and method.updates > 1:
+            self.saver.keep()
         for packs, objective in parts:
-            coming = self._while_patient(packs, bool(made))
-            if isinstance(self.job.config.method, OnlineMethod):
+            coming = self._while_patient(packs)
+            if isinstance(method, OnlineMethod):
                 coming = _fullest_apart(coming)
             done = update(coming, objective, self.optimizer, self.rate(step))
             tokens += sum(pack.num_tokens for pack in packs)
@@ -177,42 +174,36 @@ class Loop:
         state.step, state.evaluated = step, False
         state.num_tokens += tokens
         state.order = zlib.crc32(self._rows.astype("<i8").tobytes(), state.order)
-        logged = step % self.job.config.tracking.logging_steps == 0 or step == self.total
-        self.progress.step(step, tokens, self._log() if logged else metrics)
+        self.saver.mark(state)
+        if self._is_logged(step):
+            metrics = self._log()
+            self.saver.mark(state)
+        self.progress.step(step, tokens, metrics)
 
-    def _while_patient(self, packs: Sequence[Batch], updated: bool) -> Iterator[Batch]:
+    def _while_patient(self, packs: Sequence[Batch]) -> Iterator[Batch]:
         """The packs of an update. One far from done some seconds after a signal is given up, as if never begun."""
         for pack in packs:
-            if self.stop and time.monotonic() - self._asked > PATIENCE_S:
-                self._give_up_step(updated)
+            if self._stop.overdue:
+                self._give_up("takes too long to finish")
             yield pack
-
-    def _give_up_step(self, updated: bool) -> None:
-        """Leave in the middle of a step. Where it has `updated` the weights already, the last checkpoint stands."""
-        log.warning("step %d takes too long to finish: it is given up", self.state.step + 1)
-        self.optimizer.forget()
-        if self.state.step and not updated:
-            self.save_checkpoint(self._rng_before)
-        self._leave_if_asked()
 
     @contextmanager
     def drawing(self, evaluating: bool = False) -> Iterator[None]:
         """While completions are drawn and scored: nothing is changed yet, so a signal gives that up at once."""
-        self._drawing = True
         return_free_pages()
         try:
-            if self.stop:
-                raise _GivenUpError
-            yield
-            return_free_pages()
-        except _GivenUpError:
-            self._drawing = False
-            if not evaluating:
-                self._give_up_step(updated=False)
-            self.save_checkpoint()
-            self._leave_if_asked()
-        finally:
-            self._drawing = False
+            with self._stop.giving_up():
+                yield
+                return_free_pages()
+        except GivenUpError:
+            self._give_up("" if evaluating else "takes too long to finish")
+
+    def _give_up(self, why: str = "") -> None:
+        """Leave for a signal in the middle of a step, or of an evaluation, as if it had never begun."""
+        if why:
+            log.warning("step %d %s: it is given up", self.state.step + 1, why)
+        self.saver.save_finished()
+        self._stop.leave_if_asked()
 
     def rate(self, step: int) -> float:
         kind = self.job.config.training.lr_scheduler_type
@@ -231,11 +222,16 @@ class Loop:
 
     def _after_step(self) -> None:
         state, every = self.state, self.job.config.checkpoint.save_steps
+        if self.saver.rollouts is not None:
+            self.saver.rollouts.check()
         if self._patience_is_over() and state.window:  # it is the last step: nothing will be left to log
             self._log()
-        if state.step % every == 0 or state.step == self.total or self._patience_is_over() or self.stop:
+        if state.step % every == 0 or state.step == self.total or self._patience_is_over() or self._stop.asked:
             self.save_checkpoint()
-        self._leave_if_asked()
+        self._stop.leave_if_asked()
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.job.config.tracking.logging_steps == 0 or step == self.total
 
     def _log(self) -> dict[str, float]:
         """A line of the means since the last one."""
@@ -288,6 +284,7 @@ class Loop:
         self.job.run.log(self.state.step, metrics)
         self.progress.validation(self.state.step, metrics)
         self._keep_best(metrics)
+        self.saver.mark(self.state)
         return metrics
 
     def evaluated_rows(self, dataset: Dataset) -> int:
@@ -302,9 +299,8 @@ class Loop:
         size = self.evaluated_rows(dataset)
         for start in progress(range(0, size, self.batch_size), f"evaluating {name}"):
             yield objective_of([dataset[i] for i in range(start, min(start + self.batch_size, size))])
-            if self.stop:
-                self.save_checkpoint()
-                self._leave_if_asked()
+            if self._stop.asked:
+                self._give_up()
 
     def _keep_best(self, metrics: Mapping[str, float]) -> None:
         name = self.job.config.checkpoint.best_metric
@@ -317,7 +313,7 @@ class Loop:
             log.warning("step %d: %s is not finite, so it is not the best", self.state.step, name)
         elif best is None or (value < best if name.endswith("loss") else value > best):
             self.state.best, self.state.evaluations_since_best = value, 0
-            self.job.run.save_model(self.job.run.best, self.state.step, self._write_model)
+            self.job.run.save_model(self.job.run.best, self.state.step, self.saver.write_model)
             return
         self.state.evaluations_since_best += 1
 
@@ -327,75 +323,10 @@ class Loop:
 
     # Saving, stopping, resuming
 
-    def save_checkpoint(self, rng: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None) -> None:
-        """The model, the optimizer, the generators (or `rng`) and where the loop stands; whole or not at all."""
-        began = time.perf_counter()
-        check_finite(self.optimizer.masters, self.state.step)
-        self.before_saving()
-        generators, facts = rng or rng_state()
-
-        def write(folder: Path) -> None:
-            self._write_model(folder)
-            tensors = self.optimizer.state()
-            save_tensors(folder / "optimizer.safetensors", tensors)
-            save_tensors(folder / "rng.safetensors", generators)
-            saved = Saved(self.state, facts, self.data.fingerprint, self.total, len(tensors))
-            save_json(folder / "state.json", saved.as_json())
-            (folder / "config.yaml").write_text(self.job.run.config_yaml, encoding="utf-8")
-
-        saved = self.job.run.save_checkpoint(self.state.step, write, self.job.config.checkpoint.save_total_limit)
-        seconds = time.perf_counter() - began
-        self.state.save_seconds += seconds
-        logging.getLogger(QUIET_LOGGER).info("saved %s in %.3f s", saved.name, seconds)
-
-    def _restore(self, checkpoint: Path) -> None:
-        """Take over where a checkpoint stands, and set the run folder back to it: last, when nothing can be amiss."""
-        saved = Saved.read(checkpoint)
-        if saved.data != self.data.fingerprint:
-            raise RunError(
-                f"{checkpoint}: the training data is not what this run began with (another file, split, template or "
-                "tokenizer): give it back, or start a new run"
-            )
-        tensors = load_tensors(checkpoint / "optimizer.safetensors")
-        if saved.tensors not in (None, len(tensors)):
-            raise DamagedError(f"optimizer.safetensors: it has {len(tensors)} tensors, saved were {saved.tensors}")
-        self.optimizer.load_state(tensors)
-        restore_rng(load_tensors(checkpoint / "rng.safetensors"), saved.rng)
-        self.state = saved.loop
-        self.job.run.rewind(self.state.step, self.state.evaluated)
-        metric = load(checkpoint / "config.yaml").config.checkpoint.best_metric
-        future = self.state.best is not None and not self.job.run.best.exists()
-        if future or metric != self.job.config.checkpoint.best_metric:
-            self.state.best, self.state.evaluations_since_best = None, 0  # of another metric, or of a future given up
-        log.info("resumed from %s at step %d of %d", checkpoint.name, self.state.step, self.total)
-        say_how_the_schedule_changed(self.job.config.training, self.peak_rate, self.state.step, saved.total, self.total)
-
-    def _write_model(self, folder: Path) -> None:
-        self.policy.save_pretrained(folder)  # pyright: ignore[reportCallIssue]
-        self.job.tokenizer.save_pretrained(folder)
+    def save_checkpoint(self) -> None:
+        """The model, the optimizer, the generators and where the loop stands; whole or not at all."""
+        self.saver.save(self.state)
 
     def save_final(self) -> None:
         """`final/`: the model as transformers or PEFT load it, with its tokenizer and template."""
-        self.job.run.save_model(self.job.run.final, self.state.step, self._write_model)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM finish the step, save a checkpoint and leave; a second SIGINT leaves at once."""
-
-        def ask(number: int, frame: object) -> None:
-            if self.stop and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            first = not self.stop
-            self.stop, self._asked = signal.Signals(number).name, time.monotonic()
-            if self._drawing and first:
-                raise _GivenUpError
-            log.warning("%s: finishing the step, then saving a checkpoint (again to leave at once)", self.stop)
-
-        with handling(ask, signal.SIGINT, signal.SIGTERM):
-            yield
-
-    def _leave_if_asked(self) -> None:
-        if self.stop == "SIGINT":
-            raise KeyboardInterrupt("stopped by Ctrl-C; go on with --resume")
-        if self.stop:
-            raise SystemExit(128 + signal.SIGTERM)
+        self.job.run.save_model(self.job.run.final, self.state.step, self.saver.write_model)

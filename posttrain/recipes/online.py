@@ -36,6 +36,7 @@ class Step:
         self.clipped_R = torch.zeros(rollout.num_tokens, dtype=torch.bool, device=job.device)  # there
         self.reference_R: Tensor | None = None
         self.advantage_R = torch.zeros(rollout.num_tokens, device=job.device)
+        self.signs: dict[str, float] | None = None  # how far engine and trainer are apart, once that is known
 
     def sums(self, value_R: Tensor) -> Tensor:
         """A value for each token, summed over each completion: (R) to (S)."""
@@ -130,15 +131,16 @@ def sampler_signs(trainer_N: Tensor, sampler_N: Tensor) -> dict[str, float]:
     }
 
 
-def signs_of(job: Job, sample: Sampler, trainer_R: Tensor, rollout: Rollout, chosen: Tensor) -> dict[str, float]:
-    """The signs over the chosen completions. Raises VitalSignError where they are not what rounding explains."""
-    inside_R = torch.isin(rollout.sequence_R, chosen)
-    if not inside_R.any():
-        return {}
-    signs = sampler_signs(trainer_R.cpu()[inside_R], rollout.sampler_R[inside_R])
+def look_at_sampler(job: Job, sample: Sampler, step: Step) -> None:
+    """Take down the signs of a step whose tokens the trainer has scored; before its first update, so that nothing is
+    learned from an engine with other weights. Raises VitalSignError where they are not what rounding explains."""
+    rollout = step.rollout
+    inside_R = torch.isin(rollout.sequence_R, step.in_loss_S)
+    if step.signs is not None or not inside_R.any():
+        return
+    step.signs = sampler_signs(step.trainer_R.cpu()[inside_R], rollout.sampler_R[inside_R])
     if not sample.filtered:  # a filter makes the drawn tokens likelier than they are in the policy
-        check_sampler(signs["sampling/sampling_logp_difference/max"], job.dtype, job.config.rollout.engine)
-    return signs
+        check_sampler(step.signs["sampling/sampling_logp_difference/max"], job.dtype, job.config.rollout.engine)
 
 
 def evaluate(loop: Loop, sample: Sampler, store: RolloutStore | None) -> None:

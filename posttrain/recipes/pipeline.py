@@ -20,7 +20,7 @@ from rich.table import Table
 from posttrain.config import RunConfig, Stage, check_skip, dump, load
 from posttrain.config.rewards import ModelReward, Reward
 from posttrain.console import PlainConsole
-from posttrain.errors import OUT_OF_MEMORY, ConfigError, PosttrainError, RunError, is_out_of_memory
+from posttrain.errors import ConfigError, PosttrainError, RunError, is_out_of_memory, message_of
 from posttrain.recipes.resume import refuse_changes
 from posttrain.store.atomic import write_file
 from posttrain.store.checkpoint import has_saved, verify
@@ -203,7 +203,7 @@ class Pipeline:
             train_one(task, begun, overwrite)
             task.outcome = FINISHED
         except Exception as error:
-            reason = OUT_OF_MEMORY if is_out_of_memory(error) else str(error) or type(error).__name__
+            reason = message_of(error)
             task.outcome, task.note = FAILED, " ".join(reason.split())
             if len(self.active) == 1:
                 raise

@@ -12,6 +12,7 @@ off.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from posttrain.recipes.alarms import Alarms
 from posttrain.recipes.drawn import rollout_store, sampler_of
 from posttrain.recipes.job import Job
 from posttrain.recipes.loop import Loop
-from posttrain.recipes.online import Step, evaluate, in_packs, minibatches, scored, signs_of
+from posttrain.recipes.online import Step, evaluate, in_packs, look_at_sampler, minibatches, scored
 from posttrain.recipes.reference import token_reference
 from posttrain.recipes.vital import check_margins, check_packing, check_ratio
 from posttrain.rollout import Part
@@ -77,7 +78,7 @@ def train(job: Job) -> Loop:
             metrics = {name: value_N.detach().sum() / tokens for name, value_N in means.items()}
             return loss_N.sum() / tokens, metrics | {"max_ratio": change_N.amax().exp()}
 
-        return Objective(share, sequences)
+        return Objective(share, sequences, check=partial(look_at_sampler, job, sample, step))
 
     def updates_of(step: PPOStep, number: int) -> Iterator[tuple[list[Part], Objective[Part]]]:
         for epoch in range(method.num_ppo_epochs):
@@ -109,25 +110,20 @@ def train(job: Job) -> Loop:
                 estimate_advantages(method, step, kl_coef)
 
             def measure(metrics: Mapping[str, float], step=step, number=number, kl_coef=kl_coef) -> dict[str, float]:
-                found = step.rollout.metrics() | values_seen(step)
-                if metrics:
-                    found |= signs_of(job, sample, step.trainer_R, step.rollout, step.in_loss_S)
+                found = step.rollout.metrics() | values_seen(step) | (step.signs or {})
                 if step.kl_S is not None:
                     found |= {"kl": step.kl_S.mean().item(), "kl_coef": kl_coef}
+                    if method.target_kl is not None:
+                        memory["kl_coef"] = adapted_kl_coef(
+                            kl_coef, found["kl"], target=method.target_kl, horizon=method.kl_horizon,
+                            completions=len(step.kl_S),
+                        )  # fmt: skip
                 alarms.look(number, {**metrics, **found})
+                if store is not None:
+                    store.add(number, number / loop.steps_per_epoch, *step.stored())
                 return found
 
             loop.updates(updates_of(step, number), measure)
-            if method.target_kl is not None and step.kl_S is not None:
-                memory["kl_coef"] = adapted_kl_coef(
-                    kl_coef,
-                    step.kl_S.mean().item(),
-                    target=method.target_kl,
-                    horizon=method.kl_horizon,
-                    completions=len(step.kl_S),
-                )
-            if store is not None:
-                store.add(number, number / loop.steps_per_epoch, *step.stored())
             sample.engine.load(policy, number)
             if loop.evaluation_due:
                 evaluate(loop, sample, store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from posttrain.store.rollouts import NAME as ROLLOUTS
 
 log = logging.getLogger("posttrain")
 
-# How long to train, and how often to log, save and evaluate; where the folder lies and what computes.
+# How long to train, how often to log, save and evaluate; where the folder lies; what computes, in which portions.
 CHANGEABLE = (
     "name",
     "output_dir",
     "training.max_steps",
     "training.num_train_epochs",
+    "training.tokens_per_pack",
+    "training.gradient_checkpointing",
     "evaluation.eval_steps",
     "evaluation.at_start",
     "evaluation.num_batches",
@@ -65,7 +68,8 @@ def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
     if changed:
         raise RunError(
             f"{checkpoint} was made with other settings ({'; '.join(changed)}). A resumed run may change step and "
-            "epoch counts, logging, saving and evaluation intervals; for anything else start a new run"
+            "epoch counts, logging, saving and evaluation intervals, and what a step takes of memory "
+            "(training.tokens_per_pack, training.gradient_checkpointing); for anything else start a new run"
         )
 
 
@@ -98,6 +102,22 @@ def report_lost(folder: Path, checkpoint: Path, config: RunConfig, lines: Sequen
             f"{folder / ROLLOUTS} is missing: the completions up to step {state.step} are lost, and `posttrain "
             "rollouts`, `why` and `regrade` will know later ones only. Training does not need them"
         )
+
+
+def smaller_packs(config: RunConfig, folder: Path) -> str:
+    """What to do when memory was too small: the command that resumes `folder` with half of the tokens in a pack.
+
+    A pack must have room for the longest example; where it has no more than that, layers are recomputed in backward.
+    """
+    now, least = config.training.tokens_per_pack, config.longest_example
+    command = ["posttrain", "train", "--resume", str(folder)]
+    if now > least:
+        command += ["--tokens-per-pack", str(max(now // 2, least))]
+    elif config.training.gradient_checkpointing is not True:
+        command += ["--gradient-checkpointing", "true"]
+    else:
+        return "packs are as small as data.max_length lets them be: a run that fits needs another data.max_length"
+    return f"To go on with less: {shlex.join(command)}"
 
 
 def _may_change(path: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ class State:
     window: dict[str, float] = field(default_factory=dict)  # sums since the last log line
     window_steps: dict[str, int] = field(default_factory=dict)  # those that had the metric
     memory: dict[str, float] = field(default_factory=dict)  # what the method itself has to remember
+
+    def copy(self) -> State:
+        """The same numbers, apart from what becomes of these."""
+        return replace(self, window=dict(self.window), window_steps=dict(self.window_steps), memory=dict(self.memory))
 
     def as_json(self) -> dict[str, Any]:
         """For `from_json`. JSON has no NaN, which a metric may be although loss and gradient are finite."""

@@ -2,7 +2,8 @@
 
 A step is one transaction, written by a thread of its own while training goes on: it is there with all its groups or not
 at all. A checkpoint waits until what came before it is on disk, and a resumed run begins by deleting what came after,
-so that no rollout is lost or there twice. When the file would grow beyond its limit the oldest steps make room.
+so that no rollout is lost or there twice. Steps that could not be written end the run, lie in the checkpoint that it
+then saves, and are written when it is resumed. When the file would grow beyond its limit the oldest steps make room.
 
 Per-token numbers are little-endian arrays (float32, int32 for tokens, uint8 for flags), one a completion.
 """
@@ -44,6 +45,7 @@ CREATE TABLE IF NOT EXISTS evaluations (
 );
 CREATE INDEX IF NOT EXISTS evaluations_step ON evaluations (step);
 """
+TABLES = ("prompts", "rollouts", "evaluations")
 TOKENS = {"tokens": np.dtype("<i4"), "clipped": np.dtype("u1")}  # the other arrays are float32
 ARRAYS = ("tokens", "sampler_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "advantages", "clipped")
 BUSY_S = 30.0  # how long another program may keep the file locked
@@ -100,40 +102,62 @@ class _Write:
 
 
 class RolloutStore:
-    """The writer of a run's rollouts. Raises RunError, at the latest at the next checkpoint, when it cannot write."""
+    """The writer of a run's rollouts. `check` and `flush` raise RunError when it cannot write."""
 
-    def __init__(self, folder: Path, max_bytes: int, after: int):
-        """Open or create the file; what is there of steps after `after` is of a future that was given up."""
+    def __init__(self, folder: Path, max_bytes: int, after: int, checkpoint: Path | None = None):
+        """Open or create the file; what is there of steps after `after` is of a future that was given up.
+
+        `checkpoint` is the one that the run goes on from: steps that lie there, unwritten, are written now.
+        """
         self.path, self.max_bytes = folder / NAME, max_bytes
         try:
             self._connection = _connect(self.path)
             with self._connection as connection:
                 connection.executescript(SCHEMA)
-                for table in ("prompts", "rollouts", "evaluations"):
+                for table in TABLES:
                     connection.execute(f"DELETE FROM {table} WHERE step > ?", (after,))
+                if checkpoint is not None and (checkpoint / NAME).is_file():
+                    _take_over(connection, checkpoint / NAME)
         except sqlite3.Error as error:
             raise _refusal(self.path, error) from error
         self._waiting: queue.Queue[_Write | None] = queue.Queue(WAITING)
         self._failed: Exception | None = None
+        self._unwritten: list[_Write] = []
         self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
         self._thread.start()
 
     def add(self, step: int, epoch: float, prompts: Sequence[StoredPrompt], rollouts: Sequence[StoredRollout]) -> None:
-        """Have a step written."""
-        self._put(_Write(step, epoch, prompts, rollouts))
+        """Have a step written, or kept for `save_unwritten`: it is in safe hands whatever the file is like."""
+        self._waiting.put(_Write(step, epoch, prompts, rollouts))
 
     def add_evaluation(self, step: int, dataset: str, evaluations: Sequence[StoredEvaluation]) -> None:
         """Have the evaluation of a data set written, in place of one of the same step."""
-        self._put(_Write(step, 0.0, dataset=dataset, evaluations=evaluations))
+        self._waiting.put(_Write(step, 0.0, dataset=dataset, evaluations=evaluations))
 
-    def _put(self, write: _Write) -> None:
-        self._raise_failure()
-        self._waiting.put(write)
+    def check(self) -> None:
+        """Raise RunError when something could not be written."""
+        if self._failed is not None:
+            raise _refusal(self.path, self._failed) from self._failed
 
     def flush(self) -> None:
         """Return when everything given so far is on disk."""
         self._waiting.join()
-        self._raise_failure()
+        self.check()
+
+    def save_unwritten(self, folder: Path, until: int) -> None:
+        """Write what could not be written, of steps up to `until`, to a file in a checkpoint's folder, if there is any.
+
+        A store that goes on from that checkpoint takes it over.
+        """
+        self._waiting.join()
+        writes = [write for write in self._unwritten if write.step <= until]
+        if not writes:
+            return
+        with closing(sqlite3.connect(folder / NAME)) as connection:
+            connection.executescript(SCHEMA)
+            for write in writes:
+                _insert(connection, write)
+            connection.commit()
 
     def close(self) -> None:
         """Write what waits, and end the thread. Raises nothing: a run that ends in an error keeps its own."""
@@ -142,61 +166,20 @@ class RolloutStore:
         if self._failed is not None:
             log.warning("%s", _refusal(self.path, self._failed))
 
-    def _raise_failure(self) -> None:
-        if self._failed is not None:
-            raise _refusal(self.path, self._failed) from self._failed
-
     def _work(self) -> None:
         with closing(self._connection) as connection:
             while (write := self._waiting.get()) is not None:
                 try:
                     if self._failed is None:
-                        self._write(connection, write)
+                        with connection:  # one transaction
+                            _insert(connection, write)
+                            self._make_room(connection, write.step)
                 except Exception as error:  # whatever it is: with this thread gone, `add` would wait forever
                     self._failed = error
-                finally:
-                    self._waiting.task_done()
+                if self._failed is not None:
+                    self._unwritten.append(write)
+                self._waiting.task_done()
             self._waiting.task_done()
-
-    def _write(self, connection: sqlite3.Connection, write: _Write) -> None:
-        with connection:  # one transaction
-            connection.executemany(
-                "INSERT INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (write.step, index, p.row, write.epoch, p.text, _blob("tokens", p.tokens), _json(p.facts))
-                    for index, p in enumerate(write.prompts)
-                ],
-            )
-            connection.executemany(
-                f"INSERT INTO rollouts VALUES ({', '.join('?' * (9 + len(ARRAYS)))})",
-                [
-                    (
-                        write.step,
-                        r.prompt_index,
-                        r.rollout_index,
-                        r.completion,
-                        r.reward,
-                        r.advantage,
-                        r.finish_reason,
-                        r.version,
-                        _json(r.parts),
-                        *(_blob(name, r.arrays.get(name)) for name in ARRAYS),
-                    )
-                    for r in write.rollouts
-                ],
-            )
-            connection.execute("DELETE FROM evaluations WHERE step = ? AND dataset = ?", (write.step, write.dataset))
-            connection.executemany(
-                "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (
-                        write.step, write.dataset, e.row, e.prompt, e.completion, e.reward, e.finish_reason,
-                        _json(e.parts), _blob("tokens", e.tokens),
-                    )
-                    for e in write.evaluations
-                ],
-            )  # fmt: skip
-            self._make_room(connection, write.step)
 
     def _make_room(self, connection: sqlite3.Connection, newest: int) -> None:
         """Delete the oldest steps while the file holds more than its limit; the newest step always stays."""
@@ -204,7 +187,7 @@ class RolloutStore:
             oldest = connection.execute("SELECT MIN(step) FROM prompts").fetchone()[0]
             if oldest is None or oldest >= newest:
                 return
-            for table in ("prompts", "rollouts", "evaluations"):
+            for table in TABLES:
                 connection.execute(f"DELETE FROM {table} WHERE step <= ?", (oldest,))
 
 
@@ -223,6 +206,59 @@ def _refusal(path: Path, error: Exception) -> RunError:
     }
     remedy = remedies.get(code, "Mend that")
     return RunError(f"{path} cannot be written: {error}. {remedy}, then go on with --resume")
+
+
+def _insert(connection: sqlite3.Connection, write: _Write) -> None:
+    connection.executemany(
+        "INSERT INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?)",
+        [
+            (write.step, index, p.row, write.epoch, p.text, _blob("tokens", p.tokens), _json(p.facts))
+            for index, p in enumerate(write.prompts)
+        ],
+    )
+    connection.executemany(
+        f"INSERT INTO rollouts VALUES ({', '.join('?' * (9 + len(ARRAYS)))})",
+        [
+            (
+                write.step,
+                r.prompt_index,
+                r.rollout_index,
+                r.completion,
+                r.reward,
+                r.advantage,
+                r.finish_reason,
+                r.version,
+                _json(r.parts),
+                *(_blob(name, r.arrays.get(name)) for name in ARRAYS),
+            )
+            for r in write.rollouts
+        ],
+    )
+    connection.execute("DELETE FROM evaluations WHERE step = ? AND dataset = ?", (write.step, write.dataset))
+    connection.executemany(
+        "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [
+            (
+                write.step, write.dataset, e.row, e.prompt, e.completion, e.reward, e.finish_reason,
+                _json(e.parts), _blob("tokens", e.tokens),
+            )
+            for e in write.evaluations
+        ],
+    )  # fmt: skip
+
+
+def _take_over(connection: sqlite3.Connection, file: Path) -> None:
+    """Write the steps of a file that `save_unwritten` made."""
+    connection.commit()  # no file can be attached within a transaction
+    connection.execute("ATTACH DATABASE ? AS unwritten", (str(file),))
+    connection.execute(
+        "DELETE FROM main.evaluations WHERE (step, dataset) IN (SELECT step, dataset FROM unwritten.evaluations)"
+    )
+    for table in TABLES:
+        columns = ", ".join(f'"{row[1]}"' for row in connection.execute(f"PRAGMA unwritten.table_info({table})"))
+        connection.execute(f"INSERT OR REPLACE INTO main.{table} ({columns}) SELECT {columns} FROM unwritten.{table}")
+    connection.commit()
+    connection.execute("DETACH DATABASE unwritten")
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
-from posttrain.errors import PosttrainError, RunError
+from posttrain.errors import PosttrainError, RunError, Stopped, reason_of
 from posttrain.store import checkpoint
 from posttrain.store.atomic import LEFTOVER, cannot_write, recover, write_file
 from posttrain.store.files import load_json, save_json
@@ -38,8 +38,8 @@ class Run:
 
         with Run.create(folder, config_yaml, {"seed": 0}) as run: ...
 
-    Leaving the block records the outcome in `run.json`: finished, interrupted (KeyboardInterrupt, SystemExit) or failed
-    with the reason. While it is open, messages of the logger `posttrain` also go to `training.log`.
+    Leaving the block records the outcome in `run.json`: finished, interrupted (Ctrl-C, a signal) or failed, with the
+    reason in a sentence. While it is open, messages of the logger `posttrain` also go to `training.log`.
     """
 
     def __init__(self, folder: Path, lock: FolderLock, facts: dict[str, Any]):
@@ -50,6 +50,7 @@ class Run:
         self._metrics = MetricsFile(folder)
         self._log = RunLog(folder / "training.log")
         self._followers: list[Callable[[dict[str, Any]], None]] = []
+        self._save_after: Callable[[BaseException], None] = lambda error: None
 
     @classmethod
     def create(cls, folder: Path, config_yaml: str, provenance: Mapping[str, Any], *, overwrite: bool = False) -> Self:
@@ -248,10 +249,8 @@ class Run:
             if error is None:
                 if self.state == "running":
                     self.set_state("finished")
-            elif isinstance(error, KeyboardInterrupt | SystemExit):
-                self.set_state("interrupted", str(error) or type(error).__name__)
             else:
-                self._record_failure(error)
+                self._record_end(error)
         except RunError as second:
             if error is None:
                 raise
@@ -259,12 +258,25 @@ class Run:
         finally:
             self.close()
 
-    def _record_failure(self, error: BaseException) -> None:
-        """Say in training.log (only there: the console is the caller's) and run.json why the run failed."""
-        expected = isinstance(error, PosttrainError)
-        trace = None if expected else (type(error), error, error.__traceback__)
-        self._log.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, "%s", (error,), trace))
-        self.set_state("failed", str(error) if expected else f"{type(error).__name__}: {error}")
+    def on_failure(self, save: Callable[[BaseException], None]) -> None:
+        """Call `save(error)` when an exception leaves the block: whatever that raises, the run ends with `error`."""
+        self._save_after = save
+
+    def _record_end(self, error: BaseException) -> None:
+        """Save what would be lost; say in training.log (only there: the console is the caller's) and run.json why the
+        run has ended."""
+        reason = reason_of(error)  # before its traceback is cleared
+        asked = isinstance(error, KeyboardInterrupt | Stopped)
+        if not asked:
+            trace = None if isinstance(error, PosttrainError) else (type(error), error, error.__traceback__)
+            self._log.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, "%s", (reason,), trace))
+        try:
+            self._save_after(error)
+        except BaseException as second:
+            note = f"the steps since the last checkpoint are not saved: {reason_of(second)}"
+            log.warning(note)
+            error.add_note(note)
+        self.set_state("interrupted" if asked else "failed", reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,199 @@
+"""Runs that fail by themselves save what they have done; resumed, they end as if they had not failed, to the bit."""
+
+import json
+import shlex
+import sqlite3
+
+import pytest
+import test_online
+from safetensors.torch import load_file
+from test_resume import assert_same_run, settings, start
+
+from benchmarks import sums
+from posttrain.cli import main
+from posttrain.config import load
+from posttrain.engines import EmbeddedEngine
+from posttrain.errors import EngineError, RewardError, RunError
+from posttrain.optim.adamw import AdamW
+from posttrain.recipes import ppo, sft
+from posttrain.recipes.loop import Loop
+from posttrain.recipes.resume import smaller_packs
+from posttrain.recipes.saving import Saver
+from posttrain.store import rollouts
+from posttrain.store.checkpoint import list_checkpoints
+from posttrain.store.files import load_json
+from posttrain.store.run import Run, read_run
+
+
+def names(folder) -> list[str]:
+    return [path.name for path in list_checkpoints(folder)]
+
+
+def at_call(monkeypatch, owner, name: str, number: int, error: BaseException):
+    """The n-th call of a function raises."""
+    function, calls = getattr(owner, name), []
+
+    def fails(*args, **more):
+        calls.append(name)
+        if len(calls) == number:
+            raise error
+        return function(*args, **more)
+
+    monkeypatch.setattr(owner, name, fails)
+
+
+# --- methods that draw nothing --------------------------------------------------------------------------------------
+
+
+def sft_sections(shared, scratch_model) -> dict:
+    """Two or more packs a step, adapters with dropout, an evaluation at every third step."""
+    sections = settings(shared, scratch_model, "sft", max_steps=5, tokens_per_pack=600)
+    return sections | {"checkpoint": {"best_metric": "eval_loss"}, "tracking": {"logging_steps": 2}}
+
+
+FAILURES = {  # what fails at which of its calls, with what; the step that is saved, the state's reason
+    "backward": (sft, "nll", 12, RuntimeError("no kernel"), RuntimeError, 3, "RuntimeError: no kernel (test_failures"),
+    "exit": (sft, "nll", 12, SystemExit(1), RunError, 3, "sys.exit(1) was called (test_failures.py line"),
+    "line": (Run, "log", 4, RunError("disk full"), RunError, 4, "disk full"),
+    "evaluation": (Saver, "write_model", 2, RunError("disk full"), RunError, 3, "disk full"),
+    "rows": (Loop, "_examples", 5, OSError("gone"), OSError, 4, "OSError: gone (test_failures.py line"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(shared, scratch_model, tmp_path_factory):
+    """The run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("whole")
+    start(folder, sft_sections(shared, scratch_model))
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.slow) if what in ("exit", "rows") else what for what in FAILURES]
+)
+def test_a_run_that_fails_saves_its_last_finished_step(tmp_path, shared, scratch_model, whole, monkeypatch, what):
+    sections = sft_sections(shared, scratch_model)
+    *place, error, kind, step, reason = FAILURES[what]
+    with monkeypatch.context() as patch:
+        at_call(patch, *place, error)
+        with pytest.raises(kind):
+            start(tmp_path, sections)
+    run = tmp_path / "run"
+    assert names(run) == [f"checkpoint-{step}"]
+    info = read_run(run)
+    assert info.state == "failed" and reason in info.reason
+    start(tmp_path, sections, resume=True)
+    assert_same_run(whole, run)
+
+
+# --- methods that draw completions ----------------------------------------------------------------------------------
+
+
+def stored(folder) -> dict[str, list]:
+    """Everything in rollouts.sqlite, in order."""
+    with sqlite3.connect(folder / rollouts.NAME) as connection:
+        return {
+            "prompts": connection.execute("SELECT * FROM prompts ORDER BY step, prompt_index").fetchall(),
+            "rollouts": connection.execute(
+                "SELECT * FROM rollouts ORDER BY step, prompt_index, rollout_index"
+            ).fetchall(),
+            "evaluations": connection.execute("SELECT * FROM evaluations ORDER BY step, dataset, row").fetchall(),
+        }
+
+
+def online(sums_home, folder, method, resume=False, **sections):
+    """Four steps with an evaluation at the second, saved at the end alone."""
+    data = {"source": str(sums_home / "train.jsonl"), "template": "none", "max_length": 24, "validation": {"rows": 4}}
+    training = {"max_steps": 4, "batch_size": 4}
+    evaluation = {"eval_steps": 2, "at_start": False}
+    return test_online.train(
+        sums_home, folder, method, resume=resume, data=data, training=training, evaluation=evaluation, **sections
+    )
+
+
+@pytest.fixture(scope="module")
+def whole_online(sums_home, tmp_path_factory):
+    """Runs that nothing happens to, by the name of the method, each made once."""
+    made = {}
+
+    def of(name: str):
+        if name not in made:
+            made[name] = online(sums_home, tmp_path_factory.mktemp(name), METHODS[name])
+        return made[name]
+
+    return of
+
+
+METHODS = {
+    "grpo": {"beta": 0.05},
+    "ppo": {"type": "ppo", "num_ppo_epochs": 2, "num_minibatches": 2, "target_kl": 1.0},
+}
+ONLINE = {  # the method; what fails at which of its calls, with what; what is raised; the step that is saved
+    "reward": ("grpo", sums, "exact", 4, ValueError("no"), RewardError, 2),  # steps 1 and 2, the evaluation, step 3
+    "engine": ("grpo", EmbeddedEngine, "load", 5, EngineError("dead"), EngineError, 3),  # made, at the start, 1 to 3
+    "update": ("ppo", ppo, "value_loss", 11, RuntimeError("no kernel"), RuntimeError, 2),  # the third of step 3
+    "optimizer": ("ppo", AdamW, "_publish", 99, MemoryError(), MemoryError, 0),
+}
+
+
+@pytest.mark.parametrize("what", ONLINE)
+def test_an_online_run_that_fails_saves_its_last_finished_step(sums_home, tmp_path, whole_online, monkeypatch, what):
+    name, *place, error, kind, step = ONLINE[what]
+    if what == "optimizer":  # in the middle of an update, with some tensors moved: the second of step 3
+        tensors = len(load_file(whole_online(name) / "checkpoint-4/model.safetensors")) + 2  # and the value head
+        place[2], step = 9 * tensors + 3, 2
+    with monkeypatch.context() as patch:
+        at_call(patch, *place, error)
+        with pytest.raises(kind):
+            online(sums_home, tmp_path, METHODS[name])
+    assert names(tmp_path / "run") == [f"checkpoint-{step}"]
+    online(sums_home, tmp_path, METHODS[name], resume=True)
+    assert_same_run(whole_online(name), tmp_path / "run")
+    assert stored(whole_online(name)) == stored(tmp_path / "run")
+
+
+# --- saving fails too; memory runs out ------------------------------------------------------------------------------
+
+
+def test_a_save_that_fails_does_not_hide_why_the_run_failed(tmp_path, shared, scratch_model, monkeypatch, capsys):
+    sections = sft_sections(shared, scratch_model)
+    at_call(monkeypatch, sft, "nll", 12, ValueError("the first"))
+    at_call(monkeypatch, Saver, "_write", 1, RunError("no space"))
+    with pytest.raises(ValueError, match="the first") as failed:
+        start(tmp_path, sections)
+    assert failed.value.__notes__ == ["the steps since the last checkpoint are not saved: no space"]
+    assert read_run(tmp_path / "run").reason.startswith("ValueError: the first (")
+    assert "are not saved: no space" in (tmp_path / "run/training.log").read_text()
+
+
+def test_weights_that_have_moved_are_not_saved(tmp_path, shared, scratch_model, monkeypatch):
+    """There is no copy of them where a step has one update: the last checkpoint stands, if there is one."""
+    sections = sft_sections(shared, scratch_model)
+    at_call(monkeypatch, AdamW, "forget", 3, ValueError("late"))
+    with pytest.raises(ValueError, match="late"):
+        start(tmp_path, sections)
+    assert names(tmp_path / "run") == []
+    assert "step 3 was cut short when it had moved the weights" in (tmp_path / "run/training.log").read_text()
+
+
+def test_out_of_memory_ends_with_the_command_that_resumes(tmp_path, shared, scratch_model, monkeypatch, capsys):
+    """The command is taken at its word; packs are no larger than it says, and the run ends with all its steps."""
+    sections = sft_sections(shared, scratch_model)
+    sections["training"]["tokens_per_pack"] = 1400
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(sections | {"output_dir": str(tmp_path)}))
+    with monkeypatch.context() as patch:
+        at_call(patch, AdamW, "step", 4, MemoryError())
+        assert main(["train", str(file)]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[-2].startswith("error: out of memory. Lower training.tokens_per_pack")
+    command = said[-1].removeprefix("To go on with less: ")
+    assert command == f"posttrain train --resume {tmp_path}/run --tokens-per-pack 700"
+    assert names(tmp_path / "run") == ["checkpoint-3"]
+    assert main(shlex.split(command)[1:]) == 0
+    assert "resumed from checkpoint-3 at step 3 of 5" in (tmp_path / "run/training.log").read_text()
+    assert load_json(tmp_path / "run/results.json")["steps"] == 5
+    config = load(tmp_path / "run/config.yaml").config
+    assert config.training.tokens_per_pack == 700
+    least = config.model_copy(update={"training": config.training.model_copy(update={"tokens_per_pack": 600})})
+    assert smaller_packs(least, tmp_path).endswith("--gradient-checkpointing true")
