@@ -12,8 +12,9 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.errors import RunError
+from posttrain.store.folder import never_stepped
 from posttrain.store.listing import in_units, size_of, summarise
-from posttrain.store.run import Run, find_runs, never_stepped
+from posttrain.store.run import Run, find_runs
 
 CONFIG = """\
 name: toy
@@ -171,10 +172,15 @@ def test_a_run_that_failed_before_its_first_step_is_begun_anew(tmp_path, caplog)
     folder = tmp_path / "x"
     with pytest.raises(RunError), Run.create(folder, CONFIG, {}) as run:
         run.log(0, {"eval_loss": 1.0})
+        run.save_model(run.best, 0, lambda folder: None)
+        for name in ("rollouts.sqlite", "rollouts.sqlite-wal", "best.tmp-7"):
+            (folder / name).write_text("begun")
         raise RunError("no such model")
     assert never_stepped(folder)
     with caplog.at_level("INFO", "posttrain"), Run.create(folder, "name: again\n", {}) as run:
         assert run.read_metrics() == [] and run.config_yaml == "name: again\n"
+        run.save_model(run.best, 1, lambda folder: None)
+        assert not never_stepped(folder)  # a model that was trained
         run.log(1, {"loss": 1.0})
         run.set_state("failed", "later")
     assert "had ended before its first step: it is begun anew" in caplog.text

@@ -1,8 +1,12 @@
 """Runs that fail by themselves save what they have done; resumed, they end as if they had not failed, to the bit."""
 
+import asyncio
 import json
+import os
 import shlex
+import signal
 import sqlite3
+import sys
 
 import pytest
 import test_online
@@ -197,3 +201,85 @@ def test_out_of_memory_ends_with_the_command_that_resumes(tmp_path, shared, scra
     assert config.training.tokens_per_pack == 700
     least = config.model_copy(update={"training": config.training.model_copy(update={"tokens_per_pack": 600})})
     assert smaller_packs(least, tmp_path).endswith("--gradient-checkpointing true")
+
+
+# --- signals in a reward, closed pipes and terminals, a folder without a step ----------------------------------------
+
+
+@pytest.mark.parametrize("kept", [Exception, BaseException])
+def test_ctrl_c_in_a_reward_that_catches_what_it_can(sums_home, tmp_path, whole_online, monkeypatch, kept):
+    """The code of a reward may catch every exception: the run ends all the same, with all its finished steps."""
+    exact, calls = sums.exact, []
+
+    def catching(completions, answer, **columns):
+        calls.append(1)
+        try:
+            if len(calls) == 4:  # at the third step, after the evaluation
+                asyncio.run(interrupted())
+        except kept:
+            pass
+        return exact(completions, answer, **columns)
+
+    async def interrupted():
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        await asyncio.sleep(0.01)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sums, "exact", catching)
+        with pytest.raises(KeyboardInterrupt, match="go on with --resume"):
+            online(sums_home, tmp_path, METHODS["grpo"])
+    info = read_run(tmp_path / "run")
+    assert (info.state, info.reason) == ("interrupted", "stopped by Ctrl-C")
+    assert names(tmp_path / "run") == ["checkpoint-2"]
+    online(sums_home, tmp_path, METHODS["grpo"], resume=True)
+    assert_same_run(whole_online("grpo"), tmp_path / "run")
+
+
+def test_a_closed_pipe_and_a_closed_terminal_end_nothing(tmp_path, shared, scratch_model, monkeypatch):
+    """The reader of both streams goes after the first lines; then the terminal."""
+    sections = sft_sections(shared, scratch_model)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(sections | {"output_dir": str(tmp_path)}))
+    reader, writer = os.pipe()
+    update = Loop.update
+
+    def closing(self, packs, objective):
+        update(self, packs, objective)
+        if self.state.step == 2:
+            os.close(reader)
+        elif self.state.step == 3:
+            signal.raise_signal(signal.SIGHUP)
+            print("a reward's own words", flush=True)
+
+    monkeypatch.setattr(Loop, "update", closing)
+    with os.fdopen(writer, "w", buffering=1) as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        patch.setattr(sys, "stderr", stream)
+        assert main(["train", str(file)]) == 0
+        assert sys.stdout is stream
+        stream.write("and nothing is left to fail at the end")
+    assert read_run(tmp_path / "run").state == "finished"
+    log = (tmp_path / "run/training.log").read_text()
+    assert "the terminal was closed: going on without it" in log and "step 5/5" in log and "done in" in log
+
+
+def test_a_command_that_only_shows_ends_with_its_reader(tmp_path, monkeypatch):
+    """As others do by SIGPIPE: at once and without a word."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as left:
+            main(["config", "list"])
+    assert left.value.code == 141
+
+
+def test_a_failure_before_the_first_step_leaves_the_folder_free(sums_home, tmp_path, monkeypatch):
+    """What the run had begun to write, its rollouts among it, does not count."""
+    with monkeypatch.context() as patch:
+        at_call(patch, sums, "exact", 1, ValueError("no"))
+        with pytest.raises(RewardError):
+            online(sums_home, tmp_path, METHODS["grpo"])
+    assert (tmp_path / "run" / rollouts.NAME).exists()
+    online(sums_home, tmp_path, METHODS["grpo"])
+    assert "ended before its first step" in (tmp_path / "run/training.log").read_text()

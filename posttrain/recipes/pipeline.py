@@ -25,9 +25,10 @@ from posttrain.recipes.resume import refuse_changes
 from posttrain.store.atomic import write_file
 from posttrain.store.checkpoint import has_saved, verify
 from posttrain.store.files import load_json
+from posttrain.store.folder import never_stepped
 from posttrain.store.progress import duration
 from posttrain.store.provenance import redact
-from posttrain.store.run import never_stepped, read_run
+from posttrain.store.run import read_run
 
 log = logging.getLogger("posttrain")
 

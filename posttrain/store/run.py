@@ -7,8 +7,6 @@ Importing this module, creating or reading a run folder needs no torch.
 """
 
 import logging
-import re
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,17 +17,15 @@ from typing import Any, Literal, Self, get_args
 
 from posttrain.errors import PosttrainError, RunError, Stopped, reason_of
 from posttrain.store import checkpoint
-from posttrain.store.atomic import LEFTOVER, cannot_write, recover, write_file
-from posttrain.store.files import load_json, save_json
+from posttrain.store.atomic import cannot_write, recover, write_file
+from posttrain.store.files import save_json
+from posttrain.store.folder import FORMAT, check_run_folder, empty, never_stepped, read_facts, refuse_occupied
 from posttrain.store.lock import LOCK, FolderLock, is_locked
 from posttrain.store.logs import RunLog
 from posttrain.store.metrics import MetricsFile, last_metrics, read_metrics
 from posttrain.store.provenance import environment, redact
 
 State = Literal["running", "finished", "interrupted", "failed"]
-FORMAT = 1
-# What a run begins with. A folder that holds nothing else has nothing that a run begun anew would destroy.
-FIRST_FILES = (LOCK, "run.json", "config.yaml", "metrics.jsonl", "training.log", "tracking", "base")
 log = logging.getLogger("posttrain")
 
 
@@ -63,17 +59,17 @@ class Run:
         """
         if folder.exists() and not folder.is_dir():
             raise RunError(f"{folder} is a file: give the run another name or output_dir")
-        _refuse_occupied(folder, overwrite)
+        refuse_occupied(folder, overwrite)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(folder, error) from error
         lock = FolderLock(folder)
         try:
-            _refuse_occupied(folder, overwrite)  # again: another process may have come first
+            refuse_occupied(folder, overwrite)  # again: another process may have come first
             anew = never_stepped(folder)
             if overwrite or anew:
-                _empty(folder)
+                empty(folder)
             recover(folder)
             facts = {
                 "format": FORMAT,
@@ -102,11 +98,11 @@ class Run:
         `check` is called in between: what it raises leaves the run's state as it was. Raises RunError when it is no run
         folder, is damaged, or another process runs in it.
         """
-        _check_run_folder(folder)
+        check_run_folder(folder)
         lock = FolderLock(folder)
         try:
             cleared = recover(folder)
-            facts = _read_facts(folder)
+            facts = read_facts(folder)
             check()
             facts["resumes"].append(redact({"time": _now(), **environment()}))
             facts |= {"state": "running", "reason": None, "ended": None}
@@ -296,8 +292,8 @@ class RunInfo:
 def read_run(folder: Path | str) -> RunInfo:
     """What is known about one run; RunError when it is no run folder or is damaged."""
     folder = Path(folder)
-    _check_run_folder(folder)
-    facts = _read_facts(folder)
+    check_run_folder(folder)
+    facts = read_facts(folder)
     state = facts["state"]
     if state == "running" and is_locked(folder) is False:
         state = "killed"
@@ -319,21 +315,6 @@ def find_runs(output_dir: Path) -> list[Path]:
     return sorted(path.parent for pattern in patterns for path in output_dir.glob(pattern))
 
 
-def never_stepped(folder: Path) -> bool:
-    """Whether a run folder is that of a run that ended before its first step: there is nothing in it to lose."""
-    if not (folder / "run.json").is_file():
-        return False
-    names = [path.name for path in folder.iterdir()]
-    leftovers = [found for name in names if (found := LEFTOVER.fullmatch(name))]
-    half_written = [found[0] for found in leftovers if found["kind"] == "tmp"]  # the other kind is whole
-    if any(name not in FIRST_FILES and name not in half_written for name in names):
-        return False
-    try:
-        return _read_facts(folder)["state"] != "finished" and last_metrics(folder).get("step", 0) == 0
-    except RunError:  # something is damaged: there was something
-        return False
-
-
 def remove_run(folder: Path) -> None:
     """Delete a run folder with all that is in it; links in it are removed, not followed.
 
@@ -341,68 +322,17 @@ def remove_run(folder: Path) -> None:
     """
     if folder.is_symlink():
         raise RunError(f"{folder} is a link to {folder.resolve()}: give that folder, or remove the link yourself")
-    _check_run_folder(folder)
-    _refuse_occupied(folder, overwrite=True)
+    check_run_folder(folder)
+    refuse_occupied(folder, overwrite=True)
     lock = FolderLock(folder)
     try:
-        _empty(folder)
+        empty(folder)
         (folder / LOCK).unlink(missing_ok=True)
         folder.rmdir()
     except OSError as error:
         raise RunError(f"cannot delete {folder}: {error.strerror}") from error
     finally:
         lock.release()
-
-
-def _check_run_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        raise RunError(f"there is no run folder {folder}")
-    if not (folder / "run.json").is_file():
-        raise RunError(f"{folder} is not a run folder: it has no run.json")
-
-
-def _read_facts(folder: Path) -> dict[str, Any]:
-    facts = load_json(folder / "run.json")
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise RunError(f"{folder / 'run.json'} is damaged or of another version of posttrain")
-    return facts
-
-
-def _refuse_occupied(folder: Path, overwrite: bool) -> None:
-    """Raise RunError unless a run may start in `folder`."""
-    begun = re.compile(rf"{re.escape(LOCK)}|run\.json\.tmp-\d+")  # killed at birth: there is nothing yet
-    entries = [path.name for path in folder.iterdir() if not begun.fullmatch(path.name)] if folder.exists() else []
-    if not entries:
-        return
-    nested = sorted(path.parent.name for path in folder.glob("*/run.json"))
-    if nested:
-        raise RunError(
-            f"{folder} holds other runs ({', '.join(nested)}): choose another name, or delete the folder yourself"
-        )
-    if "run.json" not in entries:
-        raise RunError(
-            f"{folder} is not empty and not a run folder (no run.json), so posttrain will not touch it: "
-            "choose another name or output_dir"
-        )
-    if not overwrite and not never_stepped(folder):
-        raise RunError(
-            f"{folder} holds a run already: go on with it (--resume), replace it (--overwrite), or choose another name"
-        )
-
-
-def _empty(folder: Path) -> None:
-    """Delete everything in a run folder; run.json last, so that after a crash it still is one."""
-    entries = sorted(folder.iterdir(), key=lambda path: path.name == "run.json")
-    try:
-        for path in entries:
-            if path.name == LOCK:
-                continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-    except OSError as error:
-        raise RunError(f"cannot empty {folder}: {error}") from error
 
 
 def _now() -> str:

@@ -1,0 +1,102 @@
+"""Folders that a run may begin in: which is a run folder, whether it holds anything worth keeping, and emptying it."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import RunError
+from posttrain.store.atomic import LEFTOVER
+from posttrain.store.checkpoint import saved_step
+from posttrain.store.files import load_json
+from posttrain.store.lock import LOCK
+from posttrain.store.metrics import last_metrics
+
+FORMAT = 1
+# What there may be of a run before its first step.
+FIRST_FILES = (
+    LOCK,
+    "run.json",
+    "config.yaml",
+    "metrics.jsonl",
+    "training.log",
+    "tracking",
+    "base",
+    "best",
+    "rollouts.sqlite",
+    "rollouts.sqlite-wal",
+    "rollouts.sqlite-shm",
+    "rollouts.sqlite-journal",
+)
+
+
+def check_run_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise RunError(f"there is no run folder {folder}")
+    if not (folder / "run.json").is_file():
+        raise RunError(f"{folder} is not a run folder: it has no run.json")
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    facts = load_json(folder / "run.json")
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise RunError(f"{folder / 'run.json'} is damaged or of another version of posttrain")
+    return facts
+
+
+def never_stepped(folder: Path) -> bool:
+    """Whether a run folder holds nothing worth keeping: no checkpoint, no logged step, no file of somebody's own.
+
+    A run that ended before its first step has, at most, what the evaluation before training left: its metrics, its
+    completions, and in `best` the model that it began with.
+    """
+    if not (folder / "run.json").is_file():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    leftovers = [found for name in names if (found := LEFTOVER.fullmatch(name))]
+    half_written = {found[0] for found in leftovers if found["kind"] == "tmp"}  # the other kind is whole
+    if names - half_written - set(FIRST_FILES):
+        return False
+    try:
+        if "best" in names and saved_step(folder / "best") > 0:
+            return False
+        return read_facts(folder)["state"] != "finished" and last_metrics(folder).get("step", 0) == 0
+    except RunError:  # something is damaged: there was something
+        return False
+
+
+def refuse_occupied(folder: Path, overwrite: bool) -> None:
+    """Raise RunError unless a run may start in `folder`."""
+    begun = re.compile(rf"{re.escape(LOCK)}|run\.json\.tmp-\d+")  # killed at birth: there is nothing yet
+    entries = [path.name for path in folder.iterdir() if not begun.fullmatch(path.name)] if folder.exists() else []
+    if not entries:
+        return
+    nested = sorted(path.parent.name for path in folder.glob("*/run.json"))
+    if nested:
+        raise RunError(
+            f"{folder} holds other runs ({', '.join(nested)}): choose another name, or delete the folder yourself"
+        )
+    if "run.json" not in entries:
+        raise RunError(
+            f"{folder} is not empty and not a run folder (no run.json), so posttrain will not touch it: "
+            "choose another name or output_dir"
+        )
+    if not overwrite and not never_stepped(folder):
+        raise RunError(
+            f"{folder} holds a run already: go on with it (--resume), replace it (--overwrite), or choose another name"
+        )
+
+
+def empty(folder: Path) -> None:
+    """Delete everything in a run folder; run.json last, so that after a crash it still is one."""
+    entries = sorted(folder.iterdir(), key=lambda path: path.name == "run.json")
+    try:
+        for path in entries:
+            if path.name == LOCK:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    except OSError as error:
+        raise RunError(f"cannot empty {folder}: {error}") from error
