@@ -112,6 +112,12 @@ def estimate(
     if offloaded:  # with what travels, in the model's dtype
         host = parts["gradients"] + parts["optimizer"] + width * trained
         parts |= {"gradients": 0, "optimizer": 0}
+    if isinstance(config.method, OnlineMethod) and config.method.updates > 1:  # recipes/boundary.py
+        copied = 4 * trained + _moments(empty, kind)
+        if device.type == "cpu":
+            parts["copy of a step's start"] = copied
+        else:
+            host += copied
     if holds_reference(config, model):
         parts["reference"] = _reference(config, model, empty, width)
     checkpointing = checkpoints_gradients(config, device)
