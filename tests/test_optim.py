@@ -243,6 +243,12 @@ def test_schedules_equal_transformers(kind, warmup):
         theirs.step()
 
 
+def test_warm_up_of_online_methods_begins_above_zero():
+    assert [schedule("linear", step, 10, 4, from_zero=False) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1 - 1 / 6]
+    for kind, warmup in (("constant", 4), ("cosine", 0)):
+        assert schedule(kind, 0, 10, warmup, from_zero=False) == schedule(kind, 0, 10, warmup) == 1
+
+
 def test_a_share_of_warm_up_leaves_a_step_to_train():
     """transformers rounds up, so that a run of one step would have the rate 0 and nothing else."""
     assert [warmup_count(0.03, total) for total in (1, 2, 34, 100)] == [0, 1, 2, 3]

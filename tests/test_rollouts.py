@@ -17,6 +17,7 @@ from posttrain.cli import main
 from posttrain.config import load
 from posttrain.errors import RunError
 from posttrain.store import rollouts
+from posttrain.store.metrics import read_metrics
 from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout, StoredRun
 
 PROMPTS, EACH = 3, 4
@@ -159,6 +160,8 @@ def test_from_a_metric_down_to_the_tokens(sums_home, tmp_path, capsys, monkeypat
     sizes = ["rollout.max_completion_length=6", "training.batch_size=4", "training.max_steps=3", EXACT_SETTINGS]
     recipes.train(load(None, [*paths, *settings, *sizes, "tracking.logging_steps=1", "devices.type=cpu"]).config)
     run = str(tmp_path / "run")
+    rates = [line["learning_rate"] for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert rates == pytest.approx([1e-6, 1e-6, 5e-7]), "the one step of warm-up has the whole rate, not 0"
     with StoredRun(tmp_path / "run") as stored:
         first = stored.rollouts(1)
         assert len(first) == 16 and stored.steps() == [1, 2, 3]

@@ -24,6 +24,7 @@ class MethodSettings(Settings):
 
     kind: ClassVar[Kind] = "pair"
     dropout: ClassVar[bool] = False  # whether it trains with the model's; a policy that is compared is scored without
+    warmup_from_zero: ClassVar[bool] = True  # whether the first step of warm-up has the rate 0, as in transformers
     # The defaults, of full fine-tuning and of LoRA, which takes about ten times more where a likelihood is learnt.
     learning_rates: ClassVar[tuple[float, float]]
 

@@ -25,6 +25,7 @@ class OnlineMethod(MethodSettings):
     """What methods share that learn from completions of the policy itself, drawn and rewarded at every step."""
 
     kind = "prompt"
+    warmup_from_zero = False
 
     num_generations: Positive = Field(default=8, description="Completions of each prompt.")
     num_minibatches: Positive = Field(

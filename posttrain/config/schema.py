@@ -42,7 +42,8 @@ class TrainingConfig(Settings):
         default="cosine", description="How the learning rate changes; constant has no warm-up."
     )
     warmup_steps: Annotated[Float, Field(ge=0)] = Field(
-        default=WARMUP_STEPS, description="A share of all steps below 1, else steps."
+        default=WARMUP_STEPS,
+        description="Steps of warm-up, below 1 a share of all steps; it starts at rate 0, of online methods above 0.",
     )
     weight_decay: Annotated[Float, Field(ge=0)] = Field(default=0.0, description="AdamW's weight decay.")
     adam_beta1: Annotated[Float, Field(ge=0, lt=1)] = Field(default=0.9, description="AdamW's beta1.")

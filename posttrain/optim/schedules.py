@@ -1,5 +1,6 @@
 """Learning-rate schedules as pure functions of the step, with transformers' names and values.
 
+Warm-up begins at 0, as there, or at its first step's share: a step that costs a whole rollout should train something.
 Stateless: a resumed run asks for the same step and gets the same number.
 """
 
@@ -11,18 +12,19 @@ import math
 def warmup_count(warmup_steps: float, total: int) -> int:
     """Steps of warm-up: a share of the run below 1 (rounded up, as in transformers), else a number of steps.
 
-    A share leaves one step at the least: the first step's rate is 0, and a run of one step would train nothing.
+    A share leaves one step at the least: the first step's rate may be 0, and a run of one step would train nothing.
     """
     return min(math.ceil(total * warmup_steps), max(total - 1, 0)) if warmup_steps < 1 else int(warmup_steps)
 
 
-def schedule(kind: str, step: int, total: int, warmup: int) -> float:
-    """The factor on the learning rate at optimizer step `step` (0 is the first) of `total`.
+def schedule(kind: str, step: int, total: int, warmup: int, *, from_zero: bool = True) -> float:
+    """The factor on the learning rate at step `step` (0 is the first) of `total`.
 
-    `kind` is one of transformers' lr_scheduler_type: constant, constant_with_warmup, linear, cosine (to zero).
+    `kind` is one of transformers' lr_scheduler_type: constant, constant_with_warmup, linear, cosine (to zero). The k-th
+    of w steps of warm-up, k from 1, has the factor (k - 1) / w as in transformers; k / w unless `from_zero`.
     """
     if kind != "constant" and step < warmup:
-        return step / max(1, warmup)
+        return (step if from_zero else step + 1) / warmup
     if kind in ("constant", "constant_with_warmup"):
         return 1.0
     progress = (step - warmup) / max(1, total - warmup)

@@ -24,12 +24,11 @@ from posttrain.errors import RunError, VitalSignError
 from posttrain.memory import return_free_pages
 from posttrain.models.families import base_of, check_longest
 from posttrain.optim.adamw import AdamW
-from posttrain.optim.schedules import schedule, warmup_count
 from posttrain.optim.update import HasTokens, Objective, over_batches, over_updates, update
 from posttrain.progress import progress
 from posttrain.recipes.drawn import Drawn
 from posttrain.recipes.job import Job
-from posttrain.recipes.resume import say_how_the_schedule_changed
+from posttrain.recipes.resume import learning_rate_at, say_how_the_schedule_changed
 from posttrain.recipes.saving import Saver
 from posttrain.recipes.state import State
 from posttrain.recipes.stopping import GivenUpError, Stop
@@ -72,7 +71,6 @@ class Loop:
         self.batch_size = training.batch_size
         self.steps_per_epoch = math.ceil(len(data.train) / self.batch_size)
         self.total = total_steps(job.config, len(data.train))
-        self.warmup = warmup_count(training.warmup_steps, self.total)
         self.peak_rate = job.learning_rate()
         self.state = State()
         self._stop = Stop()
@@ -84,7 +82,7 @@ class Loop:
         if job.checkpoint is not None:
             self.state, total = self.saver.restore(job.checkpoint)
             log.info("resumed from %s at step %d of %d", job.checkpoint.name, self.state.step, self.total)
-            say_how_the_schedule_changed(job.config.training, self.peak_rate, self.state.step, total, self.total)
+            say_how_the_schedule_changed(job.config, self.peak_rate, self.state.step, total, self.total)
         self.saver.mark(self.state)
         job.run.on_failure(self.saver.save_after)
         self.progress = TrainingProgress(
@@ -206,8 +204,7 @@ class Loop:
         self._stop.leave_if_asked()
 
     def rate(self, step: int) -> float:
-        kind = self.job.config.training.lr_scheduler_type
-        return self.peak_rate * schedule(kind, step - 1, self.total, self.warmup)
+        return learning_rate_at(self.job.config, self.peak_rate, step - 1, self.total)
 
     def _count_skipped(self, step: int, metrics: Mapping[str, float]) -> None:
         self.state.skipped += 1

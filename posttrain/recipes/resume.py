@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import OnlineMethod, RunConfig, load
-from posttrain.config.schema import TrainingConfig
 from posttrain.errors import RunError
 from posttrain.optim.schedules import schedule, warmup_count
 from posttrain.recipes.state import Saved
@@ -124,18 +123,27 @@ def _may_change(path: str) -> bool:
     return any(path == allowed or path.startswith(f"{allowed}.") for allowed in CHANGEABLE)
 
 
-def say_how_the_schedule_changed(training: TrainingConfig, peak: float, step: int, before: int, total: int) -> None:
+def learning_rate_at(config: RunConfig, peak: float, step: int, total: int) -> float:
+    """The learning rate of a run of `total` steps after `step` of them, `peak` being its highest."""
+    training = config.training
+    return peak * schedule(
+        training.lr_scheduler_type,
+        step,
+        total,
+        warmup_count(training.warmup_steps, total),
+        from_zero=config.method.warmup_from_zero,
+    )
+
+
+def say_how_the_schedule_changed(config: RunConfig, peak: float, step: int, before: int, total: int) -> None:
     """A schedule is stretched over the steps there are now; the steps already made keep the rates they had."""
     if before == total or step >= total:
         return
-
-    def rate(done: int, of: int) -> float:
-        return peak * schedule(training.lr_scheduler_type, done, of, warmup_count(training.warmup_steps, of))
-
-    old, new = rate(min(step, before), before), rate(step, total)
+    old = learning_rate_at(config, peak, min(step, before), before)
+    new = learning_rate_at(config, peak, step, total)
     if new != old:
         log.warning(
             "%d steps in all instead of %d: the %s schedule is stretched, the learning rate of step %d is %.2e "
             "instead of %.2e. This is not what a run of %d steps from the start would have done",
-            total, before, training.lr_scheduler_type, step + 1, new, old, total,
+            total, before, config.training.lr_scheduler_type, step + 1, new, old, total,
         )  # fmt: skip
