@@ -112,7 +112,7 @@ def run_posttrain(method: str, models: dict[str, Path], lengths: list[list[list[
         "model": {"path": str(models["policy"]), "dtype": "float32"},
         "method": {
             "grpo": {"type": "grpo", "num_generations": n, "beta": 0.0},
-            "ppo": {"type": "ppo", "num_generations": n, "num_ppo_epochs": 4, "kl_coef": 0.05},
+            "ppo": {"type": "ppo", "num_generations": n, "num_ppo_epochs": 4, "num_minibatches": 1, "kl_coef": 0.05},
         }[method],
         "rewards": [reward if method == "grpo" else {"type": "model", "path": str(models["reward"])}],
         "data": {

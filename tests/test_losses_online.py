@@ -13,6 +13,7 @@ from trl_grpo import trl_grpo
 from posttrain.losses import (
     POLICY_LOSSES,
     Counts,
+    ReturnScale,
     adapted_kl_coef,
     cispo,
     gae,
@@ -26,6 +27,7 @@ from posttrain.losses import (
     token_weights,
     truncated_weights,
     value_loss,
+    whitened,
 )
 
 V = 3
@@ -199,6 +201,26 @@ def test_values_move_no_further_than_the_clip_rewards():
     assert loss.tolist() == pytest.approx([0.5 * 0.64, 0.5 * 4, 0.5 * 4]) and clipped.tolist() == [True, False, False]
     loss.sum().backward()
     assert value.grad.tolist() == pytest.approx([0, 2, -2])
+
+
+def test_the_scale_of_returns_is_that_of_the_steps_so_far():
+    """The last step counts 1, the one before 0.9, the one before that 0.81, each with all its tokens."""
+    steps = [torch.tensor([1.0, 3.0]), torch.tensor([5.0, 5.0, 8.0]), torch.tensor([-2.0])]
+    scale = ReturnScale()
+    for returns in steps:
+        scale = scale.after(returns)
+    weights = [w / 2.71 for w in (0.81, 0.9, 1.0)]
+    mean, square = (sum(w * float((r**power).mean()) for w, r in zip(weights, steps, strict=True)) for power in (1, 2))
+    assert scale.mean == pytest.approx(mean) and scale.std == pytest.approx((square - mean**2) ** 0.5)
+    output = torch.tensor([0.0, 1.0, -1.0])
+    assert scale.values(output).tolist() == pytest.approx([scale.mean, scale.mean + scale.std, scale.mean - scale.std])
+    torch.testing.assert_close(scale.outputs(scale.values(output)), output)
+    assert ReturnScale().after(torch.full((5,), 0.1)) == ReturnScale(pytest.approx(0.1), 1.0, 1)  # no spread: unit 1
+
+
+def test_whitened_rewards_keep_their_mean():
+    reward = torch.tensor([0.0, 0.0, 0.0, 2.0])  # mean 0.5, variance 1
+    assert whitened(3 * reward).tolist() == pytest.approx([1, 1, 1, 3]) and whitened(reward[:1]).tolist() == [0]
 
 
 def test_the_kl_coefficient_follows_its_target():

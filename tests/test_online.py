@@ -3,6 +3,7 @@ wrong. The task is that of benchmarks/sums.py: a model taught to add, then weake
 
 import json
 import math
+import re
 import signal
 from contextlib import closing
 from pathlib import Path
@@ -60,12 +61,11 @@ def lines(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-STEPS = 80
 LEARNING = {
-    "grpo": ({"type": "grpo", "num_generations": 8, "beta": 0.0}, {"batch_size": 32}, 0.9),
+    "grpo": ({"type": "grpo", "num_generations": 8, "beta": 0.0}, {"batch_size": 32, "max_steps": 80}, 0.9),
     "ppo": (
-        {"type": "ppo", "num_generations": 1, "kl_coef": 0.0, "num_ppo_epochs": 2, "vf_coef": 0.5},
-        {"batch_size": 256, "learning_rate": 2e-3},
+        {"type": "ppo", "num_generations": 1},  # all by its defaults
+        {"batch_size": 256, "max_steps": 20, "learning_rate": 2e-3, "warmup_steps": 1},
         0.8,
     ),
 }
@@ -77,13 +77,19 @@ def test_right_answers_become_the_rule(sums_home, tmp_path, name):
     method, training, wanted = LEARNING[name]
     data = {"source": str(sums_home / "train.jsonl"), "template": "none", "max_length": 24}
     data["validation"] = {"source": str(sums_home / "test.jsonl")}
-    training = {"max_steps": STEPS, "learning_rate": 3e-3, "lr_scheduler_type": "linear"} | training
-    folder = train(sums_home, tmp_path, method, training=training, data=data, evaluation={"eval_steps": STEPS})
+    training = {"learning_rate": 3e-3, "lr_scheduler_type": "linear"} | training
+    steps = training["max_steps"]
+    folder = train(sums_home, tmp_path, method, training=training, data=data, evaluation={"eval_steps": steps})
     results = load_json(folder / "results.json")
     before, after = (results[when]["eval_reward"] for when in ("start", "final"))
-    print(f"{name}: held-out answers right {before:.1%} -> {after:.1%} in {STEPS} steps")
+    print(f"{name}: held-out answers right {before:.1%} -> {after:.1%} in {steps} steps")
     assert before < 0.2 and after > wanted
-    first = next(line for line in lines(folder) if "loss" in line)
+    made = [line for line in lines(folder) if "loss" in line]
+    first = made[0]
+    if name == "ppo":
+        explained = [line["explained_variance"] for line in made]
+        print("explained variance:", *(f"{value:.2f}" for value in explained))
+        assert first["learning_rate"] == 2e-3 and max(explained) > 0.3 and sum(explained[10:]) / 10 > 0.15
     assert first["sampling/sampling_logp_difference/max"] < 1e-4
     assert first["sampling/effective_sample_size"] == pytest.approx(1, abs=1e-6)
 
@@ -236,11 +242,71 @@ def broken(completions, **_columns):
     return ["high"] * len(completions)
 
 
+@pytest.mark.parametrize("normalized", [True, False])
+def test_values_and_returns_are_in_the_receipt(sums_home, tmp_path, normalized, capsys, monkeypatch):
+    """By hand from the file: GAE of the stored values gives the stored returns, and both the logged metrics."""
+    method = {"type": "ppo", "kl_coef": 0.0, "gamma": 0.9, "lam": 0.8, "normalize_returns": normalized}
+    folder = train(sums_home, tmp_path, method)
+    for line in lines(folder):
+        with StoredRun(folder) as stored:
+            rollouts = stored.rollouts(line["step"])
+        values, returns, rewards_to_go = ([], [], [])
+        for one in rollouts:
+            value, after, expected = one["old_values"].tolist(), 0.0, []
+            for place in reversed(range(len(value))):
+                last = place == len(value) - 1
+                reward, following = (one["reward"], 0.0) if last else (0.0, value[place + 1])
+                after = reward + 0.9 * following - value[place] + 0.9 * 0.8 * after
+                expected.append(after + value[place])
+            assert one["returns"].tolist() == pytest.approx(expected[::-1], abs=1e-5)
+            values += value
+            returns += expected[::-1]
+            rewards_to_go += [one["reward"] * 0.9 ** (len(value) - 1 - place) for place in range(len(value))]
+        value, returned = torch.tensor(values), torch.tensor(returns)
+        explained = 1 - (returned - value).var() / returned.var()
+        assert line["explained_variance"] == pytest.approx(explained.item(), abs=1e-5)
+        assert line["value"] == pytest.approx(value.mean().item(), abs=1e-6)
+        if line["step"] == 1:  # the head begins at 0, which stands for the mean of what the completions returned
+            mean = sum(rewards_to_go) / len(rewards_to_go) if normalized else 0.0
+            assert values == pytest.approx([mean] * len(values), abs=1e-6)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["why", str(folder), "--step", "2", "--prompt", "0", "--rollout", "0"]) == 0
+    assert re.search(r"value +return +advantage", capsys.readouterr().out)
+    assert main(["regrade", str(folder), "--reward", "benchmarks.sums:exact"]) == 0
+    assert "0 of 64 advantages change their sign" in capsys.readouterr().out
+
+
 def test_what_has_no_reward_is_left_out_and_counted(sums_home, tmp_path):
     rewards = [{"type": "python", "function": "test_online:some_verdicts"}]
     first, _ = lines(train(sums_home, tmp_path, {}, rewards=rewards))
     assert first["rewards/left_out"] == 11 and first["rewards/left_out_ratio"] == pytest.approx(11 / 32)
-    assert first["alarms/no_verdict"] == 1 and first["reward"] == pytest.approx(11 / 21)
+    assert (
+        first["alarms/no_verdict"] == 1
+        and "alarms/no_reward" not in first
+        and first["reward"] == pytest.approx(11 / 21)
+    )
+
+
+def none(completions, **_columns):
+    return [None] * len(completions)
+
+
+def test_what_nothing_can_be_learned_from_is_said_at_once(sums_home, tmp_path, caplog):
+    """No completion with a reward, fewer rows than a step has prompts: each in its own words, before or at step 1."""
+    data = {"source": str(sums_home / "train.jsonl"), "template": "none", "max_length": 24, "max_rows": 3}
+    rewards = [{"type": "python", "function": "test_online:none"}]
+    with caplog.at_level("WARNING"):
+        first, _ = lines(train(sums_home, tmp_path, {}, rewards=rewards, data=data))
+    assert "has 3 examples, fewer than training.batch_size = 8" in caplog.text
+    assert "step 1: no completion has a reward" in caplog.text and first["alarms/no_reward"] == 1
+    assert "alarms/no_verdict" not in first and "alarms/no_spread" not in first
+
+
+def test_a_model_without_a_stop_token_is_said_at_the_start(sums_home, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("posttrain.recipes.drawn.stop_token_ids", lambda policy, tokenizer: ())
+    with caplog.at_level("WARNING"):
+        train(sums_home, tmp_path, {}, training={"max_steps": 1})
+    assert "names a stop token, so that every completion runs to rollout.max_completion_length = 6" in caplog.text
 
 
 def test_a_step_with_nothing_in_the_loss_leaves_the_coefficient_of_the_kl(sums_home, tmp_path):

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sqlite3
 import time
@@ -10,12 +11,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.sums import EXACT_SETTINGS
 from posttrain import recipes
 from posttrain.cli import main
-from posttrain.config import load
+from posttrain.config import PPOMethod, load
 from posttrain.errors import RunError
+from posttrain.losses import gae, normalized
+from posttrain.recipes.receipt import _change, advantages_for
 from posttrain.store import rollouts
 from posttrain.store.metrics import read_metrics
 from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout, StoredRun
@@ -67,6 +71,26 @@ def test_what_is_written_is_read(tmp_path):
     store.close()
     with sqlite3.connect(tmp_path / rollouts.NAME) as connection:
         assert connection.execute("SELECT COUNT(*) FROM evaluations").fetchone()[0] == 1
+
+
+def test_a_file_of_an_earlier_version_is_read_and_gone_on_with(tmp_path):
+    """It has no values and returns; a resumed run adds the columns."""
+    store = RolloutStore(tmp_path, GIB, after=-1)
+    store.add(1, 0.0, *step_of(1))
+    store.close()
+    with sqlite3.connect(tmp_path / rollouts.NAME) as connection:
+        for name in ("old_values", "returns"):
+            connection.execute(f"ALTER TABLE rollouts DROP COLUMN {name}")
+    with StoredRun(tmp_path) as stored:
+        one = stored.rollouts(1)[3]
+        assert one["old_values"] is None and one["returns"] is None and one["tokens"].tolist() == [0, 1, 2, 3]
+    store = RolloutStore(tmp_path, GIB, after=1)
+    prompts, made = step_of(2)
+    made = [replace(one, arrays=one.arrays | {"returns": np.full(len(one.arrays["tokens"]), 0.25)}) for one in made]
+    store.add(2, 0.0, prompts, made)
+    store.close()
+    with StoredRun(tmp_path) as stored:
+        assert stored.rollouts(1)[1]["returns"] is None and stored.rollouts(2)[1]["returns"].tolist() == [0.25, 0.25]
 
 
 def test_a_resumed_run_begins_after_its_checkpoint(tmp_path):
@@ -152,6 +176,36 @@ def test_whatever_stops_the_writer_stops_the_run_with_a_word(tmp_path):
     store.close()
 
 
+SUMMARY = r"(\d+) of (\d+) advantages change their sign; besides, (\d+) become 0 and (\d+) were 0"
+
+
+def test_advantages_under_other_rewards():
+    """PPO's from stored values and returns are those that GAE gives; sign changes are told from those to and from 0."""
+    torch.manual_seed(0)
+    method = PPOMethod(gamma=0.9, lam=0.7)
+    lengths, rewards, others = [3, 1, 2], torch.tensor([1.0, 0.0, 2.0]), [0.0, 3.0, 2.0]
+    value_N, kl_N = torch.randn(2, 6)
+    sequence_N = torch.arange(3).repeat_interleave(torch.tensor(lengths))
+    last_N = torch.tensor(lengths).cumsum(0) - 1
+
+    def estimated(reward_S):
+        reward_N = (-0.1 * kl_N).index_add(0, last_N, torch.as_tensor(reward_S))
+        return gae(reward_N, value_N, sequence_N, gamma=0.9, lam=0.7)
+
+    stored = [
+        {"reward": float(reward), "returns": returns.numpy(), "old_values": values.numpy()}
+        for reward, returns, values in zip(
+            rewards, estimated(rewards)[1].split(lengths), value_N.split(lengths), strict=True
+        )
+    ]
+    for given in (rewards.tolist(), others):
+        normal_N = normalized(estimated(given)[0].double(), eps=1e-8)
+        expected = [float(one.mean()) for one in normal_N.split(lengths)]
+        assert advantages_for(method, stored, given) == pytest.approx(expected, abs=1e-5)
+    changes = [(1.0, -2.0), (-1.0, 0.0), (0.0, 1.0), (1.0, 2.0), (0.0, 0.0)]
+    assert [_change(*pair) for pair in changes] == ["sign", "to 0", "from 0", None, None]
+
+
 def test_from_a_metric_down_to_the_tokens(sums_home, tmp_path, capsys, monkeypatch):
     """A run of three steps: its list, a step's receipt, a group's parts, a completion's tokens, other rewards."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -180,6 +234,7 @@ def test_from_a_metric_down_to_the_tokens(sums_home, tmp_path, capsys, monkeypat
         ["why", run, "--step", "2", "--prompt", "1", "--rollout", "0"],
         ["regrade", run, "--reward", "benchmarks.sums:exact"],
         ["regrade", run, "--reward", "{type: length, target: 1}"],
+        ["regrade", run, "--reward", "{type: length, target: 1}", "--step", "2", "--limit", "1"],
     ):
         assert main(arguments) == 0, capsys.readouterr().err
         seen[" ".join(arguments[2:])] = capsys.readouterr().out
@@ -189,4 +244,9 @@ def test_from_a_metric_down_to_the_tokens(sums_home, tmp_path, capsys, monkeypat
     assert seen["--reward benchmarks.sums:exact"].startswith("0 of 48 advantages")
     assert "of 48 advantages" in seen["--reward {type: length, target: 1}"]
     assert not seen["--reward {type: length, target: 1}"].startswith("0 of")
+    short = seen["--reward {type: length, target: 1} --step 2 --limit 1"]
+    sign, total, to_zero, from_zero = map(int, re.search(SUMMARY, short, re.DOTALL).groups())
+    assert total == 16 and f"and {sign + to_zero + from_zero - 1} more: --limit" in short
+    assert len(re.findall(r"^ +2 +\d+ +\d+ +(?:sign|to 0|from 0) ", short, re.MULTILINE)) == 1
+    assert main(["regrade", run, "--reward", "math", "--step", "9"]) == 1
     assert main(["why", run, "--step", "9"]) == 1 and "there are steps 1 to 3" in capsys.readouterr().err

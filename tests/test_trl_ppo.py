@@ -39,7 +39,7 @@ def test_ppo_equals_trl(tmp_path, shared, scratch_model, monkeypatch, kl_estimat
     method |= {"cliprange": 0.1, "cliprange_value": 0.05}
     prompts = [row["prompt"][-120:] for row in pairs(shared, PROMPTS)]
     training = {"batch_size": PROMPTS, "max_steps": STEPS, "max_grad_norm": 0.0}
-    given = {"type": "ppo", "num_generations": 1, **method}
+    given = {"type": "ppo", "num_generations": 1, "num_minibatches": 1, "normalize_returns": False, **method}
     folder, drawn = train_ours(tmp_path, scratch_model, prompts, monkeypatch, training, **given)
 
     asked = drawn[0][0]

@@ -12,6 +12,7 @@ OneStep = Annotated[int | None, typer.Option("--step", min=1, help="The completi
 Step = Annotated[int, typer.Option("--step", min=1, help="Which step.")]
 Prompt = Annotated[int | None, typer.Option("--prompt", min=0, help="One prompt of the step: rewards by their parts.")]
 Rollout = Annotated[int | None, typer.Option("--rollout", min=0, help="One completion of the prompt: its tokens.")]
+Limit = Annotated[int, typer.Option("--limit", min=0, help="Rows of the table at most; sign changes come first.")]
 Rewards = Annotated[
     list[str],
     typer.Option(
@@ -42,8 +43,11 @@ def why(run: Run, step: Step, prompt: Prompt = None, rollout: Rollout = None) ->
     explain_step(_folder(run), step, prompt, rollout, PlainConsole())
 
 
-def regrade(run: Run, reward: Rewards) -> None:
-    """Give a run's stored completions other rewards, and list the advantages that change their sign. Needs no GPU."""
+def regrade(run: Run, reward: Rewards, step: OneStep = None, limit: Limit = 50) -> None:
+    """Give a run's stored completions other rewards, and list the advantages that change their sign. Needs no GPU.
+
+    Advantages that become 0, or were 0, are listed and counted apart.
+    """
     from pydantic import TypeAdapter, ValidationError
 
     from posttrain.config.rewards import Reward
@@ -56,7 +60,7 @@ def regrade(run: Run, reward: Rewards) -> None:
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, problem["loc"]))
         raise UsageError(f"--reward {' '.join(reward)}: {where} {problem['msg']}".replace("  ", " ")) from error
-    regrade_run(_folder(run), settings, PlainConsole())
+    regrade_run(_folder(run), settings, PlainConsole(), step, limit)
 
 
 def _spelt_out(text: str) -> object:

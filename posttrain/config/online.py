@@ -217,14 +217,24 @@ class PPOMethod(OnlineMethod):
 
     type: Literal["ppo"] = Field(default="ppo", description="Proximal policy optimisation with a value head.")
     num_generations: Positive = Field(default=1, description="Completions of each prompt.")
+    num_minibatches: Positive = Field(
+        default=2, description="Parts that a step's prompts are divided into, each with an update of its own."
+    )
     num_ppo_epochs: Positive = Field(default=4, description="How often a step's completions are trained on.")
     cliprange: Annotated[Float, Field(gt=0)] = Field(
         default=0.2, description="How far a ratio to the old policy may go from 1 before it is clipped."
     )
     cliprange_value: Annotated[Float, Field(gt=0)] = Field(
-        default=0.2, description="How far a value may go from the old one before it is clipped."
+        default=0.2, description="How far an output of the value head may go from the old one before it is clipped."
     )
-    vf_coef: Annotated[Float, Field(gt=0)] = Field(default=0.1, description="Weight of the value loss.")
+    vf_coef: Annotated[Float, Field(gt=0)] = Field(default=1.0, description="Weight of the value loss.")
+    normalize_returns: bool = Field(
+        default=True,
+        description="Running mean and spread of the returns as the unit of the value head; false: the rewards' own.",
+    )
+    whiten_rewards: bool = Field(
+        default=False, description="Rewards of the step's tokens are scaled to a spread of 1, their mean kept."
+    )
     gamma: Annotated[Float, Field(gt=0, le=1)] = Field(default=1.0, description="Discount of later rewards, per token.")
     lam: Annotated[Float, Field(ge=0, le=1)] = Field(
         default=0.95, description="GAE's lambda: 0 trusts the values, 1 the rewards."

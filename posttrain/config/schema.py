@@ -347,7 +347,8 @@ class RunConfig(Settings):
         problems.check(
             not isinstance(method, OnlineMethod) or method.num_minibatches <= self.training.batch_size,
             "method.num_minibatches",
-            f"is more than the {self.training.batch_size} prompts of a step (training.batch_size)",
+            f"is {getattr(method, 'num_minibatches', 1)}, more than the {self.training.batch_size} prompts of a step "
+            "(training.batch_size); give no more than these",
         )
 
     def _check_evaluation(self, problems: Problems) -> None:

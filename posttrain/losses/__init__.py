@@ -1,6 +1,6 @@
 """Losses as pure functions of tensors, unreduced; _P is pairs, _N scored tokens (legend in posttrain/batch.py)."""
 
-from posttrain.losses.advantage import gae, group_advantages, leave_one_out, normalized, rewards_to_go
+from posttrain.losses.advantage import gae, group_advantages, leave_one_out, normalized, rewards_to_go, whitened
 from posttrain.losses.divergence import F_DIVERGENCES, divergence_score
 from posttrain.losses.kl import KL_ESTIMATORS, adapted_kl_coef, kl_penalty
 from posttrain.losses.pairs import Pairs, preference_metrics
@@ -33,7 +33,7 @@ from posttrain.losses.reference_free import (
 from posttrain.losses.reward import bradley_terry, reward_metrics, reward_range
 from posttrain.losses.sft import nll
 from posttrain.losses.unpaired import UNPAIRED_LOSSES, RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
-from posttrain.losses.value import value_loss
+from posttrain.losses.value import ReturnScale, value_loss
 
 __all__ = [
     "CONTRASTIVE_LOSSES",
@@ -46,6 +46,7 @@ __all__ = [
     "Pairs",
     "PolicyLoss",
     "PreferenceLoss",
+    "ReturnScale",
     "RunningMean",
     "adapted_kl_coef",
     "bradley_terry",
@@ -79,4 +80,5 @@ __all__ = [
     "unpaired_loss",
     "unpaired_metrics",
     "value_loss",
+    "whitened",
 ]

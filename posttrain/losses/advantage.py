@@ -52,6 +52,13 @@ def normalized(advantage: Tensor, *, eps: float) -> Tensor:
     return ((wide - wide.mean()) / _or_one(_std(wide) + eps)).to(advantage.dtype)
 
 
+def whitened(reward: Tensor) -> Tensor:
+    """(r − mean r) / √(var r + 1e-8) + mean r over all entries: spread 1, the mean kept. `whiten_rewards` as in TRL."""
+    wide = reward.detach().double()
+    scale = torch.rsqrt(_std(wide) ** 2 + 1e-8)
+    return ((wide - wide.mean()) * scale + wide.mean()).to(reward.dtype)
+
+
 def rewards_to_go(reward_N: Tensor, sequence_N: Tensor, *, gamma: float = 1.0) -> Tensor:
     """The return of each token, Σ_{k ≥ t} γ^(k − t) r_k over the rest of its sequence. [N].
 

@@ -1,7 +1,42 @@
-"""The loss of a value head: what was predicted before each token against the return that came."""
+"""The loss of a value head: what was predicted before each token against the return that came; and the unit of both."""
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+DECAY = 0.9  # of a step's weight in the running statistics, with every later step
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnScale:
+    """Running mean and standard deviation of the returns: V = mean + std · (output of the value head).
+
+    Keeps the value loss on one scale whatever the rewards' own (value normalisation as in MAPPO, arXiv 2103.01955,
+    section 5.1). The last steps weigh most, so that the values follow a reward that rises.
+    """
+
+    mean: float = 0.0
+    std: float = 1.0
+    steps: int = 0
+
+    def after(self, return_N: Tensor) -> "ReturnScale":
+        """The statistics with a step's returns taken in. Returns that are all equal have no spread: the unit is 1."""
+        returns, steps = return_N.detach().double(), self.steps + 1
+        share = (1 - DECAY) / (1 - DECAY**steps)  # 1 at the first step: what was before does not count
+        distance = float(returns.mean()) - self.mean
+        variance = self.std**2 + share * distance**2 if self.steps else 0.0
+        variance = (1 - share) * variance + share * float(returns.var(correction=0))
+        return ReturnScale(self.mean + share * distance, math.sqrt(variance) if variance > 0 else 1.0, steps)
+
+    def values(self, output: Tensor) -> Tensor:
+        """Outputs of the value head as returns."""
+        return self.mean + self.std * output
+
+    def outputs(self, returns: Tensor) -> Tensor:
+        """Returns as outputs of the value head."""
+        return (returns - self.mean) / self.std
 
 
 def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, *, cliprange_value: float) -> tuple[Tensor, Tensor]:

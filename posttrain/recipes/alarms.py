@@ -15,6 +15,8 @@ EVERY = 20  # after the first, one in so many is said again
 SAID = {
     "no_spread": "no group has completions of different reward, so that nothing can be learned from this step: the "
     "task is too hard or too easy for this model, or the reward is broken",
+    "no_reward": "no completion has a reward, so that this step trained nothing: see whether the data has the answers "
+    "that rewards compare with (posttrain why RUN --step 1 --prompt 0), or why your own function returns None",
     "truncated": "every completion reached rollout.max_completion_length: raise it, or see whether the stop token is "
     "the one that the model was taught",
     "no_verdict": "more than 0.5 % of the completions have no verdict (timeout, crashed, bad_gold) and are left out",
@@ -34,10 +36,12 @@ class Alarms:
         entropy = metrics.get("entropy")
         if entropy is not None:
             self.memory.setdefault("first_entropy", entropy)
+        without = metrics.get("rewards/left_out_ratio", 0.0)
         rung = {
-            "no_spread": metrics.get("frac_reward_zero_std", 0.0) == 1.0,
+            "no_spread": metrics.get("frac_reward_zero_std", 0.0) == 1.0 and without < 1.0,
             "truncated": metrics.get("completions/clipped_ratio", 0.0) == 1.0,
-            "no_verdict": metrics.get("rewards/left_out_ratio", 0.0) > WITHOUT_VERDICT,
+            "no_reward": without == 1.0,
+            "no_verdict": WITHOUT_VERDICT < without < 1.0,
             "entropy": entropy is not None and entropy < COLLAPSED * self.memory["first_entropy"],
             "sampler": metrics.get("sampling/effective_sample_size", 1.0) < EFFECTIVE,
         }

@@ -50,6 +50,12 @@ def sampler_of(job: Job, policy: nn.Module) -> Iterator[Sampler]:
         ) as rewards,
     ):
         stops = stop_token_ids(policy, job.tokenizer)
+        if not stops and not rollout.stop:
+            log.warning(
+                "neither the model nor its tokenizer names a stop token, so that every completion runs to "
+                "rollout.max_completion_length = %d: set the tokenizer's eos_token, or rollout.stop",
+                rollout.max_completion_length,
+            )
         yield Sampler(engine, rewards, job.tokenizer, rollout, stop_token_ids=stops, seed=config.seed)
 
 

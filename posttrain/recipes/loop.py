@@ -71,6 +71,11 @@ class Loop:
         self.batch_size = training.batch_size
         self.steps_per_epoch = math.ceil(len(data.train) / self.batch_size)
         self.total = total_steps(job.config, len(data.train))
+        if len(data.train) < self.batch_size:
+            log.warning(
+                "the training data has %d examples, fewer than training.batch_size = %d: every step takes them all",
+                len(data.train), self.batch_size,
+            )  # fmt: skip
         self.peak_rate = job.learning_rate()
         self.state = State()
         self._stop = Stop()

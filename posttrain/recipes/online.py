@@ -43,11 +43,9 @@ class Step:
         zeros_S = value_R.new_zeros(len(self.rollout.completions))
         return zeros_S.index_add(0, self.rollout.sequence_R.to(value_R.device), value_R)
 
-    def stored(self) -> tuple[list[StoredPrompt], list[StoredRollout]]:
-        """The step as the store keeps it."""
-        rollout, tokens = self.rollout, self.rollout.length_S.tolist()
-        kept = set(self.in_loss_S.tolist())
-        flat = {
+    def per_token(self) -> dict[str, Tensor | None]:
+        """What the store keeps of each token (R), by its names there."""
+        return {
             "sampler_logprobs": self.sampler_R,
             "old_logprobs": self.trainer_R,
             "new_logprobs": self.new_R,
@@ -55,7 +53,13 @@ class Step:
             "advantages": self.advantage_R,
             "clipped": self.clipped_R,
         }
-        split = {name: None if flat[name] is None else flat[name].cpu().split(tokens) for name in flat}
+
+    def stored(self) -> tuple[list[StoredPrompt], list[StoredRollout]]:
+        """The step as the store keeps it."""
+        rollout, tokens = self.rollout, self.rollout.length_S.tolist()
+        kept = set(self.in_loss_S.tolist())
+        flat = self.per_token()
+        split = {name: None if values is None else values.cpu().split(tokens) for name, values in flat.items()}
         made = []
         for index, (group, completion) in enumerate(zip(rollout.group_S.tolist(), rollout.completions, strict=True)):
             inside = {name: values for name, values in split.items() if index in kept or name == "sampler_logprobs"}

@@ -4,14 +4,16 @@
     A_t = sum_k (gamma lam)^k delta_{t+k}     delta_t = r_t + gamma V_{t+1} - V_t      (GAE, arXiv 1506.02438, eq. 16)
     loss = - min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + vf_coef max((V - R)^2, (V_clip - R)^2) / 2
 
-(PPO, arXiv 1707.06347, eq. 7 and 9.) The value head reads the policy's own last hidden states and begins at 0. A step
-is one rollout of batch_size prompts, then num_ppo_epochs x num_minibatches updates; means are over tokens. Dropout is
-off.
+(PPO, arXiv 1707.06347, eq. 7 and 9.) The value head reads the policy's own last hidden states and begins at 0. What it
+outputs is in units of the running mean and spread of the returns, and so is its loss, which meets advantages of spread
+1 in one backbone. A step is one rollout of batch_size prompts, then num_ppo_epochs x num_minibatches updates; means are
+over tokens. Dropout is off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -19,7 +21,18 @@ from torch import Tensor
 
 from posttrain.batch import Pack
 from posttrain.config import PPOMethod
-from posttrain.losses import adapted_kl_coef, gae, grpo_clip, kl_penalty, normalized, truncated_weights, value_loss
+from posttrain.losses import (
+    ReturnScale,
+    adapted_kl_coef,
+    gae,
+    grpo_clip,
+    kl_penalty,
+    normalized,
+    rewards_to_go,
+    truncated_weights,
+    value_loss,
+    whitened,
+)
 from posttrain.optim.update import Objective
 from posttrain.recipes.alarms import Alarms
 from posttrain.recipes.drawn import rollout_store, sampler_of
@@ -46,15 +59,15 @@ def train(job: Job) -> Loop:
     if method.needs_reference:
         _, reference = token_reference(job, method.ref_model, Scorer(policy), temperature)
 
-    def logprobs_and_values(pack: Pack) -> Tensor:
-        scores, value_N = actor_critic(pack, temperature)
-        return torch.stack([scores.logprob_N, value_N], dim=1)
+    def logprobs_and_outputs(pack: Pack) -> Tensor:
+        scores, output_N = actor_critic(pack, temperature)
+        return torch.stack([scores.logprob_N, output_N], dim=1)
 
     def objective_of(step: PPOStep, tokens: int, sequences: int, first: bool) -> Objective[Part]:
         def share(part: Part):
             part = part.to(job.device)
             at_N = part.token_N
-            scores, value_N = actor_critic(part.pack, temperature)
+            scores, output_N = actor_critic(part.pack, temperature)
             old_N, advantage_N = step.trainer_R[at_N], step.advantage_R[at_N]
             if first:
                 check_ratio(scores.logprob_N.detach() - old_N, job.dtype)
@@ -63,7 +76,10 @@ def train(job: Job) -> Loop:
             if method.importance_sampling_cap is not None:
                 policy_N = policy_N * truncated_weights(old_N, step.sampler_R[at_N], cap=method.importance_sampling_cap)
             value_loss_N, value_clipped_N = value_loss(
-                value_N, step.value_R[at_N], step.return_R[at_N], cliprange_value=method.cliprange_value
+                output_N,
+                step.output_R[at_N],
+                step.scale.outputs(step.return_R[at_N]),
+                cliprange_value=method.cliprange_value,
             )
             loss_N = policy_N + method.vf_coef * value_loss_N - method.entropy_coef * scores.entropy_N
             change_N = (scores.logprob_N - old_N).detach()
@@ -98,7 +114,7 @@ def train(job: Job) -> Loop:
             with loop.drawing():
                 rollout = sample(number, prompts, method.num_generations, version=number - 1)
                 step = PPOStep(job, rollout, method.mask_truncated_completions)
-                step.trainer_R, step.value_R = scored(job, rollout, step.parts, logprobs_and_values, 2).unbind(1)
+                step.trainer_R, step.output_R = scored(job, rollout, step.parts, logprobs_and_outputs, 2).unbind(1)
                 if reference is not None:
                     step.reference_R = scored(job, rollout, step.parts, reference)[:, 0]
                 if number == 1 and step.parts:
@@ -107,10 +123,11 @@ def train(job: Job) -> Loop:
                         logratio_S = step.sums(step.trainer_R - step.reference_R)
                         check_margins(logratio_S, rollout.length_S.to(job.device), job.dtype)
                 kl_coef = memory.get("kl_coef", method.kl_coef)
-                estimate_advantages(method, step, kl_coef)
+                estimate_advantages(method, step, kl_coef, scale_in(memory))
 
             def measure(metrics: Mapping[str, float], step=step, number=number, kl_coef=kl_coef) -> dict[str, float]:
                 found = step.rollout.metrics() | values_seen(step) | (step.signs or {})
+                memory.update({f"returns/{name}": float(value) for name, value in asdict(step.scale).items()})
                 if step.kl_S is not None:
                     found |= {"kl": step.kl_S.mean().item(), "kl_coef": kl_coef}
                     if method.target_kl is not None:
@@ -133,15 +150,31 @@ def train(job: Job) -> Loop:
 class PPOStep(Step):
     """A step with what GAE makes of it."""
 
-    value_R: Tensor  # before each token, when the step began
+    output_R: Tensor  # of the value head before each token, when the step began
+    scale: ReturnScale  # of these outputs
+    value_R: Tensor  # what they say, as a return
     return_R: Tensor
     kl_S: Tensor | None = None  # nats, of each completion in the loss, if there are any
 
+    def per_token(self) -> dict[str, Tensor | None]:
+        return super().per_token() | {"old_values": self.value_R, "returns": self.return_R}
 
-def estimate_advantages(method: PPOMethod, step: PPOStep, kl_coef: float) -> None:
-    """Give the step its advantages, normalised over the step's tokens, and its returns; 0 for what is left out."""
+
+def scale_in(memory: Mapping[str, float]) -> ReturnScale:
+    """The scale of the returns up to the step before."""
+    if "returns/steps" not in memory:
+        return ReturnScale()
+    return ReturnScale(memory["returns/mean"], memory["returns/std"], int(memory["returns/steps"]))
+
+
+def estimate_advantages(method: PPOMethod, step: PPOStep, kl_coef: float, scale: ReturnScale) -> None:
+    """Give the step its advantages, normalised over the step's tokens, its values and returns; 0 for what is left out.
+
+    `scale` is that of the steps before; this step's own rewards are taken in first, so that values are on the rewards'
+    scale from the first step on.
+    """
     rollout = step.rollout
-    reward_R = torch.zeros_like(step.value_R)
+    reward_R = torch.zeros_like(step.output_R)
     if step.reference_R is not None:
         kl_R = kl_penalty(step.trainer_R, step.reference_R, estimator=method.kl_estimator)
         reward_R = -kl_coef * kl_R
@@ -150,14 +183,17 @@ def estimate_advantages(method: PPOMethod, step: PPOStep, kl_coef: float) -> Non
     last_S = rollout.start_S + rollout.length_S - 1
     reward_R[last_S] += rollout.reward_S.nan_to_num().to(reward_R.device)
     inside_R = torch.isin(rollout.sequence_R, step.in_loss_S).to(reward_R.device)
-    step.return_R = torch.zeros_like(reward_R)
+    step.scale, step.value_R, step.return_R = scale, torch.zeros_like(reward_R), torch.zeros_like(reward_R)
     if inside_R.any():
-        sequence_N = rollout.sequence_R.to(reward_R.device)[inside_R]
-        advantage_N, return_N = gae(
-            reward_R[inside_R], step.value_R[inside_R], sequence_N, gamma=method.gamma, lam=method.lam
-        )
+        reward_N, sequence_N = reward_R[inside_R], rollout.sequence_R.to(reward_R.device)[inside_R]
+        if method.whiten_rewards:
+            reward_N = whitened(reward_N)
+        if method.normalize_returns:
+            step.scale = scale.after(rewards_to_go(reward_N, sequence_N, gamma=method.gamma))
+        value_N = step.scale.values(step.output_R[inside_R])
+        advantage_N, return_N = gae(reward_N, value_N, sequence_N, gamma=method.gamma, lam=method.lam)
         step.advantage_R[inside_R] = normalized(advantage_N, eps=EPS)
-        step.return_R[inside_R] = return_N
+        step.value_R[inside_R], step.return_R[inside_R] = value_N, return_N
 
 
 def values_seen(step: PPOStep) -> dict[str, float]:

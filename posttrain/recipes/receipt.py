@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config import PolicyGradientMethod, RunConfig, load
+from posttrain.config import PolicyGradientMethod, PPOMethod, RunConfig, load
 from posttrain.config.rewards import Reward
 from posttrain.errors import PosttrainError, RunError
+from posttrain.losses import normalized
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.grpo import compared
+from posttrain.recipes.ppo import EPS
 from posttrain.rewards.compose import Completion, Rewards
 from posttrain.store.metrics import read_metrics
 from posttrain.store.rollouts import StoredRun
@@ -124,9 +127,17 @@ def _part(part: Mapping[str, Any]) -> str:
 
 
 def _print_tokens(one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, console: Console) -> None:
-    columns = ("sampler_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "advantages")
+    columns = {
+        "sampler_logprobs": "sampler",
+        "old_logprobs": "old",
+        "new_logprobs": "new",
+        "ref_logprobs": "ref",
+        "old_values": "value",
+        "returns": "return",
+        "advantages": "advantage",
+    }
     there = [name for name in columns if one[name] is not None]
-    table = _table("", "token", *(name.removesuffix("_logprobs") for name in there), "ratio", "clipped")
+    table = _table("", "token", *(columns[name] for name in there), "ratio", "clipped")
     for place, token in enumerate(one["tokens"].tolist()):
         text = repr(tokenizer.decode([token]))[1:-1] if tokenizer is not None else str(token)
         values = [f"{one[name][place]:+.4f}" for name in there]
@@ -138,39 +149,97 @@ def _print_tokens(one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | N
     console.print(table)
 
 
-def regrade(folder: Path, settings: Sequence[Reward], console: Console) -> int:
-    """Give the stored completions other rewards, and list those whose advantage changes its sign. Returns how many."""
+def regrade(
+    folder: Path, settings: Sequence[Reward], console: Console, step: int | None = None, limit: int = 50
+) -> int:
+    """Give the stored completions of a step, or of all, other rewards; list those whose advantage changes its sign.
+
+    Sign changes are counted apart from advantages that become 0 or were 0; the table has `limit` rows, sign changes
+    first. Returns how many change their sign.
+    """
     config = _config(folder)
-    method = config.method
-    if not isinstance(method, PolicyGradientMethod):
-        raise RunError(f"{folder} is a run of {method.type}: regrade compares completions of a prompt, as GRPO does")
-    changed, total, table = 0, 0, _table("step", "prompt", "rollout", "reward", "new", "A", "new A", "completion")
+    method, found, total = config.method, [], 0
+    if not isinstance(method, PolicyGradientMethod | PPOMethod):
+        raise RunError(f"{folder} is a run of {method.type}, which learns from no completions of its own")
     most = config.rollout.max_completion_length
     with (
         StoredRun(folder) as stored,
         Rewards(settings, tags=config.data.tags, devices=config.devices, max_completion_length=most) as rewards,
     ):
-        for step in stored.steps():
-            prompts, rollouts = stored.prompts(step), stored.rollouts(step)
+        if step is not None:
+            _require(stored, step)
+        for number in stored.steps() if step is None else [step]:
+            prompts, rollouts = stored.prompts(number), stored.rollouts(number)
             graded = rewards([_completion(prompts[one["prompt_index"]], one) for one in rollouts]).totals
-            usable = [i for i, one in enumerate(rollouts) if None not in (one["reward"], graded[i])]
-            groups = torch.tensor([rollouts[i]["prompt_index"] for i in usable])
-            totals = ([rollouts[i]["reward"] for i in usable], [graded[i] for i in usable])
-            old, new = (
-                compared(method, torch.tensor(rewards, dtype=torch.float64), groups).tolist() for rewards in totals
-            )
+            usable = [(one, new) for one, new in zip(rollouts, graded, strict=True) if None not in (one["reward"], new)]
+            usable = [(one, new) for one, new in usable if isinstance(method, PolicyGradientMethod) or _in_loss(one)]
+            made = [one for one, _ in usable]
+            old = advantages_for(method, made, [one["reward"] for one in made])
+            new = advantages_for(method, made, [new for _, new in usable])
             total += len(usable)
-            for index, before, after in zip(usable, old, new, strict=True):
-                if before * after < 0 or (before == 0) != (after == 0):
-                    changed += 1
-                    one = rollouts[index]
-                    where = (step, one["prompt_index"], one["rollout_index"])
-                    numbers = (one["reward"], graded[index], before, after)
-                    table.add_row(*map(str, where), *map(_number, numbers), Text(_short(one["completion"])))
-    if changed:
+            for (one, reward), before, after in zip(usable, old, new, strict=True):
+                if (change := _change(before, after)) is not None:
+                    found.append((change, number, one, reward, before, after))
+    _print_changes(found, limit, console)
+    counts = Counter(change for change, *_ in found)
+    console.print(
+        f"{counts[SIGN]:,} of {total:,} advantages change their sign; besides, {counts[TO_ZERO]:,} become 0 and "
+        f"{counts[FROM_ZERO]:,} were 0"
+    )
+    return counts[SIGN]
+
+
+SIGN, TO_ZERO, FROM_ZERO = "sign", "to 0", "from 0"
+
+
+def _change(before: float, after: float) -> str | None:
+    if before * after < 0:
+        return SIGN
+    return None if (before == 0) == (after == 0) else TO_ZERO if after == 0 else FROM_ZERO
+
+
+def _print_changes(
+    found: Sequence[tuple[str, int, Mapping[str, Any], float, float, float]], limit: int, console: Console
+):
+    shown = sorted(found, key=lambda one: one[0] != SIGN)[:limit]  # sign changes first, else in their order
+    if shown:
+        table = _table("step", "prompt", "rollout", "change", "reward", "new", "A", "new A", "completion")
+        for change, number, one, reward, before, after in shown:
+            where = (number, one["prompt_index"], one["rollout_index"], change)
+            numbers = (one["reward"], reward, before, after)
+            table.add_row(*map(str, where), *map(_number, numbers), Text(_short(one["completion"])))
         console.print(table)
-    console.print(f"{changed:,} of {total:,} advantages change their sign")
-    return changed
+    if len(found) > len(shown):
+        console.print(f"and {len(found) - len(shown):,} more: --limit shows them")
+
+
+def advantages_for(
+    method: PolicyGradientMethod | PPOMethod, rollouts: Sequence[Mapping[str, Any]], rewards: Sequence[float | None]
+) -> list[float]:
+    """The advantage of each of a step's stored completions, had it been given this reward.
+
+    PPO's is the mean over the tokens. GAE is linear in the reward, so what it was (return less value) changes at a
+    token by the difference of the rewards times (gamma lam)^(tokens that follow); values stay those of the run.
+    """
+    if not rollouts:
+        return []
+    reward_S = torch.tensor(rewards, dtype=torch.float64)
+    if isinstance(method, PolicyGradientMethod):
+        return compared(method, reward_S, torch.tensor([one["prompt_index"] for one in rollouts])).tolist()
+    tokens = []
+    for one, reward in zip(rollouts, reward_S, strict=True):
+        was_N = torch.tensor(one["returns"] - one["old_values"], dtype=torch.float64)
+        following_N = torch.arange(len(was_N) - 1, -1, -1, dtype=torch.float64)
+        tokens.append(was_N + (reward - one["reward"]) * (method.gamma * method.lam) ** following_N)
+    normal_N = normalized(torch.cat(tokens), eps=EPS)
+    return [float(one.mean()) for one in normal_N.split([len(one) for one in tokens])]
+
+
+def _in_loss(one: Mapping[str, Any]) -> bool:
+    """Whether a completion of PPO was trained on, with the numbers that say how."""
+    if one["advantages"] is not None and one["returns"] is None:
+        raise RunError("this run's file is of an earlier version, without values and returns: PPO cannot be regraded")
+    return one["returns"] is not None
 
 
 def _completion(prompt: Mapping[str, Any], one: Mapping[str, Any]) -> Completion:
@@ -207,7 +276,8 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="bold")
     for name in columns:
-        table.add_column(name, justify="left" if name in ("completion", "token", "metric", "rewards") else "right")
+        left = name in ("completion", "token", "metric", "rewards")
+        table.add_column(name, justify="left" if left else "right", overflow="fold")  # no number is cut short
     return table
 
 

@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS prompts (
 CREATE TABLE IF NOT EXISTS rollouts (
     step INTEGER, prompt_index INTEGER, rollout_index INTEGER, completion TEXT, reward REAL, advantage REAL,
     finish_reason TEXT, version INTEGER, parts TEXT, tokens BLOB, sampler_logprobs BLOB, old_logprobs BLOB,
-    new_logprobs BLOB, ref_logprobs BLOB, advantages BLOB, clipped BLOB,
+    new_logprobs BLOB, ref_logprobs BLOB, advantages BLOB, clipped BLOB, old_values BLOB, returns BLOB,
     PRIMARY KEY (step, prompt_index, rollout_index)
 );
 CREATE TABLE IF NOT EXISTS evaluations (
@@ -47,7 +47,10 @@ CREATE INDEX IF NOT EXISTS evaluations_step ON evaluations (step);
 """
 TABLES = ("prompts", "rollouts", "evaluations")
 TOKENS = {"tokens": np.dtype("<i4"), "clipped": np.dtype("u1")}  # the other arrays are float32
-ARRAYS = ("tokens", "sampler_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "advantages", "clipped")
+ARRAYS = (
+    "tokens", "sampler_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "advantages", "clipped", "old_values",
+    "returns",
+)  # fmt: skip
 BUSY_S = 30.0  # how long another program may keep the file locked
 WAITING = 4  # steps that may wait to be written; then training waits for the disk
 GIB = 1 << 30
@@ -114,6 +117,7 @@ class RolloutStore:
             self._connection = _connect(self.path)
             with self._connection as connection:
                 connection.executescript(SCHEMA)
+                _add_columns(connection)
                 for table in TABLES:
                     connection.execute(f"DELETE FROM {table} WHERE step > ?", (after,))
                 if checkpoint is not None and (checkpoint / NAME).is_file():
@@ -189,6 +193,14 @@ class RolloutStore:
                 return
             for table in TABLES:
                 connection.execute(f"DELETE FROM {table} WHERE step <= ?", (oldest,))
+
+
+def _add_columns(connection: sqlite3.Connection) -> None:
+    """Give a file of an earlier version the arrays that came later: they are the last columns of a new file too."""
+    there = {row[1] for row in connection.execute("PRAGMA table_info(rollouts)")}
+    for name in ARRAYS:
+        if name not in there:
+            connection.execute(f"ALTER TABLE rollouts ADD COLUMN {name} BLOB")
 
 
 def _refusal(path: Path, error: Exception) -> RunError:
@@ -315,10 +327,13 @@ class StoredRun:
         return [_read(row) for row in rows]
 
     def rollouts(self, step: int, prompt_index: int | None = None) -> list[dict[str, Any]]:
-        """The completions of a step, or of one of its prompts; per-token columns as arrays."""
+        """The completions of a step, or of one of its prompts; per-token columns as arrays.
+
+        None stands for an array that the method has not, or that files of an earlier version lack.
+        """
         where, values = ("", (step,)) if prompt_index is None else (" AND prompt_index = ?", (step, prompt_index))
         query = f"SELECT * FROM rollouts WHERE step = ?{where} ORDER BY prompt_index, rollout_index"
-        return [_read(row) for row in self._rows(query, values)]
+        return [dict.fromkeys(ARRAYS) | _read(row) for row in self._rows(query, values)]
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The completions of every evaluation, in the order in which they were drawn."""
