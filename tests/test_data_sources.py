@@ -13,7 +13,7 @@ import pytest
 from data_tokenizer import CHATML, byte_tokenizer
 
 from posttrain.config.data import DataConfig
-from posttrain.data import prepare, readers
+from posttrain.data import prepare, streams
 from posttrain.data.readers import read_files
 from posttrain.data.sources import open_source
 from posttrain.errors import DataError
@@ -296,7 +296,7 @@ def test_lines_that_an_open_quote_takes_along_are_counted(tmp_path):
 
 
 def test_a_line_of_csv_that_is_too_long_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "LINE_BYTES", 100)
+    monkeypatch.setattr(streams, "LINE_BYTES", 100)
     (tmp_path / "a.csv").write_text(f"text\none\n{'x' * 300}\nthree\n")
     found = [(record.line, record.problem) for record in read_files((tmp_path / "a.csv",))]
     assert found == [(2, None), (3, "not CSV: a line of more than 100 bytes"), (4, None)]

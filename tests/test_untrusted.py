@@ -2,9 +2,12 @@
 the memory as they meant it to."""
 
 import ast
+import gzip
 import json
 import os
 import re
+import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +24,9 @@ import posttrain
 from posttrain.cli import main
 from posttrain.config import ModelConfig, dump, load
 from posttrain.console import PlainConsole
-from posttrain.errors import ModelError
+from posttrain.data import streams
+from posttrain.data.readers import read_files
+from posttrain.errors import ConfigError, DataError, ModelError
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.progress import progress
 from posttrain.store.rollouts import GIB, RolloutStore, StoredPrompt, StoredRollout
@@ -61,18 +66,19 @@ NAMES = [".", "..", "...", " ", "a/b", "a\\b", "a\x1b[2J", "a\rb", "a\x9b", "a\u
 NAMES += ["a" * 300, "é" * 101]
 
 
-@pytest.mark.parametrize("name", NAMES, ids=ascii)
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:20])
 def test_names_that_name_no_folder_are_refused_at_once(name, tmp_path, monkeypatch, capsys):
     """Of runs, models and projects, by what the schema says; before anything is loaded or written, dry run or not."""
     monkeypatch.chdir(tmp_path)
-    for setting in ("name", "model.name", "tracking.project"):
-        settings = ["model.path=absent", "method=sft", "data.source=absent.jsonl", "tracking.report_to=wandb"]
-        given = f"{setting}={json.dumps(name)}"
-        for command in (["train"], ["train", "--dry-run"], ["plan"]):
-            assert main([*command, *settings, given]) == 1
-            words = f"{setting} is {ascii(name)[:40]}" if name.isascii() else f"{setting} is "
-            error = capsys.readouterr().err
-            assert words in error and "it must be text of at most 200 bytes that can name a folder" in error
+    settings = ["model.path=absent", "method=sft", "data.source=absent.jsonl", "tracking.report_to=wandb"]
+    message = "it must be text of at most 200 bytes that can name a folder"
+    for setting in ("model.name", "tracking.project"):
+        with pytest.raises(ConfigError, match=f"{setting} is .*{message}"):
+            load(None, [*settings, f"{setting}={json.dumps(name)}"])
+    for option in ("--no-shuffle", "--dry-run"):
+        assert main(["train", option, *settings, f"name={json.dumps(name)}"]) == 1
+        error = capsys.readouterr().err
+        assert "name is " in error and message in error
     assert list(tmp_path.iterdir()) == []
 
 
@@ -314,3 +320,116 @@ def test_pickled_adapters_need_leave(tmp_path, shared):
     torch.save(tensors, folder / "adapter_model.bin")
     allowed = load_model(model.model_copy(update={"allow_pickle": True}), "lm", torch.float32, CPU).state_dict()
     assert all(torch.equal(plain[name], allowed[name]) for name in plain)
+
+
+# --- bombs ------------------------------------------------------------------------------------------------------------
+
+
+def bomb(path: Path, content: bytes, megabytes: int) -> Path:
+    """A gzip file of few bytes that unpacks to many."""
+    with gzip.open(path, "wb") as stream:
+        for _ in range(megabytes):
+            stream.write(content * (1_000_000 // len(content)))
+    return path
+
+
+BOMBED = {
+    "rows.json.gz": b"[" * 1000,
+    "rows.jsonl.gz": b'{"text": "' + b"a" * 99_980 + b'"}\n',
+    "rows.csv.gz": b"a" * 99_999 + b"\n",
+    "rows.txt.gz": b"a" * 99_999 + b"\n",
+    "rows.parquet.gz": b"PAR1",
+}
+
+
+@pytest.mark.parametrize("name", BOMBED)
+def test_a_gzip_bomb_is_refused_early(name, tmp_path, monkeypatch):
+    """In every format, at the limit and not at the end, with the limit's name."""
+    monkeypatch.setattr(streams, "FREE_BYTES", 4_000_000)
+    path = bomb(tmp_path / name, BOMBED[name], 20)
+    count = 0
+    with pytest.raises(DataError, match="unpacks to more than 200 times its size, the limit for gzip"):
+        for _ in read_files((path,)):
+            count += 1
+    assert count <= 42  # rows of 100,000 bytes
+
+
+def test_a_real_bomb_takes_neither_memory_nor_time(tmp_path):
+    """A file that unpacks to 1 GB is given up after 64 MB."""
+    path = tmp_path / "rows.json.gz"
+    path.write_bytes(gzip.compress(b"[" * 25_000_000) * 40)  # members of one gzip file
+    assert path.stat().st_size < 1_200_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="unpacks to more than 200 times its size, the limit for gzip"):
+            list(read_files((path,)))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 200_000_000
+
+
+def test_data_that_repeat_themselves_are_no_bomb(tmp_path):
+    path = bomb(tmp_path / "rows.jsonl.gz", b'{"text": "' + b"a" * 10_000 + b'"}\n', 5)
+    assert sum(1 for record in read_files((path,)) if record.value) == 5 * 99
+
+
+def test_one_document_is_no_longer_than_memory_allows(tmp_path, monkeypatch):
+    """Plain text that never ends a document; JSON and zipped Parquet, which are read whole."""
+    monkeypatch.setattr(streams, "LINE_BYTES", 1000)
+    monkeypatch.setattr(streams, "DOCUMENT_BYTES", 5000)
+    text = "a line of text\n" * 400
+    (tmp_path / "rows.txt").write_text(f"first<|endoftext|>{text}<|endoftext|>last\n")
+    rows = [(record.value, record.problem) for record in read_files((tmp_path / "rows.txt",))]
+    assert rows[0][0] == {"text": "first"} and rows[2][0] == {"text": "last"}
+    assert rows[1] == (None, "a document of more than 1,000 characters")
+    (tmp_path / "rows.json").write_text(json.dumps([text]))
+    (tmp_path / "rows.parquet.gz").write_bytes(gzip.compress(np.random.default_rng(0).bytes(6000)))
+    for name in ("rows.json", "rows.parquet.gz"):
+        with pytest.raises(DataError, match="more than 5,000 bytes and must be read whole: convert it to JSONL"):
+            list(read_files((tmp_path / name,)))
+
+
+COLUMN = "    c{0}: ${{data.columns.c{1}}}${{data.columns.c{1}}}\n"
+MAPPING = "    c{0}: {{a: '${{data.columns.c{1}}}', b: '${{data.columns.c{1}}}'}}\n"
+DOUBLING, MAPPINGS = ("".join(line.format(n, n - 1) for n in range(1, 60)) for line in (COLUMN, MAPPING))
+ALIASES = "".join(f"    c{n}: &c{n} [*c{n - 1}, *c{n - 1}]\n" for n in range(1, 60))
+BOMBS = {
+    "texts that double": ("  columns:\n    c0: xx\n" + DOUBLING, "come to more than 1,000,000 characters"),
+    "empty texts that double": (
+        "  columns:\n    c0: ''\n" + DOUBLING,
+        "data.columns.c0 is ''",
+    ),  # linear: refused later
+    "mappings that double": ("  columns:\n    c0: {a: x, b: y}\n" + MAPPINGS, "come to more than 1,000,000 characters"),
+    "a long row of names": (
+        "  columns:\n    c0: x\n" + "".join(f"    c{n}: '${{data.columns.c{n + 1}}}'\n" for n in range(1, 3000)),
+        "in too long a row",
+    ),
+    "a circle": ("  columns: {a: '${data.columns.b}', b: 'x${data.columns.a}'}\n", "name one another in a circle"),
+    "aliases": ("  columns:\n    c0: &c0 [x, x]\n" + ALIASES, "aliases multiply without end: more than 100,000 values"),
+    "long aliases": (
+        "  columns:\n    c0: &c " + "x" * 10_000 + "\n" + "".join(f"    c{n}: *c\n" for n in range(1, 999)),
+        "or 2,000,000 characters",
+    ),
+    "a large file": ("#" * 1_000_000, "it has more than 1,000,000 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_settings_that_grow_without_bound_are_refused(name, tmp_path):
+    text, message = BOMBS[name]
+    (tmp_path / "a.yaml").write_text("model: gpt2\nmethod: sft\ndata:\n  source: x\n" + text)
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
+        load(tmp_path / "a.yaml")
+    assert len(str(raised.value)) < 10_000
+
+
+def test_files_that_extend_more_and_more_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[load.__module__], "MOST_FILES", 10)
+    for n in range(30):
+        (tmp_path / f"{n}.yaml").write_text(f"extends: [{n + 1}.yaml, {n + 1}.yaml]\n")
+    (tmp_path / "30.yaml").write_text("method: sft\n")
+    with pytest.raises(ConfigError, match="extends more than 10 files"):
+        load(tmp_path / "0.yaml")
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load(None, ["model=" + "[" * 500])

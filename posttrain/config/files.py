@@ -12,7 +12,9 @@ from posttrain.errors import ConfigError
 from posttrain.terminal import visible
 
 KeyPath = tuple[str | int, ...]
-LARGEST_FILE = 100_000  # nodes; a bomb of YAML aliases grows beyond any bound
+MOST_BYTES = 1_000_000  # of a settings file
+# Nodes of a file, and the characters of its texts, aliases counted each time: a bomb of YAML aliases has no bound.
+MOST_NODES, MOST_CHARACTERS = 100_000, 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,11 @@ def read_settings(path: Path, name: str | None = None) -> Tree:
     Raises ConfigError: unreadable file, not UTF-8, bad syntax (line and column), a tag, a key twice, not a mapping.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as stream:
+            content = stream.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ConfigError(f"{path} is no settings file: it has more than {MOST_BYTES:,} bytes")
+        text = content.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -110,6 +116,8 @@ def parse_value(text: str, origin: str) -> Tree:
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
+    except RecursionError:
+        raise ConfigError(f"{origin[:60]}: the value is nested too deeply") from None
     except yaml.YAMLError:
         if text[:1] in "[{":
             raise ConfigError(f"{origin}: {text!r} does not close its bracket, or is no YAML value") from None
@@ -140,7 +148,7 @@ class _Reader:
     """Turns composed YAML nodes into plain values, and notes where each key stands."""
 
     def __init__(self, name: str, lines: bool = True):
-        self.name, self.lines, self.nodes = name, lines, 0
+        self.name, self.lines, self.nodes, self.characters = name, lines, 0, 0
         self.origins: dict[KeyPath, str] = {}
 
     def read(self, text: str) -> Tree:
@@ -161,8 +169,12 @@ class _Reader:
 
     def convert(self, node: yaml.Node, path: KeyPath) -> Any:
         self.nodes += 1
-        if self.nodes > LARGEST_FILE:
-            raise ConfigError(f"{self.name} is too large, or its YAML aliases multiply without end")
+        self.characters += len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+        if self.nodes > MOST_NODES or self.characters > MOST_CHARACTERS:
+            raise ConfigError(
+                f"{self.name} is too large, or its YAML aliases multiply without end: more than {MOST_NODES:,} values "
+                f"or {MOST_CHARACTERS:,} characters"
+            )
         if node.tag == "tag:yaml.org,2002:merge":
             raise ConfigError(f"{self._at(node)}: `<<` is not supported; use `extends: other.yaml`")
         if node.tag not in _PLAIN:

@@ -3,28 +3,23 @@
 Precedence: flag, override, file, what the file extends, default; within the file a stage over what stands above it.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from posttrain.config.explain import did_you_mean, dotted, explain, show, value_at
-from posttrain.config.files import KeyPath, Tree, read_settings, write_yaml
-from posttrain.config.layers import Layers, merge, override
+from posttrain.config.files import Tree, read_settings, write_yaml
+from posttrain.config.interpolation import escaped, interpolate
+from posttrain.config.layers import Layers, override
 from posttrain.config.presets import preset_names, preset_path
 from posttrain.config.schema import RunConfig
 from posttrain.config.stages import WHOLE_RUN, Stage, in_order, refuse_other_models, split, start_from, take_init_from
 from posttrain.errors import ConfigError
 
-_RESOLVER = re.compile(r"\$\{\s*[\w.]+\s*:")
-
-
+MOST_FILES = 100  # that one may extend: files that extend two each of the next double at every step
 Assignment = tuple[str, object, str]  # dotted path, value or text to parse, where it was given
 
 
@@ -55,7 +50,9 @@ def load(source: Path | str | None, overrides: Sequence[str] = (), flags: Mappin
     """
     common, stages = Layers(), dict[str, list[Tree]]()
     if source is not None:
-        for tree in _chain(find(source)):
+        for count, tree in enumerate(_chain(find(source))):
+            if count == MOST_FILES:
+                raise ConfigError(f"{source} extends more than {MOST_FILES} files, counted as often as they are named")
             rest, own = split(tree)
             common.lay(rest)
             for name, layer in own.items():
@@ -181,7 +178,7 @@ def _refusal(lines: list[str]) -> ConfigError:
 def dump(config: RunConfig | Sequence[Stage]) -> str:
     """The whole configuration as YAML that `load` reads back to an equal one; what all stages share is said once."""
     if isinstance(config, RunConfig):
-        return write_yaml(_escaped(config.model_dump(mode="json")))
+        return write_yaml(escaped(config.model_dump(mode="json")))
     if len(config) == 1 and not config[0].name:
         return dump(config[0].config)
     each = {stage.name: stage.config.model_dump(mode="json") for stage in config}
@@ -192,7 +189,7 @@ def dump(config: RunConfig | Sequence[Stage]) -> str:
         | {key: value for key, value in each[stage.name].items() if key not in shared}
         for stage in config
     }
-    return write_yaml(_escaped({**shared, "stages": stages}))
+    return write_yaml(escaped({**shared, "stages": stages}))
 
 
 def find(source: Path | str) -> Path:
@@ -239,77 +236,3 @@ def _assignment(text: str) -> Assignment:
         hint = " (one configuration file is taken)" if text.endswith((".yaml", ".yml", ".json")) else ""
         raise ConfigError(f"{text!r} is not an override such as training.max_steps=200{hint}")
     return path.strip().removeprefix("--"), value.strip(), f"override {text}"
-
-
-def interpolate(values: dict[str, Any], origins: Mapping[KeyPath, str]) -> dict[str, Any]:
-    """The values with every `${a.b}` replaced by the setting it names, which may be one left at its default."""
-    texts = [(path, text) for path, text in _texts(values) if "${" in text]
-    if not texts:
-        return values
-    for path, text in texts:
-        if _RESOLVER.search(text):
-            raise ConfigError(
-                f"{_origin(path, origins)}: {text}: only settings can be named in ${{...}}, e.g. ${{model.path}}"
-            )
-    models = values.get("models")
-    one = {"model": models[0]} if isinstance(models, list) and len(models) == 1 else {}
-    resolved: dict[KeyPath, Any] = {}
-    try:
-        tree = OmegaConf.create({**merge(_defaults(RunConfig), values), **one})
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"a ${{...}} cannot be read: {str(error).splitlines()[0]}") from error
-    for path, text in texts:
-        node: Any = tree
-        try:
-            for key in path:
-                node = node[key]
-        except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"{_origin(path, origins)}: {text}: {reason}") from error
-        resolved[path] = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-    return _replaced(values, resolved)
-
-
-def _texts(node: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    if isinstance(node, str):
-        yield path, node
-    entries = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for key, value in entries:
-        yield from _texts(value, (*path, key))
-
-
-def _replaced(node: Any, new: Mapping[KeyPath, Any], path: KeyPath = ()) -> Any:
-    if path in new:
-        return new[path]
-    if isinstance(node, dict):
-        return {key: _replaced(value, new, (*path, key)) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_replaced(value, new, (*path, index)) for index, value in enumerate(node)]
-    return node
-
-
-def _defaults(model: type[BaseModel]) -> dict[str, Any]:
-    """The defaults of all sections; a section with a required setting gives the defaults of its others."""
-    result: dict[str, Any] = {}
-    for name, info in model.model_fields.items():
-        default = info.get_default()
-        if isinstance(default, BaseModel):
-            result[name] = default.model_dump(mode="json")
-        elif not info.is_required():
-            result[name] = default
-        elif isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            result[name] = _defaults(info.annotation)
-    return result
-
-
-def _origin(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
-    return next((origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origins), "settings")
-
-
-def _escaped(node: Any) -> Any:
-    """Text with `${` written so that it is read back as it is."""
-    if isinstance(node, str):
-        return re.sub(r"(\\*)\$\{", lambda m: m.group(1) * 2 + r"\${", node)
-    if isinstance(node, dict):
-        return {key: _escaped(value) for key, value in node.items()}
-    return [_escaped(value) for value in node] if isinstance(node, list) else node

@@ -47,7 +47,7 @@ class ModelConfig(Settings):
     load_in_4bit: bool = Field(default=False, description="Frozen weights in 4 bits (NF4) under lora: QLoRA.")
     use_liger_kernel: bool = Field(default=False, description="Liger's GPU kernels for norms and gated MLPs.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
-    allow_pickle: bool = Field(default=False, description="Load pickled weights, which can run code.")
+    allow_pickle: bool = Field(default=False, description="Load pickled weights and adapters, which can run code.")
 
     @property
     def folder_name(self) -> str:

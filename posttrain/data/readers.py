@@ -8,18 +8,16 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from posttrain.data import streams
 from posttrain.data.delimiter import delimiter_of
 from posttrain.errors import DataError
 
-# A line longer than this is not parsed: no row of text is, and a binary file must not fill the memory.
-LINE_BYTES = 64_000_000
 HEAD_BYTES = 256 * 1024  # that tell the delimiter of a CSV file
 DOCUMENT_END = "<|endoftext|>"
 
@@ -69,40 +67,12 @@ def reader_of(path: Path) -> Callable[[Path], Iterator[Parsed]]:
     return READERS[suffix]
 
 
-def _open(path: Path) -> BinaryIO:
-    """A byte stream without UTF-8's byte order mark; other encodings are refused by name."""
-    opener = gzip.open if path.suffix.lower() == ".gz" else open
-    stream = cast(BinaryIO, opener(path, "rb"))
-    start = stream.read(4)
-    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        stream.close()
-        raise DataError(f"{path} is UTF-16, not UTF-8: convert it, e.g. with `iconv -f UTF-16 -t UTF-8`")
-    if start[:2] == b"\x1f\x8b":
-        stream.close()
-        raise DataError(f"{path} is compressed: give it a name that ends in .gz")
-    stream.seek(3 if start[:3] == b"\xef\xbb\xbf" else 0)
-    return stream
-
-
-def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines; None for one that is too long to be a row."""
-    number = 0
-    while line := stream.readline(LINE_BYTES):
-        number += 1
-        if len(line) == LINE_BYTES and not line.endswith(b"\n"):
-            while (rest := stream.readline(LINE_BYTES)) and not rest.endswith(b"\n"):
-                pass
-            yield number, None
-        else:
-            yield number, line
-
-
 def read_jsonl(path: Path) -> Iterator[Parsed]:
     """One JSON object a line; lines of white space are no rows."""
-    with _open(path) as stream:
-        for number, raw in _lines(stream):
+    with streams.open_data(path) as stream:
+        for number, raw in streams.lines(stream):
             if raw is None:
-                yield number, None, f"a line of more than {LINE_BYTES:,} bytes"
+                yield number, None, f"a line of more than {streams.LINE_BYTES:,} bytes"
                 continue
             if not raw.strip():
                 continue
@@ -123,8 +93,8 @@ def read_jsonl(path: Path) -> Iterator[Parsed]:
 
 def read_json(path: Path) -> Iterator[Parsed]:
     """A list of objects, or an object with one list of them. A file of one object a line is read as JSONL."""
-    with _open(path) as stream:
-        raw = stream.read()
+    with streams.open_data(path) as stream:
+        raw = streams.whole(path, stream)
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -236,14 +206,14 @@ def read_csv(path: Path) -> Iterator[Parsed]:
         nonlocal read
         read, raw = numbered
         if raw is None:
-            raise csv.Error(f"a line of more than {LINE_BYTES:,} bytes")
+            raise csv.Error(f"a line of more than {streams.LINE_BYTES:,} bytes")
         return raw.decode(errors="surrogateescape")
 
     delimiter = "\t" if ".tsv" in path.suffixes else delimiter_of(_head(path))
-    with _open(path) as stream:
-        lines = map(text, _lines(stream))  # a map goes on after an error; a generator ends
+    with streams.open_data(path) as stream:
+        lines = map(text, streams.lines(stream))  # a map goes on after an error; a generator ends
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
-        limit = csv.field_size_limit(LINE_BYTES)
+        limit = csv.field_size_limit(streams.LINE_BYTES)
         header = None
         try:
             while True:
@@ -274,7 +244,7 @@ def read_csv(path: Path) -> Iterator[Parsed]:
 
 def _head(path: Path) -> str:
     """The first whole lines of a file."""
-    with _open(path) as stream:
+    with streams.open_data(path) as stream:
         start = stream.read(HEAD_BYTES)
     whole = start if len(start) < HEAD_BYTES else start[: start.rfind(b"\n") + 1]
     return whole.decode(errors="surrogateescape")
@@ -286,8 +256,10 @@ def read_parquet(path: Path) -> Iterator[Parsed]:
     if path.stat().st_size == 0:
         return
     try:
-        with gzip.open(path) if compressed else path.open("rb") as stream:
-            file = pq.ParquetFile(BytesIO(stream.read()) if compressed else path, memory_map=not compressed)
+        with streams.unpacked(path) as stream:
+            file = pq.ParquetFile(
+                pa.BufferReader(streams.whole(path, stream)) if compressed else path, memory_map=not compressed
+            )
             number = 0
             for batch in file.iter_batches(batch_size=1000):
                 for value in batch.to_pylist():
@@ -299,24 +271,31 @@ def read_parquet(path: Path) -> Iterator[Parsed]:
 
 def read_text(path: Path) -> Iterator[Parsed]:
     """Plain text as rows with one column `text`: documents separated by `<|endoftext|>`, at their first line."""
-    with _open(path) as stream:
-        begin, parts = 1, []
-        for number, raw in _lines(stream):
+    with streams.open_data(path) as stream:
+        begin, size = 1, 0
+        parts: list[str] = []
+        for number, raw in streams.lines(stream):
             if raw is None:
-                yield number, None, f"a line of more than {LINE_BYTES:,} bytes"
+                yield number, None, f"a line of more than {streams.LINE_BYTES:,} bytes"
                 continue
             *ended, rest = raw.decode(errors="surrogateescape").split(DOCUMENT_END)
             for piece in ended:
-                document = "".join([*parts, piece]).strip("\r\n")
-                if document:
-                    yield begin, {"text": document}, None
-                begin, parts = number, []
+                yield from _document(begin, [*parts, piece], size + len(piece))
+                begin, parts, size = number, [], 0
             if not parts and not rest.strip():
                 begin = number + 1
             else:
-                parts.append(rest)
-        if document := "".join(parts).strip("\r\n"):
-            yield begin, {"text": document}, None
+                size += len(rest)
+                if size <= streams.LINE_BYTES:
+                    parts.append(rest)
+        yield from _document(begin, parts, size)
+
+
+def _document(line: int, parts: list[str], size: int) -> Iterator[Parsed]:
+    if size > streams.LINE_BYTES:
+        yield line, None, f"a document of more than {streams.LINE_BYTES:,} characters"
+    elif text := "".join(parts).strip("\r\n"):
+        yield line, {"text": text}, None
 
 
 def type_name(value: object) -> str:

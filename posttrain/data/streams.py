@@ -1,0 +1,93 @@
+"""The bytes of a data file, unpacked, line by line or whole, within bounds: a bomb must not fill the memory."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from posttrain.errors import DataError
+
+# A line, or a document of plain text, longer than this is not parsed: no row of text is.
+LINE_BYTES = 64_000_000
+DOCUMENT_BYTES, CHUNK_BYTES = 2_000_000_000, 16_000_000  # of a file that is read whole: JSON, Parquet in gzip
+# A gzip file may expand to so many times what was read of it, beyond so many bytes: text does to 3 to 20 times, a bomb
+# to 1,000 times.
+MOST_EXPANSION, FREE_BYTES = 200, 64_000_000
+
+
+class Unpacked(io.RawIOBase):
+    """The content of a gzip file, read as it is unpacked. Raises DataError for one that expands beyond all data."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.packed = path.open("rb")
+        self.content = gzip.GzipFile(fileobj=self.packed)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self.content.readinto(buffer)
+        if self.content.tell() > max(FREE_BYTES, MOST_EXPANSION * self.packed.tell()):
+            self.close()
+            raise DataError(
+                f"{self.path} unpacks to more than {MOST_EXPANSION} times its size, the limit for gzip: unpack it "
+                "yourself if you trust it"
+            )
+        return count
+
+    def close(self) -> None:
+        self.content.close()
+        self.packed.close()
+        super().close()
+
+
+def unpacked(path: Path) -> io.BufferedReader:
+    """The file's bytes, those of a `.gz` unpacked."""
+    return io.BufferedReader(Unpacked(path), 2**17) if path.suffix.lower() == ".gz" else path.open("rb")
+
+
+def whole(path: Path, stream: BinaryIO) -> bytearray:
+    """All that is left of a file that can only be read whole. Raises DataError above DOCUMENT_BYTES."""
+    content = bytearray()
+    too_large = path.stat().st_size > DOCUMENT_BYTES
+    while not too_large and (chunk := stream.read(CHUNK_BYTES)):
+        content += chunk
+        too_large = len(content) > DOCUMENT_BYTES
+    if too_large:
+        raise DataError(
+            f"{path} has more than {DOCUMENT_BYTES:,} bytes and must be read whole: convert it to JSONL, or to Parquet "
+            "without gzip, which are read row by row"
+        )
+    return content
+
+
+def open_data(path: Path) -> BinaryIO:
+    """A byte stream without UTF-8's byte order mark; other encodings are refused by name."""
+    stream = unpacked(path)
+    start = stream.peek(4)[:4]
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        stream.close()
+        raise DataError(f"{path} is UTF-16, not UTF-8: convert it, e.g. with `iconv -f UTF-16 -t UTF-8`")
+    if start[:2] == b"\x1f\x8b":
+        stream.close()
+        raise DataError(f"{path} is compressed: give it a name that ends in .gz")
+    if start[:3] == b"\xef\xbb\xbf":
+        stream.read(3)
+    return stream
+
+
+def lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+    """Numbered lines; None for one that is too long to be a row."""
+    number = 0
+    while line := stream.readline(LINE_BYTES):
+        number += 1
+        if len(line) == LINE_BYTES and not line.endswith(b"\n"):
+            while (rest := stream.readline(LINE_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            yield number, None
+        else:
+            yield number, line
