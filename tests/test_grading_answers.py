@@ -1,6 +1,7 @@
 """Which answers are equal, and where in a completion the answer stands: tables, recorded solutions, gold solutions."""
 
 import json
+from pathlib import Path
 
 import pytest
 from answer_tables import DIFFERENT, EQUAL
@@ -30,6 +31,22 @@ def test_different_answers_are_not_equal(grading_pool):
     print(f"{len(DIFFERENT)} different answers, {len(taken)} taken for right")
     assert not taken
     assert all(grade.verdict == "wrong" for (gold, _), grade in zip(DIFFERENT, grades, strict=True) if gold)
+
+
+def further_pairs() -> list[tuple[str, str, str]]:
+    """(right answer, answer, verdict) of each line `right ≡ equal` or `right ≢ different`."""
+    lines = (Path(__file__).parent / "answer_pairs.txt").read_text(encoding="utf-8").splitlines()
+    same = [(*line.split(" ≡ "), "correct") for line in lines if " ≡ " in line]
+    return same + [(*line.split(" ≢ "), "wrong") for line in lines if " ≢ " in line]
+
+
+def test_further_pairs(grading_pool):
+    """The breadth of competition maths, word problems and careless writing; nothing crashes, no right answer is bad."""
+    pairs = further_pairs()
+    grades = grading_pool.grade([boxed(gold, answer) for gold, answer, _ in pairs])
+    other = [(pair, grade) for pair, grade in zip(pairs, grades, strict=True) if grade.verdict != pair[2]]
+    print(f"{len(pairs)} pairs, {sum(want == 'wrong' for *_, want in pairs)} of them different; not as wanted: {other}")
+    assert len(pairs) >= 600 and not other
 
 
 def test_the_right_answer_is_its_own_equal_the_other_way_round_too(grading_pool):

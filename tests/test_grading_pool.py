@@ -101,6 +101,20 @@ def test_a_queue_costs_nobody_their_time_and_order_is_kept(quick):
     assert all(grade.verdict == "correct" for grade in grades)
 
 
+def test_the_caller_of_time_outs_one_after_another_waits_for_no_fresh_worker():
+    deadline = 0.5
+    with Pool(1, deadline=deadline, modules=("grading_rules", "sympy")) as pool:  # which takes seconds to import
+        pool.grade(sleeps(0))
+        waited = []
+        for _ in range(4):
+            start = time.monotonic()
+            [grade] = pool.grade([job("HANG")])
+            waited.append(time.monotonic() - start)
+            assert grade.verdict == "timeout"
+    print("waited", *(f"{seconds:.2f} s" for seconds in waited))
+    assert max(waited) <= deadline + 0.25
+
+
 def test_counts_and_the_alarm(caplog):
     with Pool(1, deadline=1.0, modules=("grading_rules",)) as pool:
         pool.grade(sleeps(*[0] * 210))
@@ -342,24 +356,46 @@ def test_a_worker_has_no_secrets_and_nowhere_to_go(monkeypatch):
 
 
 @LINUX
-def test_no_worker_outlives_its_program():
+@pytest.mark.parametrize("doing", ["SLEEP", "HANG"])
+def test_no_worker_outlives_its_program(doing):
+    """Killed while one of its workers sleeps, or computes without ever looking up: all are gone within a second."""
     code = (
         "import sys; from posttrain.grading.pool import Pool; from posttrain.grading.verdict import Job\n"
         "pool = Pool(1, 600, modules=('grading_rules',))\n"
         "pool.grade([Job('grading_rules:SLEEP', '0')])\n"
+        "pool.submit(Job('grading_rules:" + doing + "', '600'))\n"
         "print(*(worker.pid for worker in pool._alive), flush=True)\n"
-        "pool.grade([Job('grading_rules:SLEEP', '600')])\n"
+        "sys.stdin.read()\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, text=True) as program:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    ) as program:
         assert program.stdout is not None
         workers = [int(pid) for pid in program.stdout.readline().split()]
         assert len(workers) == 2 and all(Path(f"/proc/{pid}").exists() for pid in workers)
+        template = int(Path(f"/proc/{workers[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        assert template != program.pid
         program.send_signal(signal.SIGKILL)
-    waited = time.monotonic() + 30
-    while any(_runs(pid) for pid in workers) and time.monotonic() < waited:
-        time.sleep(0.1)
-    assert not any(_runs(pid) for pid in workers)
+    killed = time.monotonic()
+    while any(_runs(pid) for pid in (*workers, template)) and time.monotonic() < killed + 30:
+        time.sleep(0.01)
+    print(f"all gone {time.monotonic() - killed:.2f} s after their program")
+    assert time.monotonic() < killed + 1
+
+
+@LINUX
+def test_a_template_that_was_killed_is_replaced():
+    with Pool(1, PATIENT, modules=("grading_rules",)) as pool:
+        pool.grade(sleeps(0))
+        [one, other] = pids(pool)
+        template = int(Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(template, signal.SIGKILL)
+        while _runs(one) or _runs(other):
+            time.sleep(0.01)
+        verdicts = [grade.verdict for grade in pool.grade(sleeps(0, 0, 0, 0))]
+        print(verdicts)
+        assert verdicts[-1] == "correct" and set(verdicts) <= {"correct", "crashed"}
 
 
 @LINUX

@@ -16,9 +16,14 @@ _CHARACTERS = {
     "±": r"\pm ", "°": r"^{\circ}", "∅": r"\emptyset ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
     "λ": r"\lambda ", "…": "...", "√": r"\sqrt", "’": "'", "“": '"', "”": '"', "％": "%",
     "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+    "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}", "⅗": r"\frac{3}{5}", "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}",
+    "⅚": r"\frac{5}{6}", "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
+    "•": r"\cdot ", "⩽": r"\le ", "⩾": r"\ge ", "∣": r"\mid ", "ℝ": r"\mathbb{R}",
+    "≈": r"\approx ", "∶": ":", "′": "'", "Ω": "Ω", "µ": "μ", "φ": r"\phi ", "γ": r"\gamma ", "∖": r"\setminus ",
     "\t": " ", "\n": " ", "\r": " ",
 }  # fmt: skip
-_CHARACTERS |= {d: f"^{{{n}}}" for n, d in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
+_SUPER, _SUB = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n"), str.maketrans("₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789n")
+_RAISED, _LOWERED = re.compile("[⁰¹²³⁴-⁹⁻⁺ⁿ]+"), re.compile("[₀-₉ₙ]+")
 # thin, hard and other spaces of print are spaces; the fullwidth forms of ASCII are ASCII
 _TABLE = {ord(c): " " for c in "        　"}
 _TABLE |= {0xFF01 + n: chr(0x21 + n) for n in range(94)} | {ord(c): text for c, text in _CHARACTERS.items()}
@@ -35,18 +40,36 @@ _WORDS = re.compile(
     r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|operatorname|mbox|rm)\s*\{([^{}]*)\}"
 )
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?(?![a-zA-Z])")
-_SCRIPT = re.compile(r"([\^_])\s*(\d+|[a-zA-Z])")  # 2^10 is meant as it is read, not as LaTeX sets it
+_SCRIPT = re.compile(r"([\^_])\s*(-?\d+|[a-zA-Z])")  # 2^10 is meant as it is read, not as LaTeX sets it
 _COMMANDS = {r"\leq": r"\le", r"\geq": r"\ge", r"\neq": r"\ne", r"\lt": "<", r"\gt": ">", r"\infinity": r"\infty"}
 _COMMANDS |= {r"\ldots": "...", r"\dots": "...", r"\cdots": "...", r"\lbrace": r"\{", r"\rbrace": r"\}"}
-_COMMANDS |= {r"\varnothing": r"\emptyset", r"\land": r"\text{ and }", r"\lor": r"\text{ or }"}
+_COMMANDS |= {r"\varnothing": r"\emptyset", r"\land": r"\text{ and }", r"\lor": r"\text{ or }", r"\vee": r"\text{ or }"}
+_COMMANDS |= {r"\leqslant": r"\le", r"\geqslant": r"\ge", r"\pounds": "£", r"\euro": "€", r"\yen": "¥", r"\colon": ":"}
+_COMMANDS |= {
+    r"\lvert": "|",
+    r"\rvert": "|",
+    r"\vert": "|",
+    r"\wedge": r"\text{ and }",
+    r"\langle": "⟨",
+    r"\rangle": "⟩",
+}
 _COMMAND = re.compile(r"\\(?:" + "|".join(sorted((c[1:] for c in _COMMANDS), key=len, reverse=True)) + r")(?![a-zA-Z])")
+_OVER = re.compile(r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}")
+_ORDINAL = re.compile(r"(?<=\d)\s*\^\s*(?:\{\s*(?:\\text\{)?(st|nd|rd|th)\}?\s*\}|(th)\b)")
+_CURRENCY = re.compile(r"\\text\{([$€£¥₹%])\}")
 _WRAPPED = ((r"\(", r"\)"), (r"\[", r"\]"))
+_TEXT, _LONG_WORD = (
+    re.compile(r"\\text\{([^{}]*)\}"),
+    re.compile(r"[A-Za-z]{3,}"),
+)  # shorter ones may be symbols: mW, MW
 _DOLLAR = re.compile(r"(?<!\\)\$")
-OPENING, CLOSING = "([{", ")]}"
+OPENING, CLOSING = "([{⟨", ")]}⟩"
 
 
 def tidy(text: str) -> str:
     """The text without what only dresses it. Words inside `\\text{…}` keep their braces, so that they stay words."""
+    text = _RAISED.sub(lambda m: f"^{{{m[0].translate(_SUPER)}}}", text)
+    text = _LOWERED.sub(lambda m: f"_{{{m[0].translate(_SUB)}}}", text)
     text = "".join(_plain(c) for c in _ROOT_SIGN.sub(r"\\sqrt{\1}", text).translate(_TABLE)).strip()
     if len(_DOLLAR.findall(text)) % 2 == 0:  # a single one is money
         text = _DOLLAR.sub("", text).strip()
@@ -59,8 +82,10 @@ def tidy(text: str) -> str:
     text = _SIZES.sub("", _SPACING.sub(" ", text))
     text = _FRACTIONS.sub(r"\\frac", text).replace(r"\%", "%").replace(r"\$", "$")
     text = _COMMAND.sub(lambda m: _COMMANDS[m.group()], text)
-    text = _WORDS.sub(lambda m: rf"\text{{{' '.join(m[1].split())}}}" if m[1].strip() else " ", text)
+    text = _WORDS.sub(lambda m: rf"\text{{{' '.join(m[1].split())}}}" if m[1].strip(" .,;:!") else " ", text)
+    text = _ORDINAL.sub(r"\\text{th}", _CURRENCY.sub(r"\1", text))
     text = _DEGREES.sub(r"^{\\circ}", text)
+    text = _OVER.sub(r"\\frac{\1}{\2}", text)
     text = _SHORT_FRACTION.sub(_braced_fraction, text)
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
     text = _SCRIPT.sub(r"\1{\2}", text)
@@ -82,7 +107,9 @@ def compact(text: str) -> str:
         word = " ".join((words[1] or words[2] or "").split())
         # a single letter is a choice or a symbol: `A` is not `a`
         return word.strip("()") if len(word.strip("()")) == 1 else word.lower().rstrip(".")
-    return re.sub(r"(?<=\d) (?=\d)", "_", text).replace(" ", "")  # `1 2` is not `12`
+    if "\\text" in text:
+        text = _TEXT.sub(lambda m: f" {_LONG_WORD.sub(lambda word: word[0].lower(), m[1])} ", text).strip()
+    return re.sub(r"(?<=\d) +(?=\d)", "_", text).replace(" ", "")  # `1 2` is not `12`
 
 
 def _plain(character: str) -> str:
@@ -120,7 +147,7 @@ def split_top(text: str, separator: str = ",") -> list[str]:
 
 def brackets(text: str) -> tuple[str, str, str] | None:
     r"""(opening, content, closing) when one pair of brackets, not a brace of LaTeX, encloses the whole text."""
-    pairs = ((r"\{", r"\}"), ("(", ")"), ("(", "]"), ("[", ")"), ("[", "]"), (r"\langle", r"\rangle"))
+    pairs = ((r"\{", r"\}"), ("(", ")"), ("(", "]"), ("[", ")"), ("[", "]"), ("⟨", "⟩"))
     for begin, end in pairs:
         if len(text) > len(begin + end) - 1 and text.startswith(begin) and text.endswith(end):
             content = text[len(begin) : len(text) - len(end)]

@@ -16,7 +16,7 @@ LARGEST_EXPONENT = 1000
 _GROUPED = r"\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+"
 _DECIMAL = re.compile(rf"(?P<whole>{_GROUPED})?(?:\.(?P<digits>\d*)(?P<rest>.*))?")
 _POWER = re.compile(
-    r"(?P<factor>[^\\*x^]*?)\s*(?:\\times|\\cdot|\*|x)?\s*\b10\s*\^\s*(?:\{\s*(?P<a>[+-]?\d+)\s*\}|(?P<b>[+-]?\d+))"
+    r"(?P<factor>[^\\*x^]*?)\s*(?:\\times|\\cdot|\*|x)?\s*(?<![\d.])10\s*\^\s*(?:\{\s*(?P<a>[+-]?\d+)\s*\}|(?P<b>[+-]?\d+))"
 )
 _EXPONENT = re.compile(r"(?P<factor>.*\d\.?)[eE](?P<exponent>[+-]?\d+)")
 _FRACTION = re.compile(r"(?P<whole>\d+)?\s*\\frac\{(?P<over>[^{}]*)\}\{(?P<under>[^{}]*)\}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import os
 import queue
@@ -25,6 +26,7 @@ from typing import Self
 
 from posttrain.errors import RewardError
 from posttrain.grading.process import Deadlines, WorkerProcess, worker_environment
+from posttrain.grading.template import CAN_FORK, Template
 from posttrain.grading.verdict import NON_VERDICTS, Grade, Job
 from posttrain.idle import Idle
 
@@ -76,6 +78,7 @@ class Pool:
         self._spares: deque[WorkerProcess] = deque()
         self._threads: list[threading.Thread] = []
         self._wanted_spares = spares
+        self._template: Template | None = None
         atexit.register(self.close)
         for _ in range(self.workers + spares):
             self._spares.append(self._start())
@@ -192,18 +195,33 @@ class Pool:
                 self._at_work.discard(worker)
 
     def _start(self) -> WorkerProcess:
-        worker = _idle.take(self._kind) or WorkerProcess(self._modules, self._environment)
+        worker = _idle.take(self._kind) or self._make()
         with self._lock:
+            self._template = self._template or worker.template
             self._alive.add(worker)
             if self._closed:
                 worker.kill()
         return worker
 
+    def _make(self) -> WorkerProcess:
+        """A new worker, forked where that can be done: it is ready at once, once the first has imported everything."""
+        if not CAN_FORK:
+            return WorkerProcess(self._modules, self._environment)
+        if self._template is not None:
+            with contextlib.suppress(OSError):  # somebody has killed it: another takes its place
+                return WorkerProcess(self._modules, self._environment, self._template)
+        self._template = Template(self._modules, self._environment)
+        return WorkerProcess(self._modules, self._environment, self._template)
+
     def _next(self) -> WorkerProcess:
-        """A worker, taken from those started ahead; the next is started at once."""
-        with self._lock:
-            worker = self._spares.popleft() if self._spares else None
-            missing = len(self._spares) < self._wanted_spares
+        """A worker, taken from those started ahead that still live; the next is started at once."""
+        while True:
+            with self._lock:
+                worker = self._spares.popleft() if self._spares else None
+                missing = len(self._spares) < self._wanted_spares
+            if worker is None or worker.is_free:
+                break
+            self._end(worker)
         if worker is None:
             worker = self._start()
         if missing:
@@ -239,6 +257,7 @@ class Pool:
         finally:
             with self._lock:
                 alive, self._alive = list(self._alive), set()
+                self._template = None  # it ends with the last of its workers
             for worker in alive:
                 if keep and self._can_be_kept and all_rest:
                     _idle.put(self._kind, worker)

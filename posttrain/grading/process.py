@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from posttrain.errors import RewardError
+from posttrain.grading.template import Forked, Template
 from posttrain.grading.verdict import Grade, Job, read_grade
 
 STARTUP_S = 120.0
@@ -79,24 +80,22 @@ class Deadlines:
 class WorkerProcess:
     """One worker. Owned by one thread at a time; `kill` may be called from any.
 
-    `environment`: all that it sees of this process's, see `worker_environment`.
+    `environment`: all that it sees of this process's, see `worker_environment`. With a template it is forked, else it
+    is started and imports everything itself.
     """
 
-    def __init__(self, modules: Iterable[str], environment: Mapping[str, str]):
+    def __init__(self, modules: Iterable[str], environment: Mapping[str, str], template: Template | None = None):
         self._ready = False
         self._is_taken = self._is_killed = False
         self.isolation: tuple[str, ...] = ()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "posttrain.grading.worker", *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            cwd=os.path.abspath(os.sep),
-        )
+        self.template = template
+        self._process = template.fork() if template else _start(modules, environment)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._jobs, self._replies = self._process.stdin, self._process.stdout
-        self.pid = self._process.pid
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def is_free(self) -> bool:
@@ -167,10 +166,14 @@ class WorkerProcess:
     def end(self) -> None:
         """Kill it and collect what is left of it. May be called again."""
         self.kill()
-        self._process.wait()
         for pipe in (self._jobs, self._replies):
             with contextlib.suppress(OSError):
                 pipe.close()
+        if isinstance(self._process, Forked):
+            self._process.forget()
+        else:
+            self._process.wait()
+        self.template = None
 
     def _read(self) -> dict[str, Any] | None:
         """The next line; None when it has died or says what no worker of ours says."""
@@ -180,6 +183,17 @@ class WorkerProcess:
         except (ValueError, RecursionError):
             return None
         return reply if isinstance(reply, dict) else None
+
+
+def _start(modules: Iterable[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "posttrain.grading.worker", *modules],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        cwd=os.path.abspath(os.sep),
+    )
 
 
 def worker_environment() -> dict[str, str]:

@@ -16,6 +16,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from sympy.parsing import sympy_parser
 
 from posttrain.grading.notation import CLOSING, OPENING, is_balanced
+from posttrain.grading.numbers import LARGEST_EXPONENT
 
 DIGITS, MOST_DIGITS = 30, 300
 CLOSE = sympy.Float("1e-100", 30)  # relative: what remains of a difference that is zero is far below
@@ -28,8 +29,11 @@ _PLAIN_NAME = re.compile(
     r"(?<![a-zA-Z\\])(arc(?:sin|cos|tan)|(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp|sqrt|pi|infinity|inf)(?![a-zA-Z])"
 )
 _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
-# Relations, words, and numbers in another base, whose index the grammar would drop, are no expressions.
-_FOREIGN = re.compile(r"[<>=]|\\(?:le|ge|ne|in|approx|sim|equiv|to|mid|text|pm|mp)(?![a-zA-Z])|[\d)}]\s*_")
+_SCIENTIFIC = re.compile(r"(?<![\w.}])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\d.])")
+# Relations, ratios, words, and numbers in another base, whose index the grammar would drop, are no expressions.
+_FOREIGN = re.compile(
+    r"[<>=:;?@#~\"`&$€£¥]|\\(?:le|ge|ne|in|approx|sim|equiv|to|mid|text|pm|mp|math[a-z]+|[bp]?mod|cup|cap|setminus|emptyset)(?![a-zA-Z])|[\d)}]\s*_"
+)
 
 
 class Unreadable(Exception):
@@ -74,18 +78,28 @@ def same_expression(gold: str, answer: str) -> bool:
 
 def same_equation(gold: str, answer: str) -> bool:
     """Whether two equations say the same: (left - right) of one is a constant multiple, not 0, of the other's."""
+    return _is_multiple(gold, answer, r"=")
+
+
+def same_inequality(gold: str, answer: str) -> bool:
+    """Whether two texts `low < high` say the same: high - low of one is a positive multiple of the other's."""
+    return _is_multiple(gold, answer, r"<|\\le(?![a-zA-Z])", positive=True)
+
+
+def _is_multiple(gold: str, answer: str, sign: str, positive: bool = False) -> bool:
     try:
-        first, second = (_difference(text) for text in (gold, answer))
+        first, second = (_difference(text, sign) for text in (gold, answer))
     except Unreadable:
         return False
     if not first.free_symbols or first.free_symbols != second.free_symbols:
         return False
-    point: Any = dict(zip(_ordered(first, second), _values(), strict=False))
+    point: Any = dict(zip(_ordered(first, second), _values(TRIES), strict=False))
     try:
-        factor: Any = sympy.nsimplify(first.subs(point) / second.subs(point), rational=False)
+        factor: Any = first.subs(point) / second.subs(point)
+        value = factor.evalf(DIGITS, maxn=MOST_DIGITS)
+        if not value.is_finite or abs(value) < CLOSE or (positive and not value > 0):
+            return False
     except (ArithmeticError, ValueError, TypeError, AttributeError):
-        return False
-    if not factor.is_number or not factor.is_finite or factor.is_zero:
         return False
     return _equal(first, second * factor)
 
@@ -112,12 +126,20 @@ def _depth(text: str) -> int:
 
 def as_latex(text: str) -> str:
     """Plain text such as `2*sqrt(3)/3`, `x**2` or `sin(pi/4)` as LaTeX; LaTeX stays as it is. Decimals as fractions."""
+    text = _SCIENTIFIC.sub(_power_of_ten, text)
     text = text.replace("**", "^").replace("^{\\circ}", r"\cdot\frac{\pi}{180}")
     text = text.replace("*", r"\cdot ")
     text = _PLAIN_NAME.sub(lambda m: "\\" + {"inf": "infty", "infinity": "infty"}.get(m[1], m[1]) + " ", text)
     text = _grouped(text, r"\sqrt")
     text = _grouped(text, "^")
     return _DECIMAL.sub(lambda m: rf"\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}}", text)
+
+
+def _power_of_ten(found: re.Match[str]) -> str:
+    """`2e3` is 2000: the e of a number is never Euler's."""
+    if len(found[2]) > 5 or abs(int(found[2])) > LARGEST_EXPONENT:
+        raise Unreadable(found[0][:50])
+    return rf"({found[1]}\cdot 10^{{{int(found[2])}}})"
 
 
 def _grouped(text: str, command: str) -> str:
@@ -137,8 +159,8 @@ def _grouped(text: str, command: str) -> str:
     return text
 
 
-def _difference(text: str) -> sympy.Expr:
-    sides = text.split("=")
+def _difference(text: str, sign: str) -> sympy.Expr:
+    sides = re.split(sign, text)
     if len(sides) != 2:
         raise Unreadable(text[:50])
     return parse(sides[0].strip()) - parse(sides[1].strip())

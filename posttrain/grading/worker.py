@@ -1,5 +1,7 @@
 """One grading worker: `python -m posttrain.grading.worker`. Its arguments are modules to import first.
 
+With `--fork` before them it is a template: it imports them and forks workers on request (`template.py`).
+
 Jobs come in on stdin, replies go out, a JSON object a line:
 
     in    {"rule": "module:NAME", "completion": …, "gold": …, "options": {…}, "deadline": seconds}
@@ -14,38 +16,61 @@ What a model wrote comes in as JSON text and its judgement goes out as JSON of b
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
+import select
 import signal
+import socket
 import sys
 import threading
-import time
 from functools import lru_cache
 from typing import Any, BinaryIO
 
-from posttrain.grading.isolation import MEMORY_BYTES, allow_cpu_seconds, isolate
+from posttrain.grading.isolation import MEMORY_BYTES, allow_cpu_seconds, die_with_parent, isolate
+from posttrain.grading.template import FORK, NUMBER
 from posttrain.grading.verdict import EXTRACTED_CHARACTERS, BadGold, Rule
 from posttrain.memory import peak_of_process
 
 RETIRE_BYTES = MEMORY_BYTES // 2  # above this ordinary answers could run out of memory
-ORPHAN_S = 0.5  # how often a worker looks whether its parent is still there
+ORPHAN_S = 0.25  # how often a worker looks whether its parent is still there
 
 
 def main() -> None:
-    jobs, replies = _take_pipes()
     for name in ("SIGINT", "SIGHUP"):  # Ctrl-C and a closed terminal are the parent's to handle
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if sys.argv[1:2] == [FORK]:
+        _be_a_template(sys.argv[2:])
+        return
+    jobs, replies = _take_pipes()
+    failure = _load(sys.argv[1:])
+    if failure:
+        _say(replies, {"failed": failure})
+    else:
+        _serve(jobs, replies)
+
+
+def _load(modules: list[str]) -> str | None:
+    """Import modules and warm them up; what went wrong, if anything did."""
     try:
-        for module in sys.argv[1:]:
+        for module in modules:
             warm_up = getattr(importlib.import_module(module), "warm_up", None)
             if warm_up is not None:
                 warm_up()
     except Exception as error:
-        _say(replies, {"failed": f"{type(error).__name__}: {error}"[:EXTRACTED_CHARACTERS]})
-        return
+        return f"{type(error).__name__}: {error}"[:EXTRACTED_CHARACTERS]
+    return None
+
+
+def _serve(jobs: BinaryIO, replies: BinaryIO, template: int | None = None) -> None:
+    """Grade job after job until there are no more. `template`: of a forked worker, the process it was forked from."""
     in_force = isolate()
+    if template is not None:
+        die_with_parent()
+        if os.getppid() != template:
+            return
     threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
     _say(replies, {"ready": in_force})
     for line in jobs:
@@ -56,6 +81,95 @@ def main() -> None:
         _say(replies, reply | ({"retire": True} if retire else {}))
         if retire:
             return
+
+
+# --- the template -----------------------------------------------------------------------------------------------------
+
+
+def _be_a_template(modules: list[str]) -> None:
+    """Import everything, then fork a worker for each request and kill those whose link is shut.
+
+    It ends, and its workers with it, when its parent does. Single-threaded from the first fork on.
+    """
+    parent, loaded = os.getppid(), threading.Event()
+    watch = threading.Thread(target=_leave_with, args=(parent, loaded), daemon=True)
+    watch.start()
+    control = socket.socket(fileno=os.dup(0))
+    _silence()
+    failure = _load(modules)
+    gc.collect()
+    gc.freeze()  # so that a worker's collections do not copy what it shares with the others
+    loaded.set()
+    watch.join()
+    ended, ring = socket.socketpair()
+    for end in (ended, ring):
+        end.setblocking(False)
+    signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    links: dict[socket.socket, int] = {}
+    watched = {control, ended}
+    while os.getppid() == parent:
+        ready, _, _ = select.select(list(watched), [], [], ORPHAN_S)
+        if ended in ready:
+            _collect(ended, links, watched)
+        for link in set(ready) & links.keys():
+            os.kill(links[link], signal.SIGKILL)  # it is our child and not collected: the number is still its own
+            watched.discard(link)
+        if control in ready:
+            request, descriptors, *_ = socket.recv_fds(control, 1, 3)
+            if not request:
+                break
+            jobs, replies = os.fdopen(descriptors[0], "rb"), os.fdopen(descriptors[1], "wb")
+            link = socket.socket(fileno=descriptors[2])
+            pid = 0 if failure else _fork(jobs, replies, {*watched, *links, ring, link})
+            if failure:
+                _say(replies, {"failed": failure})
+            jobs.close()
+            replies.close()
+            _tell(link, pid)
+            if failure:
+                _tell(link, 0)
+                link.close()
+            else:
+                links[link] = pid
+                watched.add(link)
+    for pid in links.values():
+        os.kill(pid, signal.SIGKILL)
+
+
+def _fork(jobs: BinaryIO, replies: BinaryIO, others: set[socket.socket]) -> int:
+    """A worker's process id, in the template; in the worker it does not return."""
+    template = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for one in others:
+        one.close()
+    _serve(jobs, replies, template)
+    os._exit(0)
+
+
+def _collect(ended: socket.socket, links: dict[socket.socket, int], watched: set[socket.socket]) -> None:
+    """Tell how workers ended."""
+    with contextlib.suppress(BlockingIOError):
+        ended.recv(4096)
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            link = next(link for link, pid in links.items() if pid == found[0])
+            del links[link]
+            watched.discard(link)
+            _tell(link, os.waitstatus_to_exitcode(found[1]))
+            link.close()
+
+
+def _tell(link: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # nobody asks for it any more
+        link.sendall(NUMBER.pack(number))
+
+
+# --- a job ------------------------------------------------------------------------------------------------------------
 
 
 def grade(job: dict[str, Any], replies: BinaryIO) -> dict[str, Any]:
@@ -95,10 +209,14 @@ def _check_gold(rule: str, gold: str | None, options: str) -> None:
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Private copies of stdin and stdout; what libraries print goes nowhere."""
     jobs, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    _silence()
+    return jobs, replies
+
+
+def _silence() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
-    return jobs, replies
 
 
 def _say(replies: BinaryIO, reply: dict[str, Any]) -> None:
@@ -109,11 +227,13 @@ def _say(replies: BinaryIO, reply: dict[str, Any]) -> None:
         os._exit(0)  # nobody listens any more
 
 
-def _leave_with(parent: int) -> None:
-    """End with the parent, even when a copy of it still holds the other end of our pipe."""
+def _leave_with(parent: int, done: threading.Event | None = None) -> None:
+    """End with the parent, even when a copy of it still holds the other end of our pipe; or return once `done`."""
+    done = done or threading.Event()
     with contextlib.suppress(Exception):
         while os.getppid() == parent:
-            time.sleep(ORPHAN_S)
+            if done.wait(ORPHAN_S):
+                return
     os._exit(0)
 
 

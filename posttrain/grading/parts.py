@@ -1,0 +1,65 @@
+r"""Answers of several parts: members of lists and sets, unknowns with their values, cells of matrices. Text work."""
+
+from __future__ import annotations
+
+import re
+
+from posttrain.grading.notation import brackets, split_top, tidy
+from posttrain.grading.numbers import read_number
+
+_SYMBOL = r"(?:[a-zA-Z]|\\text\{[^{}]*\}|\\[a-zA-Z]+)(?:_\{[^{}]*\}|')?"
+_TUPLE = rf"\(\s*{_SYMBOL}(?:\s*,\s*{_SYMBOL})+\s*\)"
+_NAME = rf"(?:{_TUPLE}|{_SYMBOL}(?:\s*\([a-zA-Z](?:,\s*[a-zA-Z])*\))?)"
+ASSIGNED = re.compile(rf"(?P<name>{_NAME})\s*(?:=|\\in(?![a-zA-Z]))\s*(?P<value>.+)")
+MATRIX = re.compile(r"\\begin\{(?P<kind>[a-z]*(?:matrix|array))\}(?:\{[clr|]*\})?(?P<rows>.*)\\end\{(?P=kind)\}")
+_JOINED = re.compile(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*|;\s*")
+PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
+
+
+def elements(text: str) -> list[str]:
+    """The members of a list: `1, 2`, `1 and 2`, `x = 1 \\text{ or } x = 2`. Commas of thousands separate nothing."""
+    if read_number(text):
+        return [text]
+    if ", " in text:
+        text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    return [part for piece in split_top(_JOINED.sub(",", text)) if (part := piece.strip())]
+
+
+def inside_braces(text: str) -> str:
+    """What the braces of a set enclose; any other text as it is."""
+    inside = brackets(text)
+    return inside[1] if inside and inside[0] == r"\{" else text
+
+
+def both_signs(text: str) -> str:
+    """A list with `a + b, a - b` for each of its members `a \\pm b`."""
+    members = elements(inside_braces(text))
+    return tidy(", ".join(dict.fromkeys(PLUS_MINUS.sub(sign, member) for member in members for sign in "+-")))
+
+
+def assignments(text: str) -> dict[str, str] | None:
+    """Two unknowns or more with their values; None for anything else, the roots x_1 and x_2 of one unknown included."""
+    if "=" not in text or re.search(r"\bor\b", text):
+        return None
+    found = [ASSIGNED.fullmatch(part) for part in elements(text)]
+    if len(found) == 1 and found[0] and found[0]["name"].startswith("("):
+        names, values = split_top(found[0]["name"][1:-1]), brackets(found[0]["value"])
+        if values is None or values[0] != "(" or len(parts := split_top(values[1])) != len(names):
+            return None
+        return dict(zip(names, parts, strict=True)) if len(set(names)) == len(names) else None
+    given = {one["name"].partition("_")[0]: one["value"] for one in found if one and "=" not in one["value"]}
+    return given if len(found) == len(given) > 1 else None
+
+
+def in_order(names: dict[str, str] | None, text: str) -> list[str]:
+    """Values of unknowns by name, as a tuple would have them; the members of the tuple or list that has no names."""
+    if names is not None:
+        return [names[name] for name in (sorted(names) if all(len(name) == 1 for name in names) else names)]
+    inside = brackets(text)
+    return split_top(inside[1]) if inside and inside[0] == "(" and inside[2] == ")" else elements(text)
+
+
+def rows(matrix: re.Match[str]) -> list[list[str]]:
+    """The cells of a matrix; LaTeX may end its last row with `\\\\` too."""
+    lines = [line.strip() for line in re.split(r"\\\\(?:\[[^\]]*\])?", matrix["rows"])]
+    return [[cell.strip() for cell in line.split("&")] for line in lines if line]
