@@ -185,7 +185,7 @@ class Sampler:
     """Draws and rewards completions. `seed` is the run's.
 
     A completion's random stream is a function of the run's seed, the step, and the prompt's place in it, so that a
-    resumed run draws what the uninterrupted one would have.
+    resumed run draws what the uninterrupted one would have. `evaluation` has the samplers of the validation sets.
     """
 
     def __init__(
@@ -200,6 +200,7 @@ class Sampler:
     ):
         self.engine, self.rewards, self.tokenizer, self.seed = engine, rewards, tokenizer, seed
         self.sampling = sampling_of(settings, 1, stop_token_ids, seed)
+        self.evaluation: Mapping[str, Sampler] = {}
 
     @property
     def filtered(self) -> bool:

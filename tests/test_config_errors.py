@@ -66,6 +66,26 @@ DPO = "model: gpt2\ndata: {source: x}\nmethod:\n  type: dpo\n"
         ),
         ("checkpoint: {early_stopping_patience: 2}\n", "early_stopping_patience needs checkpoint.best_metric"),
         ("evaluation: {num_batches: 2}\n", "evaluation.num_batches has nothing to evaluate on"),
+        ("evaluation: {with_replacement: true}\n", "evaluation.with_replacement is true, but num_batches is null: how"),
+        (
+            "evaluation: {datasets: [{name: a, source: b, with_replacement: true}]}\n",
+            "evaluation.datasets.0.with_replacement is true, but num_batches is null",
+        ),
+        ("evaluation: {num_generations: 4}\n", "evaluation.num_generations is read where completions are sampled"),
+        ("evaluation: {temperature: 0.5}\n", "evaluation.temperature is read where completions are sampled for"),
+        (
+            "evaluation: {num_generations: 4, temperature: 0, datasets: [{name: a, source: b}]}\n"
+            "rewards: [{type: math}]\n",
+            "evaluation.num_generations is 4, but with temperature 0 all completions of a prompt are the same",
+        ),
+        (
+            "evaluation: {datasets: [{name: a, source: b, rewards: [{type: math}, {type: math}]}]}\n",
+            "evaluation.datasets.0.rewards.1.name would be 'math', as an earlier reward's",
+        ),
+        (
+            "evaluation: {datasets: [{name: a, source: b, template: chatt}]}\n",
+            "evaluation.datasets.0.template is 'chatt'; it is one of chat, chatml",
+        ),
         ("training: {tokens_per_pack: 512}\n", "tokens_per_pack is 512, but an example may have 1024 tokens"),
     ],
 )
@@ -107,7 +127,7 @@ def test_labels_are_read_by_kto_alone(tmp_path):
             {"source": [{"source": "x", "weigt": 2}]},
             "data.source.0.weigt is not a setting; did you mean data.source.0.weight",
         ),
-        ({"template": "chatt"}, "data.template is 'chatt'; it is one of chat, tags"),
+        ({"template": "chatt"}, "data.template is 'chatt'; it is one of chat, chatml"),
         ({"tags": {"solution_start": "<a>"}}, "data.tags are read by template: tags only, not by chat"),
     ],
 )

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from posttrain.batch import pack, sequences
 from posttrain.cli import main
 from posttrain.config.data import DataConfig
-from posttrain.config.schema import EvaluationDataset
+from posttrain.config.evaluation import EvaluationDataset
 from posttrain.data import arithmetic_problems, cache, explore, prepare
 from posttrain.data.report import Reading
 from posttrain.errors import DataError

@@ -6,13 +6,15 @@ import time
 
 import pytest
 from data_tokenizer import CHATML, byte_tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain import idle
+from posttrain.cli import main
 from posttrain.config.data import DataConfig, TagsConfig
 from posttrain.data import prepare, render
 from posttrain.data.render import Job, Process, rendering
 from posttrain.data.templates import choose_template
+from posttrain.engines import stop_token_ids
 from posttrain.errors import DataError
 
 TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -254,3 +256,114 @@ def test_system_prompt_is_put_where_there_is_none(tmp_path):
     (tmp_path / "rows.jsonl").write_text(CONVERSATION)
     tree = prepare(data, tokenizer, "sft", cache_dir=tmp_path).train[0].trees[0]
     assert tokenizer.decode(tree.tokens).startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na")
+
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " Hi "},
+    {"role": "assistant", "content": "Ho "},
+    {"role": "user", "content": "So?"},
+]
+# name -> (its tokens, the talk as its published template writes it, and the opening of the next reply)
+PUBLISHED_TEXTS = {
+    "chatml": (
+        ["<|im_start|>", "<|im_end|>"],
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Hi <|im_end|>\n"
+        "<|im_start|>assistant\nHo <|im_end|>\n<|im_start|>user\nSo?<|im_end|>\n",
+        "<|im_start|>assistant\n",
+    ),
+    "llama3": (
+        ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nHo<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nSo?<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "zephyr": (
+        [],
+        "<|system|>\nBe brief.</s>\n<|user|>\n Hi </s>\n<|assistant|>\nHo </s>\n<|user|>\nSo?</s>\n",
+        "<|assistant|>\n",
+    ),
+    "gemma": (
+        ["<start_of_turn>", "<end_of_turn>"],
+        "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHo<end_of_turn>\n"
+        "<start_of_turn>user\nSo?<end_of_turn>\n",
+        "<start_of_turn>model\n",
+    ),
+}
+
+
+def base_tokenizer(tokens):
+    """Of a base model: a beginning and an end of text, perhaps the tokens of a template, and no template."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": tokens})
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", PUBLISHED_TEXTS)
+def test_published_templates(name, tmp_path):
+    """Text for text as published; a reply with its stop token is what is trained, and the stop token is saved."""
+    tokens, text, opening = PUBLISHED_TEXTS[name]
+    tokenizer, stop = base_tokenizer(tokens), tokens[-1] if tokens else "</s>"
+    size = len(tokenizer)
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"), template=name)
+    choose_template(data, tokenizer)
+    talk = TALK[1:] if name == "gemma" else TALK
+    assert tokenizer.apply_chat_template(talk, tokenize=False) == text
+    assert tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True) == text + opening
+    assert tokenizer.eos_token == stop and len(tokenizer) == size
+
+    tokenizer.save_pretrained(tmp_path / "saved")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert saved.eos_token == stop and saved.apply_chat_template(talk, tokenize=False) == text
+
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": talk[:-1]}) + "\n")
+    reply = "Ho" if "trim" in tokenizer.chat_template else "Ho "
+    masked = prepare(data, tokenizer, "sft", assistant_only_loss=True, cache_dir=tmp_path)
+    assert trained_text(masked, tokenizer) == [reply + stop]
+    last = prepare(data, tokenizer, "sft", completion_only_loss=True, cache_dir=tmp_path)
+    assert trained_text(last, tokenizer) == [reply + stop + ("" if name == "llama3" else "\n")]
+
+
+def test_a_published_template_needs_its_tokens(tmp_path):
+    """A stop token of several pieces would stop nothing, and one that is new would have no embedding."""
+    for name, (tokens, *_) in PUBLISHED_TEXTS.items():
+        if not tokens or name == "chatml":
+            continue
+        lacking = f"{name} is written with {', '.join(tokens)}, which the tokenizer lacks: .*zephyr".replace("|", r"\|")
+        with pytest.raises(DataError, match=lacking):
+            choose_template(DataConfig(source="x", template=name), byte_tokenizer())
+    with pytest.raises(DataError, match="zephyr ends replies with the tokenizer's stop token, and it has none"):
+        choose_template(DataConfig(source="x", template="zephyr"), byte_tokenizer(stop=False))
+    tokenizer = byte_tokenizer()
+    choose_template(DataConfig(source="x", template="zephyr"), tokenizer)
+    with rendering(tokenizer) as renderer:
+        job = Job([{"role": "tool", "content": "5"}])
+        assert "zephyr has no tool turns" in (renderer.render([job])[0].error or "")
+    gemma = base_tokenizer(PUBLISHED_TEXTS["gemma"][0])
+    choose_template(DataConfig(source="x", template="gemma"), gemma)
+    with rendering(gemma) as renderer:
+        assert "gemma has turns of user and assistant alone" in (renderer.render([Job(TALK)])[0].error or "")
+
+
+def test_generation_stops_where_a_published_template_ends(scratch_model, tmp_path):
+    """A base model that knows another stop token: what is trained ends in the template's, here and in transformers."""
+    base, rows = tmp_path / "base", tmp_path / "rows.jsonl"
+    tokenizer = AutoTokenizer.from_pretrained(scratch_model)
+    other = next(token for token in tokenizer.all_special_tokens if token not in ("<|im_start|>", "<|im_end|>"))
+    tokenizer.eos_token, tokenizer.chat_template = other, None
+    model = AutoModelForCausalLM.from_pretrained(scratch_model)
+    model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
+    tokenizer.save_pretrained(base)
+    model.save_pretrained(base)
+    rows.write_text(json.dumps({"prompt": "2 + 2?", "completion": "4"}) + "\n")
+    settings = {"model": base, "data.source": rows, "data.template": "chatml", "output_dir": tmp_path, "name": "run"}
+    settings |= {"method": "sft", "training.max_steps": 1, "devices.type": "cpu"}
+    assert main(["train", *(f"{key}={value}" for key, value in settings.items())]) == 0
+    final = tmp_path / "run/final"
+    trained, saved = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
+    stop = saved.convert_tokens_to_ids("<|im_end|>")
+    assert saved.eos_token_id == stop != tokenizer.eos_token_id
+    assert trained.generation_config.eos_token_id == [stop, tokenizer.eos_token_id]
+    assert stop_token_ids(trained, saved) == (stop, tokenizer.eos_token_id)

@@ -2,17 +2,20 @@
 
 import json
 from contextlib import closing
+from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
 from test_online import EXACT, lines, train
 from test_resume import assert_same_run
 
-from posttrain.config import DataConfig, ModelConfig, RolloutConfig, load
+from posttrain.config import DataConfig, EvaluationDataset, ModelConfig, RolloutConfig, load
 from posttrain.data import prepare, prepare_run, validation_prompts
 from posttrain.engines import EmbeddedEngine
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.rewards.compose import Rewarded
+from posttrain.rewards.pass_at_k import pass_at_k, passes
 from posttrain.rollout import Sampler
 from posttrain.store.rollouts import StoredRun
 
@@ -68,6 +71,77 @@ def test_resumed_equals_uninterrupted(sums_home, data, tmp_path, power_cut):
     assert_same_run(tmp_path / "whole/run", tmp_path / "broken/run")
     with StoredRun(tmp_path / "whole/run") as one, StoredRun(tmp_path / "broken/run") as two:
         assert one.evaluations() == two.evaluations()
+
+
+def own_settings(data):
+    """Three sets: the held-out rows, one with columns, template, rewards and rows of its own, one without rewards."""
+    source, (held_out,) = data
+    asked = {"name": "asked", "source": str(Path(held_out["source"]).with_name("asked.jsonl")), "max_rows": 30}
+    rows = [json.loads(line) for line in Path(held_out["source"]).read_text().splitlines()[:30]]
+    lines = (json.dumps({"ask": row["prompt"], "tell": row["answer"]}) + "\n" for row in rows)
+    Path(asked["source"]).write_text("".join(lines))
+    asked |= {"format": "prompt_completion", "columns": {"prompt": "ask", "completion": "tell"}}
+    asked |= {"template": "question_only", "num_batches": 1, "with_replacement": True}
+    asked |= {"rewards": [{"type": "length", "target": 1, "scale": 1.0, "name": "short"}]}
+    plain = {**held_out, "name": "plain", "rewards": [], "num_batches": 1}
+    sampling = {"num_generations": 3, "temperature": 0.5, "max_completion_length": 2}
+    evaluation = {"eval_steps": 2, "datasets": [asked, plain], **sampling}
+    return {"data": source, "evaluation": evaluation, "training": {"max_steps": 5, "batch_size": 8}}
+
+
+@pytest.mark.parametrize("method", [{"type": "sft"}, {"type": "grpo"}], ids=["sft", "grpo"])
+def test_sets_with_settings_of_their_own(sums_home, data, tmp_path, power_cut, method):
+    """Rows, texts, rewards and sampling are a set's own, the rows anew at every evaluation; resumed to the bit."""
+    gsm8k = {"type": "gsm8k"}
+    sections = {"checkpoint": {"save_steps": 2}, **own_settings(data), "rewards": [gsm8k]}
+    whole = train(sums_home, tmp_path / "whole", method, **sections)
+    with power_cut(step=3):
+        train(sums_home, tmp_path / "broken", method, **sections)
+    train(sums_home, tmp_path / "broken", method, resume=True, **sections)
+    assert_same_run(whole, tmp_path / "broken/run")
+    line = [line for line in lines(whole) if "eval_reward" in line][-1]
+    assert {"eval_pass@1", "eval_pass@2", "eval_pass@3", "eval_asked_rewards/short/mean"} <= line.keys()
+    assert "eval_asked_rewards/gsm8k/mean" not in line and "eval_plain_reward" not in line
+    assert ("eval_plain_loss" in line) == (method["type"] == "sft")
+    assert line["eval_pass@1"] == pytest.approx(line["eval_answer_accuracy"])
+    assert line["eval_completions/max_length"] <= 2
+    with StoredRun(whole) as one, StoredRun(tmp_path / "broken/run") as two:
+        assert one.evaluations() == two.evaluations()
+        every = one.evaluations()
+    rows = {step: [e["row"] for e in every if (e["step"], e["dataset"]) == (step, "asked")] for step in (0, 2, 4, 5)}
+    assert all(len(some) == 8 * 3 and some[::3] == some[1::3] == some[2::3] for some in rows.values())
+    assert len({tuple(some) for some in rows.values()}) == 4 and any(len(set(some)) < 8 for some in rows.values())
+    held_out = [e for e in every if (e["step"], e["dataset"]) == (4, "validation")]
+    assert len(held_out) == 24 * 3 and {e["dataset"] for e in every} == {"validation", "asked"}
+    best = [max(e["reward"] for e in held_out[at : at + 3]) for at in range(0, 72, 3)]
+    (at_four,) = [line for line in lines(whole) if line["step"] == 4 and "eval_reward" in line]
+    assert at_four["eval_pass@3"] == pytest.approx(sum(best) / 24)
+
+
+def test_pass_at_k_is_the_mean_over_all_choices_of_k():
+    """Unbiased: the share of the k-subsets of n completions that have a right one, by enumeration."""
+    for n, c, k in ((1, 0, 1), (1, 1, 1), (5, 2, 1), (5, 2, 3), (6, 1, 4), (6, 3, 4), (4, 4, 2)):
+        subsets = list(combinations([True] * c + [False] * (n - c), k))
+        assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+    right = [[True, False, False, False], [False, None, None, False], [False] * 4]
+    # k = 2: 1 - C(3,2)/C(4,2) = 1/2, 0 and 0; the second has two verdicts, and says nothing of k = 4
+    assert passes(right, 4) == pytest.approx({"pass@1": 0.25 / 3, "pass@2": 0.5 / 3, "pass@4": 1 / 2})
+    assert passes([[None]], 1) == {} and list(passes([[True] * 6], 6)) == ["pass@1", "pass@2", "pass@4", "pass@6"]
+
+
+def test_a_template_of_its_own_leaves_the_runs_alone(data, sums_home):
+    source, (held_out,) = data
+    tokenizer = load_tokenizer(ModelConfig(path=str(sums_home / "model")))
+    sets = [
+        EvaluationDataset(**held_out),
+        EvaluationDataset(**{**held_out, "name": "own", "template": "question_only"}),
+    ]
+    before = tokenizer.chat_template
+    prepared = prepare(DataConfig(**{**source, "validation": None}), tokenizer, "prompt", datasets=sets)
+    assert tokenizer.chat_template == before
+    texts = [tokenizer.decode(prepared.validation[name][0].trees[0].tokens) for name in ("held_out", "own")]
+    assert texts[1].replace(" ", "") != texts[0].replace(" ", "")
+    assert len(prepared.validation["own"]) == len(prepared.validation["held_out"])
 
 
 def test_the_prompts_are_those_that_were_held_out(sums_home, data, tmp_path, caplog):

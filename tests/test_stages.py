@@ -14,6 +14,7 @@ from posttrain.cli import main
 from posttrain.config import Stage, dump, load
 from posttrain.errors import ConfigError, PosttrainError, RunError
 from posttrain.recipes.loop import Loop
+from posttrain.recipes.pipeline import Pipeline
 
 COMMON = """name: chain
 model: gpt2
@@ -55,6 +56,24 @@ def test_a_stage_overrides_what_stands_above_it(write):
     assert sft.config.training.max_steps == dpo.config.training.max_steps == 7
     assert sft.config.models[0].lora is None and dpo.config.models[0].lora is not None
     assert {stage.config.name for stage in (sft, dpo)} == {"chain"}
+
+
+def test_rewards_of_an_evaluation_set_may_come_from_a_stage(write, tmp_path):
+    text = (
+        COMMON
+        + """stages:
+  judge: {method: reward, data: {format: hh, template: none}}
+  sft:
+    method: sft
+    evaluation:
+      datasets: [{name: held_out, source: rows.jsonl, rewards: [{type: model, from: judge}]}, {name: b, source: c}]
+"""
+    )
+    sft = Pipeline.of(load(write(text)).stages, tmp_path / "run").tasks[1].config
+    assert sft.evaluation.datasets[0].rewards[0].path == str(tmp_path / "run/judge/final")
+    assert sft.evaluation.datasets[1].rewards is None
+    with pytest.raises(ConfigError, match="nobody is no earlier stage that trains a reward model; there is judge"):
+        Pipeline.of(load(write(text.replace("from: judge", "from: nobody"))).stages, tmp_path / "run")
 
 
 def test_precedence_and_one_stage_by_its_name(write):

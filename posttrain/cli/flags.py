@@ -14,13 +14,15 @@ from typer.core import TyperCommand
 
 from posttrain.cli.errors import UsageError
 from posttrain.config import preset_path
+from posttrain.config.evaluation import SAMPLING
 from posttrain.config.fields import Setting, all_settings, choices, options
 from posttrain.config.hints import hint
 from posttrain.config.render import HEADINGS, described, flow
 
 # Short names that the rule (the path without its section) would make obscure or ambiguous.
 SHORT = {"model.path": "model", "model.name": "model-name", "method.type": "method", "devices.type": "device"}
-SHORT |= {"devices.ids": "device-ids"}
+SHORT |= {"devices.ids": "device-ids", "evaluation.num_generations": "eval-num-generations"}
+SHORT |= {f"evaluation.{name}": f"eval-{name}" for name in SAMPLING}
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 

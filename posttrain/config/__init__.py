@@ -1,6 +1,7 @@
 """The settings of a run: the schema with every default, and reading them from files, presets, overrides and flags."""
 
 from posttrain.config.data import DataConfig, SourceConfig, TagsConfig, ValidationConfig
+from posttrain.config.evaluation import EvaluationConfig, EvaluationDataset
 from posttrain.config.load import Loaded, dump, find, load
 from posttrain.config.methods import (
     CPOMethod,
@@ -26,8 +27,6 @@ from posttrain.config.rollout import RolloutConfig
 from posttrain.config.schema import (
     CheckpointConfig,
     DevicesConfig,
-    EvaluationConfig,
-    EvaluationDataset,
     RunConfig,
     TrackingConfig,
     TrainingConfig,

@@ -6,7 +6,20 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain.config.base import PERCENTILE, Float, Positive, Problems, Settings, Share, Text
 
-TEMPLATES = ("chat", "tags", "r1_zero", "question_only", "alpaca", "none")
+TEMPLATES = ("chat", "chatml", "llama3", "zephyr", "gemma", "tags", "r1_zero", "question_only", "alpaca", "none")
+Format = Literal[
+    "auto",
+    "preference",
+    "kto",
+    "prompt_completion",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "problem_answer",
+    "prompt",
+    "text",
+    "hh",
+]
 PAIR_FORMATS = frozenset({"auto", "preference", "hh", "sharegpt"})
 LABELLED_FORMATS = frozenset({"auto", "kto"})
 
@@ -65,6 +78,15 @@ class TagsConfig(Settings):
     solution_end: Text = Field(default="</SOLUTION>", description="After the answer.")
 
 
+def check_template(problems: Problems, template: str) -> None:
+    """Note a template that is neither a name nor a file."""
+    problems.check(
+        template in TEMPLATES or template.endswith(".jinja"),
+        "template",
+        f"is {template!r}; it is one of {', '.join(TEMPLATES)}, or a file that ends in .jinja",
+    )
+
+
 class DataConfig(Settings):
     """What to train on, and how a row becomes tokens."""
 
@@ -72,19 +94,7 @@ class DataConfig(Settings):
         description="Known set, hub id, file, folder, `builtin:...`, or a list of {source, split, max_rows, weight}."
     )
     split: Text = Field(default="train", description="Split of a hub data set.")
-    format: Literal[
-        "auto",
-        "preference",
-        "kto",
-        "prompt_completion",
-        "messages",
-        "sharegpt",
-        "alpaca",
-        "problem_answer",
-        "prompt",
-        "text",
-        "hh",
-    ] = Field(default="auto", description="How a row is laid out; auto: told by its columns.")
+    format: Format = Field(default="auto", description="How a row is laid out; auto: told by its columns.")
     columns: dict[str, Text] = Field(default={}, description="The data's own names for columns, e.g. {chosen: better}.")
     max_rows: Positive | None = Field(default=None, description="Use the first so many rows; 200 makes a quick test.")
     shuffle: bool = Field(default=True, description="false keeps the file's order.")
@@ -93,7 +103,7 @@ class DataConfig(Settings):
     )
     template: Text = Field(
         default="chat",
-        description="chat, tags, r1_zero, question_only, alpaca, none, or a .jinja file; saved with the model.",
+        description="chat (the model's own), the name of another, none, or a .jinja file; saved with the model.",
     )
     tags: TagsConfig = Field(default=TagsConfig(), description="The tags of `template: tags`.")
     system_prompt: str | None = Field(default=None, description="Put before every conversation that has none.")
@@ -110,11 +120,7 @@ class DataConfig(Settings):
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
         problems = Problems()
-        problems.check(
-            self.template in TEMPLATES or self.template.endswith(".jinja"),
-            "template",
-            f"is {self.template!r}; it is one of {', '.join(TEMPLATES)}, or a file that ends in .jinja",
-        )
+        check_template(problems, self.template)
         problems.check(
             self.tags == TagsConfig() or self.template == "tags",
             "tags",

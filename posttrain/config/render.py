@@ -8,12 +8,12 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from posttrain.config.data import SourceConfig
+from posttrain.config.evaluation import EvaluationDataset
 from posttrain.config.fields import Setting, all_settings, choices, expected, full, known_paths, list_choices, models_in
 from posttrain.config.files import write_yaml
 from posttrain.config.hints import SYSTEMS, hint
 from posttrain.config.methods import METHODS
 from posttrain.config.rewards import Reward, RewardTerm
-from posttrain.config.schema import EvaluationDataset
 
 WIDTH = 110
 REWARDS = models_in(Reward)

@@ -1,5 +1,6 @@
 """The `rewards:` list of an online run: each entry's type, weight and settings. Imports no torch."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -105,3 +106,10 @@ Reward = Annotated[
 def term_name(reward: Reward) -> str:
     """The name under which a reward's values are kept."""
     return reward.name or reward.type
+
+
+def check_names(problems: Problems, rewards: Sequence[Reward]) -> None:
+    """Note rewards that would overwrite each other in metrics."""
+    named = [term_name(reward) for reward in rewards]
+    for index, name in enumerate(named):
+        problems.check(name not in named[:index], f"rewards.{index}.name", f"would be {name!r}, as an earlier reward's")

@@ -14,15 +14,14 @@ from posttrain.config.base import (
     Positive,
     Problems,
     Settings,
-    Text,
-    Word,
     is_name,
 )
 from posttrain.config.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
+from posttrain.config.evaluation import SAMPLING, EvaluationConfig
 from posttrain.config.methods import Method
 from posttrain.config.model import LORA_DROPOUT, ModelConfig
 from posttrain.config.online import OnlineMethod
-from posttrain.config.rewards import Reward, term_name
+from posttrain.config.rewards import Reward, check_names
 from posttrain.config.rollout import RolloutConfig
 
 WARMUP_STEPS = 0.03  # the default
@@ -71,41 +70,6 @@ class TrainingConfig(Settings):
             self.warmup_steps < 1 or self.warmup_steps == int(self.warmup_steps),
             "warmup_steps",
             f"is {self.warmup_steps}; give a share below 1, or a whole number of steps",
-        )
-        problems.report()
-        return self
-
-
-class EvaluationDataset(Settings):
-    """A further data set to evaluate on."""
-
-    name: Word = Field(description="In metric names: eval_{name}_loss.")
-    source: Text = Field(description="Hub id, file or folder.")
-    split: Text = Field(default="test", description="Split of a hub data set.")
-    max_rows: Positive | None = Field(default=None, description="Use the first so many rows.")
-
-
-class EvaluationConfig(Settings):
-    """Evaluation during training."""
-
-    eval_steps: Int = Field(default=100, description="Evaluate every so many steps; -1: never.")
-    at_start: bool = Field(default=True, description="Evaluate before the first step too.")
-    num_batches: Positive | None = Field(default=None, description="Evaluate on so many batches; null: on every row.")
-    datasets: tuple[EvaluationDataset, ...] = Field(
-        default=(), description="Further data sets, a list of {name, source, split, max_rows}."
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> "EvaluationConfig":
-        problems = Problems()
-        problems.check(
-            self.eval_steps == -1 or self.eval_steps >= 1,
-            "eval_steps",
-            f"is {self.eval_steps}; give 1 or more, or -1 for never",
-        )
-        named = [dataset.name for dataset in self.datasets]
-        problems.check(
-            len(set(named)) == len(named), "datasets", "have a name twice; metrics would overwrite each other"
         )
         problems.report()
         return self
@@ -251,6 +215,20 @@ class RunConfig(Settings):
         return self._has_validation and self.evaluation.eval_steps > 0
 
     @property
+    def samples(self) -> bool:
+        """Whether completions are sampled: in training, or in the evaluation of a method that learns without."""
+        rewarded = bool(self.rewards) or any(dataset.rewards for dataset in self.evaluation.datasets)
+        return isinstance(self.method, OnlineMethod) or rewarded
+
+    @property
+    def longest_sampled(self) -> int:
+        """The most tokens of a prompt with a completion, in training and in evaluation; 0 where none is sampled."""
+        if not self.samples:
+            return 0
+        own, more = self.rollout.max_completion_length, self.evaluation.max_completion_length or 0
+        return self.data.max_length + max(0, more - own)
+
+    @property
     def completion_length(self) -> int:
         """The most tokens that are drawn after a prompt of the data; 0 where the data has the completions."""
         return self.rollout.max_completion_length if self.method.kind == "prompt" else 0
@@ -310,7 +288,7 @@ class RunConfig(Settings):
     def _check_online(self, problems: Problems) -> None:
         method, rollout = self.method, self.rollout
         online = isinstance(method, OnlineMethod)
-        if not online and not self.rewards:
+        if not self.samples:
             problems.check(
                 rollout == RolloutConfig(),
                 "rollout",
@@ -318,9 +296,15 @@ class RunConfig(Settings):
                 "which evaluation then gives to completions",
             )
             return
-        problems.check(bool(self.rewards), "rewards", "is empty; give at least one, e.g. rewards: [{type: math}]")
         problems.check(
-            method.type != "reward", "rewards", "are given to completions, and a reward model writes none; leave it out"
+            bool(self.rewards) or not online,
+            "rewards",
+            "is empty; give at least one, e.g. rewards: [{type: math}]",
+        )
+        problems.check(
+            method.type != "reward",
+            "rewards" if self.rewards else "evaluation.datasets",
+            "are given to completions, and a reward model writes none; leave it out",
         )
         problems.check(
             online or self.evaluates,
@@ -328,11 +312,7 @@ class RunConfig(Settings):
             f"are given by {method.type} to completions of validation prompts: set data.validation, e.g. "
             "{ratio: 0.05}, and evaluation.eval_steps above 0, or leave rewards out",
         )
-        named = [term_name(reward) for reward in self.rewards]
-        for index, name in enumerate(named):
-            problems.check(
-                name not in named[:index], f"rewards.{index}.name", f"would be {name!r}, as an earlier reward's"
-            )
+        check_names(problems, self.rewards)
         problems.check(
             not online or rollout.temperature > 0,
             "rollout.temperature",
@@ -369,6 +349,25 @@ class RunConfig(Settings):
             "evaluation.num_batches",
             "has nothing to evaluate on: set data.validation, e.g. {ratio: 0.05}",
         )
+        evaluation, fields = self.evaluation, type(self.evaluation).model_fields
+        for name in ("num_generations", *SAMPLING):
+            problems.check(
+                (self.samples and self.evaluates) or getattr(evaluation, name) == fields[name].default,
+                f"evaluation.{name}",
+                "is read where completions are sampled for validation prompts: set rewards and data.validation",
+            )
+        problems.check(
+            evaluation.num_generations == 1 or evaluation.sampling(self.rollout).temperature > 0,
+            "evaluation.num_generations",
+            f"is {evaluation.num_generations}, but with temperature 0 all completions of a prompt are the same",
+        )
+        for index, dataset in enumerate(evaluation.datasets):
+            problems.check(
+                dataset.template != "chat" or self.data.template in ("chat", "none"),
+                f"evaluation.datasets.{index}.template",
+                f"is chat, the tokenizer's own, which data.template: {self.data.template} replaces; save that template "
+                "in a file, and name it here",
+            )
 
 
 def learning_rate(config: RunConfig, model: ModelConfig) -> float:

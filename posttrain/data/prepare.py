@@ -7,12 +7,14 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.config.data import DataConfig
-from posttrain.config.schema import EvaluationDataset, RunConfig
+from posttrain.config.evaluation import EvaluationDataset
+from posttrain.config.schema import RunConfig
 from posttrain.data import cache
 from posttrain.data.dataset import Dataset
 from posttrain.data.reading import Kind, Loaded, Part, Reader
@@ -170,10 +172,12 @@ def prepare(
     if data.validation is not None and data.validation.source is not None:
         given = data.validation
         further.insert(0, ("validation", Part(given.source or "", given.split, given.max_rows)))
+    own = {entry.name: entry for entry in datasets}
     for name, part in further:
         if name in validation or name in loaded:
             raise DataError(f"evaluation.datasets has the name {name!r}, which is taken: give it another")
-        one = loaded[name] = reader.load(name, [part], reader.limits_elsewhere(whole.limits), None)
+        its = reader.with_data(_settings_of(own[name], data)) if name in own else reader
+        one = loaded[name] = its.load(name, [part], reader.limits_elsewhere(whole.limits), None)
         validation[name] = Dataset(one.table, one.fitted, np.arange(len(one.fitted.view)))
     facts = {
         "keys": {name: one.keys for name, one in loaded.items()},
@@ -185,6 +189,16 @@ def prepare(
     }
     reports = {name: one.report for name, one in loaded.items()}
     return Prepared(kind, train, validation, reports, cache.fingerprint(facts))
+
+
+def _settings_of(entry: EvaluationDataset, data: DataConfig) -> DataConfig:
+    """How the rows of an evaluation set are read: as those of the training data, but for what it says itself."""
+    update: dict[str, Any] = {"template": entry.template or data.template}
+    if entry.format is not None:
+        update |= {"format": entry.format, "columns": {}}
+    if entry.columns is not None:
+        update["columns"] = entry.columns
+    return data.model_copy(update=update)
 
 
 def _refuse_one_class(labels: np.ndarray, data: DataConfig) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from posttrain.data.render import rendering
 from posttrain.data.report import MALFORMED_SHARE, Malformed, Reading, Report, list_malformed
 from posttrain.data.rows import Row, RowError, as_turns, number_or_text, valid, without_think
 from posttrain.data.sources import Source, layout_of, open_source
-from posttrain.data.templates import Template, require_chat_template
+from posttrain.data.templates import Template, choose_template, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained, span_array
 from posttrain.errors import DataError
 from posttrain.progress import progress
@@ -79,6 +80,7 @@ class Reader:
         self.assistant_only_loss = assistant_only_loss
         self.folder = folder
         self.seed = seed
+        self.room = completion_length, positions
         self.longest_prompt, self.note = self._room(completion_length, positions)
         self.settings = {
             "tokenizer": cache.tokenizer_fingerprint(tokenizer),
@@ -89,6 +91,14 @@ class Reader:
             "completion_only_loss": completion_only_loss,
             "assistant_only_loss": assistant_only_loss,
         }
+
+    def with_data(self, data: DataConfig) -> Reader:
+        """A reader for a set with settings of its own; a template of its own is put on a copy of the tokenizer."""
+        if data == self.data:
+            return self
+        tokenizer = self.tokenizer if data.template == self.data.template else deepcopy(self.tokenizer)
+        template, losses = choose_template(data, tokenizer), (self.completion_only_loss, self.assistant_only_loss)
+        return Reader(data, tokenizer, template, self.kind, *losses, self.folder, self.seed, *self.room)
 
     def load(self, name: str, parts: Sequence[Part], limits: Limits | None, max_rows: int | None) -> Loaded:
         """Tokenise each part or find it in the cache, and apply the limits to all of them together.

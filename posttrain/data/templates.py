@@ -12,7 +12,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config.data import DataConfig, TagsConfig
+from posttrain.config.data import TEMPLATES, DataConfig, TagsConfig
+from posttrain.data.published import PUBLISHED, put_on
 from posttrain.errors import DataError
 
 R1_ZERO_PREAMBLE = (
@@ -55,7 +56,7 @@ class Template:
 def choose_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Template:
     """The template of the settings, put on the tokenizer.
 
-    Raises DataError when the file cannot be read.
+    Raises DataError when the file cannot be read, or the tokenizer lacks the tokens of a published template.
     """
     name = data.template
     template = Template(name, name != "none", data.tags)
@@ -64,6 +65,8 @@ def choose_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Tem
             tokenizer.chat_template = Path(name).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"the template {name} cannot be read: {error}") from error
+    elif name in PUBLISHED:
+        put_on(tokenizer, name)
     elif name not in ("chat", "none"):
         tokenizer.chat_template = _builtin(name, data.tags, tokenizer)
     return template
@@ -79,7 +82,7 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.chat_template is None:
         raise DataError(
             "data.template is chat, but the tokenizer has no chat template: set data.template to none (texts as "
-            "they are), alpaca, tags, r1_zero, question_only, or a .jinja file"
+            f"they are), {', '.join(name for name in TEMPLATES if name not in ('chat', 'none'))}, or a .jinja file"
         )
 
 

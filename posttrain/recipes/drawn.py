@@ -1,23 +1,24 @@
-"""Evaluation by generation: a completion of every validation prompt, rewarded; of methods that draw none too.
+"""Evaluation by generation: completions of the validation prompts, sampled and rewarded, also for offline methods.
 
-Completions are drawn with the same random numbers at every evaluation, so that two evaluations differ by their weights
-alone. Nothing here touches the generators that training draws from.
+Completions are sampled with the same random numbers at every evaluation, so that two evaluations of the same rows
+differ by their weights alone. Nothing here touches the generators of training.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from posttrain.batch import Example
-from posttrain.config import RunConfig
+from posttrain.config import RolloutConfig, RunConfig
+from posttrain.config.rewards import Reward
 from posttrain.data import Dataset, validation_prompts
+from posttrain.data.published import own_stop
 from posttrain.engines import make_engine, stop_token_ids
 from posttrain.grading.extract import THINK_END
 from posttrain.models.families import base_of, positions_of
@@ -25,6 +26,7 @@ from posttrain.progress import progress
 from posttrain.recipes.job import Job
 from posttrain.rewards.compose import Rewards
 from posttrain.rewards.known import TAGGED
+from posttrain.rewards.pass_at_k import passes
 from posttrain.rollout import Rollout, Sampler, joined
 from posttrain.store.checkpoint import saved_step
 from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation
@@ -35,28 +37,66 @@ if TYPE_CHECKING:
 log = logging.getLogger("posttrain")
 
 
-@contextmanager
-def sampler_of(job: Job, policy: nn.Module) -> Iterator[Sampler]:
-    """The engine and the rewards that the settings ask for; rules are proven, and models loaded, here."""
-    config = job.config
-    rollout = config.rollout
-    with (
-        closing(make_engine(rollout.engine, policy, job.tokenizer, vllm=rollout.vllm)) as engine,
-        Rewards(
-            config.rewards,
-            tags=config.data.tags,
-            devices=config.devices,
-            max_completion_length=rollout.max_completion_length,
-        ) as rewards,
-    ):
-        stops = stop_token_ids(policy, job.tokenizer)
-        if not stops and not rollout.stop:
+class _Parts:
+    """What samples and rewards completions, made as it is asked for and given back by `resources`."""
+
+    def __init__(self, resources: ExitStack, job: Job, policy: nn.Module):
+        self._resources, self._job, rollout = resources, job, job.config.rollout
+        self._stops = stop_token_ids(policy, job.tokenizer)
+        if not self._stops and not rollout.stop:
             log.warning(
                 "neither the model nor its tokenizer names a stop token, so that every completion runs to "
                 "rollout.max_completion_length = %d: set the tokenizer's eos_token, or rollout.stop",
                 rollout.max_completion_length,
             )
-        yield Sampler(engine, rewards, job.tokenizer, rollout, stop_token_ids=stops, seed=config.seed)
+        self.engine = resources.enter_context(
+            closing(make_engine(rollout.engine, policy, job.tokenizer, vllm=rollout.vllm))
+        )
+        self.rewards = self._rewards(job.config.rewards)
+
+    def sampler(self, rewards: Rewards, settings: RolloutConfig, template: str | None = None) -> Sampler:
+        """One that stops where the run's own completions end, and at the stop token of another `template`."""
+        tokenizer, stop = self._job.tokenizer, own_stop(template)
+        stops = {*self._stops} if stop is None else {*self._stops, tokenizer.get_vocab()[stop]}
+        ends, seed = tuple(sorted(stops)), self._job.config.seed
+        return Sampler(self.engine, rewards, tokenizer, settings, stop_token_ids=ends, seed=seed)
+
+    def of_sets(self) -> dict[str, Sampler]:
+        """A sampler for each validation set whose completions have rewards: the run's, or the set's own."""
+        config, made = self._job.config, {}
+        if not config.evaluates:
+            return made
+        settings = config.evaluation.sampling(config.rollout)
+        if config.data.validation is not None and self.rewards is not None:
+            made["validation"] = self.sampler(self.rewards, settings)
+        for dataset in config.evaluation.datasets:
+            rewards = self.rewards if dataset.rewards is None else self._rewards(dataset.rewards)
+            if rewards is not None:
+                made[dataset.name] = self.sampler(rewards, settings, dataset.template)
+        return made
+
+    def _rewards(self, settings: Sequence[Reward]) -> Rewards | None:
+        config = self._job.config
+        if not settings:
+            return None
+        rewards = Rewards(
+            settings,
+            tags=config.data.tags,
+            devices=config.devices,
+            max_completion_length=config.rollout.max_completion_length,
+        )
+        return self._resources.enter_context(rewards)
+
+
+@contextmanager
+def sampler_of(job: Job, policy: nn.Module) -> Iterator[Sampler]:
+    """The engine and the rewards that the settings ask for; rules are proven, and models loaded, here."""
+    with ExitStack() as resources:
+        parts = _Parts(resources, job, policy)
+        assert parts.rewards is not None  # the settings of online methods have some
+        sampler = parts.sampler(parts.rewards, job.config.rollout)
+        sampler.evaluation = parts.of_sets()
+        yield sampler
 
 
 @contextmanager
@@ -78,36 +118,39 @@ def rollout_store(job: Job, loop: Loop) -> Iterator[RolloutStore | None]:
 def measure_drawn(
     loop: Loop, sample: Sampler, store: RolloutStore | None, name: str, prompts: Dataset
 ) -> dict[str, float]:
-    """Draw and reward a completion of each prompt of a validation set; what they are worth, by name."""
-    size, chunk = loop.evaluated_rows(prompts), 8 * loop.batch_size
+    """Sample and reward completions of the prompts of a validation set; what they are worth, by name."""
+    config = loop.job.config
+    n = config.evaluation.num_generations
+    rows, chunk = loop.evaluated_rows(name, prompts), max(1, 8 * loop.batch_size // n)
     rollouts: list[Rollout] = []
-    for start in progress(range(0, size, chunk), f"evaluating {name}"):
-        some = [prompts[index] for index in range(start, min(start + chunk, size))]
+    for start in progress(range(0, len(rows), chunk), f"evaluating {name}"):
+        some = [prompts[int(index)] for index in rows[start : start + chunk]]
         with loop.drawing(evaluating=True):
-            rollouts.append(sample(f"evaluation {name} {start}", some, 1, version=loop.state.step))
+            rollouts.append(sample(f"evaluation {name} {start}", some, n, version=loop.state.step))
     rollout = joined(rollouts)
     if store is not None:
         store.add_evaluation(loop.state.step, name, evaluated(rollout))
-    found = {key: value for key, value in rollout.metrics().items() if key not in OF_GROUPS}
-    return found | sample.rewards.accuracies(rollout.rewarded) | reasoning(loop.job.config, sample.tokenizer, rollout)
+    found = {key: value for key, value in rollout.metrics().items() if key != "resampled_groups"}
+    found |= sample.rewards.accuracies(rollout.rewarded) | reasoning(config, sample, name, rollout)
+    answers = sample.rewards.right(rollout.rewarded).get("answer")
+    if n > 1 and answers is not None:
+        found |= passes([answers[first : first + n] for first in range(0, len(answers), n)], n)
+    return found
 
 
-# Of a rollout's metrics, those that say nothing of one completion a prompt.
-OF_GROUPS = ("frac_reward_zero_std", "resampled_groups")
-
-
-def reasoning(config: RunConfig, tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> dict[str, float]:
+def reasoning(config: RunConfig, sample: Sampler, name: str, rollout: Rollout) -> dict[str, float]:
     """The share of completions with any text before the end of their reasoning, and the mean length of it in tokens.
 
     Empty where neither the template nor a reward has a mark for that end.
     """
-    kinds = {reward.type for reward in config.rewards}
-    tagged = config.data.template == "tags" or bool(kinds & TAGGED)
+    kinds = {reward.type for reward in sample.rewards.settings}
+    own = next((dataset.template for dataset in config.evaluation.datasets if dataset.name == name), None)
+    tagged = (own or config.data.template) == "tags" or bool(kinds & TAGGED)
     end = THINK_END if "r1_zero" in kinds else config.data.tags.reasoning_end if tagged else None
     if end is None:
         return {}
     texts = [text.partition(end)[0].strip() for text in rollout.texts if end in text]
-    lengths = [len(tokenizer(text, add_special_tokens=False).input_ids) for text in texts if text]
+    lengths = [len(sample.tokenizer(text, add_special_tokens=False).input_ids) for text in texts if text]
     share = len(lengths) / len(rollout.texts)
     return {"reasoning_share": share} | ({"reasoning_length": fmean(lengths)} if lengths else {})
 
@@ -133,38 +176,43 @@ def as_text(prompt: Example) -> str:
 def evaluated(rollout: Rollout) -> list[StoredEvaluation]:
     return [
         StoredEvaluation(
-            prompt.row,
-            as_text(prompt),
+            rollout.prompts[group].row,
+            as_text(rollout.prompts[group]),
             rollout.texts[index],
             rollout.rewarded.totals[index],
             completion.finish_reason,
             parts_of(rollout, index),
             completion.tokens,
         )
-        for index, (prompt, completion) in enumerate(zip(rollout.prompts, rollout.completions, strict=True))
+        for index, (group, completion) in enumerate(zip(rollout.group_S.tolist(), rollout.completions, strict=True))
     ]
 
 
 class Drawn:
-    """Evaluation by generation of a method that draws nothing itself: where `rewards` are set, every evaluation also
-    draws and rewards a completion of each validation prompt. Engine and graders start with the first one."""
+    """Evaluation by generation of a method that samples nothing itself: where a validation set has rewards, the run's
+    or its own, every evaluation also samples and rewards completions of its prompts. Engine and graders start with the
+    first one."""
 
     def __init__(self, loop: Loop):
         self._loop, self._resources = loop, ExitStack()
-        self._parts: tuple[Sampler, RolloutStore | None, dict[str, Dataset]] | None = None
+        self._parts: tuple[dict[str, Sampler], RolloutStore | None, dict[str, Dataset]] | None = None
 
     def __call__(self, name: str) -> Mapping[str, float]:
-        """What the completions of this validation set are worth."""
-        loop = self._loop
+        """What the completions of this validation set are worth; nothing where it has no rewards."""
+        loop, job = self._loop, self._loop.job
+        if not job.config.samples:
+            return {}
         if self._parts is None:
-            sample = self._resources.enter_context(sampler_of(loop.job, loop.policy))
-            store = self._resources.enter_context(rollout_store(loop.job, loop))
+            samplers = _Parts(self._resources, job, loop.policy).of_sets()
+            store = self._resources.enter_context(rollout_store(job, loop))
             positions = positions_of(base_of(loop.policy).config)
-            prompts = validation_prompts(loop.job.config, loop.job.tokenizer, loop.data, positions=positions)
-            self._parts = sample, store, prompts
-        sample, store, prompts = self._parts
-        sample.engine.load(loop.policy, loop.state.step)
-        return measure_drawn(loop, sample, store, name, prompts[name])
+            prompts = validation_prompts(job.config, job.tokenizer, loop.data, positions=positions)
+            self._parts = samplers, store, prompts
+        samplers, store, prompts = self._parts
+        if name not in samplers:
+            return {}
+        samplers[name].engine.load(loop.policy, loop.state.step)
+        return measure_drawn(loop, samplers[name], store, name, prompts[name])
 
     def close(self) -> None:
         self._resources.close()

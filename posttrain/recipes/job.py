@@ -22,6 +22,8 @@ from posttrain.config import learning_rate
 from posttrain.config.model import LoraConfig, ModelConfig
 from posttrain.config.schema import RunConfig
 from posttrain.data import Prepared, prepare_run
+from posttrain.data.published import own_stop
+from posttrain.engines.stops import stop_token_ids
 from posttrain.errors import DamagedError, WeightsError
 from posttrain.memory import reset_peak_memory, return_tensors_at_once
 from posttrain.models.attention import width_step
@@ -83,9 +85,11 @@ class Job:
         Raises DamagedError when the checkpoint's weights are not those of the model.
         """
         policy: nn.Module = self._whole(head) if self.model.lora is None else self._adapted(self.model.lora, head)
-        check_positions(base_of(policy).config, self.config.data.max_length)
+        check_positions(base_of(policy).config, max(self.config.data.max_length, self.config.longest_sampled))
         if head == "reward":
             set_pad_token(base_of(policy), self.tokenizer)
+        elif own_stop(self.config.data.template) is not None:
+            stop_at(base_of(policy), self.tokenizer)
         if checkpoints_gradients(self.config, self.device):
             enable_gradient_checkpointing(policy)
             return_tensors_at_once()
@@ -195,6 +199,12 @@ def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     else:
         tokenizer.pad_token = token
         model.config.pad_token_id = tokenizer.pad_token_id
+
+
+def stop_at(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let transformers' `generate` stop where completions end here, at the stop token that a template brought too."""
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = list(stop_token_ids(model, tokenizer))
 
 
 def _unreachable_id(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -270,7 +270,7 @@ class Loop:
 
         def measure(name: str, dataset: Dataset) -> dict[str, float]:
             found = over_batches(self._batches(objective_of, name, dataset))
-            return {**found, **self._drawn(name)} if self.job.config.rewards else found
+            return {**found, **self._drawn(name)}
 
         return self.evaluate_by(measure)
 
@@ -289,18 +289,28 @@ class Loop:
         self.saver.mark(self.state)
         return metrics
 
-    def evaluated_rows(self, dataset: Dataset) -> int:
-        """How many rows of a validation set are looked at: the first ones."""
-        limit = self.job.config.evaluation.num_batches
-        return len(dataset) if limit is None else min(len(dataset), limit * self.batch_size)
+    def evaluated_rows(self, name: str, dataset: Dataset) -> np.ndarray:
+        """The rows of a validation set to look at: all, the first ones, or ones sampled with replacement.
+
+        The last are a function of seed, step and name, so that a resumed run looks at the same.
+        """
+        common = self.job.config.evaluation
+        own = next((entry for entry in common.datasets if entry.name == name), common)
+        batches = own.num_batches or common.num_batches
+        if batches is None:
+            return np.arange(len(dataset))
+        if not (common.with_replacement if own.with_replacement is None else own.with_replacement):
+            return np.arange(min(len(dataset), batches * self.batch_size))
+        key = [self.job.config.seed, self.state.step, zlib.crc32(name.encode())]
+        return np.random.default_rng(key).integers(len(dataset), size=batches * self.batch_size)
 
     def _batches(
         self, objective_of: ObjectiveOf, name: str, dataset: Dataset
     ) -> Iterator[tuple[list[Pack], Objective[Pack]]]:
         """The batches of a validation set. A signal ends the run after the one under way."""
-        size = self.evaluated_rows(dataset)
-        for start in progress(range(0, size, self.batch_size), f"evaluating {name}"):
-            yield objective_of([dataset[i] for i in range(start, min(start + self.batch_size, size))])
+        rows = self.evaluated_rows(name, dataset)
+        for start in progress(range(0, len(rows), self.batch_size), f"evaluating {name}"):
+            yield objective_of([dataset[int(row)] for row in rows[start : start + self.batch_size]])
             if self._stop.asked:
                 self._give_up()
 

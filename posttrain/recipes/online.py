@@ -148,5 +148,8 @@ def look_at_sampler(job: Job, sample: Sampler, step: Step) -> None:
 
 
 def evaluate(loop: Loop, sample: Sampler, store: RolloutStore | None) -> None:
-    """One completion of every validation prompt, rewarded."""
-    loop.evaluate_by(lambda name, dataset: measure_drawn(loop, sample, store, name, dataset))
+    """Completions of the validation prompts, sampled and rewarded as the settings ask."""
+    samplers = sample.evaluation
+    loop.evaluate_by(
+        lambda name, dataset: measure_drawn(loop, samplers[name], store, name, dataset) if name in samplers else {}
+    )

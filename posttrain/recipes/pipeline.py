@@ -113,9 +113,8 @@ class Pipeline:
             name = model.folder_name
             if source is not None:
                 model = model.model_copy(update={"name": name, "path": str(source.final), "revision": None})
-            rewards = tuple(_with_path(reward, done, stage.name) for reward in stage.config.rewards)
-            updated = {"models": (model,), "name": self.root.name, "rewards": rewards}
-            config = stage.config.model_copy(update=updated)
+            config = _with_paths(stage.config, done, stage.name)
+            config = config.model_copy(update={"models": (model,), "name": self.root.name})
             done[stage.name] = Task(name, stage.name, config, folder, source, stage.name in skip)
             self.tasks.append(done[stage.name])
 
@@ -228,6 +227,17 @@ class Pipeline:
             outcome = SKIPPED if task.skip else task.outcome
             table.add_row(task.title, outcome, steps, seconds, note[:160])
         return table
+
+
+def _with_paths(config: RunConfig, done: Mapping[str, Task], stage: str) -> RunConfig:
+    """The settings with the folders of the reward models that earlier stages train."""
+
+    def filled(rewards: Sequence[Reward] | None) -> tuple[Reward, ...] | None:
+        return None if rewards is None else tuple(_with_path(reward, done, stage) for reward in rewards)
+
+    sets = tuple(one.model_copy(update={"rewards": filled(one.rewards)}) for one in config.evaluation.datasets)
+    evaluation = config.evaluation.model_copy(update={"datasets": sets})
+    return config.model_copy(update={"rewards": filled(config.rewards), "evaluation": evaluation})
 
 
 def _with_path(reward: Reward, done: Mapping[str, Task], stage: str) -> Reward:

@@ -119,7 +119,7 @@ class Rewards:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise RewardError(f"two rewards are called {twice}: give one of them another `name`")
-        self._settings = tuple(settings)
+        self.settings = tuple(settings)
         self._tags = tags or TagsConfig()
         self._own_pool: Pool | None = None
         self._functions = {
@@ -143,12 +143,12 @@ class Rewards:
         """Reward each completion. Rules are graded while the others compute. Raises RewardError."""
         pending = {
             term_name(term): [self._pool.submit(self._job(term, completion)) for completion in completions]
-            for term in self._settings
+            for term in self.settings
             if isinstance(term, RuleReward) and self._pool is not None
         }
         values = {name: function(completions) for name, function in self._functions.items()}
         parts = []
-        for term in self._settings:
+        for term in self.settings:
             name, grades = term_name(term), None
             if name in pending and self._pool is not None:
                 grades = tuple(self._pool.collect(pending[name]))
@@ -156,25 +156,31 @@ class Rewards:
             parts.append(Part(name, term.weight, tuple(values[name]), grades))
         return Rewarded(tuple(_total(parts, row) for row in range(len(completions))), tuple(parts))
 
-    def accuracies(self, rewarded: Rewarded) -> dict[str, float]:
-        """`format_accuracy` and `answer_accuracy`: shares of the completions that a rule has a verdict on.
+    def right(self, rewarded: Rewarded) -> dict[str, list[bool | None]]:
+        """Whether `format` and `answer` of each completion are right, None where a rule has no verdict on it.
 
         Each is told by the first rule that looks at the one or the other; where none does it is not there.
         """
-        found: dict[str, float] = {}
-        for term, part in zip(self._settings, rewarded.parts, strict=True):
-            grades = [grade for grade in part.grades or () if grade.counts]
-            if not grades:
+        found: dict[str, list[bool | None]] = {}
+        for term, part in zip(self.settings, rewarded.parts, strict=True):
+            grades = part.grades or ()
+            first = next((grade for grade in grades if grade.counts), None)
+            if first is None:
                 continue
-            if term.type not in NEEDS_ANSWER:
-                told = {"format": [grade.verdict == "correct" for grade in grades]}
-            elif "format" in grades[0].parts:
-                told = {name: [grade.parts[name] == 1 for grade in grades] for name in ("format", "answer")}
-            else:
-                told = {"answer": [grade.verdict == "correct" for grade in grades]}
-            for name, right in told.items():
-                found.setdefault(f"{name}_accuracy", statistics.fmean(right))
+            names = ("format", "answer") if "format" in first.parts else ("answer",)
+            for name in names if term.type in NEEDS_ANSWER else ("format",):
+                apart = name in first.parts and term.type in NEEDS_ANSWER
+                told = (grade.parts[name] == 1 if apart else grade.verdict == "correct" for grade in grades)
+                counted = [one if grade.counts else None for one, grade in zip(told, grades, strict=True)]
+                found.setdefault(name, counted)
         return found
+
+    def accuracies(self, rewarded: Rewarded) -> dict[str, float]:
+        """`format_accuracy` and `answer_accuracy`: shares of the completions that a rule has a verdict on."""
+        return {
+            f"{name}_accuracy": statistics.fmean(one for one in told if one is not None)
+            for name, told in self.right(rewarded).items()
+        }
 
     def _job(self, term: RuleReward, completion: Completion) -> Job:
         return Job(RULES[term.type], completion.text, completion.answer, options_of(term.type, self._tags))

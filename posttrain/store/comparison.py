@@ -65,10 +65,13 @@ def read_entry(name: str, folder: Path) -> Entry:
     """A finished run's entry. Raises RunError where it has no evaluation with rewards."""
     results, lines = load_json(folder / "results.json"), read_metrics(folder)
     with StoredRun(folder) as stored:
-        by_step: dict[int, Rewards] = {}
+        found: dict[int, dict[tuple[str, int], list[float]]] = {}
         for one in stored.evaluations():
             if one["reward"] is not None:
-                by_step.setdefault(one["step"], {})[one["dataset"], one["row"]] = one["reward"]
+                found.setdefault(one["step"], {}).setdefault((one["dataset"], one["row"]), []).append(one["reward"])
+    by_step: dict[int, Rewards] = {
+        step: {key: statistics.fmean(rewards) for key, rewards in prompts.items()} for step, prompts in found.items()
+    }
     if not by_step:
         raise RunError(f"{folder} has no evaluation in which completions were rewarded: nothing to compare")
     last, start = by_step[max(by_step)], by_step.get(0)
