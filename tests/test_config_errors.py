@@ -127,6 +127,7 @@ def test_labels_are_read_by_kto_alone(tmp_path):
             {"source": [{"source": "x", "weigt": 2}]},
             "data.source.0.weigt is not a setting; did you mean data.source.0.weight",
         ),
+        ({"source": [{"source": "x"}], "skip_rows": 3}, "data.skip_rows is for a single source, not for a list"),
         ({"template": "chatt"}, "data.template is 'chatt'; it is one of chat, chatml"),
         ({"tags": {"solution_start": "<a>"}}, "data.tags are read by template: tags only, not by chat"),
     ],

@@ -54,6 +54,21 @@ ON_THE_HUB = {
     ),
     "gsm8k": ("main/test-0.parquet", {"question": "Q?", "answer": "better\n#### 3"}, "test"),
     "math": ("data/train-0.parquet", {"problem": "Q?", "level": "1", "type": "x", "solution": "better"}, "train"),
+    "openmathreasoning": (
+        "data/tir-0.parquet",
+        {"problem": "Q?", "generated_solution": "better", "expected_answer": "3", "inference_mode": "tir"},
+        "tir",
+    ),
+    "aime24": ("data/train-0.parquet", {"problem": "Q?", "solution": "better", "answer": "3", "year": "2024"}, "test"),
+    "aime25": ("test.parquet", {"problem": "Q?", "answer": "better", "id": "0"}, "test"),
+    "amc": ("data/train-0.parquet", {"id": 0, "problem": "Q?", "answer": 142.0, "url": "x"}, "test"),
+    "minerva-math": ("test.parquet", {"question": "Q?", "answer": "better"}, "test"),
+    "olympiadbench": (
+        "OlympiadBench/train-0.parquet",
+        {"question": "Q?", "solution": ["better", "worse"], "final_answer": ["3"], "answer_type": "Numerical"},
+        "test",
+    ),
+    "svamp": ("data/test-0.parquet", {"question": "Q?", "chain": "x", "result": "better", "result_float": 3.0}, "test"),
     "math-500": ("test.parquet", {"problem": "Q?", "solution": "better", "answer": "3", "unique_id": "1"}, "test"),
 }
 
@@ -107,8 +122,38 @@ print(json.dumps(found))
     for name, (format, *texts) in found.items():
         whole = "".join(texts)
         assert format == KNOWN[name].format, name
-        assert "Q?" in texts[0] and "better" in whole, (name, texts)
+        assert "Q?" in texts[0] and ("142" if name == "amc" else "better") in whole, (name, texts)
         assert ("worse" in whole) == (len(texts) == 3) == (KNOWN[name].format in ("hh", "preference")), (name, texts)
+
+
+# file of the folder of real data -> (the known set that has its columns, rows, and the answer to the first problem)
+LOCAL = {
+    "aime24.json": ("aime24", 30, "204"),
+    "amc.json": ("amc", 83, "142"),
+    "minerva_math.jsonl": ("math", 272, "1.6"),
+    "olympiadbench.jsonl": ("olympiadbench", 675, "2"),
+    "math500.jsonl": ("math-500", 500, None),
+}
+
+
+@pytest.mark.parametrize("file", LOCAL)
+def test_benchmarks_are_read_whole(shared, tmp_path, file):
+    """Real rows with the columns that a known set maps: every one has its answer, and none is malformed."""
+    name, rows, first = LOCAL[file]
+    data = DataConfig(
+        source=str(shared / "data/math" / file),
+        format=KNOWN[name].format,
+        columns=KNOWN[name].columns,
+        template="question_only",
+        max_length=10_000,
+        max_prompt_length=None,
+    )
+    prompts = prepare(data, byte_tokenizer(), "prompt", cache_dir=tmp_path).train
+    answers = [prompts[index].facts["answer"] for index in range(len(prompts))]
+    assert len(answers) == rows and all(answers)
+    assert first is None or answers[0] == first
+    learnt = prepare(data.model_copy(update={"template": "r1_zero"}), byte_tokenizer(), "sft", cache_dir=tmp_path)
+    assert learnt.report.read == rows and not learnt.report.malformed
 
 
 def test_names():

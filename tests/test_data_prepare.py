@@ -101,6 +101,19 @@ def test_prompt_limit_from_a_percentile(tmp_path, completions, pairs):
     assert run(tmp_path, "pair", source=pairs, max_prompt_length="p50").report.used == 11
 
 
+def test_two_stages_on_disjoint_rows(tmp_path, completions):
+    """`max_rows` of the one and `skip_rows` of the other; rows keep the numbers that they have in the file."""
+    first, second = (run(tmp_path, source=completions, **some) for some in ({"max_rows": 12}, {"skip_rows": 12}))
+    assert sorted(rows_of(first.train)) == list(range(12)) and sorted(rows_of(second.train)) == list(range(12, 20))
+    some = run(tmp_path, source=completions, skip_rows=12, max_rows=3, validation={"rows": 1})
+    assert sorted(rows_of(some.train) + rows_of(some.validation["validation"])) == [12, 13, 14]
+    assert second.fingerprint != run(tmp_path, source=completions).fingerprint
+    task = run(tmp_path, source="builtin:arithmetic", skip_rows=5, max_rows=5)
+    assert sorted(rows_of(task.train)) == [5, 6, 7, 8, 9]
+    with pytest.raises(DataError, match="has no row behind the first 20"):
+        run(tmp_path, source=completions, skip_rows=20)
+
+
 @pytest.fixture
 def prompts(tmp_path):
     """Prompts of 1..20 tokens."""

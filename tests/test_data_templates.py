@@ -208,7 +208,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
 def test_nothing_to_train_is_an_error_with_the_row(tmp_path):
     (tmp_path / "rows.jsonl").write_text(CONVERSATION + '{"messages": [{"role": "user", "content": "b"}]}\n')
     data = DataConfig(source=str(tmp_path / "rows.jsonl"))
-    with pytest.raises(DataError, match=r"rows\.jsonl line 2 \(row 1\) has nothing to train"):
+    with pytest.raises(DataError, match=r"rows\.jsonl line 2: the conversation has no turn of the assistant"):
         prepare(data, byte_tokenizer(CHATML), "sft", assistant_only_loss=True, cache_dir=tmp_path)
 
 

@@ -39,9 +39,28 @@ SIZES |= {"tracking.logging_steps": 1}
 # preset of several stages -> the model, stage -> the file for it, and the settings in which it differs
 STAGED = {
     "maths-tagged": ("chat", {"sft": GSM8K, "grpo": GSM8K}, ["rollout.max_completion_length=24"]),
-    "hh-ppo": ("stories260K", dict.fromkeys(("reward", "ppo"), HH), ["rollout.max_completion_length=16"]),
-    "hh-grpo": ("stories260K", dict.fromkeys(("reward", "grpo"), HH), ["rollout.max_completion_length=16"]),
+    "hh-ppo": (
+        "stories260K",
+        dict.fromkeys(("reward", "ppo"), HH),
+        ["rollout.max_completion_length=16", "data.skip_rows=12"],
+    ),
+    "hh-grpo": (
+        "stories260K",
+        dict.fromkeys(("reward", "grpo"), HH),
+        ["rollout.max_completion_length=16", "data.skip_rows=12"],
+    ),
+    "qwen-math": (
+        "chat",
+        dict.fromkeys(("sft", "grpo"), "data/math/math_train.json"),
+        ["rollout.max_completion_length=16", "evaluation.datasets.0.source=MATH500", "evaluation.num_batches=1"],
+    ),
 }
+
+
+@pytest.mark.parametrize("preset", ["hh-ppo", "hh-grpo"])
+def test_reward_model_and_policy_see_other_rows(preset):
+    reward, policy = (stage.config.data for stage in load(preset).stages)
+    assert reward.source == policy.source and reward.max_rows == policy.skip_rows > 0 == reward.skip_rows
 
 
 def test_every_preset_is_here():
@@ -54,7 +73,8 @@ def test_two_steps_of_every_stage(preset, shared, scratch_model, tmp_path, capsy
     model = scratch_model if kind == "chat" else shared / "models" / kind
     overrides = {"name": "run", "output_dir": tmp_path, "model.path": model} | SIZES | {"data.validation": "{rows: 2}"}
     overrides |= {f"stages.{stage}.data.source": shared / file for stage, file in data.items()}
-    differs = [f"stages.{list(data)[-1]}.{setting}" for setting in differs]
+    math500 = str(shared / "data/math/math500.jsonl")
+    differs = [f"stages.{list(data)[-1]}.{setting}".replace("MATH500", math500) for setting in differs]
     assert main(["train", preset, *(f"{k}={v}" for k, v in overrides.items()), *differs]) == 0, capsys.readouterr().err
     for stage in data:
         run = tmp_path / "run" / stage

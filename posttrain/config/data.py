@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from posttrain.config.base import PERCENTILE, Float, Positive, Problems, Settings, Share, Text
+from posttrain.config.base import PERCENTILE, Float, Int, Positive, Problems, Settings, Share, Text
 
 TEMPLATES = ("chat", "chatml", "llama3", "zephyr", "gemma", "tags", "r1_zero", "question_only", "alpaca", "none")
 Format = Literal[
@@ -97,6 +97,9 @@ class DataConfig(Settings):
     format: Format = Field(default="auto", description="How a row is laid out; auto: told by its columns.")
     columns: dict[str, Text] = Field(default={}, description="The data's own names for columns, e.g. {chosen: better}.")
     max_rows: Positive | None = Field(default=None, description="Use the first so many rows; 200 makes a quick test.")
+    skip_rows: Annotated[Int, Field(ge=0)] = Field(
+        default=0, description="Rows of the source to skip first, e.g. those that another stage trains on."
+    )
     shuffle: bool = Field(default=True, description="false keeps the file's order.")
     validation: ValidationConfig | None = Field(
         default=None, description="Held-out rows: {ratio: 0.05}, {rows: 500} or {source: ..., split: test}."
@@ -138,6 +141,9 @@ class DataConfig(Settings):
             isinstance(self.source, str) or self.split == "train",
             "split",
             "is given in each entry of source when source is a list",
+        )
+        problems.check(
+            isinstance(self.source, str) or self.skip_rows == 0, "skip_rows", "is for a single source, not for a list"
         )
         problems.report()
         return self

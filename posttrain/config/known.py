@@ -69,6 +69,44 @@ KNOWN: dict[str, KnownSet] = {
         subset="default",
     ),
     "math-500": KnownSet("HuggingFaceH4/MATH-500", "500 test problems of MATH: a test split only", "problem_answer"),
+    "openmathreasoning": KnownSet(
+        "nvidia/OpenMathReasoning",
+        "competition problems with long reasoning, 50 GB; a split is fetched alone",
+        "problem_answer",
+        {"solution": "generated_solution", "answer": "expected_answer"},
+        files={"train": "data/cot-*"} | {name: f"data/{name}-*" for name in ("cot", "tir", "genselect")},
+    ),
+    "aime24": KnownSet(
+        "HuggingFaceH4/aime_2024",
+        "30 problems of the AIME 2024: for testing",
+        "problem_answer",
+        splits={"test": "train"},
+    ),
+    "aime25": KnownSet("math-ai/aime25", "30 problems of the AIME 2025: for testing", "problem_answer"),
+    "amc": KnownSet(
+        "AI-MO/aimo-validation-amc",
+        "83 problems of the AMC 12 of 2022 and 2023: for testing",
+        "problem_answer",
+        splits={"test": "train"},
+    ),
+    "minerva-math": KnownSet(
+        "math-ai/minervamath", "272 university problems: for testing", "problem_answer", {"problem": "question"}
+    ),
+    "olympiadbench": KnownSet(
+        "Hothan/OlympiadBench",
+        "674 olympiad problems in English, text only: for testing",
+        "problem_answer",
+        {"problem": "question", "answer": "final_answer"},
+        subset="OE_TO_maths_en_COMP",
+        splits={"test": "train"},
+    ),
+    "svamp": KnownSet(
+        "MU-NLPC/Calc-svamp",
+        "1,000 simple word problems: for testing",
+        "problem_answer",
+        {"problem": "question", "answer": "result"},
+        subset="default",
+    ),
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from posttrain.data.answers import working_and_answer
 from posttrain.data.rows import (
@@ -124,10 +125,14 @@ def alpaca(fields: Fields, template: Template) -> Row:
 
 
 def problem_answer(fields: Fields, template: Template) -> Row:
-    """`problem` with `solution`, `answer` or both; either may hold the other: `… #### 72`, `\\boxed{72}`."""
+    """`problem` with `solution`, `answer` or both; either may hold the other: `… #### 72`, `\\boxed{72}`.
+
+    Both may be lists: of several solutions the first is taken, several answers are all asked for.
+    """
     problem = text_of(field(fields, "problem"), "problem")
-    solution = optional_text(fields, "solution")
-    answer = "" if fields.get("answer") is None else number_or_text(fields["answer"], "answer")
+    solutions, answers = (_listed(fields.get(name)) for name in ("solution", "answer"))
+    solution = text_of(solutions[0], "solution") if solutions else ""
+    answer = ", ".join(number_or_text(value, "answer") for value in answers)
     if not solution and not answer:
         raise RowError("solution and answer are both missing or empty")
     plain = solution or answer
@@ -216,6 +221,10 @@ def _refuse_implicit(fields: Fields, template: Template, chosen: str | Turns) ->
             "the pair has no prompt, only texts that begin alike, so a chat template cannot tell the turns apart: "
             "name the prompt's column with data.columns: {prompt: YOUR_COLUMN}, or set data.template: none"
         )
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _truth(value: object, what: str) -> bool:

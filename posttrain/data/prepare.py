@@ -150,7 +150,7 @@ def prepare(
         positions,
     )
     parts = (
-        [Part(data.source, data.split, data.max_rows)]
+        [Part(data.source, data.split, data.max_rows, skip_rows=data.skip_rows)]
         if isinstance(data.source, str)
         else [Part(part.source, part.split, part.max_rows, part.weight) for part in data.source]
     )

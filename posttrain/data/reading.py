@@ -42,6 +42,7 @@ class Part:
     split: str
     max_rows: int | None
     weight: float = 1.0
+    skip_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +167,18 @@ class Reader:
         return positions - completion_length, note
 
     def _part(self, part: Part, max_rows: int | None) -> tuple[pa.Table, Reading, str, str | None]:
-        source = open_source(part.source, part.split, max_rows, self.seed, self.template.compose)
+        skip = part.skip_rows
+        most = None if max_rows is None else skip + max_rows
+        source = open_source(part.source, part.split, most, self.seed, self.template.compose)
         format, columns = self.layout(part.source)
         facts = {"source": source.digest, "max_rows": max_rows, "format": format, "columns": columns}
+        facts |= {"skip_rows": skip} if skip else {}
         key = cache.fingerprint({**self.settings, **facts})
         table, reading, note = cache.cached(
             self.folder,
             key,
             self.kind,
-            lambda writer: self._read(part.source, source, format, columns, max_rows, writer),
+            lambda writer: self._read(part.source, source, format, columns, (skip, most), writer),
         )
         return table, reading, key, note
 
@@ -192,12 +196,14 @@ class Reader:
         source: Source,
         format: str,
         columns: dict[str, str],
-        max_rows: int | None,
+        between: tuple[int, int | None],
         writer: cache.Writer,
     ) -> Reading:
-        """Read a source to its end and write its tokens."""
-        records = itertools.islice(source.read(), max_rows)
+        """Read the rows of a source `between` two numbers and write their tokens."""
+        records = itertools.islice(source.read(), *between)
         head = list(itertools.islice(records, SAMPLE))
+        if not head and between[0]:
+            raise DataError(f"{name} has no row behind the first {between[0]:,}: lower data.skip_rows")
         good = [record.value for record in head if record.value is not None]
         if not good:
             bad = [Malformed(record.file, record.line, record.problem or "", record.row) for record in head]
