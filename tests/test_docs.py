@@ -20,6 +20,7 @@ import itertools
 import re
 import shlex
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ import yaml
 from test_presets import LABELLED, LOCAL, PAIRS
 
 from posttrain.cli import main
+from posttrain.recipes.state import Saved, State
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -202,6 +204,32 @@ def test_commands_and_code_run(page, shared, scratch_model, tmp_path, monkeypatc
         else:
             mentioned = [line for line in body.splitlines() if re.match(r"(\$ )?posttrain ", line)]
             assert not mentioned, f"a command in a block that is not marked as bash: {mentioned}"
+    runs_are_as_described(tmp_path)
+
+
+def runs_are_as_described(folder: Path) -> None:
+    """Every file of the runs below is in the tables of runs.md, and every file of their checkpoints in resume.md's."""
+    for run in (path.parent for path in folder.rglob("run.json")):
+        stages = [path for path in run.iterdir() if (path / "run.json").exists()]
+        unnamed(run, "runs.md", {".gitignore", *(path.name for path in stages)})
+        for checkpoint in run.glob("checkpoint-*[0-9]"):
+            unnamed(
+                checkpoint, "resume.md", {"special_tokens_map.json", "vocab.json", "merges.txt"}
+            )  # of the tokenizer
+
+
+def unnamed(folder: Path, page: str, others: set[str]) -> None:
+    rows = re.findall(r"^\| (.*?) \| ", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE)
+    names = [name.rstrip("/") for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    known = "|".join(re.escape(name).replace(r"\{step\}", r"\d+") for name in names)
+    missing = [path.name for path in folder.iterdir() if path.name not in others and not re.fullmatch(known, path.name)]
+    assert missing == [], f"docs/{page} lists every file of {folder}, but not these"
+
+
+def test_resume_lists_the_whole_state():
+    page = (ROOT / "docs/resume.md").read_text(encoding="utf-8")
+    named = [*(field.name for cls in (State, Saved) for field in fields(cls))]
+    assert [name for name in named if f"`{name}`" not in page] == []
 
 
 def test_the_rules_find_what_is_wrong(shared, scratch_model, tmp_path, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Imports go downwards only: each module may import its own layer's package and the layers below it."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,21 @@ def test_imports_go_down(path):
     assert unit in LEVEL, f"{unit} has no place in LAYERS: give it one"
     for other in imported_units(path) - {unit}:
         assert LEVEL[other] < LEVEL[unit], f"{path.relative_to(ROOT)} imports {other}, which is not below {unit}"
+
+
+def test_every_module_is_named_in_the_architecture():
+    """docs/architecture.md lists the layers: each unit, and in a package's entry each of its modules."""
+    page = (ROOT.parent / "docs/architecture.md").read_text(encoding="utf-8")
+    layers = page.partition("## Layers")[2].partition("```text\n")[2].partition("```")[0]
+    entries = {name: words for name, words in re.findall(r"^(\w+)/((?:.*\n)(?: .*\n)*)", layers, re.MULTILINE)}
+    missing = []
+    for path in FILES:
+        unit, stem = unit_of(path), path.stem
+        if path.parent == ROOT:
+            named = stem.startswith("__") or re.search(rf"\b{stem}\.py\b", layers)
+        else:
+            name = path.parent.name if stem == "__init__" and path.parent.parent != ROOT else stem
+            named = unit in entries and (name == "__init__" or re.search(rf"\b{name}\b", entries[unit]))
+        if not named:
+            missing.append(str(path.relative_to(ROOT)))
+    assert missing == [], "name them under Layers in docs/architecture.md"
