@@ -3,13 +3,24 @@
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
 from posttrain.config.data import SourceConfig
 from posttrain.config.evaluation import EvaluationDataset
-from posttrain.config.fields import Setting, all_settings, choices, expected, full, known_paths, list_choices, models_in
+from posttrain.config.fields import (
+    Setting,
+    all_settings,
+    choices,
+    expected,
+    full,
+    kinds_of,
+    known_paths,
+    list_choices,
+    models_in,
+    options,
+)
 from posttrain.config.files import write_yaml
 from posttrain.config.hints import SYSTEMS, hint
 from posttrain.config.methods import METHODS
@@ -105,8 +116,9 @@ def starter(method: str, everything: bool = False) -> str:
         inside = off is not None and f"{setting.path}.".startswith(f"{off.path}.")
         value = values.get(setting.path, setting.default)
         lines += _entry(setting, value, off=off if inside else None)
-        if setting.path == "rewards" and everything:
-            lines += [f"# {line}" for line in _wrapped(_of_rewards(), WIDTH - 2)]
+        indent = "  " * setting.path.count(".")
+        if everything and (entries := _entry_models(setting)):
+            lines += [f"{indent}# {line}" for line in _wrapped(_of_entries(entries), WIDTH - 2 - len(indent))]
         if setting.path == "model.lora" and value is None and not everything:
             lines.append("  # lora: {r: 16, alpha: 32, dropout: 0.05, target_modules: auto}")
     return "\n".join(lines) + "\n"
@@ -131,15 +143,23 @@ def _online(method: str) -> bool:
     return method in METHODS and METHODS[method].kind == "prompt"
 
 
-def _of_rewards() -> str:
-    """What an entry of `rewards` has, beside what all have."""
+def _entry_models(setting: Setting) -> list[type[BaseModel]]:
+    """The groups of settings that a list may have as entries."""
+    lists = [option for option in options(setting.annotation) if get_origin(option) is tuple]
+    return [model for option in lists for model in models_in(get_args(option)[0])]
+
+
+def _of_entries(models: list[type[BaseModel]]) -> str:
+    """What an entry of a list has; of several kinds, what all have, then each kind's own."""
+    names = [{info.alias or name: None for name, info in model.model_fields.items()} for model in models]
+    common = [name for name in names[0] if all(name in fields for fields in names)]
     own = [
-        f"{', '.join(get_args(cls.model_fields['type'].annotation))}: "
-        + ", ".join(info.alias or name for name, info in cls.model_fields.items() if name not in REWARD_TERM)
-        for cls in REWARDS
-        if set(cls.model_fields) - REWARD_TERM
+        f"{kind}: {', '.join(name for name in fields if name not in common)}"
+        for model, fields in zip(models, names, strict=True)
+        for kind in [", ".join(kinds_of(model))]
+        if set(fields) - set(common)
     ]
-    return f"An entry has a type, and may have a name and a weight. Of one type alone are - {'; '.join(own)}."
+    return f"An entry may have {', '.join(common)}" + (f"; and by its type - {'; '.join(own)}." if own else ".")
 
 
 def _entry(setting: Setting, value: Any, off: Setting | None = None) -> list[str]:
