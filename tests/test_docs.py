@@ -212,7 +212,7 @@ def runs_are_as_described(folder: Path) -> None:
     for run in (path.parent for path in folder.rglob("run.json")):
         stages = [path for path in run.iterdir() if (path / "run.json").exists()]
         unnamed(run, "runs.md", {".gitignore", *(path.name for path in stages)})
-        for checkpoint in run.glob("checkpoint-*[0-9]"):
+        for checkpoint in (path.parent for path in run.glob("checkpoint-*/state.json")):
             unnamed(
                 checkpoint, "resume.md", {"special_tokens_map.json", "vocab.json", "merges.txt"}
             )  # of the tokenizer
