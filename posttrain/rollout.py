@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.batch import Example, Pack, Sample
 from posttrain.config import RolloutConfig
-from posttrain.engines import Completion, Engine, Sampling
+from posttrain.engines import Completion, Engine, Sampling, text_of
 from posttrain.errors import DataError, VitalSignError
 from posttrain.grading.extract import THINK
 from posttrain.rewards.compose import Completion as Text
@@ -239,22 +239,33 @@ class Sampler:
                 "given the new weights after the last step"
             )
         group_S = torch.arange(len(prompts)).repeat_interleave(n)
-        texts = tuple(self._text(completion) for completion in completions)
-        asked = [_asked(prompt) | {"thinking": self._opens_thinking(prompt)} for prompt in prompts]
+        stops = self.sampling.stop_token_ids
+        texts = tuple(text_of(completion, stops, self.tokenizer) for completion in completions)
+        begun = [self._end(prompt) for prompt in prompts]
         rewarded = self.rewards(
             [
-                Text(text, completion.tokens, truncated=completion.finish_reason == "length", **asked[group])
+                to_reward(completion, text, begun[group], _facts(prompts[group]))
                 for text, completion, group in zip(texts, completions, group_S.tolist(), strict=True)
             ]
         )
         return Rollout(prompts, completions, texts, rewarded, group_S)
 
-    def _opens_thinking(self, prompt: Example) -> bool:
+    def _end(self, prompt: Example) -> str:
         end = np.asarray(prompt.trees[0].tokens)[-16:].tolist()  # `<think>` is a few tokens, and a line break
-        return ends_in_thinking(str(self.tokenizer.decode(end)))
+        return str(self.tokenizer.decode(end))
 
-    def _text(self, completion: Completion) -> str:
-        return str(self.tokenizer.decode(completion.tokens, skip_special_tokens=True))
+
+def to_reward(completion: Completion, text: str, prompt: str, facts: Mapping[str, Any]) -> Text:
+    """A completion as rewards are given it, with the text that its prompt ends in and the facts of the row."""
+    return Text(
+        text,
+        completion.tokens,
+        prompt=facts["prompt"],
+        answer=facts["answer"],
+        columns=facts["columns"],
+        truncated=completion.finish_reason == "length",
+        thinking=ends_in_thinking(prompt),
+    )
 
 
 def ends_in_thinking(prompt: str) -> bool:
@@ -262,12 +273,11 @@ def ends_in_thinking(prompt: str) -> bool:
     return prompt.rstrip().endswith(THINK)
 
 
-def _asked(prompt: Example) -> dict[str, Any]:
-    """What a reward is told of a row beside the completion."""
-    facts: Mapping[str, Any] | None = prompt.facts
-    if facts is None:
+def _facts(prompt: Example) -> Mapping[str, Any]:
+    """What rewards are told of a row beside the completion."""
+    if prompt.facts is None:
         raise DataError(f"row {prompt.row} is no prompt: rollouts need data that was prepared as prompts")
-    return {"prompt": facts["prompt"], "answer": facts["answer"], "columns": facts["columns"]}
+    return prompt.facts
 
 
 def joined(rollouts: Sequence[Rollout]) -> Rollout:

@@ -113,13 +113,11 @@ class Reader:
                 for flag, word in itertools.pairwise(["", *rest])
             ]
             self.run([verb, *self.local(rest)])
-        elif verb in ("score", "generate"):
+        elif verb in ("score", "generate", "sample"):
             model = rest[0] if Path(rest[0]).exists() else str(self.shared / "models/stories260K")
             self.run([verb, model, *rest[1:]])
         elif verb == "grade":
             self.run([*arguments, "--workers", "1"])
-        elif verb == "sample":
-            self.run(arguments)
         elif arguments[:2] == ["data", "save"]:
             self.run(["data", "save", str(self.shared / DATA[rest[1]][0]), *rest[2:], "--max-rows", "4"])
         elif verb == "quickstart":

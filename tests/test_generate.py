@@ -11,7 +11,7 @@ from posttrain.config import DataConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.data.prompts import prompts_of
 from posttrain.data.readers import Record
-from posttrain.recipes.sample import Measured, format_of, suggestions
+from posttrain.recipes.sampled import Measured, format_of, suggestions
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 ROWS = {
@@ -143,7 +143,7 @@ def test_sample_draws_with_the_settings_of_the_run(shared, scratch_model, tmp_pa
     assert rows == [("0", "-2", "0"), ("1", "-2", "0")], "8 tokens are 2 beyond the target, and none is in format"
     assert "row 0, reward -2" in out and "2 have completions of one and the same reward" in out
     assert "cut off at 8 tokens" in out and "Only 0% keep the template's format" in out
-    assert main(["sample", "runs/nothing"]) == 2 and "no such folder" in capsys.readouterr().err
+    assert main(["sample", "runs/nothing"]) == 2 and "is no such folder" in capsys.readouterr().err
 
 
 def test_formats():

@@ -48,28 +48,12 @@ def regrade(run: Run, reward: Rewards, step: OneStep = None, limit: Limit = 50) 
 
     Advantages that become 0, or were 0, are listed and counted apart.
     """
-    from pydantic import TypeAdapter, ValidationError
-
-    from posttrain.config.rewards import Reward
+    from posttrain.cli.settings import rewards_from_flags
     from posttrain.console import PlainConsole
     from posttrain.recipes.receipt import regrade as regrade_run
 
-    try:
-        settings = [TypeAdapter(Reward).validate_python(_spelt_out(text)) for text in reward]
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise UsageError(f"--reward {' '.join(reward)}: {where} {problem['msg']}".replace("  ", " ")) from error
+    settings = rewards_from_flags(reward)
     regrade_run(_folder(run), settings, PlainConsole(), step, limit)
-
-
-def _spelt_out(text: str) -> object:
-    """`math` is {type: math}; `my_rewards:brevity` a function; anything in braces is settings."""
-    from posttrain.config.files import parse_value
-
-    if text.lstrip().startswith("{"):
-        return parse_value(text, "--reward").values["value"]
-    return {"type": "python", "function": text} if ":" in text else {"type": text}
 
 
 def _folder(run: Path) -> Path:

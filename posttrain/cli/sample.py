@@ -1,52 +1,196 @@
 """`posttrain sample`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from posttrain.cli.errors import UsageError
-from posttrain.cli.generate import EngineOption, Seed
-from posttrain.cli.settings import from_flags
-from posttrain.cli.train import saved_config
-from posttrain.config import load
+from posttrain.cli.generate import Seed, Stop
+from posttrain.cli.settings import from_flags, rewards_from_flags
+from posttrain.config import DataConfig, DevicesConfig, ModelConfig, OnlineMethod, RunConfig, load
+from posttrain.config.explain import did_you_mean
 from posttrain.config.rollout import RolloutConfig
+from posttrain.store.listing import newest_model
 
-Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, final/, best/, or a run folder (its newest model).")]
-Prompts = Annotated[int, typer.Option("--prompts", min=1, help="How many prompts of the run's data.")]
+Model = Annotated[
+    str, typer.Argument(help="Hub id or folder: a causal model, a LoRA adapter, a checkpoint, or a run (its newest).")
+]
+File = Annotated[
+    Path | None,
+    typer.Argument(help="Prompts, as rows of any format; default: those of the run, or of --config."),
+]
+Config = Annotated[
+    str | None,
+    typer.Option("--config", metavar="FILE|PRESET", help="Settings to draw with; default: those of the model's run."),
+]
+StageName = Annotated[str | None, typer.Option("--stage", help="Which stage of the settings, or of the run folder.")]
+Reward = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--reward",
+        help='A reward: its type, module:function, or settings such as "{type: length, target: 50}"; repeatable.',
+    ),
+]
+Prompts = Annotated[int, typer.Option("--prompts", min=1, help="How many prompts: the first usable ones.")]
 NumGenerations = Annotated[int, typer.Option("--num-generations", "-n", min=2, help="Completions of each prompt.")]
 Show = Annotated[int, typer.Option("--show", min=0, help="Completions shown of each prompt.")]
-Temperature = Annotated[float | None, typer.Option("--temperature", help="Of sampling; default: the training's, or 1.")]
-MaxLength = Annotated[
-    int | None, typer.Option("--max-completion-length", min=1, help="In tokens; default: the training's, or 512.")
+Temperature = Annotated[
+    str | None,
+    typer.Option("--temperature", metavar="FLOAT[,FLOAT...]", help="Of sampling; several: a table by temperature."),
+]
+TopP = Annotated[float | None, typer.Option("--top-p", help="The likeliest tokens that have this share together.")]
+TopK = Annotated[int | None, typer.Option("--top-k", help="So many likeliest tokens; 0: all.")]
+MinP = Annotated[
+    float | None, typer.Option("--min-p", help="Tokens at least so likely as this share of the likeliest.")
+]
+MaxLength = Annotated[int | None, typer.Option("--max-completion-length", help="Longest completion in tokens.")]
+Engine = Annotated[str | None, typer.Option("--engine", help="embedded; transformers: any architecture; vllm.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
+Format = Annotated[str | None, typer.Option("--format", help="How a row is laid out, as data.format.")]
+Template = Annotated[
+    str | None, typer.Option("--template", help="As data.template; without settings: chat if there is one, else none.")
 ]
 
 
 def sample(
-    checkpoint: Checkpoint,
+    model: Model,
+    file: File = None,
+    config: Config = None,
+    stage: StageName = None,
+    reward: Reward = None,
     prompts: Prompts = 4,
     num_generations: NumGenerations = 8,
     show: Show = 1,
     temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
     max_completion_length: MaxLength = None,
-    engine: EngineOption = "embedded",
+    stop: Stop = None,
+    engine: Engine = None,
     seed: Seed = 0,
+    format: Format = None,
+    template: Template = None,
+    dtype: Dtype = None,
 ) -> None:
-    """Draw completions from a checkpoint as its training would, and say what they show.
+    """Draw completions from a model as training would, and say what they show.
 
-    Prompts, template, rewards and model settings are those of the run that the checkpoint is of. For every prompt:
-    lengths, how many the limit cut off, how many differ, how many keep the format of the template, and the mean and
-    spread of their rewards; then what that suggests.
+    Prompts, template, rewards, model and sampling settings are those of the model's run or of --config, unless given
+    here; without either they have their defaults. For every prompt: lengths, how many the limit cut off, how many
+    differ, how many keep the format of the template, and the mean and spread of their rewards; then what that suggests,
+    and faults of stop tokens, begin tokens and tags.
     """
-    if not checkpoint.is_dir():
-        raise UsageError(f"{checkpoint}: no such folder")
-    config = load(saved_config(checkpoint)).stages[0].config
-    given = {"engine": engine, "temperature": temperature, "max_completion_length": max_completion_length}
-    given = {name: value for name, value in given.items() if value is not None}
-    if engine != "vllm":
-        given["vllm"] = {}  # where vLLM ran in training is nothing to another engine
-    rollout = from_flags(RolloutConfig, config.rollout.model_dump() | given)
+    folder = _folder(model, stage)
+    path = str(newest_model(folder)) if folder.is_dir() else model
+    settings = _settings(model, folder, config, stage)
+    if settings is None and file is None:
+        what = "is not part of a run" if folder.is_dir() else "is no such folder, and a model of the hub has no run"
+        raise UsageError(f"{model} {what}, so there are no prompts: give a FILE of prompts, or settings with --config")
+    given = {
+        "engine": engine,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "max_completion_length": max_completion_length,
+        "stop": tuple(stop) if stop else None,
+    }
+    rollouts = _rollouts(settings, temperature, {name: value for name, value in given.items() if value is not None})
+    data = _data(settings, file, {"format": format, "template": template})
+    rewards = rewards_from_flags(reward) if reward else settings.rewards if settings else ()
     from posttrain.console import PlainConsole
-    from posttrain.recipes.sample import sample as sample_from  # imports torch, which takes seconds
+    from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
+    from posttrain.recipes.sample import Setup
+    from posttrain.recipes.sample import sample as sample_from
 
-    sample_from(checkpoint, config, rollout, prompts, num_generations, show, seed, PlainConsole())
+    model_settings = _model(settings, path, dtype)
+    if settings is None and template is None and load_tokenizer(model_settings).chat_template:
+        data = data.model_copy(update={"template": "chat"})
+    setup = Setup(
+        model=model_settings,
+        data=data,
+        rewards=rewards,
+        rollout=rollouts[0],
+        devices=settings.devices if settings else DevicesConfig(),
+        longest_prompt=_longest_prompt(settings),
+        seed=settings.seed if settings else 0,
+    )
+    temperatures = list(dict.fromkeys(one.temperature for one in rollouts))
+    sample_from(setup, temperatures, prompts, num_generations, show, seed, PlainConsole())
+
+
+def _folder(model: str, stage: str | None) -> Path:
+    """The folder that is meant, that of the stage where the run has several; it is not there for a hub id."""
+    folder = Path(model).expanduser()
+    return folder / stage if stage and (folder / stage / "run.json").is_file() else folder
+
+
+def _settings(model: str, folder: Path, config: str | None, stage: str | None) -> RunConfig | None:
+    """The settings of --config, or else of the run that the folder is or lies in; None without either."""
+    if config is not None:
+        stages = {one.name: one.config for one in load(config, (), {"model.path": model}).stages}
+        if stage is None and len(stages) > 1:
+            raise UsageError(f"{config} has stages ({', '.join(stages)}): name one with --stage")
+        if stage is not None and stage not in stages:
+            named = [name for name in stages if name]
+            there = did_you_mean(stage, named) if named else f"{config} has none"
+            raise UsageError(f"--stage {stage}: there is no such stage; {there}")
+        return stages[stage] if stage is not None else next(iter(stages.values()))
+    if stage is not None and folder.name != stage:
+        raise UsageError(f"--stage {stage}: {folder} has no run of a stage of that name, and there is no --config")
+    saved = _saved_settings(folder)
+    return load(saved).config if saved is not None else None
+
+
+def _saved_settings(folder: Path) -> Path | None:
+    """The settings beside a checkpoint, or of the run that a folder is or lies in."""
+    if (folder / "config.yaml").is_file() and ((folder / "run.json").is_file() or (folder / "state.json").is_file()):
+        return folder / "config.yaml"
+    above = folder.absolute().parent
+    return above / "config.yaml" if folder.is_dir() and (above / "run.json").is_file() else None
+
+
+def _data(settings: RunConfig | None, file: Path | None, given: dict[str, str | None]) -> DataConfig:
+    values: dict[str, Any] = settings.data.model_dump() if settings else {"template": "none"}
+    if file is not None:
+        values |= {"source": str(file), "split": "train", "validation": None}
+    if given["format"] is not None:
+        values["columns"] = {}  # they are of the format that the settings have
+    if given["template"] not in (None, "tags"):
+        values["tags"] = {}
+    return from_flags(DataConfig, values | {name: value for name, value in given.items() if value is not None})
+
+
+def _rollouts(settings: RunConfig | None, temperature: str | None, given: dict[str, Any]) -> list[RolloutConfig]:
+    """The sampling settings at each temperature."""
+    rollout = settings.rollout if settings else RolloutConfig()
+    if given.get("engine", "vllm") != "vllm":
+        given["vllm"] = {}  # where vLLM runs in training means nothing to another engine
+    values = rollout.model_dump() | given
+    at = [rollout.temperature] if temperature is None else [_number(text) for text in temperature.split(",")]
+    return [from_flags(RolloutConfig, values | {"temperature": value}) for value in at]
+
+
+def _model(settings: RunConfig | None, path: str, dtype: str | None) -> ModelConfig:
+    """The model at `path`, loaded as the settings say. A folder holds whole weights, or an adapter that is merged."""
+    model = settings.models[0] if settings else ModelConfig(path=path)
+    values = model.model_dump() | {"path": path, "lora": None, "load_in_4bit": False}
+    if path != model.path:
+        values["revision"] = None
+    return from_flags(ModelConfig, values | ({"dtype": dtype} if dtype is not None else {}))
+
+
+def _longest_prompt(settings: RunConfig | None) -> int | None:
+    """The tokens of the longest prompt that an online method takes; None where there is no such limit."""
+    if settings is None or not isinstance(settings.method, OnlineMethod):
+        return None
+    room, most = settings.data.max_length - settings.completion_length, settings.data.max_prompt_length
+    return min(room, most) if isinstance(most, int) else room
+
+
+def _number(text: str | float) -> str | float:
+    """A number that is typed as text; other text as it is, for the schema to refuse."""
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,6 +1,6 @@
 """The arguments that every command with settings takes, and loading them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -10,8 +10,10 @@ from pydantic import ValidationError
 from posttrain.cli.errors import UsageError
 from posttrain.config import Stage, load
 from posttrain.config.base import Settings, SettingsConflict
-from posttrain.config.explain import wrong_value
+from posttrain.config.explain import explain, wrong_value
 from posttrain.config.fields import full
+from posttrain.config.files import parse_value
+from posttrain.config.rewards import Reward
 from posttrain.terminal import say
 
 Group = TypeVar("Group", bound=Settings)
@@ -43,6 +45,30 @@ def split_arguments(config: str | None, overrides: list[str] | None) -> tuple[st
         if config is not None:
             given.remove(config)
     return config, given
+
+
+class _Rewards(Settings):
+    """A list of rewards, found where a whole configuration has it."""
+
+    rewards: tuple[Reward, ...]
+
+
+def rewards_from_flags(texts: Sequence[str]) -> tuple[Reward, ...]:
+    """The rewards that `--reward` names: `math` is {type: math}, `my_rewards:brevity` a function, braces are settings.
+
+    Raises UsageError in the words of a configuration.
+    """
+    values: dict[str, Any] = {"rewards": []}
+    for text in texts:
+        if text.lstrip().startswith("{"):
+            values["rewards"].append(parse_value(text, "--reward").values["value"])
+        else:
+            values["rewards"].append({"type": "python", "function": text} if ":" in text else {"type": text})
+    try:
+        return _Rewards.model_validate(values).rewards
+    except ValidationError as error:
+        given = {("rewards", place): f"--reward {text}" for place, text in enumerate(texts)}
+        raise UsageError("\n".join(explain(error, values, given))) from error
 
 
 def from_flags(group: type[Group], given: Mapping[str, Any]) -> Group:

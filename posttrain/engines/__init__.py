@@ -9,7 +9,7 @@ from posttrain.config.rollout import EngineName, VllmConfig
 from posttrain.engines.embedded import EmbeddedEngine
 from posttrain.engines.plain import TransformersEngine
 from posttrain.engines.protocol import Completion, Engine, Sampling
-from posttrain.engines.stops import stop_token_ids
+from posttrain.engines.stops import stop_token_ids, text_of
 from posttrain.engines.streams import seed_of
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "make_engine",
     "seed_of",
     "stop_token_ids",
+    "text_of",
 ]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.engines.protocol import Completion
 from posttrain.errors import ConfigError
 from posttrain.models.families import base_of
 
@@ -40,3 +41,9 @@ def stop_token_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tup
     given = getattr(base_of(policy).generation_config, "eos_token_id", None)
     ids = [tokenizer.eos_token_id, *(given if isinstance(given, list) else [given])]
     return tuple(dict.fromkeys(int(id) for id in ids if id is not None))
+
+
+def text_of(completion: Completion, stop_token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """A completion as rewards and readers are given it: without its stop token and without special tokens."""
+    tokens = completion.tokens[:-1] if completion.tokens[-1] in stop_token_ids else completion.tokens
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))

@@ -17,7 +17,7 @@ from posttrain.config.rollout import RolloutConfig
 from posttrain.data.prompts import Prompt, prompts_of
 from posttrain.data.readers import read_files
 from posttrain.data.report import Malformed
-from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids
+from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids, text_of
 from posttrain.models.families import positions_of
 from posttrain.models.load import compute_dtype, device_of, load_model, load_tokenizer
 from posttrain.progress import progress
@@ -55,9 +55,9 @@ def generate(
 ) -> Generated:
     """Draw completions for every row of `file` and write the rows with their `completions` to `output` as JSONL.
 
-    A completion has `text` (without the stop token), `token_ids`, `logprobs` and `finish_reason`. A row without a
-    usable prompt keeps its place, with `error`. A row's completions depend on the seed and its number alone.
-    What is read is never written to, an existing `output` with `overwrite` only.
+    A completion has `text` (as rewards are given it: without special tokens), `token_ids`, `logprobs` and
+    `finish_reason`. A row without a usable prompt keeps its place, with `error`. A row's completions depend on the seed
+    and its number alone. What is read is never written to, an existing `output` with `overwrite` only.
     """
     ready_to_write(output, (file, Path(model.path)), overwrite)
     device = device_of(devices)
@@ -118,17 +118,9 @@ def draw_all(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, what
     return drawn
 
 
-def text_of(completion: Completion, sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A completion's text, without its stop token."""
-    tokens = completion.tokens
-    if tokens[-1] in sampling.stop_token_ids:
-        tokens = tokens[:-1]
-    return str(tokenizer.decode(tokens))
-
-
 def as_json(completion: Completion, sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {
-        "text": text_of(completion, sampling, tokenizer),
+        "text": text_of(completion, sampling.stop_token_ids, tokenizer),
         "token_ids": completion.tokens,
         "logprobs": completion.logprobs,
         "finish_reason": completion.finish_reason,

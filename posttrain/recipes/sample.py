@@ -1,235 +1,229 @@
-"""`posttrain sample`: a few completions from a checkpoint as its training would draw them, and what they show."""
+"""`posttrain sample`: a few completions of a model, drawn and rewarded as training would, and what they show."""
 
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean, pstdev
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from posttrain.config import DataConfig, RunConfig, TagsConfig
+from posttrain.config import DataConfig, DevicesConfig, ModelConfig
+from posttrain.config.rewards import Reward
 from posttrain.config.rollout import RolloutConfig
 from posttrain.data.prompts import Prompt, prompts_of
+from posttrain.data.report import Malformed
 from posttrain.data.sources import open_source
 from posttrain.data.templates import choose_template
-from posttrain.engines import Completion, make_engine, stop_token_ids
+from posttrain.data.tokencheck import completion_faults, prompt_faults, stop_faults
+from posttrain.engines import Completion, make_engine, stop_token_ids, text_of
 from posttrain.errors import DataError, RunError
 from posttrain.models.load import compute_dtype, device_of, is_reward_model, load_model, load_tokenizer
-from posttrain.recipes.generate import draw_all, text_of, too_long
+from posttrain.recipes.generate import draw_all, too_long
+from posttrain.recipes.sampled import (
+    Keeps,
+    Measured,
+    format_of,
+    measure,
+    over_temperatures,
+    shown_number,
+    table,
+    tags_of,
+)
 from posttrain.rewards import compose
-from posttrain.rollout import ends_in_thinking, sampling_of
-from posttrain.store.checkpoint import newest_complete
+from posttrain.rollout import sampling_of, to_reward
 from posttrain.terminal import visible
 from posttrain.threads import sharing_cores
 
-Keeps = Callable[[str], bool]
-FEW = 0.5  # a share below this is worth a word
+SHOWN = 2_000  # characters of a text; the middle of a longer one is left out
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What the completions of one prompt show. Shares are of the completions."""
+class Setup:
+    """What to draw from, for which prompts, and how: the settings of training that bear on completions."""
 
-    row: int
-    lengths: tuple[int, ...]
-    truncated: float  # ended by the limit
-    distinct: float
-    formatted: float | None  # keep the template's format; None where it has none
-    rewards: tuple[float, ...] | None = None  # of the completions that have one; None where the run has no rewards
+    model: ModelConfig
+    data: DataConfig
+    rewards: tuple[Reward, ...]
+    rollout: RolloutConfig
+    devices: DevicesConfig
+    longest_prompt: int | None  # tokens; training leaves out longer ones
+    seed: int  # of the rows of a built-in task
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The completions of one prompt at one temperature, with their texts and rewards (where there are any)."""
+
+    prompt: Prompt
+    completions: Sequence[Completion]
+    texts: Sequence[str]
+    rewards: Sequence[float | None] | None
+    parts: Sequence[str]  # of each reward: how it came about
+
+    def measure(self, keeps: Keeps | None) -> Measured:
+        return measure(self.prompt.row, self.completions, self.texts, keeps, self.rewards)
 
 
 @sharing_cores()
 def sample(
-    folder: Path,
-    config: RunConfig,
-    rollout: RolloutConfig,
+    setup: Setup,
+    temperatures: Sequence[float],
     num_prompts: int,
     num_generations: int,
     show: int,
     seed: int,
     console: Console,
-) -> list[Measured]:
-    """Draw, reward as the run does, print a table with what it suggests, and `show` completions of every prompt."""
-    folder = newest_model(folder)
-    update = {"path": str(folder), "revision": None, "lora": None, "load_in_4bit": False}
-    model = config.models[0].model_copy(update=update)
-    if is_reward_model(model):
-        raise RunError(f"{folder} is a reward model, which draws no completions: sample from a policy")
-    device, tokenizer = device_of(config.devices), load_tokenizer(model)
-    policy = load_model(model, "lm", compute_dtype(model, device), device)
-    sampling = sampling_of(rollout, num_generations, stop_token_ids(policy, tokenizer), seed)
-    prompts = first_prompts(config, policy, tokenizer, num_prompts)
-    with closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)) as engine:
-        drawn = draw_all(engine, prompts, sampling, "sampling")
+) -> dict[float, list[Measured]]:
+    """Draw and reward at each temperature; print `show` completions of every prompt, a table, and what it suggests.
 
-    texts = {row: [text_of(one, sampling, tokenizer) for one in group] for row, group in drawn.items()}
-    totals = rewards_of(prompts, drawn, texts, config, rollout)
+    The table has a line for each prompt, with several temperatures one for each of these. Faults of tokenisation are
+    told first.
+    """
+    if is_reward_model(setup.model):
+        raise RunError(f"{setup.model.path} is a reward model, which draws no completions: sample from a policy")
+    device, tokenizer = device_of(setup.devices), load_tokenizer(setup.model)
+    policy = load_model(setup.model, "lm", compute_dtype(setup.model, device), device)
+    rollout, stops = setup.rollout, stop_token_ids(policy, tokenizer)
+    prompts, unused = first_prompts(setup, policy, tokenizer, num_prompts)
+    sampling = sampling_of(rollout, num_generations, stops, seed)
+    drawn: dict[float, list[Drawn]] = {}
+    with (
+        rewards_of(setup) as rewards,
+        closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)) as engine,
+    ):
+        for temperature in temperatures:
+            found = draw_all(engine, prompts, replace(sampling, temperature=temperature), "sampling")
+            texts = {row: [text_of(one, stops, tokenizer) for one in group] for row, group in found.items()}
+            drawn[temperature] = rewarded(prompts, found, texts, rewards)
 
-    keeps = format_of(config.data)
-    measured = []
-    for prompt in prompts:
-        row = prompt.row
-        measured.append(measure(row, drawn[row], texts[row], keeps, totals.get(row)))
-        for number, text in enumerate(texts[row][:show]):
-            reward = f", reward {_number(totals[row][number])}" if totals else ""
-            console.rule(f"row {row}{reward}", align="left", characters="-")
-            console.print(Text(visible(prompt.text[-200:].lstrip("\n")), style="dim"))
-            console.print(Text(visible(text)))
-    console.print(table(measured, str(folder)))
-    for line in suggestions(measured, rollout):
+    keeps = format_of(setup.data)
+    measured = {temperature: [one.measure(keeps) for one in group] for temperature, group in drawn.items()}
+    for malformed in unused:
+        console.print(Text(visible(f"not used: {malformed}")))
+    show_completions(drawn, show, console)
+    console.print(table(measured, setup.model.path))
+    for fault in token_faults(setup, tokenizer, stops, prompts, list(itertools.chain(*drawn.values()))):
+        console.print(Text(visible(f"Tokenisation: {fault}")))
+    for line in over_temperatures(measured, rollout):
         console.print(Text(line))
     return measured
 
 
-def newest_model(folder: Path) -> Path:
-    """The folder itself if it holds a model; of a run, its final model or else its newest checkpoint."""
-    if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        return folder
-    return folder / "final" if (folder / "final").is_dir() else newest_complete(folder)[0]
-
-
 def first_prompts(
-    config: RunConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int
-) -> list[Prompt]:
-    """The first usable prompts of the validation set, or else of the training set. Raises DataError without any."""
-    data, held = config.data, config.data.validation
+    setup: Setup, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int
+) -> tuple[list[Prompt], list[Malformed]]:
+    """The first usable prompts of the validation set, or else of the training set; and the rows between them.
+
+    Raises DataError where none of the first rows has any.
+    """
+    data, held = setup.data, setup.data.validation
     if held is not None and held.source is not None:
         source, split = held.source, held.split
     elif isinstance(data.source, str):
         source, split = data.source, data.split
     else:
         source, split = data.source[0].source, data.source[0].split
-    rows = open_source(source, split, None, config.seed, choose_template(data, tokenizer).compose).read()
+    rows = open_source(source, split, None, setup.seed, choose_template(data, tokenizer).compose).read()
     records = list(itertools.islice(rows, 4 * count))  # some may be malformed
-    asked = [prompt for prompt in prompts_of(records, data, tokenizer, source) if isinstance(prompt, Prompt)]
-    found = [prompt for prompt in asked if too_long(prompt, policy) is None]
+    found: list[Prompt] = []
+    unused: list[Malformed] = []
+    for record, prompt in zip(records, prompts_of(records, data, tokenizer, source), strict=True):
+        wrong = prompt if isinstance(prompt, Malformed) else too_long(prompt, policy)
+        if isinstance(prompt, Prompt) and wrong is None and len(prompt.tokens) > (setup.longest_prompt or 1 << 62):
+            wrong = Malformed("", 0, f"{len(prompt.tokens):,} tokens, and training takes {setup.longest_prompt:,}", 0)
+        if wrong is not None:
+            unused.append(Malformed(record.file, record.line, wrong.reason, record.row))
+        elif isinstance(prompt, Prompt):
+            found.append(prompt)
+        if len(found) == count:
+            break
     if not found:
-        raise DataError(f"none of the first {len(records)} rows of {source} has a usable prompt")
-    return found[:count]
+        raise DataError(f"none of the first {len(records)} rows of {source} has a usable prompt: {unused[0]}")
+    return found, unused
 
 
-def format_of(data: DataConfig) -> Keeps | None:
-    """Whether a completion keeps the format that the template asks for; None where it asks for none."""
-    if data.template == "tags":
-        tags: TagsConfig = data.tags
-        parts = (tags.reasoning_end, tags.solution_start, tags.solution_end)
-        return lambda text: all(text.count(part) == 1 for part in parts)
-    pattern = {"r1_zero": r"</think> <answer>.*</answer>", "question_only": r"\\boxed\{.*\}"}.get(data.template)
-    return None if pattern is None else lambda text: re.search(pattern, text, re.DOTALL) is not None
+@contextmanager
+def rewards_of(setup: Setup) -> Iterator[compose.Rewards | None]:
+    """The rewards as training makes them; None where there are none."""
+    if not setup.rewards:
+        yield None
+        return
+    limit = setup.rollout.max_completion_length
+    with compose.Rewards(
+        setup.rewards, tags=setup.data.tags, devices=setup.devices, max_completion_length=limit
+    ) as rewards:
+        yield rewards
 
 
-def rewards_of(
+def rewarded(
     prompts: Sequence[Prompt],
     drawn: Mapping[int, Sequence[Completion]],
     texts: Mapping[int, Sequence[str]],
-    config: RunConfig,
-    rollout: RolloutConfig,
-) -> dict[int, list[float | None]]:
-    """The run's own rewards of every completion, by the prompt's row; none where the run has none."""
-    if not config.rewards:
-        return {}
-    limit = rollout.max_completion_length
-    with compose.Rewards(
-        config.rewards, tags=config.data.tags, devices=config.devices, max_completion_length=limit
-    ) as rewards:
-        asked = [
-            compose.Completion(
-                text,
-                completion.tokens,
-                truncated=completion.finish_reason == "length",
-                thinking=ends_in_thinking(prompt.text),
-                **prompt.facts,
-            )
+    rewards: compose.Rewards | None,
+) -> list[Drawn]:
+    """Each prompt's completions with their rewards."""
+    if rewards is None:
+        return [Drawn(prompt, drawn[prompt.row], texts[prompt.row], None, ()) for prompt in prompts]
+    result = rewards(
+        [
+            to_reward(completion, text, prompt.text, prompt.facts)
             for prompt in prompts
             for text, completion in zip(texts[prompt.row], drawn[prompt.row], strict=True)
         ]
-        totals = iter(rewards(asked).totals)
-    return {prompt.row: [next(totals) for _ in drawn[prompt.row]] for prompt in prompts}
-
-
-def measure(
-    row: int,
-    completions: Sequence[Completion],
-    texts: Sequence[str],
-    keeps: Keeps | None,
-    rewards: Sequence[float | None] | None,
-) -> Measured:
-    n = len(completions)
-    return Measured(
-        row=row,
-        lengths=tuple(len(completion.tokens) for completion in completions),
-        truncated=sum(completion.finish_reason == "length" for completion in completions) / n,
-        distinct=len(set(texts)) / n,
-        formatted=None if keeps is None else sum(map(keeps, texts)) / n,
-        rewards=None if rewards is None else tuple(reward for reward in rewards if reward is not None),
     )
+    found, start = [], 0
+    for prompt in prompts:
+        places = range(start, start := start + len(drawn[prompt.row]))
+        sums = [
+            " + ".join(f"{part.weight:g} x {shown_number(part.values[place])} ({part.name})" for part in result.parts)
+            for place in places
+        ]
+        totals = [result.totals[place] for place in places]
+        found.append(Drawn(prompt, drawn[prompt.row], texts[prompt.row], totals, sums))
+    return found
 
 
-def table(measured: Sequence[Measured], title: str) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    for name in ("row", "tokens, mean", "range", "cut off", "distinct", "in format", "reward, mean", "spread"):
-        shown.add_column(name, justify="right")
-    for one in measured:
-        shown.add_row(
-            str(one.row),
-            f"{fmean(one.lengths):.0f}",
-            f"{min(one.lengths)} to {max(one.lengths)}",
-            *("-" if share is None else f"{share:.0%}" for share in (one.truncated, one.distinct, one.formatted)),
-            *(_number(how(one.rewards) if one.rewards else None) for how in (fmean, pstdev)),
-        )
-    return shown
+def token_faults(
+    setup: Setup,
+    tokenizer: PreTrainedTokenizerBase,
+    stops: tuple[int, ...],
+    prompts: Sequence[Prompt],
+    drawn: Sequence[Drawn],
+) -> list[str]:
+    """What is wrong with stop tokens, begin tokens and tags."""
+    completions = [
+        (one.prompt, [token for token in completion.tokens if token not in stops])
+        for one in drawn
+        for completion in one.completions
+    ]
+    return [
+        *stop_faults(tokenizer, stops, setup.rollout.stop, setup.data.template != "none"),
+        *prompt_faults(prompts, tokenizer),
+        *completion_faults([one for one in completions if one[1]], tags_of(setup.data), tokenizer),
+    ]
 
 
-def _number(reward: float | None) -> str:
-    return "-" if reward is None else f"{reward:.3g}"
+def show_completions(drawn: Mapping[float, Sequence[Drawn]], show: int, console: Console) -> None:
+    """Every prompt as the model is given it, and the first completions of it at each temperature."""
+    for groups in zip(*drawn.values(), strict=True) if show else ():
+        prompt = groups[0].prompt
+        console.rule(f"row {prompt.row}, prompt of {len(prompt.tokens):,} tokens", align="left", characters="-")
+        console.print(Text(visible(_shortened(prompt.text)), style="dim"))
+        for temperature, one in zip(drawn, groups, strict=True):
+            at = f", temperature {temperature:g}" if len(drawn) > 1 else ""
+            for number, text in enumerate(one.texts[:show]):
+                worth = ""
+                if one.rewards is not None:
+                    worth = f", reward {shown_number(one.rewards[number])} = {one.parts[number]}"
+                console.rule(Text(visible(f"row {prompt.row}{at}{worth}")), align="left", characters="-")
+                console.print(Text(visible(_shortened(text))))
 
 
-def suggestions(measured: Sequence[Measured], rollout: RolloutConfig) -> list[str]:
-    """What the completions suggest to do before, or instead of, training on them."""
-
-    found = []
-    if fmean([one.truncated for one in measured]) > FEW:
-        found.append(
-            f"Most completions are cut off at {rollout.max_completion_length} tokens, so a reward sees no ending: "
-            "raise rollout.max_completion_length, or train with SFT first, which teaches where to stop."
-        )
-    if fmean([one.distinct for one in measured]) < FEW:
-        found.append(
-            "Most completions of a prompt are the same, so a group has nothing to compare: raise the temperature "
-            f"(it is {rollout.temperature:g}) or choose harder prompts."
-        )
-    formats = [one.formatted for one in measured if one.formatted is not None]
-    if formats and fmean(formats) < FEW:
-        found.append(
-            f"Only {fmean(formats):.0%} keep the template's format: with a reward on the answer alone most would count "
-            "as wrong. Train with SFT first, or add a format reward."
-        )
-    rewards = [one.rewards for one in measured if one.rewards is not None]
-    drawn, rewarded = sum(len(one.lengths) for one in measured), sum(map(len, rewards))
-    if rewards and not rewarded:
-        found.append(
-            f"None of the {drawn} completions has a reward: no verdict, or none that applies. Nothing can be trained "
-            "on: see whether the data has the answers, and the reward the format, that it needs."
-        )
-    elif rewards and rewarded < drawn:
-        found.append(f"{drawn - rewarded} of {drawn} completions have no reward: no verdict, or none that applies.")
-    same = sum(len(set(some)) == 1 for some in rewards)
-    if same:
-        advice = (
-            ": choose easier prompts where it is low and harder ones where it is high, generate more completions (-n), "
-            "or add a reward that gives part of the way."
-        )
-        found.append(
-            f"Of {len(rewards)} prompts {same} have completions of one and the same reward, which teach a group nothing"
-            + (advice if same / len(rewards) > FEW else ".")
-        )
-    return found or ["No problems found."]
+def _shortened(text: str) -> str:
+    if len(text) <= SHOWN:
+        return text
+    return f"{text[: SHOWN // 2]} ... {len(text) - SHOWN:,} characters ... {text[-SHOWN // 2 :]}"

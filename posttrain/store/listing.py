@@ -10,7 +10,7 @@ import yaml
 
 from posttrain.errors import RunError
 from posttrain.store.atomic import LEFTOVER
-from posttrain.store.checkpoint import MODELS, list_checkpoints
+from posttrain.store.checkpoint import MODELS, list_checkpoints, newest_complete
 from posttrain.store.metrics import latest_metrics
 from posttrain.store.run import RunInfo, find_runs, read_run
 
@@ -77,6 +77,22 @@ def runs_below(output_dir: Path) -> list[Path]:
     """The run folders there, without what a crash left half deleted, oldest first."""
     found = [path for path in find_runs(output_dir) if not LEFTOVER.fullmatch(path.name)]
     return sorted(found, key=lambda path: (path / "run.json").stat().st_mtime)
+
+
+def newest_model(folder: Path) -> Path:
+    """The folder itself if it holds a model; of a run, its final model or else its newest checkpoint.
+
+    Raises RunError where there is neither.
+    """
+    if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return folder
+    if (folder / "final").is_dir():
+        return folder / "final"
+    if not (folder / "run.json").is_file():
+        below = runs_below(folder)
+        which = f", but {len(below)} runs: name one, such as {below[-1]}" if below else " (config.json), and is no run"
+        raise RunError(f"{folder} holds no model{which}")
+    return newest_complete(folder)[0]
 
 
 def size_of(folder: Path) -> int:
