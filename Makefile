@@ -1,4 +1,5 @@
-# Two commands do all: `make quickstart` and `make test`. Both build .venv first when it is missing or out of date.
+# Two commands do all: `make quickstart` and `make test`. Both build .venv first when it is missing or out of date: the
+# quickstart with the packages that posttrain itself needs, the others with those of the tests and benchmarks too.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -7,16 +8,16 @@ BIN := .venv/bin
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
 
-test: .venv/.installed lint
+test: .venv/.installed-dev lint
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
 # Every slow proof of the suite.
-slow: .venv/.installed build/trl-1.12
+slow: .venv/.installed-dev build/trl-1.12
 	$(BIN)/pytest -n 2 -m slow --ignore tests/test_memory.py
 	$(BIN)/pytest -m slow tests/test_memory.py  # alone: beside other work peaks vary by a fifth
 
 # Kills, damage, full disks, numbers that are not finite, signals: all of the proofs, the slow ones too (docs/resume.md).
-faults: .venv/.installed
+faults: .venv/.installed-dev
 	$(BIN)/pytest -n 2 tests/test_faults.py tests/test_verify.py tests/test_resume.py tests/test_store_checkpoint.py
 
 # The engines' conformance suite on vLLM itself, its server too.
@@ -31,12 +32,12 @@ build/vllm/.installed: pyproject.toml constraints-vllm.txt
 	build/vllm/bin/pip install --quiet --no-deps -e .
 	touch $@
 
-lint: .venv/.installed
+lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-bench: .venv/.installed build/trl-1.12 build/vllm/.installed
+bench: .venv/.installed-dev build/trl-1.12 build/vllm/.installed
 	$(BIN)/python -m benchmarks.save
 	$(BIN)/python -m benchmarks.neighbour
 	$(BIN)/python -m benchmarks.run
@@ -44,10 +45,10 @@ bench: .venv/.installed build/trl-1.12 build/vllm/.installed
 	$(BIN)/python -m benchmarks.generate
 
 # The last TRL that had PPO, to compare with in `make slow` and `make bench`, apart from the environment's own.
-build/trl-1.12: .venv/.installed
+build/trl-1.12: .venv/.installed-dev
 	$(BIN)/pip install --quiet --no-deps --target $@ trl==1.12.0
 
-learn: .venv/.installed
+learn: .venv/.installed-dev
 	$(BIN)/python -m benchmarks.learn
 	$(BIN)/python -m benchmarks.learn_online
 
@@ -56,6 +57,10 @@ learn: .venv/.installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	touch $@
+
+.venv/.installed-dev: .venv/.installed
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[bench,dev]'
 	touch $@
 

@@ -49,10 +49,7 @@ class RewardError(PosttrainError):
     """A reward function, its settings or the grader behind it does not work as a reward must."""
 
 
-OUT_OF_MEMORY = (
-    "out of memory. Lower training.tokens_per_pack (the memory knob), then data.max_length or training.batch_size; "
-    "set training.gradient_checkpointing=true, or train adapters only with model.lora=true"
-)
+OUT_OF_MEMORY = "out of memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -88,8 +85,11 @@ def reason_of(error: BaseException) -> str:
 
 def message_of(error: BaseException) -> str:
     """What the user is told of a failure: why, what to do, and the notes that were added on its way."""
+    notes = getattr(error, "__notes__", ())
     text = OUT_OF_MEMORY if is_out_of_memory(error) else str(error) or type(error).__name__
-    return "\n".join([text, *getattr(error, "__notes__", ())])
+    if text == OUT_OF_MEMORY and not notes:  # no run, whose settings would say what to lower
+        text += ": ask for shorter texts or fewer of them at a time (see the lengths and numbers in --help)"
+    return "\n".join([text, *notes])
 
 
 def _place(error: BaseException) -> str:

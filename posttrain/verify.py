@@ -36,6 +36,7 @@ from posttrain.store.logs import ConsoleLog
 from posttrain.store.metrics import last_metrics
 from posttrain.store.progress import duration
 from posttrain.store.run import find_runs
+from posttrain.words import counted
 
 POLL_S = 0.001
 SAVES = 10  # at least so many checkpoints in the run, so that a resume seldom begins at the start
@@ -75,11 +76,12 @@ class Outcome:
         """The outcome in words; of differences the first few."""
         lines = [
             f"killed {self.kills} times in {duration(self.seconds)}: {self.inside_a_save} inside a save, "
-            f"{self.while_starting} while starting; {self.steps_made_again} steps made again"
+            f"{self.while_starting} while starting; {counted(self.steps_made_again, 'step')} made again"
         ]
         for name, seen in self.comparisons.items():
-            what = f"{seen.lines} lines of metrics, {seen.tensors} tensors of {seen.values:,} values"
-            what += f" in {len(seen.folders)} saved folders, the last {seen.folders[-1]}"
+            what = f"{counted(seen.lines, 'line')} of metrics, {counted(seen.tensors, 'tensor')} of "
+            what += f"{counted(seen.values, 'value')} in {counted(len(seen.folders), 'saved folder')}, "
+            what += f"the last {seen.folders[-1]}"
             if not seen.differences:
                 lines.append(f"{name}: identical, bit for bit: {what}")
                 continue
@@ -123,7 +125,7 @@ def verify_resume(
     with scratch.process(whole) as process:
         scratch.watch(process, whole, None)
         scratch.refuse_failure(process)
-    console.print(f"uninterrupted: {whole.steps} steps in {duration(time.monotonic() - began)}")
+    console.print(f"uninterrupted: {counted(whole.steps, 'step')} in {duration(time.monotonic() - began)}")
 
     killed, outcome, began = Watched(folder / "killed"), Outcome(), time.monotonic()
     plan = planned(kills, whole.steps, random.Random(stages[0].config.seed))

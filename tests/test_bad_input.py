@@ -89,7 +89,7 @@ def test_a_malformed_row_among_many_is_counted_and_left_out(tmp_path, monkeypatc
     assert main(["explore", f"model.path={shared / 'models/stories260K'}", *arguments]) == 0
     shown = capsys.readouterr().out
     assert "121 rows read" in shown and "120 examples used" in shown
-    assert "1 rows malformed, left out" in shown and "rows.jsonl line 1: not JSON" in " ".join(shown.split())
+    assert "1 row malformed, left out" in shown and "rows.jsonl line 1: not JSON" in " ".join(shown.split())
 
 
 UNREADABLE = {
@@ -392,8 +392,9 @@ def test_out_of_memory_names_the_knobs(shared, tmp_path):
     )
     print(done.stderr)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "error: out of memory. Lower training.tokens_per_pack (the memory knob), then data.max_length" in done.stderr
-    assert "gradient_checkpointing" in done.stderr and "model.lora" in done.stderr
+    assert "error: out of memory\nLower training.tokens_per_pack (150,000), then data.max_length (8,000)" in done.stderr
+    assert "gradient_checkpointing=true" in done.stderr and "(model.lora=true)" in done.stderr
+    assert "max_completion_length" not in done.stderr, "of online methods"
     run = json.loads((tmp_path / "runs/run/run.json").read_text())
     assert run["state"] == "failed" and "allocate" in run["reason"]
 

@@ -60,7 +60,12 @@ def test_the_list(here, capsys):
     print(shown)
     assert all(len(line) <= 80 for line in shown.splitlines())
     rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
-    assert rows["first"][1:2] == ["dpo"] and "finished" in rows["first"] and "0.333" in rows["first"]
+    assert (
+        rows["first"][1:2] == ["dpo"]
+        and "finished" in rows["first"]
+        and "validation" in rows["first"]
+        and "0.5" in shown
+    )
     assert "failed" in rows["broken"] and "damaged" in rows["damaged"] and "?" in rows["bare"]
     assert "1200" in shown and "gone" not in shown
     assert main(["runs", "list", "--output-dir", "elsewhere"]) == 0
@@ -84,7 +89,7 @@ def test_one_run(here, capsys):
     ("name", "message"),
     [
         ("nothing", "there is no run nothing; in runs there are group/a, toy"),
-        ("group", "runs/group holds 1 runs: name one, such as runs/group/a"),
+        ("group", "runs/group holds 1 run: name one, such as runs/group/a"),
         ("thesis", "thesis is not a run folder: it has no run.json"),
     ],
 )

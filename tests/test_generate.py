@@ -166,9 +166,9 @@ def test_suggestions():
     assert "raise the temperature" in said(distinct=0.25)
     assert "Train with SFT first" in said(formatted=0.1) and said(formatted=None) == said()
     assert said(rewards=(0.0, 1.0)) == said()
-    assert "Of 1 prompts 1 have completions of one and the same reward" in said(rewards=(1.0, 1.0))
+    assert "Of 1 prompt 1 has completions of one and the same reward" in said(rewards=(1.0, 1.0))
     assert "1 of 2 completions have no reward" in said(rewards=(1.0,))
     assert "None of the 2 completions has a reward" in said(rewards=())
     one, other = (Measured(0, (4, 5), 0.0, 1.0, None, rewards) for rewards in ((0.0, 1.0), (1.0, 1.0)))
     [few] = suggestions([one, one, other], rollout)
-    assert few == "Of 3 prompts 1 have completions of one and the same reward, which teach a group nothing."
+    assert few == "Of 3 prompts 1 has completions of one and the same reward, which teach a group nothing."

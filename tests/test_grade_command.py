@@ -87,7 +87,7 @@ def test_a_few_unreadable_rows_keep_their_place_and_many_are_refused(tmp_path, c
     assert main(["grade", str(file), "--reward", "gsm8k", "--workers", "1"]) == 0
     out = read(tmp_path / "rows.jsonl.graded.jsonl")
     assert len(out) == 200 and out[5].keys() == {"error"} and out[5]["error"].startswith("line 6: not JSON")
-    assert out[6]["verdict"] == "correct" and "1 rows could not be read" in capsys.readouterr().out
+    assert out[6]["verdict"] == "correct" and "1 row could not be read" in capsys.readouterr().out
     rows[7:10] = ['{"completion": null, "answer": "1"}'] * 3
     file.write_text("\n".join(rows))
     assert main(["grade", str(file), "--reward", "gsm8k", "--workers", "1", "--overwrite"]) == 1

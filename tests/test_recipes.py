@@ -297,7 +297,7 @@ def test_out_of_memory_among_several_models_names_the_knobs(tmp_path, shared, mo
     )
     with pytest.raises(PosttrainError, match="2 of 2 models failed"):
         recipes.train(load(tmp_path / "c.json").config)
-    assert caplog.text.count("failed: out of memory. Lower training.tokens_per_pack (the memory knob)") == 2
+    assert caplog.text.count("failed: out of memory\nLower training.tokens_per_pack (4,096), then data.max_length") == 2
 
 
 def test_an_existing_run_folder_is_refused(tmp_path, shared):

@@ -82,7 +82,7 @@ def test_the_text_and_the_rewards_are_those_of_training(scratch_model, tmp_path,
     assert {one.prompt.row: (one.texts[0], pytest.approx(one.rewards[0])) for one in drawn} == trained
     assert main(["sample", *asked]) == 2 and main(["sample", "runs/r", "--stage", "one", "--prompts", "1"]) == 0
     assert main(["sample", "runs/r"]) == 1
-    assert "runs/r holds no model, but 1 runs: name one, such as runs/r/one" in capsys.readouterr().err
+    assert "runs/r holds no model, but 1 run: name one, such as runs/r/one" in capsys.readouterr().err
 
 
 def test_one_text_for_rewards_and_readers():

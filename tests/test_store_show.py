@@ -14,9 +14,11 @@ from rich.console import Console
 from posttrain.errors import RunError
 from posttrain.progress import progress
 from posttrain.store.curves import _series, curves_png, write_curves
+from posttrain.store.headline import headlines
 from posttrain.store.progress import TrainingProgress, duration
 from posttrain.store.report import Facts, Picture, Table, Text, write_report
 from posttrain.store.run import Run
+from posttrain.words import counted, model_name
 
 # Progress
 
@@ -249,3 +251,31 @@ def test_a_report_without_a_run(tmp_path):
 def test_a_report_that_cannot_be_written(tmp_path):
     with pytest.raises(RunError, match="cannot write"):
         write_report(Path(tmp_path / "none"), "x", [])
+
+
+def test_each_method_is_judged_by_its_own_number():
+    metrics = {"loss": 0.5, "eval_loss": 0.6, "reward": 1.5, "eval_accuracy": 0.7, "rewards/accuracies": 0.8}
+    assert headlines("sft", metrics) == {"validation loss": 0.6}
+    assert next(iter(headlines("grpo", metrics).items())) == ("reward", 1.5)
+    assert next(iter(headlines("reward", metrics).items())) == ("validation accuracy", 0.7)
+    assert headlines("dpo", metrics) == {"accuracy": 0.8, "validation loss": 0.6}
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("runs/hh/final", "hh"),
+        ("runs/x/grpo/checkpoint-500/", "grpo"),
+        ("/data/runs/hh/best", "hh"),
+        ("final", "final"),
+        ("../final", "final"),
+        ("owner/name", "name"),
+        ("models/finalist", "finalist"),
+    ],
+)
+def test_a_model_that_a_run_saved_is_called_by_the_run(path, name):
+    assert model_name(path) == name
+
+
+def test_counts_have_their_noun_in_the_right_number():
+    assert [counted(n, "step") for n in (0, 1, 1_200)] == ["0 steps", "1 step", "1,200 steps"]

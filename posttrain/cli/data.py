@@ -11,6 +11,7 @@ from posttrain.config.known import KNOWN, known_set, name_of
 from posttrain.console import PlainConsole
 from posttrain.errors import DataError
 from posttrain.terminal import say
+from posttrain.words import counted
 
 app = typer.Typer(help="Known data sets, and keeping one for offline use.", no_args_is_help=True)
 
@@ -46,6 +47,6 @@ def save(
 
     for done in keep(source, folder, split, max_rows):
         left_out = f", {done.malformed:,} malformed left out" if done.malformed else ""
-        say(f"{done.name}: {done.rows:,} rows, {done.bytes / 2**20:.1f} MiB{left_out}")
+        say(f"{done.name}: {counted(done.rows, 'row')}, {done.bytes / 2**20:.1f} MiB{left_out}")
     name = name_of(known_set(source))
     say(f"saved in {folder}; use it with data.source={folder}" + (f" (columns as {name})" if name else ""))

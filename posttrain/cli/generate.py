@@ -10,6 +10,7 @@ from posttrain.cli.settings import from_flags
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.terminal import say
+from posttrain.words import counted
 
 Model = Annotated[str, typer.Argument(help="Hub id or folder: a causal model, or a LoRA adapter of one.")]
 File = Annotated[Path, typer.Argument(help="Prompts, as rows of any format: JSONL, JSON, CSV or Parquet; also .gz.")]
@@ -70,7 +71,8 @@ def generate(
     target = output or file.with_name(f"{file.name}.generated.jsonl")
     done = generate_for(model_settings, file, target, data, rollout, DevicesConfig(), num_generations, seed, overwrite)
     say(
-        f"{done.completions:,} completions of {done.prompts:,} prompts: {done.tokens:,} tokens in {done.seconds:.1f} s "
+        f"{counted(done.completions, 'completion')} of {counted(done.prompts, 'prompt')}: "
+        f"{counted(done.tokens, 'token')} in {done.seconds:.1f} s "
         f"({done.tokens / max(done.seconds, 1e-9):,.0f} a second), {done.truncated:,} ended by the limit"
     )
     say(f"written: {target}")

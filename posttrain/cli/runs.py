@@ -13,6 +13,7 @@ from posttrain.store.listing import Summary, in_units, runs_below, summarise
 from posttrain.store.progress import duration
 from posttrain.store.run import remove_run
 from posttrain.terminal import say, visible
+from posttrain.words import counted
 
 app = typer.Typer(help="List runs, show one, delete some.", no_args_is_help=True)
 OutputDir = Annotated[Path, typer.Option("--output-dir", help="Where the runs are, as in the settings.")]
@@ -24,7 +25,7 @@ RUNS = Path("runs")
 
 @app.command("list")
 def list_(output_dir: OutputDir = RUNS) -> None:
-    """List the runs, the latest last: how they stand, their last loss, how much room they take."""
+    """List the runs, the latest last: how they stand, the number their method is judged by, how much room they take."""
     folders = runs_below(output_dir.expanduser())
     if not folders:
         say(f"there are no runs in {output_dir}")
@@ -34,15 +35,15 @@ def list_(output_dir: OutputDir = RUNS) -> None:
     table.add_column("method", no_wrap=True)
     table.add_column("model", overflow="fold", ratio=2)
     table.add_column("state", no_wrap=True)
-    for title in ("step", "loss", "size"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("result", overflow="fold", ratio=2)
+    table.add_column("size", justify="right", no_wrap=True)
     table.add_column("begun", no_wrap=True)
     for folder in folders:
         run = summarise(folder)
         name = str(folder.relative_to(output_dir.expanduser()))
-        loss = "" if run.headline is None else f"{run.headline:.3g}"
         begun = f"{_local(run.info.started):%m-%d %H:%M}" if run.info else ""
-        table.add_row(name, run.method, run.model, run.state, str(run.step), loss, in_units(run.size), begun)
+        table.add_row(name, run.method, run.model, run.state, str(run.step), run.headline, in_units(run.size), begun)
     PlainConsole().print(table)
 
 
@@ -86,7 +87,7 @@ def _folder(run: str, output_dir: Path) -> Path:
             return place
     for place in places:
         if place.is_dir() and (below := runs_below(place)):
-            raise RunError(f"{place} holds {len(below)} runs: name one, such as {below[-1]}")
+            raise RunError(f"{place} holds {counted(len(below), 'run')}: name one, such as {below[-1]}")
     if places[0].is_dir():
         raise RunError(f"{run} is not a run folder: it has no run.json")
     known = [str(path.relative_to(output_dir.expanduser())) for path in runs_below(output_dir.expanduser())]

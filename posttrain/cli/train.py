@@ -1,5 +1,6 @@
 """`posttrain train` and `posttrain plan`."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,8 @@ from posttrain.cli.settings import Config, Overrides, load_stages, split_argumen
 from posttrain.config.explain import did_you_mean
 from posttrain.config.methods import METHOD_NAMES, METHODS
 from posttrain.errors import RunError
+from posttrain.store.progress import duration
+from posttrain.terminal import say
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what the run would do, and do nothing.")]
 Resume = Annotated[
@@ -69,13 +72,14 @@ def train(
     models = stages[0].config.models
     if model_index is not None and not 0 <= model_index < len(models):
         raise UsageError(f"--model-index {model_index}: there are models 0 to {len(models) - 1}")
+    began = time.monotonic()
     from posttrain import recipes  # imports torch, which takes seconds
 
     if dry_run:
         recipes.plan(stages, model_index=model_index, skip=skip or ())
         return 0
     try:
-        return recipes.train(
+        status = recipes.train(
             stages,
             resume=checkpoint or resume is not None,
             overwrite=overwrite,
@@ -85,6 +89,8 @@ def train(
         )
     except KeyboardInterrupt as interrupt:
         raise Interrupted(str(interrupt) or "interrupted") from interrupt
+    say(f"{duration(time.monotonic() - began)} in all, with loading, evaluation and saving", error=True)
+    return status
 
 
 def several_methods(flags: Mapping[str, str]) -> tuple[str, ...]:

@@ -93,14 +93,14 @@ FILE_NAME = rf"^[^/\\{CONTROLS}]*[^./\\\s{CONTROLS}][^/\\{CONTROLS}]*$"
 WORD = r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$"
 PERCENTILE = r"^p([1-9]\d?|100)$"
 FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-EVAL_METRIC = rf"^eval_[^{CONTROLS}]+$"
+EVAL_METRIC = rf"^(auto|eval_[^{CONTROLS}]+)$"
 PATTERNS = {
     LINE: "without control characters",
     FILE_NAME: f"of at most {NAME_BYTES} bytes that can name a folder",
     WORD: f"of at most {NAME_BYTES} letters, digits, `_`, `-` and `.`",
     PERCENTILE: "such as p90",
     FUNCTION: "such as module:function",
-    EVAL_METRIC: "that begins with eval_",
+    EVAL_METRIC: "that begins with eval_, auto",
 }
 
 

@@ -1,11 +1,11 @@
 """The settings of a model to train: what to load, how it computes, and its adapters."""
 
-from os.path import abspath, basename
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from posttrain.config.base import Float, FolderName, OnOff, Place, Positive, Settings, Text
+from posttrain.words import model_name
 
 LORA_DROPOUT = 0.05  # the default
 
@@ -32,7 +32,8 @@ class ModelConfig(Settings):
 
     path: Place = Field(description="Hub id or folder.")
     name: FolderName | None = Field(
-        default=None, description="Folder name in the run folder; null: the last part of the path."
+        default=None,
+        description="Folder name in the run folder; null: the last part of the path, or the run that saved the model.",
     )
     revision: Text | None = Field(default=None, description="Branch, tag or commit on the hub.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
@@ -51,6 +52,5 @@ class ModelConfig(Settings):
 
     @property
     def folder_name(self) -> str:
-        """`name`, or else the last part of the path; of `.` and `..`, that of the folder they stand for."""
-        last = self.path.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
-        return self.name or (basename(abspath(self.path)) if last in (".", "..") else last)
+        """`name`, or else what the model at that path is called."""
+        return self.name or model_name(self.path)

@@ -81,7 +81,8 @@ class CheckpointConfig(Settings):
     save_steps: Positive = Field(default=500, description="Save a checkpoint every so many steps.")
     save_total_limit: Positive | None = Field(default=2, description="Keep the newest so many checkpoints; null: all.")
     best_metric: Annotated[str, Field(pattern=EVAL_METRIC)] | None = Field(
-        default=None, description="Keep the best model by this metric, e.g. eval_loss; null: none."
+        default="auto",
+        description="Metric that best/ is kept by, e.g. eval_loss; auto: eval_accuracy for reward models; null: none.",
     )
     early_stopping_patience: Positive | None = Field(
         default=None, description="Stop after so many evaluations without a better best_metric."
@@ -229,6 +230,14 @@ class RunConfig(Settings):
         return self.data.max_length + max(0, more - own)
 
     @property
+    def best_metric(self) -> str | None:
+        """The metric by which the best model is kept, if one is."""
+        if self.checkpoint.best_metric != "auto":
+            return self.checkpoint.best_metric
+        judged = self.method.type == "reward" and self.data.validation is not None and self.evaluates
+        return "eval_accuracy" if judged else None
+
+    @property
     def completion_length(self) -> int:
         """The most tokens that are drawn after a prompt of the data; 0 where the data has the completions."""
         return self.rollout.max_completion_length if self.method.kind == "prompt" else 0
@@ -334,13 +343,13 @@ class RunConfig(Settings):
     def _check_evaluation(self, problems: Problems) -> None:
         checkpoint = self.checkpoint
         problems.check(
-            checkpoint.best_metric is None or self.evaluates,
+            checkpoint.best_metric in ("auto", None) or self.evaluates,
             "checkpoint.best_metric",
             "needs an evaluation: set data.validation, e.g. {ratio: 0.05}, and evaluation.eval_steps above 0; "
             "or set it to null",
         )
         problems.check(
-            checkpoint.early_stopping_patience is None or checkpoint.best_metric is not None,
+            checkpoint.early_stopping_patience is None or self.best_metric is not None,
             "checkpoint.early_stopping_patience",
             "needs checkpoint.best_metric: which metric should get better?",
         )

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from posttrain.words import counted
+
 MALFORMED_SHARE = 0.01  # above it a run is refused
 
 
@@ -86,7 +88,7 @@ class Report:
         """The report in words, one fact a line; facts that are zero are left out."""
         lengths, prompt, formats = self.tokens, self.prompt_tokens, ", ".join(dict.fromkeys(self.formats))
         out = [
-            f"{self.name}: {self.read:,} rows read as {formats}, {self.used:,} examples used",
+            f"{self.name}: {counted(self.read, 'row')} read as {formats}, {counted(self.used, 'example')} used",
             f"tokens: mean {lengths.mean:,.0f}, P50 {lengths.p50:,}, P90 {lengths.p90:,}, P99 {lengths.p99:,}, "
             f"max {lengths.max:,} (limit {self.max_length:,})",
         ]
@@ -104,7 +106,7 @@ class Report:
             (self.shifted, "whose prompt ends in other tokens before its completion than alone"),
             (len(self.malformed), "malformed, left out"),
         )
-        out += [f"{count:,} rows{_share(count, self.read)} {what}" for count, what in counts if count]
+        out += [f"{counted(count, 'row')}{_share(count, self.read)} {what}" for count, what in counts if count]
         return [*out, *(f"  {row}" for row in self.malformed[:10]), *self.notes]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -29,6 +28,7 @@ from posttrain.recipes.job import Job
 from posttrain.recipes.pipeline import Pipeline, Task, is_whole_run, keep_saved_path, refuse_other_start
 from posttrain.recipes.plan import plan
 from posttrain.recipes.resume import (
+    memory_settings,
     refuse_changes,
     refuse_fewer_steps,
     report_lost,
@@ -126,6 +126,7 @@ def _out_of_memory_is_answered(config: RunConfig, folder: Path) -> Iterator[None
         yield
     except BaseException as error:
         if is_out_of_memory(error):
+            error.add_note(memory_settings(config))
             error.add_note(smaller_packs(config, folder))
         raise
 
@@ -205,7 +206,6 @@ def train_one(
 
 def _train_from(checkpoint: Path | None, config: RunConfig, run: Run, facts: Mapping[str, Any], resume: bool) -> None:
     """Train to the end, from the start or from a checkpoint. Raises DamagedError for a bad one, all left as it was."""
-    began = time.perf_counter()
     step = saved_step(checkpoint) if checkpoint else -1  # 0 is the evaluation before training
     lines = run.read_metrics()
     logged = [line for line in lines if line["step"] > step]
@@ -219,7 +219,7 @@ def _train_from(checkpoint: Path | None, config: RunConfig, run: Run, facts: Map
         job = Job.start(config, config.models[0], run, checkpoint)
         loop = RECIPES[config.method.type](job)
         loop.save_final()
-        finish(job, loop, time.perf_counter() - began)
+        finish(job, loop)
 
 
 def _newest(folder: Path, rejected: Mapping[str, str]) -> tuple[Path | None, list[str]]:

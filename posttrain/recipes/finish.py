@@ -11,11 +11,12 @@ from posttrain.recipes.loop import Loop
 from posttrain.store.curves import write_curves
 from posttrain.store.progress import duration
 from posttrain.store.report import Text, write_report
+from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 
 
-def finish(job: Job, loop: Loop, seconds: float) -> None:
+def finish(job: Job, loop: Loop) -> None:
     """Write the run's final numbers, its picture and its report."""
     run, lines = job.run, job.run.read_metrics()
     state = loop.state
@@ -33,15 +34,17 @@ def finish(job: Job, loop: Loop, seconds: float) -> None:
         "final": last_values(lines),
     }
     if state.best is not None:
-        results["best"] = {str(job.config.checkpoint.best_metric): state.best}
+        results["best"] = {str(job.config.best_metric): state.best}
     run.write_results(results)
+    if job.config.method.type == "reward":
+        run.write_final_results(results)
     run.set_counters({"skipped_steps": state.skipped})
     run.set_state("finished")
     title = f"{job.config.method.type} of {job.model.folder_name}"
     write_curves(lines, run.folder / "curves.png", title)
     reports = [Text(f"Data: {name}", "\n".join(r.lines()), code=True) for name, r in loop.data.reports.items()]
     write_report(run.folder, title, reports)
-    log.info("done in %s: %s", duration(seconds), run.folder)
+    log.info("done, %s in %s: %s", counted(state.step, "step"), duration(state.seconds), run.folder)
 
 
 def last_values(lines: list[dict[str, Any]]) -> dict[str, float]:

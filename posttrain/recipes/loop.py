@@ -110,7 +110,7 @@ class Loop:
         with self.progress, self._stop.listening(), closing(self._drawn):
             for step in range(first, self.total + 1):
                 if self._patience_is_over():
-                    name, best = self.job.config.checkpoint.best_metric, self.state.best
+                    name, best = self.job.config.best_metric, self.state.best
                     log.info(
                         "stopped early: %s is no better than %s. best/ has that model, final/ the last", name, best
                     )
@@ -315,7 +315,7 @@ class Loop:
                 self._give_up()
 
     def _keep_best(self, metrics: Mapping[str, float]) -> None:
-        name = self.job.config.checkpoint.best_metric
+        name = self.job.config.best_metric
         if name is None:
             return
         if name not in metrics:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from rich.table import Table
@@ -26,6 +27,7 @@ from posttrain.store.atomic import write_file
 from posttrain.store.checkpoint import has_saved, verify
 from posttrain.store.files import load_json
 from posttrain.store.folder import never_stepped
+from posttrain.store.headline import headlines
 from posttrain.store.progress import duration
 from posttrain.store.provenance import redact
 from posttrain.store.run import read_run
@@ -225,7 +227,7 @@ class Pipeline:
                 steps, note = str(facts["steps"]), _measured(facts)
             seconds = duration(task.seconds) if task.outcome in (FINISHED, FAILED, STOPPED) else ""
             outcome = SKIPPED if task.skip else task.outcome
-            table.add_row(task.title, outcome, steps, seconds, note[:160])
+            table.add_row(task.title, outcome, steps, seconds, shorten(note, 160, placeholder=" …"))
         return table
 
 
@@ -257,12 +259,9 @@ def _with_path(reward: Reward, done: Mapping[str, Task], stage: str) -> Reward:
 
 
 def _measured(results: dict[str, Any]) -> str:
-    """The best or last validation numbers, or else the training loss."""
-    final: dict[str, float] = results["final"]
-    wanted = [
-        name for name in ("eval_loss", "eval_accuracy", "eval_rewards/accuracies", "eval_reward") if name in final
-    ] or ["loss"]
-    return "  ".join(f"{name} {final[name]:.4g}" for name in wanted if name in final)
+    """The method's own numbers at the end, and the loss."""
+    found = headlines(results["method"], results["final"])
+    return "  ".join(f"{name} {value:.4g}" for name, value in found.items())
 
 
 def is_whole_run(folder: Path) -> bool:

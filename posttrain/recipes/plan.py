@@ -25,6 +25,7 @@ from posttrain.recipes.job import data_of
 from posttrain.recipes.loop import total_steps
 from posttrain.recipes.pipeline import run_folder
 from posttrain.recipes.probe import probe
+from posttrain.words import counted
 
 STEPS_LOOKED_AT = 50
 
@@ -110,21 +111,27 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
     for line in data.report.lines():
         table.add_row("data", line)
     for name, dataset in data.validation.items():
-        table.add_row("validation", f"{name}: {len(dataset):,} examples")
-    unit = {"pair": "pairs", "prompt": "prompts"}.get(method.kind, "examples")
+        table.add_row("validation", f"{name}: {counted(len(dataset), 'example')}")
+    unit = {"pair": "pair", "prompt": "prompt"}.get(method.kind, "example")
     table.add_row(
         "a step",
-        f"{training.batch_size} {unit}, about {tokens:,.0f} tokens ({targets_seen:,.0f} scored) in {packs:.1f} packs",
+        f"{counted(training.batch_size, unit)}, about {tokens:,.0f} tokens ({targets_seen:,.0f} scored) "
+        f"in {packs:.1f} packs",
     )
     if isinstance(method, OnlineMethod):
         most, n = config.rollout.max_completion_length, training.batch_size * method.num_generations
-        table.add_row("a rollout", f"{n:,} completions of up to {most:,} tokens, then {method.updates} updates")
-        table.add_row("in all", f"up to {steps * n:,} completions, {steps * method.updates:,} updates")
+        table.add_row(
+            "a rollout",
+            f"{counted(n, 'completion')} of up to {counted(most, 'token')}, then {counted(method.updates, 'update')}",
+        )
+        table.add_row(
+            "in all", f"up to {counted(steps * n, 'completion')}, {counted(steps * method.updates, 'update')}"
+        )
     table.add_row("steps", f"{steps:,} ({steps / per_epoch:.2f} epochs of {per_epoch:,})")
     table.add_row("tokens in all", f"about {steps * tokens:,.0f}")
     warmup = warmup_count(training.warmup_steps, steps)
     rate = learning_rate(config, model)
-    table.add_row("learning rate", f"{rate:.1e}, {training.lr_scheduler_type}, {warmup} steps of warm-up")
+    table.add_row("learning rate", f"{rate:.1e}, {training.lr_scheduler_type}, {counted(warmup, 'step')} of warm-up")
     table.add_row("memory", f"about {memory.peak / 2**30:.2f} GiB at the peak, above the program's own")
     for part, size in memory.parts.items():
         table.add_row("", f"{part} {size / 2**30:.2f} GiB")

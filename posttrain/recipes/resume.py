@@ -103,6 +103,26 @@ def report_lost(folder: Path, checkpoint: Path, config: RunConfig, lines: Sequen
         )
 
 
+def memory_settings(config: RunConfig) -> str:
+    """Which settings lower the memory of a run of this method, with their values, the first to be tried first."""
+    method, training = config.method, config.training
+    lower = [f"training.tokens_per_pack ({training.tokens_per_pack:,})"]
+    if isinstance(method, OnlineMethod):
+        lower.append(f"rollout.max_completion_length ({config.rollout.max_completion_length:,})")
+        lower.append(f"method.num_generations ({method.num_generations:,})")
+    lower.append(f"data.max_length ({config.data.max_length:,})")
+    lower.append(f"training.batch_size ({training.batch_size:,})")
+    others = []
+    if training.gradient_checkpointing is not True:
+        others.append("set training.gradient_checkpointing=true")
+    if any(model.lora is None for model in config.models):
+        others.append("train adapters only (model.lora=true)")
+    if any(reward.type == "model" for reward in config.rewards):
+        others.append("take a smaller reward model")
+    rest = f"; or {', or '.join(others)}" if others else ""
+    return f"Lower {', then '.join(lower)}{rest}"
+
+
 def smaller_packs(config: RunConfig, folder: Path) -> str:
     """What to do when memory was too small: the command that resumes `folder` with half of the tokens in a pack.
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from posttrain.config import DataConfig, TagsConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.engines import Completion
+from posttrain.words import counted
 
 Keeps = Callable[[str], bool]
 FEW = 0.5  # a share below this is worth a word
@@ -146,7 +147,9 @@ def suggestions(measured: Sequence[Measured], rollout: RolloutConfig) -> list[st
             "on: see whether the data has the answers, and the reward the format, that it needs."
         )
     elif rewards and rewarded < drawn:
-        found.append(f"{drawn - rewarded} of {drawn} completions have no reward: no verdict, or none that applies.")
+        found.append(
+            f"{drawn - rewarded} of {counted(drawn, 'completion')} have no reward: no verdict, or none that applies."
+        )
     same = sum(len(set(some)) == 1 for some in rewards)
     if same:
         advice = (
@@ -154,7 +157,7 @@ def suggestions(measured: Sequence[Measured], rollout: RolloutConfig) -> list[st
             "or add a reward that gives part of the way."
         )
         found.append(
-            f"Of {len(rewards)} prompts {same} have completions of one and the same reward, which teach a group nothing"
-            + (advice if same / len(rewards) > FEW else ".")
+            f"Of {counted(len(rewards), 'prompt')} {same} {'has' if same == 1 else 'have'} completions of one and the "
+            "same reward, which teach a group nothing" + (advice if same / len(rewards) > FEW else ".")
         )
     return found or ["No problems found."]

@@ -122,9 +122,9 @@ class Saver:
         restore_rng(load_tensors(checkpoint / "rng.safetensors"), saved.rng)
         state = saved.loop
         self._job.run.rewind(state.step, state.evaluated)
-        metric = load(checkpoint / "config.yaml").config.checkpoint.best_metric
+        metric = load(checkpoint / "config.yaml").config.best_metric
         future = state.best is not None and not self._job.run.best.exists()
-        if future or metric != self._job.config.checkpoint.best_metric:
+        if future or metric != self._job.config.best_metric:
             state.best, state.evaluations_since_best = None, 0  # of another metric, or of a future given up
         self._newest = state.step
         return state, saved.total

@@ -24,6 +24,7 @@ from posttrain.progress import progress
 from posttrain.rewards.known import NEEDS_ANSWER, RULES, modules_of, options_of, prove
 from posttrain.rewards.python import RewardFunction
 from posttrain.store.files import ready_to_write, save_rows
+from posttrain.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ def _row(record: Record, grade: Grade | None, columns: Columns) -> dict[str, Any
 
 
 def _summary(reward: str, grades: Sequence[Grade], unread: int, console: Console) -> None:
-    table = Table(title=f"{len(grades)} completions by {reward}", title_justify="left")
+    table = Table(title=f"{counted(len(grades), 'completion')} by {reward}", title_justify="left")
     table.add_column("verdict")
     table.add_column("rows", justify="right")
     table.add_column("share", justify="right")
@@ -155,7 +156,7 @@ def _summary(reward: str, grades: Sequence[Grade], unread: int, console: Console
     for line in _more(grades):
         console.print(line)
     if unread:
-        console.print(f"{unread} rows could not be read: see their field `error`")
+        console.print(f"{counted(unread, 'row')} could not be read: see their field `error`")
 
 
 def _more(grades: Sequence[Grade]) -> Iterator[str]:

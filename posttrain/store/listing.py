@@ -11,11 +11,10 @@ import yaml
 from posttrain.errors import RunError
 from posttrain.store.atomic import LEFTOVER
 from posttrain.store.checkpoint import MODELS, list_checkpoints, newest_complete
+from posttrain.store.headline import headlines
 from posttrain.store.metrics import latest_metrics
 from posttrain.store.run import RunInfo, find_runs, read_run
-
-# What a list shows of a run: the first of these that it has measured.
-HEADLINES = ("loss", "eval_loss")
+from posttrain.words import counted, model_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,10 @@ class Summary:
         return self.metrics.get("step", 0)
 
     @property
-    def headline(self) -> float | None:
-        return next((self.metrics[name] for name in HEADLINES if name in self.metrics), None)
+    def headline(self) -> str:
+        """The number by which a run of its method is judged, with its name; empty before there is one."""
+        found = headlines(self.method, self.metrics)
+        return next((f"{name} {value:.3g}" for name, value in found.items()), "")
 
 
 def summarise(folder: Path) -> Summary:
@@ -65,7 +66,7 @@ def summarise(folder: Path) -> Summary:
         info=info,
         problem=problem,
         method=str((config.get("method") or {}).get("type", "?")),
-        model=", ".join(str(m.get("name") or str(m.get("path", "?")).rstrip("/").rpartition("/")[2]) for m in models),
+        model=", ".join(str(m.get("name") or model_name(str(m.get("path", "?")))) for m in models),
         data=source if isinstance(source, str) else json.dumps(source, ensure_ascii=False),
         metrics=metrics,
         models={path.name: size_of(path) for path in saved},
@@ -90,7 +91,11 @@ def newest_model(folder: Path) -> Path:
         return folder / "final"
     if not (folder / "run.json").is_file():
         below = runs_below(folder)
-        which = f", but {len(below)} runs: name one, such as {below[-1]}" if below else " (config.json), and is no run"
+        which = (
+            f", but {counted(len(below), 'run')}: name one, such as {below[-1]}"
+            if below
+            else " (config.json), and is no run"
+        )
         raise RunError(f"{folder} holds no model{which}")
     return newest_complete(folder)[0]
 

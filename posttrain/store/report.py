@@ -14,6 +14,7 @@ import yaml
 from posttrain.store.atomic import write_file
 from posttrain.store.curves import curves_png
 from posttrain.store.files import flat, load_json
+from posttrain.store.headline import headlines
 from posttrain.store.logs import harmless
 from posttrain.store.metrics import NAME, read_metrics
 from posttrain.store.progress import duration
@@ -21,7 +22,6 @@ from posttrain.store.report_style import CSS
 from posttrain.store.run import RunInfo, read_run
 
 LONGEST = 20_000  # characters of one text shown
-ONE_VALUE = ("loss", "rewards/accuracies", "accuracy", "rewards/margins", "margin", "mean_token_accuracy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def write_report(folder: Path, title: str, sections: Sequence[Section] = ()) -> 
         info, metrics = read_run(folder), read_metrics(folder)
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {}
         results = load_json(folder / "results.json") if (folder / "results.json").is_file() else {}
-        cards = _cards(info, metrics, results)
+        cards = _cards(info, metrics, results, (config.get("method") or {}).get("type", ""))
         before = [_summary(info, config), _metrics_table(metrics), _curves(folder, metrics)]
         before += [Facts("Results", results)] if results else []
         settings = (folder / "config.yaml").read_text(encoding="utf-8")
@@ -97,17 +97,12 @@ def _is_empty(section: Section) -> bool:
     return (isinstance(section, Facts) and not section.facts) or (isinstance(section, Table) and not section.rows)
 
 
-def _cards(info: RunInfo, metrics: list[dict[str, Any]], results: dict[str, Any]) -> str:
+def _cards(info: RunInfo, metrics: list[dict[str, Any]], results: dict[str, Any], method: str) -> str:
     """The few numbers a reader looks for first."""
     cards = {"state": info.state, "steps": str(max((line["step"] for line in metrics), default=0))}
     cards["time"] = duration(results.get("train_runtime") or _seconds(info))
     last = {name: value for line in metrics for name, value in line.items() if value is not None}
-    for name in ONE_VALUE:
-        label = name.rpartition("/")[2].replace("_", " ")
-        if f"eval_{name}" in last:
-            cards[f"validation {label}"] = _number(last[f"eval_{name}"])
-        elif name in last:
-            cards[label] = _number(last[name])
+    cards |= {label: _number(value) for label, value in headlines(method, last).items()}
     shown = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in cards.items())
     return f'<dl class="cards">{shown}</dl>'
 

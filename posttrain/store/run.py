@@ -1,6 +1,7 @@
 """The run folder: one run's settings, state, metrics, log, checkpoints and results.
 
     run.json  config.yaml  metrics.jsonl  training.log  results.json  curves.png  report.html
+    final_results.json (of reward models)
     checkpoint-{step}/   best/   final/
 
 Importing this module, creating or reading a run folder needs no torch.
@@ -169,6 +170,12 @@ class Run:
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Write `results.json`, the run's final numbers (finite ones: RunError otherwise)."""
         save_json(self.folder / "results.json", redact(dict(results)))
+
+    def write_final_results(self, results: Mapping[str, Any]) -> None:
+        """Write `final_results.json`: of a reward model's results, the last metrics, and the best one, on one level."""
+        facts = {name: results[name] for name in ("method", "model", "steps")} | dict(results["final"])
+        facts |= {f"best_{name}": value for name, value in results.get("best", {}).items()}
+        save_json(self.folder / "final_results.json", redact(facts))
 
     # Metrics
 
