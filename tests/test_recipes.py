@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from posttrain import recipes
 from posttrain.config import load
 from posttrain.errors import PosttrainError, RunError
+from posttrain.recipes.resume import memory_settings
 
 HH = {"format": "hh", "template": "none", "max_rows": 24, "max_length": 400}
 
@@ -224,6 +225,9 @@ def test_reward_model_loads_as_a_sequence_classifier(tmp_path, shared, scratch_m
     assert {"accuracy", "margin", "min_reward", "mean_reward", "max_reward"} <= set(
         json.loads((folder / "metrics.jsonl").read_text().splitlines()[1])
     )
+    results = json.loads((folder / "final_results.json").read_text())
+    assert results["steps"] == 3 and results["eval_accuracy"] == metrics(folder, "eval_accuracy")[-1]
+    assert results["best_eval_accuracy"] == max(metrics(folder, "eval_accuracy")) and (folder / "best").is_dir()
     if lora:
         base = AutoModelForSequenceClassification.from_pretrained(scratch_model, num_labels=1)
         model = PeftModel.from_pretrained(base, folder / "final").eval()
@@ -368,6 +372,22 @@ def test_resuming_many_models_starts_those_never_reached(tmp_path, shared, scrat
     assert recipes.train(load(file).config, model_index=0) == 0
     assert recipes.train(load(file).config, resume=True) == 0
     assert (tmp_path / "many/tiny-qwen3/final/model.safetensors").exists()
+
+
+def test_each_method_has_its_own_settings_that_lower_memory(tmp_path):
+    """A method without completions of its own is not told to shorten them; what is set already is not advised."""
+
+    def advice(method, **sections):
+        settings = {"model": "m", "method": method, "data": {"source": "rows.jsonl"}, **sections}
+        (tmp_path / "c.json").write_text(json.dumps(settings))
+        return memory_settings(load(tmp_path / "c.json").config)
+
+    reward = advice("reward", training={"gradient_checkpointing": True})
+    assert "max_completion_length" not in reward and "gradient_checkpointing" not in reward
+    assert reward.startswith("Lower training.tokens_per_pack (8,192), then data.max_length (1,024)")
+    online = advice("grpo", rewards=[{"type": "math"}], model={"path": "m", "lora": True})
+    assert "then rollout.max_completion_length (512), then method.num_generations (8)" in online
+    assert "model.lora" not in online
 
 
 def test_margins_of_the_data_enter_the_reward_loss(tmp_path, shared):
