@@ -15,10 +15,10 @@ from posttrain import recipes
 from posttrain.config import ModelConfig, load
 from posttrain.config.model import LoraConfig
 from posttrain.errors import ConfigError, ModelError
-from posttrain.models.load import _base_settings, load_model
+from posttrain.models.load import base_settings, load_model
 from posttrain.models.lora import target_modules
 from posttrain.models.optional import is_4bit
-from posttrain.recipes.reference import reference_settings
+from posttrain.recipes.inputs import reference_settings
 
 CPU = torch.device("cpu")
 LORA = {"r": 4, "alpha": 8, "dropout": 0.0, "target_modules": "all-linear"}
@@ -115,10 +115,10 @@ def test_adapters_name_their_base_at_its_revision(tmp_path, shared, scratch_mode
     folder = train(settings(shared, scratch_model, tmp_path, revision="0123abc"), "training.max_steps=1")
     saved = json.loads((folder / "final/adapter_config.json").read_text())
     assert (saved["base_model_name_or_path"], saved["revision"]) == (str(scratch_model), "0123abc")
-    base = _base_settings(ModelConfig(path=str(folder / "final")))
+    base = base_settings(ModelConfig(path=str(folder / "final")))
     assert (base.path, base.revision) == (str(scratch_model), "0123abc")
     (folder / "final/adapter_config.json").write_text(json.dumps(saved | {"revision": None}))
-    assert _base_settings(ModelConfig(path=str(folder / "final"), revision="v1")).revision == "v1"
+    assert base_settings(ModelConfig(path=str(folder / "final"), revision="v1")).revision == "v1"
     model = ModelConfig(path="a", revision="b")
     assert reference_settings(model, None) == model and reference_settings(model, "c").revision is None
 

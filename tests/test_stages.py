@@ -258,7 +258,7 @@ def test_going_on_at_stage_and_step(tmp_path, shared, scratch_model, monkeypatch
     assert recipes.train(longer, resume=run / "dpo/checkpoint-2") == 0
     assert json.loads((run / "dpo/results.json").read_text())["steps"] == 3
     recipes.train(chain(tmp_path, shared, scratch_model, seed=1), overwrite=True, skip=("reward", "dpo"))
-    with pytest.raises(RunError, match=r"started from another model than .*sft.final is now"):
+    with pytest.raises(RunError, match=r"dpo was trained with another model than .*sft.final is now"):
         recipes.train(stages, resume=True, skip=("sft", "reward"))
 
 

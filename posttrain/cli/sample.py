@@ -139,7 +139,11 @@ def _settings(model: str, folder: Path, config: str | None, stage: str | None) -
     if stage is not None and folder.name != stage:
         raise UsageError(f"--stage {stage}: {folder} has no run of a stage of that name, and there is no --config")
     saved = _saved_settings(folder)
-    return load(saved).config if saved is not None else None
+    if saved is None:
+        return None
+    from posttrain.recipes.inputs import located  # imports torch, which takes seconds
+
+    return located(load(saved).config, saved.parent if (saved.parent / "run.json").is_file() else saved.parents[1])
 
 
 def _saved_settings(folder: Path) -> Path | None:

@@ -38,6 +38,7 @@ hf_logging.disable_progress_bar()
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 Head = Literal["lm", "reward"]
+BASE = "base"  # in a run folder, what its adapters go on
 # What transformers, tokenizers and PEFT raise over files that are not what they should be; memory that ran out is not.
 READING = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError)
 READING += (RecursionError, StrictDataclassError)
@@ -100,7 +101,7 @@ def load_model(
     """
     check_attention(model, device)
     liger, stored = kernels(model, device), quantization(model, dtype)
-    base = _base_settings(model)
+    base = base_settings(model)
     config = load_config(base)
     if head == "lm" and is_reward_model(model):
         raise ModelError(f"model {model.path}: is a reward model, which says what texts are worth and writes none")
@@ -184,7 +185,7 @@ def _source(model: ModelConfig) -> dict[str, Any]:
 
 def load_config(model: ModelConfig) -> PreTrainedConfig:
     """The model's config.json, for an adapter its base model's. Raises ModelError for models not for text alone."""
-    model = _base_settings(model)
+    model = base_settings(model)
     with _clear_errors(model, "config.json"):
         check_config(model.path, model.revision)
         config = AutoConfig.from_pretrained(model.path, **_source(model))
@@ -205,13 +206,18 @@ def is_adapter(model: ModelConfig) -> bool:
     return _adapter_config(model) is not None
 
 
-def _base_settings(model: ModelConfig) -> ModelConfig:
-    """The settings of an adapter's base model; of any other model, its own."""
+def base_settings(model: ModelConfig) -> ModelConfig:
+    """The settings of an adapter's base model; of any other model, its own.
+
+    A base called `base` is the one beside the adapter, where there is one: a run folder may have been moved with both.
+    """
     adapter = _adapter_config(model)
     if adapter is None:
         return model
-    base = {"path": adapter["base_model_name_or_path"], "revision": adapter.get("revision") or model.revision}
-    return model.model_copy(update=base)
+    path, beside = adapter["base_model_name_or_path"], Path(model.path).absolute().parent / BASE
+    if Path(path).name == BASE and (beside / "config.json").is_file():
+        path = str(beside)
+    return model.model_copy(update={"path": path, "revision": adapter.get("revision") or model.revision})
 
 
 def _adapter_config(model: ModelConfig) -> dict[str, Any] | None:

@@ -24,8 +24,9 @@ from posttrain.output import enduring
 from posttrain.recipes import grpo, kto, ppo, preference, reference_free, reward, sft
 from posttrain.recipes.comparison import compare
 from posttrain.recipes.finish import finish
+from posttrain.recipes.inputs import is_whole_run, located, models_read, refuse_other_models
 from posttrain.recipes.job import Job
-from posttrain.recipes.pipeline import Pipeline, Task, is_whole_run, keep_saved_path, refuse_other_start
+from posttrain.recipes.pipeline import Pipeline, Task
 from posttrain.recipes.plan import plan
 from posttrain.recipes.resume import (
     memory_settings,
@@ -150,9 +151,7 @@ def _resume_one(stages: Sequence[Stage], path: Path) -> int:
     tasks = [task for task in Pipeline.of(stages, root).tasks if task.folder.absolute() == folder.absolute()]
     if not tasks:
         raise RunError(f"{folder} is a run of a model or stage that the given config does not have")
-    keep_saved_path(tasks[0])
-    refuse_other_start(tasks[0])
-    settings = saved_settings(folder, tasks[0].config)
+    settings = located(saved_settings(folder, tasks[0].config), folder)
     named = named_checkpoint(path, problems_of) if path != folder else None
     with _out_of_memory_is_answered(settings, folder):
         train_one(settings, folder, named, True, False, tasks[0].start_facts())
@@ -177,14 +176,16 @@ def train_one(
     facts = {"seed": config.seed, "threads": torch.get_num_threads(), **(start_facts or {})}
     named, rejected = checkpoint, dict[str, str]()
     said: list[str] = []
+    models: dict[str, dict[str, str]] = {}
 
     def choose_checkpoint() -> None:
-        nonlocal checkpoint, said
+        nonlocal checkpoint, said, models
         if named is None:
             checkpoint, said = _newest(folder, rejected)
         if checkpoint is not None:
             refuse_changes(checkpoint, config)
             refuse_fewer_steps(checkpoint, config)
+            models = models or refuse_other_models(folder, config)
 
     run = (
         Run.open(folder, choose_checkpoint) if resume else Run.create(folder, dump(config), facts, overwrite=overwrite)
@@ -194,7 +195,7 @@ def train_one(
             for line in said:
                 log.warning(line)
             try:
-                return _train_from(checkpoint, config, run, facts, resume)
+                return _train_from(checkpoint, config, run, {**facts, "models": models}, resume)
             except DamagedError as error:
                 assert checkpoint is not None  # nothing else raises it
                 if checkpoint == named:
@@ -215,6 +216,7 @@ def _train_from(checkpoint: Path | None, config: RunConfig, run: Run, facts: Map
         run.begin_anew(facts)
     if resume:
         run.write_config(dump(config))
+    run.add_provenance({"models": facts["models"] or models_read(config, run.folder)})
     with Tracking(config, run, logged):
         job = Job.start(config, config.models[0], run, checkpoint)
         loop = RECIPES[config.method.type](job)

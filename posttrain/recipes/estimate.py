@@ -29,8 +29,8 @@ from posttrain.models.load import compute_dtype, load_config, use_packed
 from posttrain.models.lora import add_lora
 from posttrain.models.matmul import ONEDNN, PACKS
 from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
+from posttrain.recipes.inputs import reference_settings
 from posttrain.recipes.job import checkpoints_gradients, enable_gradient_checkpointing
-from posttrain.recipes.reference import reference_settings
 from posttrain.scoring import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:

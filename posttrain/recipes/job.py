@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,11 +29,21 @@ from posttrain.errors import DamagedError, WeightsError
 from posttrain.memory import reset_peak_memory, return_tensors_at_once
 from posttrain.models.attention import width_step
 from posttrain.models.families import base_of, check_positions, positions_of
-from posttrain.models.load import Head, compute_dtype, device_of, is_adapter, load_config, load_model, load_tokenizer
+from posttrain.models.load import (
+    BASE,
+    Head,
+    compute_dtype,
+    device_of,
+    is_adapter,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
 from posttrain.models.lora import add_lora, load_lora
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.adamw_8bit import AdamW8bit
 from posttrain.optim.offload import AdamWCPUOffload
+from posttrain.recipes.inputs import is_inside
 from posttrain.store.run import Run
 
 log = logging.getLogger("posttrain")
@@ -112,10 +123,24 @@ class Job:
         return load_lora(base, self.checkpoint)
 
     def _base(self, head: Head) -> ModelConfig:
-        """What new adapters go on. An adapter folder becomes a model of its own in `base/`, for them to name."""
+        """What new adapters go on: a model that lies in `base/` of the run folder if it is none of the user's own.
+
+        An adapter folder becomes a model of its own there, for them to name. To the model of an earlier stage a link
+        leads from there, relative, so that it is found where the whole run was moved.
+        """
+        folder = self.run.folder.resolve() / BASE
         if not is_adapter(self.model):
-            return self.model
-        folder = self.run.folder.resolve() / "base"
+            place = Path(self.model.path)
+            if not is_inside(place, self.run.folder):
+                return self.model
+            if not folder.exists():
+                try:
+                    folder.unlink(missing_ok=True)  # a link that leads nowhere any more
+                    folder.symlink_to(os.path.relpath(place.resolve(), folder.parent))
+                except OSError as error:
+                    log.info("%s: no links here (%s): the adapters name %s itself", folder, error.strerror, place)
+                    return self.model
+            return self.saved(folder)
         if not folder.exists():
             whole = self.model.model_copy(update={"load_in_4bit": False, "use_liger_kernel": False})
             with torch.random.fork_rng(devices=[]):  # a run that finds `base/` must draw the same adapters

@@ -7,7 +7,6 @@ merged where the stage needs a whole model.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,9 +21,10 @@ from posttrain.config import RunConfig, Stage, check_skip, dump, load
 from posttrain.config.rewards import ModelReward, Reward
 from posttrain.console import PlainConsole
 from posttrain.errors import ConfigError, PosttrainError, RunError, is_out_of_memory, message_of
+from posttrain.recipes.inputs import refuse_other_models
 from posttrain.recipes.resume import refuse_changes
 from posttrain.store.atomic import write_file
-from posttrain.store.checkpoint import has_saved, verify
+from posttrain.store.checkpoint import verify
 from posttrain.store.files import load_json
 from posttrain.store.folder import never_stepped
 from posttrain.store.headline import headlines
@@ -74,10 +74,8 @@ class Task:
         return self.folder / "final"
 
     def start_facts(self) -> dict[str, Any]:
-        """For run.json: which model this run starts from, to the bit."""
-        if self.source is None:
-            return {}
-        return {"init_from": {"stage": self.source.stage, "manifest": _manifest_hash(self.source.final)}}
+        """For run.json: which stage this run starts from."""
+        return {} if self.source is None else {"init_from": {"stage": self.source.stage}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +193,6 @@ class Pipeline:
         try:
             # Those that an interruption kept from their turn begin now.
             begun = resume and (self.alone or (task.folder / "run.json").exists())
-            if begun and has_saved(task.folder):
-                keep_saved_path(task)
-                refuse_other_start(task)
             if begun and not self.alone and is_finished(task):
                 task.outcome = EARLIER
                 log.info("%s is finished already", task.title)
@@ -264,44 +259,11 @@ def _measured(results: dict[str, Any]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in found.items())
 
 
-def is_whole_run(folder: Path) -> bool:
-    """Whether this is the folder of several runs, rather than of one or of a checkpoint in one."""
-    inside_one = any((at / "run.json").exists() for at in (folder, folder.absolute().parent))
-    return (folder / "config.yaml").is_file() and not inside_one
-
-
-def keep_saved_path(task: Task) -> None:
-    """Name the model that a begun stage started from as it was named then, where both are the same folder."""
-    saved = load(task.folder / "config.yaml").config.models[0].path
-    model = task.config.models[0]
-    if task.source is not None and Path(saved).resolve() == Path(model.path).resolve():
-        task.config = task.config.model_copy(update={"models": (model.model_copy(update={"path": saved}),)})
-
-
-def refuse_other_start(task: Task) -> None:
-    """Raise RunError when a begun stage started from another model than its source's final one is now."""
-    if task.source is None:
-        return
-    before = read_run(task.folder).provenance.get("init_from")
-    if before is not None and before["manifest"] != _manifest_hash(task.source.final):
-        raise RunError(
-            f"{task.folder} started from another model than {task.source.final} is now: {task.source.stage} was "
-            f"trained anew since. Delete {task.folder} to train it on the new one"
-        )
-
-
 def is_finished(task: Task) -> bool:
     """Whether the run is done with these settings, its final model whole. Raises RunError for other settings."""
     if read_run(task.folder).state != "finished" or verify(task.final):
         return False
     refuse_changes(task.folder, task.config)
+    refuse_other_models(task.folder, task.config)
     saved, given = load(task.folder / "config.yaml").config.training, task.config.training
     return (saved.max_steps, saved.num_train_epochs) == (given.max_steps, given.num_train_epochs)
-
-
-def _manifest_hash(folder: Path) -> str:
-    """Names a saved folder by its content: its manifest has the hash of every file."""
-    try:
-        return hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
-    except OSError as error:
-        raise RunError(f"{folder} cannot be used: {error.strerror}") from error

@@ -21,6 +21,7 @@ from posttrain.errors import PosttrainError, RunError
 from posttrain.losses import normalized
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes.grpo import compared
+from posttrain.recipes.inputs import located
 from posttrain.recipes.ppo import EPS
 from posttrain.rewards.compose import Completion, Rewards
 from posttrain.store.metrics import read_metrics
@@ -259,7 +260,7 @@ def _require(stored: StoredRun, step: int) -> None:
 
 
 def _config(folder: Path) -> RunConfig:
-    return load(folder / "config.yaml").config
+    return located(load(folder / "config.yaml").config, folder)
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from posttrain.batch import Example, Pack, sequences
-from posttrain.config import DPOMethod, KTOMethod, ModelConfig
+from posttrain.config import DPOMethod, KTOMethod
 from posttrain.data import Dataset, Prepared
 from posttrain.data.cache import default_folder
 from posttrain.errors import ModelError, RunError
 from posttrain.models.families import base_of, is_adapted
 from posttrain.models.load import load_model
 from posttrain.progress import progress
+from posttrain.recipes.inputs import reference_settings
 from posttrain.recipes.job import Job
 from posttrain.recipes.vital import fingerprints
 from posttrain.scoring import Scorer
@@ -91,11 +92,6 @@ def whole_sets(job: Job, data: Prepared) -> list[Portion]:
         return Portion(name, lambda: ([dataset[int(row)] for row in rows] for rows in batches), len(batches))
 
     return [portion(name, dataset) for name, dataset in {"train": data.train, **data.validation}.items()]
-
-
-def reference_settings(model: ModelConfig, ref_model: str | None) -> ModelConfig:
-    """The settings to load the reference with; a revision is the policy's own."""
-    return model if ref_model is None else model.model_copy(update={"path": ref_model, "revision": None})
 
 
 def frozen_model(job: Job, ref_model: str | None, policy: Scorer) -> Scorer:

@@ -11,6 +11,7 @@ from typing import Any
 from posttrain.config import OnlineMethod, RunConfig, load
 from posttrain.errors import RunError
 from posttrain.optim.schedules import schedule, warmup_count
+from posttrain.recipes.inputs import recorded
 from posttrain.recipes.state import Saved
 from posttrain.store.checkpoint import saved_step
 from posttrain.store.files import flat
@@ -56,13 +57,17 @@ def saved_settings(folder: Path, given: RunConfig) -> RunConfig:
 
 
 def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
-    """Raise RunError when the settings differ from the checkpoint's in anything that would make another run of it."""
+    """Raise RunError when the settings differ from the checkpoint's in anything that would make another run of it.
+
+    Models that the run is known to have read may lie elsewhere: they are compared by their content.
+    """
+    by_content = recorded(run_folder_of(checkpoint))
     saved = flat(load(checkpoint / "config.yaml").config.model_dump(mode="json"), lists=True)
     given = flat(redact(config.model_dump(mode="json")), lists=True)
     changed = [
         f"{path}: {saved.get(path)} -> {given.get(path)}"
         for path in sorted(saved.keys() | given.keys())
-        if saved.get(path) != given.get(path) and not _may_change(path)
+        if saved.get(path) != given.get(path) and not _may_change(path) and path not in by_content
     ]
     if changed:
         raise RunError(

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,28 @@ def _difference(path: Path, expected: dict[str, Any]) -> str | None:
     if found["size"] > expected["size"]:
         return f"{found['size']} bytes, expected {expected['size']}"
     return None if found == expected else "SHA-256 differs from the manifest's"
+
+
+def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of files of a folder, by name; a pipe or the like has none.
+
+    A saved folder's manifest spares reading those that have its size and are no newer: it is written after them.
+    """
+    manifest, hashes = _read_manifest(folder), dict[str, str]()
+    known = {} if isinstance(manifest, str) else manifest[1]
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            continue
+        facts, entry = path.stat(), known.get(name)
+        if entry is None or entry["size"] != facts.st_size or facts.st_mtime_ns > _written_at(folder):
+            entry = _fingerprint(path)
+        hashes[name] = entry["sha256"]
+    return hashes
+
+
+def _written_at(folder: Path) -> int:
+    return (folder / MANIFEST).stat().st_mtime_ns
 
 
 def saved_step(folder: Path) -> int:

@@ -1,0 +1,145 @@
+"""The models that a run reads: what they are, to the bit, and where they lie.
+
+`run.json` has them under `provenance.models`, each by the setting that names it:
+
+    path       as the setting has it
+    content    SHA-256 of a folder's files, or the commit of a model of the hub; of an adapter, its base's too
+    from_here  the way there from the run folder, of a model inside the whole run: it is moved with the run
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+
+from posttrain.config import ModelConfig, RunConfig
+from posttrain.errors import ModelError, RunError
+from posttrain.models.load import base_settings, load_config
+from posttrain.store.checkpoint import MANIFEST, file_hashes
+from posttrain.store.files import flat, load_json
+
+START, REFERENCE = "models.0.path", "method.ref_model"
+# What transformers and PEFT load; a README may change.
+LOADED = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".py")
+
+
+def models_of(config: RunConfig) -> dict[str, ModelConfig]:
+    """Every model that the settings of one run name, by the setting: its own, the reference, reward models."""
+    values = flat(config.model_dump(mode="json"), lists=True)
+    found = {START: config.models[0]}
+    if values.get(REFERENCE) is not None:
+        found[REFERENCE] = reference_settings(config.models[0], values[REFERENCE])
+    for setting, kind in values.items():
+        path = setting.removesuffix("type") + "path"
+        if setting.endswith(".type") and kind == "model" and values.get(path) is not None:
+            found[path] = ModelConfig(path=values[path])
+    return found
+
+
+def reference_settings(model: ModelConfig, ref_model: str | None) -> ModelConfig:
+    """The settings to load the reference with; a revision is the policy's own."""
+    return model if ref_model is None else model.model_copy(update={"path": ref_model, "revision": None})
+
+
+def content_of(model: ModelConfig) -> str:
+    """What a model is, to the bit. Raises ModelError when it is not there.
+
+    Of a folder the files that are loaded, their names included; of a model of the hub the commit that is loaded now.
+    """
+    folder = Path(model.path)
+    if folder.is_dir():
+        names = [path.name for path in folder.iterdir() if path.suffix in LOADED and path.name != MANIFEST]
+        hashes = file_hashes(folder, sorted(name for name in names if not name.startswith(".")))
+        content = f"sha256 {hashlib.sha256(json.dumps(hashes).encode()).hexdigest()}"
+    else:
+        load_config(model)  # where it can be reached, what the hub has now
+        cached = try_to_load_from_cache(model.path, "config.json", revision=model.revision or "main")
+        content = f"commit {Path(cached).parent.name if isinstance(cached, str) else None}"
+    base = base_settings(model)
+    return content if base is model else f"{content}, on {content_of(base)}"
+
+
+def models_read(config: RunConfig, folder: Path) -> dict[str, dict[str, str]]:
+    """What `run.json` in `folder` is to say of the models that the settings name."""
+    found: dict[str, dict[str, str]] = {}
+    here = folder.resolve()
+    for setting, model in models_of(config).items():
+        found[setting] = {"path": model.path, "content": content_of(model)}
+        place = Path(model.path).resolve()
+        if is_inside(place, folder):
+            found[setting]["from_here"] = os.path.relpath(place, here)
+    return found
+
+
+def is_inside(place: Path, folder: Path) -> bool:
+    """Whether `place` is a folder of the whole run that the run folder `folder` belongs to."""
+    return place.is_dir() and place.resolve().is_relative_to(root_of(folder))
+
+
+def root_of(folder: Path) -> Path:
+    """The folder of the whole run: that of all its models and stages, or the run folder itself."""
+    here = folder.resolve()
+    return next((at for at in here.parents[:2] if is_whole_run(at)), here)
+
+
+def is_whole_run(folder: Path) -> bool:
+    """Whether this is the folder of several runs, rather than of one or of a checkpoint in one."""
+    inside_one = any((at / "run.json").exists() for at in (folder, folder.absolute().parent))
+    return (folder / "config.yaml").is_file() and not inside_one
+
+
+def recorded(folder: Path) -> dict[str, dict[str, str]]:
+    """What `run.json` says of the models that the run read; nothing for runs made before it did."""
+    return load_json(folder / "run.json").get("provenance", {}).get("models", {})
+
+
+def located(config: RunConfig, folder: Path) -> RunConfig:
+    """The settings of the run in `folder`, its models inside the whole run named by where they are now.
+
+    A folder that the settings name otherwise than the run did, and that is there, stays.
+    """
+    places: dict[str, str] = {}
+    named = models_of(config)
+    for setting, facts in recorded(folder).items():
+        if setting not in named or "from_here" not in facts:
+            continue
+        path, place = named[setting].path, Path(os.path.normpath(folder / facts["from_here"]))
+        moved = not (Path(path).is_dir() and Path(path).resolve() == place.resolve())
+        if moved and place.is_dir() and (path == facts["path"] or not Path(path).is_dir()):
+            places[setting] = str(place)
+    return _with_paths(config, places) if places else config
+
+
+def _with_paths(config: RunConfig, places: Mapping[str, str]) -> RunConfig:
+    values = config.model_dump(mode="json")
+    for setting, path in places.items():
+        node: Any = values
+        *way, last = setting.split(".")
+        for key in way:
+            node = node[int(key)] if key.isdecimal() else node[key]
+        node[last] = path
+    return RunConfig.model_validate(values)
+
+
+def refuse_other_models(folder: Path, config: RunConfig) -> dict[str, dict[str, str]]:
+    """The models that the settings name, for `run.json`. Raises RunError when one is not what the run read before."""
+    before = recorded(folder)
+    try:
+        now = models_read(config, folder)
+    except ModelError as error:
+        settings = ", ".join(f"{setting}=..." for setting in before)
+        raise RunError(f"{folder} cannot be resumed: {error}. Say where the model is now: {settings}") from error
+    for setting, facts in now.items():
+        if setting in before and before[setting]["content"] != facts["content"]:
+            raise RunError(
+                f"{folder} was trained with another model than {facts['path']} is now ({setting}): what it read was "
+                f"{before[setting]['content']}, what is there is {facts['content']}. Put the former model back, say "
+                f"where it is ({setting}=...), or delete {folder} to train with the new one"
+            )
+    return now
