@@ -95,8 +95,9 @@ def is_whole_run(folder: Path) -> bool:
 
 
 def recorded(folder: Path) -> dict[str, dict[str, str]]:
-    """What `run.json` says of the models that the run read; nothing for runs made before it did."""
-    return load_json(folder / "run.json").get("provenance", {}).get("models", {})
+    """What `run.json` says of the models that the run read; nothing without one, or for runs made before it did."""
+    path = folder / "run.json"
+    return load_json(path).get("provenance", {}).get("models", {}) if path.exists() else {}
 
 
 def located(config: RunConfig, folder: Path) -> RunConfig:
