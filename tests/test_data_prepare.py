@@ -21,6 +21,7 @@ from posttrain.config.evaluation import EvaluationDataset
 from posttrain.data import arithmetic_problems, cache, explore, prepare
 from posttrain.data.report import Reading
 from posttrain.errors import DataError
+from posttrain.words import counted
 
 
 def write(path, rows):
@@ -139,7 +140,8 @@ def test_online_methods_drop_the_longest_tenth_of_the_prompts(tmp_path, prompts,
     report = prepared.report
     assert (report.used, report.overlong_dropped) == (longest, 20 - longest)
     if longest < 20:
-        assert f"{20 - longest} rows ({(20 - longest) / 20:.0%}) over the length limit, dropped" in report.lines()
+        rows = counted(20 - longest, "row")
+        assert f"{rows} ({(20 - longest) / 20:.0%}) over the length limit, dropped" in report.lines()
     assert len(prepared.validation["other"]) == (11 if settings.get("max_prompt_length") == "p50" else 20)
     assert prepared.reports["other"].overlong_dropped == 20 - len(prepared.validation["other"])
 

@@ -190,7 +190,8 @@ def test_out_of_memory_ends_with_the_command_that_resumes(tmp_path, shared, scra
         at_call(patch, AdamW, "step", 4, MemoryError())
         assert main(["train", str(file)]) == 1
     said = capsys.readouterr().err.splitlines()
-    assert said[-2].startswith("error: out of memory. Lower training.tokens_per_pack")
+    assert said[-3].startswith("error: out of memory")
+    assert said[-2].startswith("Lower training.tokens_per_pack (1,400)")
     command = said[-1].removeprefix("To go on with less: ")
     assert command == f"posttrain train --resume {tmp_path}/run --tokens-per-pack 700"
     assert names(tmp_path / "run") == ["checkpoint-3"]
@@ -260,7 +261,7 @@ def test_a_closed_pipe_and_a_closed_terminal_end_nothing(tmp_path, shared, scrat
         stream.write("and nothing is left to fail at the end")
     assert read_run(tmp_path / "run").state == "finished"
     log = (tmp_path / "run/training.log").read_text()
-    assert "the terminal was closed: going on without it" in log and "step 5/5" in log and "done in" in log
+    assert "the terminal was closed: going on without it" in log and "step 5/5" in log and "done, 5 steps in" in log
 
 
 def test_a_command_that_only_shows_ends_with_its_reader(tmp_path, monkeypatch):

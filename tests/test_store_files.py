@@ -115,7 +115,7 @@ def test_random_streams_go_on_where_they_were(tmp_path):
 
 def test_random_state_that_cannot_be_restored_is_refused():
     tensors, facts = rng_state()
-    with pytest.raises(RunError, match=r"lacks the random state rng\.numpy"):
+    with pytest.raises(RunError, match=r"the random state lacks rng\.numpy"):
         restore_rng({name: tensor for name, tensor in tensors.items() if name != "rng.numpy"}, facts)
     more = {f"rng.cuda.{torch.cuda.device_count()}": tensors["rng.torch"]}
     with pytest.raises(RunError, match="CUDA devices"):

@@ -142,7 +142,7 @@ COMMANDS = {
     "regrade": ["regrade", RUN, "--reward", "{type: length, target: 3}"],
     "runs list": ["runs", "list"],
     "runs show": ["runs", "show", RUN],
-    "sample": ["sample", "checkpoint", "-n", "2", "--prompts", "1", "--max-completion-length", "3"],
+    "sample": ["sample", "checkpoint", "--config", "checkpoint/config.yaml", "-n", "2", "--max-completion-length", "3"],
     "explore": ["explore", *TRAINING, f"data.source={ROWS}", "--rows", "1"],
     "plan": ["plan", *TRAINING, f"data.source={ROWS}"],
     "train": ["train", *TRAINING, f"data.source={ROWS}", "--max-steps", "1", "name=run"],
