@@ -70,7 +70,7 @@ def full_disk(tmp_path, shared, scratch_model, monkeypatch, points: list[int]) -
 
 
 def test_a_full_disk_and_then_room_again(tmp_path, shared, scratch_model, monkeypatch):
-    full_disk(tmp_path, shared, scratch_model, monkeypatch, [42])
+    full_disk(tmp_path, shared, scratch_model, monkeypatch, [46])
 
 
 @pytest.mark.slow
