@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from benchmarks.sums import EXACT_SETTINGS
 from posttrain import recipes
@@ -19,7 +20,7 @@ from posttrain.cli import main
 from posttrain.config import PPOMethod, load
 from posttrain.errors import RunError
 from posttrain.losses import gae, normalized
-from posttrain.recipes.receipt import _change, advantages_for
+from posttrain.recipes.receipt import _change, _texts, advantages_for
 from posttrain.store import rollouts
 from posttrain.store.metrics import read_metrics
 from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout, StoredRun
@@ -250,3 +251,13 @@ def test_from_a_metric_down_to_the_tokens(sums_home, tmp_path, capsys, monkeypat
     assert len(re.findall(r"^ +2 +\d+ +\d+ +(?:sign|to 0|from 0) ", short, re.MULTILINE)) == 1
     assert main(["regrade", run, "--reward", "math", "--step", "9"]) == 1
     assert main(["why", run, "--step", "9"]) == 1 and "there are steps 1 to 3" in capsys.readouterr().err
+
+
+def test_tokens_of_one_character_are_shown_as_that_character(shared):
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models/stories260K")  # other letters are bytes to it
+    tokens = tokenizer.encode(" a\u0628\n\u6f22", add_special_tokens=False)
+    shown = list(_texts(tokens, tokenizer))
+    assert len(shown) == len(tokens)
+    assert "".join(shown).replace("…", "").strip() == "a\u0628\\n\u6f22"
+    assert shown.count("…") == (2 - 1) + (3 - 1)  # UTF-8 has two bytes and three
+    assert list(_texts(tokens, None)) == [str(token) for token in tokens]

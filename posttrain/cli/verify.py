@@ -11,6 +11,7 @@ import typer
 from posttrain.cli.settings import Config, Overrides, load_stages
 from posttrain.errors import RunError
 from posttrain.terminal import say
+from posttrain.words import counted
 
 Kills = Annotated[int, typer.Option("--kills", min=1, help="How often the second run is killed.")]
 Keep = Annotated[bool, typer.Option("--keep", help="Keep the scratch folder also when both runs are equal.")]
@@ -46,7 +47,7 @@ def verify_resume(
         settings, of = stage.config, f"stage {stage.name}: " if stage.name else ""
         console.print(
             f"{of}{settings.method.type} of {', '.join(model.folder_name for model in settings.models)}: "
-            f"{settings.training.max_steps} steps, a checkpoint every {settings.checkpoint.save_steps}",
+            f"{counted(settings.training.max_steps or 0, 'step')}, a checkpoint every {settings.checkpoint.save_steps}",
             highlight=False,
         )
     folder = _scratch(Path(stages[0].config.output_dir).expanduser())

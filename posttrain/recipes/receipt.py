@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.config import PolicyGradientMethod, PPOMethod, RunConfig, load
 from posttrain.config.rewards import Reward
+from posttrain.data.pieces import pieces
 from posttrain.errors import PosttrainError, RunError
 from posttrain.losses import normalized
 from posttrain.models.load import load_tokenizer
@@ -139,8 +140,7 @@ def _print_tokens(one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | N
     }
     there = [name for name in columns if one[name] is not None]
     table = _table("", "token", *(columns[name] for name in there), "ratio", "clipped")
-    for place, token in enumerate(one["tokens"].tolist()):
-        text = repr(tokenizer.decode([token]))[1:-1] if tokenizer is not None else str(token)
+    for place, text in enumerate(_texts(one["tokens"].tolist(), tokenizer)):
         values = [f"{one[name][place]:+.4f}" for name in there]
         ratio = clipped = "-"
         if one["new_logprobs"] is not None:
@@ -148,6 +148,15 @@ def _print_tokens(one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | N
             clipped = "clipped" if one["clipped"][place] else ""
         table.add_row(str(place), Text(text), *values, ratio, clipped)
     console.print(table)
+
+
+def _texts(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> Iterator[str]:
+    """What to show of each token: of several that hold one character, the last has it, the others an ellipsis."""
+    if tokenizer is None:
+        yield from map(str, tokens)
+        return
+    for count, text in pieces(tokens, tokenizer):
+        yield from ["…"] * (count - 1) + [repr(text)[1:-1]]
 
 
 def regrade(
