@@ -26,7 +26,7 @@ from posttrain.engines import Completion, Engine, Sampling, text_of
 from posttrain.errors import DataError, VitalSignError
 from posttrain.grading.extract import THINK
 from posttrain.rewards.compose import Completion as Text
-from posttrain.rewards.compose import Rewarded, Rewards
+from posttrain.rewards.compose import Rewarded, Rewards, picked
 
 PackOf = Callable[[Sequence[Example]], list[Pack]]
 
@@ -283,14 +283,8 @@ def _facts(prompt: Example) -> Mapping[str, Any]:
 def joined(rollouts: Sequence[Rollout]) -> Rollout:
     """Several rollouts with the same rewards as one, one behind the other."""
     begins = np.cumsum([0, *(len(rollout.prompts) for rollout in rollouts)])
-    parts = tuple(
-        replace(
-            same[0],
-            values=tuple(value for part in same for value in part.values),
-            grades=None if same[0].grades is None else tuple(grade for part in same for grade in part.grades or ()),
-        )
-        for same in zip(*(rollout.rewarded.parts for rollout in rollouts), strict=True)
-    )
+    places = [(which, at) for which, rollout in enumerate(rollouts) for at in range(len(rollout.completions))]
+    parts = tuple(picked(same, places) for same in zip(*(one.rewarded.parts for one in rollouts), strict=True))
     return Rollout(
         [prompt for rollout in rollouts for prompt in rollout.prompts],
         tuple(completion for rollout in rollouts for completion in rollout.completions),
@@ -311,16 +305,7 @@ def _with_groups(rollout: Rollout, places: Sequence[int], fresh: Rollout) -> Rol
         for member in range(n)
     ]
     both = (rollout, fresh)
-    parts = tuple(
-        replace(
-            part,
-            values=tuple(both[which].rewarded.parts[number].values[at] for which, at in index),
-            grades=None
-            if part.grades is None
-            else tuple((both[which].rewarded.parts[number].grades or ())[at] for which, at in index),
-        )
-        for number, part in enumerate(rollout.rewarded.parts)
-    )
+    parts = tuple(picked(same, index) for same in zip(*(one.rewarded.parts for one in both), strict=True))
     return Rollout(
         rollout.prompts,
         tuple(both[which].completions[at] for which, at in index),

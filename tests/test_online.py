@@ -5,6 +5,7 @@ import json
 import math
 import re
 import signal
+import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -273,7 +274,12 @@ def test_values_and_returns_are_in_the_receipt(sums_home, tmp_path, normalized, 
     assert main(["why", str(folder), "--step", "2", "--prompt", "0", "--rollout", "0"]) == 0
     assert re.search(r"value +return +advantage", capsys.readouterr().out)
     assert main(["regrade", str(folder), "--reward", "benchmarks.sums:exact"]) == 0
-    assert "0 of 64 advantages change their sign" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "0 of 64 advantages change their sign" in said and "approximate" not in said
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("whiten_rewards: false", "whiten_rewards: true"))
+    assert main(["regrade", str(folder), "--reward", "benchmarks.sums:exact"]) == 0
+    assert "New advantages are approximate: method.whiten_rewards" in capsys.readouterr().out
 
 
 def test_what_has_no_reward_is_left_out_and_counted(sums_home, tmp_path):
@@ -285,6 +291,32 @@ def test_what_has_no_reward_is_left_out_and_counted(sums_home, tmp_path):
         and "alarms/no_reward" not in first
         and first["reward"] == pytest.approx(11 / 21)
     )
+
+
+asked = []
+
+
+def late_at_first(completions, **_columns):
+    """Beyond its deadline at the first two calls: those of step 1, whose groups are drawn again."""
+    asked.append(len(completions))
+    time.sleep(0.5 if len(asked) <= 2 else 0)
+    return [float(len(text)) for text in completions]
+
+
+def test_a_reward_that_takes_too_long_is_counted_and_no_zero(sums_home, tmp_path, caplog):
+    """The run goes on: the first step trains nothing, the second as ever."""
+    asked.clear()
+    late = {"type": "python", "function": "test_online:late_at_first", "name": "late", "timeout": 0.3}
+    with caplog.at_level("WARNING"):
+        folder = train(sums_home, tmp_path, {"resampling_rounds": 1}, rewards=[late, EXACT])
+    first, second = lines(folder)
+    assert first["rewards/late/timeout"] == first["rewards/left_out"] == 32 and first["resampled_groups"] == 8
+    assert "reward" not in first and "loss" not in first and "rewards/late/mean" not in first
+    assert second["rewards/late/timeout"] == second["rewards/left_out"] == 0 and second["rewards/late/mean"] > 0
+    assert "test_online:late_at_first gave no answer within 0.3 s: no reward for 32 completions" in caplog.text
+    with StoredRun(folder) as stored:
+        one = stored.rollouts(1)[0]
+    assert one["reward"] is None and one["parts"]["late"]["verdict"] == "timeout"
 
 
 def none(completions, **_columns):

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from posttrain.config.base import FUNCTION, Float, Label, Place, Positive, Problems, Settings, Text
+from posttrain.config.base import FUNCTION, Float, Int, Label, Place, Positive, Problems, Settings, Text
 
 RuleName = Literal[
     "match_format_exactly",
@@ -95,6 +95,12 @@ class PythonReward(RewardTerm):
 
     type: Literal["python"] = Field(description="A Python function.")
     function: Annotated[str, Field(pattern=FUNCTION)] = Field(description="module:function.")
+    timeout: Annotated[Float, Field(gt=0, le=86_400)] | None = Field(
+        default=None, description="Seconds that a call may take; after them its completions have no reward."
+    )
+    retries: Annotated[Int, Field(ge=0)] = Field(
+        default=0, description="Further calls after one that raises or takes too long."
+    )
 
 
 Reward = Annotated[

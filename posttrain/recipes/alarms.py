@@ -16,7 +16,8 @@ SAID = {
     "no_spread": "no group has completions of different reward, so that nothing can be learned from this step: the "
     "task is too hard or too easy for this model, or the reward is broken",
     "no_reward": "no completion has a reward, so that this step trained nothing: see whether the data has the answers "
-    "that rewards compare with (posttrain why RUN --step 1 --prompt 0), or why your own function returns None",
+    "that rewards compare with (posttrain why RUN --step 1 --prompt 0), or why your own function returns None or takes "
+    "longer than its timeout",
     "truncated": "every completion reached rollout.max_completion_length: raise it, or see whether the stop token is "
     "the one that the model was taught",
     "no_verdict": "more than 0.5 % of the completions have no verdict (timeout, crashed, bad_gold) and are left out",

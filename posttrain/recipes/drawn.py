@@ -163,6 +163,8 @@ def parts_of(rollout: Rollout, index: int) -> dict[str, dict[str, object]]:
         if part.grades is not None:
             grade = part.grades[index]
             one |= {"verdict": grade.verdict, "extracted": grade.extracted, "reason": grade.reason}
+        elif not part.counts(index):
+            one["verdict"] = "timeout"
         found[part.name] = one
     return found
 

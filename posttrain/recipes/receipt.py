@@ -196,6 +196,8 @@ def regrade(
         f"{counts[SIGN]:,} of {total:,} advantages change their sign; besides, {counts[TO_ZERO]:,} become 0 and "
         f"{counts[FROM_ZERO]:,} were 0"
     )
+    if isinstance(method, PPOMethod) and method.whiten_rewards:
+        console.print("New advantages are approximate: method.whiten_rewards scaled the run's own rewards.")
     return counts[SIGN]
 
 

@@ -6,10 +6,11 @@ with Rewards(settings, tags=data.tags) as rewards:
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from posttrain.config import DevicesConfig, TagsConfig
@@ -28,8 +29,12 @@ from posttrain.grading.extract import THINK, after_thinking
 from posttrain.grading.pool import DEADLINE_S, Pool
 from posttrain.grading.verdict import VERDICTS, Grade, Job
 from posttrain.rewards import shaping
+from posttrain.rewards.beside import OverdueError
 from posttrain.rewards.known import NEEDS_ANSWER, RULES, modules_of, options_of, prove
 from posttrain.rewards.python import RewardFunction
+from posttrain.words import counted
+
+log = logging.getLogger("posttrain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +55,26 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One reward of every completion, unweighted. None: a function says not applicable, or a rule has no verdict."""
+    """One reward of every completion, unweighted. None: a function says not applicable, or there is no verdict."""
 
     name: str
     weight: float
     values: tuple[float | None, ...]
     grades: tuple[Grade, ...] | None = None  # of rules
+    overdue: tuple[bool, ...] | None = None  # of functions with a deadline: those that gave no answer in time
+
+    def counts(self, row: int) -> bool:
+        """Whether it says anything about the completion."""
+        if self.overdue is not None and self.overdue[row]:
+            return False
+        return self.grades is None or self.grades[row].counts
 
     def metrics(self) -> dict[str, float]:
         """Mean and spread, of a rule also the number without a verdict by kind, and the shares of its own parts."""
         values = [value for value in self.values if value is not None]
         found = _moments(f"rewards/{self.name}", values)
+        if self.overdue is not None:
+            found[f"rewards/{self.name}/timeout"] = float(sum(self.overdue))
         if self.grades is None:
             return found
         counts = Counter(grade.verdict for grade in self.grades)
@@ -69,6 +83,14 @@ class Part:
         for name in ("00", "01", "10", "11") if classes else ():
             found[f"rewards/{self.name}/{name}"] = classes[name] / classes.total()
         return found
+
+
+def picked(parts: Sequence[Part], places: Sequence[tuple[int, int]]) -> Part:
+    """One reward of some completions out of several times that it was given: which time, and the place in it."""
+    grades = None if parts[0].grades is None else tuple((parts[which].grades or ())[at] for which, at in places)
+    overdue = None if parts[0].overdue is None else tuple((parts[which].overdue or ())[at] for which, at in places)
+    values = tuple(parts[which].values[at] for which, at in places)
+    return replace(parts[0], values=values, grades=grades, overdue=overdue)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +147,12 @@ class Rewards:
         self._functions = {
             name: _function(term, devices or DevicesConfig(), max_completion_length)
             for name, term in zip(names, settings, strict=True)
-            if not isinstance(term, RuleReward)
+            if not isinstance(term, RuleReward | PythonReward)
+        }
+        self._python = {
+            name: RewardFunction(term.function, term.timeout, term.retries)
+            for name, term in zip(names, settings, strict=True)
+            if isinstance(term, PythonReward)
         }
         rules = list(dict.fromkeys(term.type for term in settings if isinstance(term, RuleReward)))
         if pool is None and rules:
@@ -147,13 +174,18 @@ class Rewards:
             if isinstance(term, RuleReward) and self._pool is not None
         }
         values = {name: function(completions) for name, function in self._functions.items()}
+        overdue: dict[str, tuple[bool, ...]] = {}
+        for name, function in self._python.items():
+            values[name], late = _asked(function, completions)
+            if function.timeout is not None:
+                overdue[name] = (late,) * len(completions)
         parts = []
         for term in self.settings:
             name, grades = term_name(term), None
             if name in pending and self._pool is not None:
                 grades = tuple(self._pool.collect(pending[name]))
                 values[name] = [grade.score for grade in grades]
-            parts.append(Part(name, term.weight, tuple(values[name]), grades))
+            parts.append(Part(name, term.weight, tuple(values[name]), grades, overdue.get(name)))
         return Rewarded(tuple(_total(parts, row) for row in range(len(completions))), tuple(parts))
 
     def right(self, rewarded: Rewarded) -> dict[str, list[bool | None]]:
@@ -186,7 +218,9 @@ class Rewards:
         return Job(RULES[term.type], completion.text, completion.answer, options_of(term.type, self._tags))
 
     def close(self, keep: bool = True) -> None:
-        """Close its own pool of grading workers, if it has one; `keep` as there."""
+        """Close its own pool of grading workers, if it has one (`keep` as there), and the threads of functions."""
+        for function in self._python.values():
+            function.close()
         if self._own_pool is not None:
             self._own_pool.close(keep)
 
@@ -198,15 +232,21 @@ class Rewards:
 
 
 Function = Callable[[Sequence[Completion]], Sequence[float | None]]
-Computed = LengthReward | OverlongReward | RepetitionReward | ModelReward | PythonReward  # all but rules
+Computed = LengthReward | OverlongReward | RepetitionReward | ModelReward
+
+
+def _asked(function: RewardFunction, completions: Sequence[Completion]) -> tuple[Sequence[float | None], bool]:
+    """What a function of the user's says of the completions, and whether it said nothing in time."""
+    try:
+        return function(_columns(completions)), False
+    except OverdueError as error:
+        log.warning("%s: no reward for %s", error, counted(len(completions), "completion"))
+        return [None] * len(completions), True
 
 
 def _function(term: Computed, devices: DevicesConfig, max_completion_length: int | None) -> Function:
     """What computes a reward in this process."""
     match term:
-        case PythonReward():
-            function = RewardFunction(term.function)
-            return lambda completions: function(_columns(completions))
         case ModelReward():
             from posttrain.rewards.learned import LearnedReward  # imports torch, which rules do not need
 
@@ -241,8 +281,8 @@ def _reply(completion: Completion) -> str:
 
 
 def _total(parts: Sequence[Part], row: int) -> float | None:
-    """The weighted sum; None when a rule has no verdict on this completion, or nothing applies to it."""
-    if any(part.grades is not None and not part.grades[row].counts for part in parts):
+    """The weighted sum; None when one of them has no verdict on this completion, or nothing applies to it."""
+    if not all(part.counts(row) for part in parts):
         return None
     applicable = [(part.weight, value) for part in parts if (value := part.values[row]) is not None]
     return sum(weight * value for weight, value in applicable) if applicable else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -117,7 +118,8 @@ def _by_function(records: Sequence[Record], name: str, columns: Columns) -> list
     given["completions"] = [_text(record, columns.completion) for record in records]
     given["prompts"] = given.get("prompt", [""] * len(records))
     given["answer"] = [_text(record, columns.answer) for record in records]
-    return [Grade("correct" if (score or 0) > 0 else "wrong", score) for score in RewardFunction(name)(given)]
+    with closing(RewardFunction(name)) as function:
+        return [Grade("correct" if (score or 0) > 0 else "wrong", score) for score in function(given)]
 
 
 def _text(record: Record, column: str) -> str | None:

@@ -1,28 +1,45 @@
 """A reward that is a Python function of the user's own, named `module:function`.
 
 It is called as TRL calls one: `function(prompts=[…], completions=[…], answer=[…], column=[…]) -> [float, …]`, with the
-arguments that it takes. It runs in this process, unsupervised: it is the user's code, not the model's.
+arguments that it takes. It runs in this process, unsupervised: it is the user's code, not the model's. It may be async,
+have a deadline, and be called again when it fails.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
+import logging
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RewardError
+from posttrain.rewards.beside import Beside, OverdueError
+from posttrain.rewards.prints import speaking
+from posttrain.words import counted
+
+log = logging.getLogger("posttrain")
+
+PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # before the first retry, doubled before each further one
 
 
 class RewardFunction:
-    """The function behind a name. Raises RewardError where the name leads nowhere, or to what cannot be called."""
+    """The function behind a name. Raises RewardError where the name leads nowhere, or to what cannot be called.
 
-    def __init__(self, name: str):
-        self.name = name
-        self.function = _find(name)
+    `timeout`: seconds that a call may take, in another thread then; None: as long as it likes, in this one, unless it
+    is async. `retries`: so often it is called again after an exception or a timeout.
+    """
+
+    def __init__(self, name: str, timeout: float | None = None, retries: int = 0):
+        self.name, self.timeout, self._retries = name, timeout, retries
+        self._beside = Beside(name)
+        with speaking(name):  # a logger that the module sets up keeps the streams that it finds now
+            self.function = _find(name)
         parameters = inspect.signature(self.function).parameters.values()
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -37,20 +54,44 @@ class RewardFunction:
     def __call__(self, columns: Mapping[str, Sequence[Any]]) -> list[float | None]:
         """One number for each completion; None where the function says that it does not apply.
 
-        Raises RewardError when the function fails or gives back anything else.
+        Raises RewardError when the function fails at its last try or gives back anything else, OverdueError when it
+        has given no answer in time.
         """
         missing = [name for name in self._needs if name not in columns]
         if missing:
             raise RewardError(
                 f"{self.name} takes {', '.join(missing)}, which the data has not; there is {', '.join(columns)}"
             )
-        given = {name: list(values) for name, values in columns.items() if self._takes_all or name in self._takes}
-        try:
-            rewards = self.function(**given)
-        except Exception as error:
-            place = _place(error, self.function)
-            raise RewardError(f"{self.name} failed{place} with {type(error).__name__}: {error}") from error
-        return self._checked(rewards, len(columns["completions"]))
+        return self._checked(self._tried(columns), len(columns["completions"]))
+
+    def close(self) -> None:
+        """Let the thread of its calls end, if it has one."""
+        self._beside.close()
+
+    def _tried(self, columns: Mapping[str, Sequence[Any]]) -> object:
+        retries, pause = self._retries, PAUSE_S
+        while True:
+            given = {name: list(values) for name, values in columns.items() if self._takes_all or name in self._takes}
+            try:
+                with speaking(self.name):
+                    return self._called(given)
+            except OverdueError as error:
+                failure = error
+            except (Exception, asyncio.CancelledError) as error:
+                place = _place(error, self.function)
+                failure = RewardError(f"{self.name} failed{place} with {type(error).__name__}: {error}")
+                failure.__cause__ = error
+            if not retries:
+                raise failure
+            log.warning("%s: called again in %g s, %s left", failure, pause, counted(retries, "retry", "retries"))
+            time.sleep(pause)
+            retries, pause = retries - 1, min(2 * pause, LONGEST_PAUSE_S)
+
+    def _called(self, given: dict[str, list[Any]]) -> object:
+        if self.timeout is not None:
+            return self._beside.call(lambda: self.function(**given), self.timeout)
+        rewards = self.function(**given)
+        return self._beside.call(lambda: rewards, None) if inspect.isawaitable(rewards) else rewards
 
     def _checked(self, rewards: object, count: int) -> list[float | None]:
         if hasattr(rewards, "tolist"):
@@ -97,7 +138,7 @@ def _find(name: str) -> Callable[..., Any]:
     return function
 
 
-def _place(error: Exception, function: Callable[..., Any]) -> str:
+def _place(error: BaseException, function: Callable[..., Any]) -> str:
     """Where in the user's file it went wrong."""
     code = getattr(function, "__code__", None)
     trace, line = error.__traceback__, None

@@ -1,0 +1,232 @@
+"""Functions as rewards: deadlines, retries, async ones, and where their prints go. Nothing waits for long."""
+
+import io
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from posttrain.config.rewards import PythonReward, Reward
+from posttrain.console import PlainConsole
+from posttrain.errors import RewardError
+from posttrain.progress import bar
+from posttrain.recipes.stopping import GivenUpError, Stop
+from posttrain.rewards import beside, python
+from posttrain.rewards.beside import OverdueError
+from posttrain.rewards.compose import Completion, Rewards
+from posttrain.rewards.python import RewardFunction
+from posttrain.store.logs import ConsoleLog, RunLog
+
+MODULE = """
+import asyncio, logging, sys, threading
+log = logging.getLogger("my_slow_rewards")
+log.addHandler(logging.StreamHandler())
+calls, seen, free = [], [], threading.Event()
+
+def stuck(completions):
+    calls.append(1)
+    free.wait(20)
+    return [1.0] * len(completions)
+
+def stuck_at_first(completions):
+    return stuck(completions) if not calls else [2.0] * len(completions)
+
+def fails_twice(completions):
+    calls.append(1)
+    if len(calls) <= 2:
+        raise TimeoutError("busy")
+    return [3.0] * len(completions)
+
+async def together(completions):
+    async def one(text):
+        seen.append((asyncio.get_running_loop(), threading.current_thread()))
+        await asyncio.sleep(0)
+        return float(len(text))
+    return await asyncio.gather(*map(one, completions))
+
+async def waits_at_first(completions):
+    seen.append(asyncio.get_running_loop())
+    try:
+        await asyncio.sleep(20 if len(seen) == 1 else 0)
+    finally:
+        calls.append(1)
+    return [4.0] * len(completions)
+
+async def leaves(completions):
+    async def inside():
+        sys.exit("no more")
+    await asyncio.gather(inside())
+
+def talks(completions, prompts):
+    print("half ", end="")
+    print("a line")
+    print("to\\x1b[2J stderr", file=sys.stderr)
+    log.warning("by a logger")
+    other = threading.Thread(target=prompts[0])
+    other.start()
+    other.join()
+    print("unfinished", end="")
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """`my_slow_rewards` in the working folder; what still waits in it at the end is let go."""
+    (tmp_path / "my_slow_rewards.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_slow_rewards", raising=False)
+    monkeypatch.setattr(python, "PAUSE_S", 0.01)
+    yield lambda: sys.modules["my_slow_rewards"]
+    if "my_slow_rewards" in sys.modules:
+        sys.modules["my_slow_rewards"].free.set()
+        logging.getLogger("my_slow_rewards").handlers.clear()
+
+
+def function(name: str, timeout: float | None = None, retries: int = 0):
+    return closing(RewardFunction(f"my_slow_rewards:{name}", timeout, retries))
+
+
+TWO = {"completions": ["a", "bc"], "prompts": ["", ""], "answer": [None, None]}
+
+
+def test_no_answer_in_time_is_no_reward(module, caplog):
+    """Not the sum of the others either; and the next call is answered."""
+    terms = [
+        {"type": "python", "function": "my_slow_rewards:stuck_at_first", "timeout": 0.2, "name": "late"},
+        {"type": "length", "target": 3},
+    ]
+    completions = [Completion("a", [1]), Completion("b", [2, 3])]
+    with Rewards(TypeAdapter(tuple[Reward, ...]).validate_python(terms)) as rewards:
+        found, after = rewards(completions), rewards(completions)
+    metrics = found.metrics()
+    assert found.totals == (None, None) and "reward" not in metrics and "rewards/late/mean" not in metrics
+    assert (metrics["rewards/late/timeout"], metrics["rewards/left_out"]) == (2, 2)
+    said = "my_slow_rewards:stuck_at_first gave no answer within 0.2 s: no reward for 2 completions"
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [("WARNING", said)]
+    assert after.parts[0].values == (2.0, 2.0) and after.metrics()["rewards/late/timeout"] == 0
+
+
+def test_exceptions_and_timeouts_are_tried_again(module, caplog):
+    with function("fails_twice", retries=2) as reward:
+        assert reward(TWO) == [3.0, 3.0]
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0].startswith("my_slow_rewards:fails_twice failed (my_slow_rewards.py line ")
+    assert [text.partition("busy: ")[2] for text in said] == [
+        "called again in 0.01 s, 2 retries left",
+        "called again in 0.02 s, 1 retry left",
+    ]
+    module().calls.clear()
+    for timeout in (None, 20.0):  # in this thread, and in another
+        module().calls.clear()
+        with (
+            function("fails_twice", timeout, retries=1) as reward,
+            pytest.raises(RewardError, match="TimeoutError: busy"),
+        ):
+            reward(TWO)
+        assert len(module().calls) == 2
+    module().calls.clear()
+    with function("stuck_at_first", timeout=0.2, retries=1) as reward:
+        assert reward(TWO) == [2.0, 2.0]
+
+
+def test_calls_that_run_on_are_few(module, monkeypatch):
+    """Beside so many the function is not called again, until one has ended."""
+    monkeypatch.setattr(beside, "MOST_LATE", 2)
+    with function("stuck", timeout=0.1) as reward:
+        for message in ("no answer within 0.1 s", "no answer", "was not called: 2 earlier calls have not ended yet"):
+            with pytest.raises(OverdueError, match=message):
+                reward(TWO)
+        assert len(module().calls) == 2
+        module().free.set()
+        reward.timeout = 20.0
+        assert reward(TWO) == [1.0, 1.0]
+
+
+def test_async_functions_are_awaited_in_one_loop(module):
+    with function("together") as reward:
+        assert reward(TWO) == [1.0, 2.0] == reward(TWO)
+    assert len(set(module().seen)) == 1
+
+
+def test_async_functions_are_cancelled_at_their_deadline(module):
+    with function("waits_at_first", timeout=0.2) as reward:
+        with pytest.raises(OverdueError):
+            reward(TWO)
+        assert module().calls, "it goes on after its deadline"
+        reward.timeout = 20.0
+        assert reward(TWO) == [4.0, 4.0] and len(set(module().seen)) == 1
+
+
+def test_sys_exit_in_a_task_is_no_wait_without_end(module):
+    with function("leaves") as reward, pytest.raises(SystemExit, match="no more"):
+        reward(TWO)
+
+
+def test_a_signal_is_answered_while_a_call_is_waited_for(module):
+    stop, began = Stop(), time.monotonic()
+    press = threading.Timer(0.1, os.kill, (os.getpid(), 2))
+    with function("stuck", timeout=20.0) as reward, stop.listening(), pytest.raises(GivenUpError), stop.giving_up():
+        press.start()
+        reward(TWO)
+    assert time.monotonic() - began < 5
+
+
+def test_a_call_that_runs_on_does_not_keep_the_process(module):
+    code = (
+        "from posttrain.rewards.python import RewardFunction\n"
+        "RewardFunction('my_slow_rewards:stuck', 0.05)({'completions': ['']})"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "OverdueError: my_slow_rewards:stuck gave no" in done.stderr
+    assert time.monotonic() - began < 15, "the call takes 20 s"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0])
+def test_prints_go_above_the_bar_and_into_the_log(module, tmp_path, monkeypatch, timeout):
+    """With the function's name, a line each, harmless; the bar is drawn meanwhile, where it was."""
+    screen, log = Terminal(), RunLog(tmp_path / "training.log")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(sys, "stderr", screen)
+    with closing(log), closing(ConsoleLog()), function("talks", timeout) as reward:
+        shown = bar(PlainConsole(stderr=True))
+        shown.add_task("training", total=3)
+        with shown:
+            reward(TWO | {"prompts": [shown.refresh, shown.refresh]})
+            assert sys.stderr is not screen
+        assert sys.stderr is screen and sys.stdout.getvalue() == ""
+    said = ["half a line", "to\\x1b[2J stderr", "by a logger", "unfinished"]
+    lines = [line.partition(" INFO ")[2] for line in (tmp_path / "training.log").read_text().splitlines()]
+    assert lines == [f"my_slow_rewards:talks: {text}" for text in said]
+    drawn = screen.getvalue()
+    assert "\x1b[2J" not in drawn and "training" in drawn
+    for text in said:
+        assert drawn.count(text) == 1 and f"\x1b[2Kmy_slow_rewards:talks: {text}\n" in drawn, (text, drawn)
+
+
+def test_prints_stay_where_they_are_without_a_log(module, capsys):
+    with function("talks") as reward:
+        reward(TWO | {"prompts": [int, int]})
+    assert capsys.readouterr().out == "half a line\nunfinished"
+
+
+@pytest.mark.parametrize("more", [{"timeout": 0}, {"timeout": 1e9}, {"retries": -1}, {"retries": True}])
+def test_settings_that_cannot_be(more):
+    with pytest.raises(ValidationError, match=next(iter(more))):
+        PythonReward.model_validate({"type": "python", "function": "a:b"} | more)
