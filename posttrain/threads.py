@@ -126,7 +126,9 @@ def waited() -> int | None:
 def _waited_of(task: Path) -> int:
     try:
         return int((task / "schedstat").read_text().split()[1])
-    except ProcessLookupError:  # this thread has just ended
+    except (FileNotFoundError, ProcessLookupError):  # this thread has just ended
+        if task.exists():  # no: the system does not count
+            raise
         return 0
 
 

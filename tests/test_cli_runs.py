@@ -13,6 +13,7 @@ import pytest
 from posttrain.cli import main
 from posttrain.errors import RunError
 from posttrain.store.folder import never_stepped
+from posttrain.store.rollouts import GIB, RolloutStore, StoredPrompt
 from posttrain.store.listing import in_units, size_of, summarise
 from posttrain.store.run import Run, find_runs
 
@@ -178,8 +179,8 @@ def test_a_run_that_failed_before_its_first_step_is_begun_anew(tmp_path, caplog)
     with pytest.raises(RunError), Run.create(folder, CONFIG, {}) as run:
         run.log(0, {"eval_loss": 1.0})
         run.save_model(run.best, 0, lambda folder: None)
-        for name in ("rollouts.sqlite", "rollouts.sqlite-wal", "best.tmp-7"):
-            (folder / name).write_text("begun")
+        (folder / "best.tmp-7").write_text("begun")
+        RolloutStore(folder, GIB, after=0).close()
         raise RunError("no such model")
     assert never_stepped(folder)
     with caplog.at_level("INFO", "posttrain"), Run.create(folder, "name: again\n", {}) as run:
@@ -189,6 +190,20 @@ def test_a_run_that_failed_before_its_first_step_is_begun_anew(tmp_path, caplog)
         run.log(1, {"loss": 1.0})
         run.set_state("failed", "later")
     assert "had ended before its first step: it is begun anew" in caplog.text
+    with pytest.raises(RunError, match="holds a run already"):
+        Run.create(folder, CONFIG, {})
+
+
+def test_completions_of_a_step_are_kept_though_no_line_of_metrics_tells_of_it(tmp_path):
+    """A run that was killed before tracking.logging_steps."""
+    folder = tmp_path / "x"
+    with pytest.raises(RunError), Run.create(folder, CONFIG, {}):
+        store = RolloutStore(folder, GIB, after=0)
+        store.add_evaluation(0, "validation", [])
+        store.add(1, 0.1, [StoredPrompt(0, "1+1=", [1], {})], [])
+        store.close()
+        raise RunError("killed")
+    assert not never_stepped(folder)
     with pytest.raises(RunError, match="holds a run already"):
         Run.create(folder, CONFIG, {})
 

@@ -83,6 +83,20 @@ def test_when_threads_sleep_and_spin_again(monkeypatch):
     assert not watch.contended
 
 
+def test_a_thread_that_ends_while_it_is_looked_at_has_waited_for_nothing(monkeypatch, tmp_path):
+    """Else the next look would take all that was waited so far for the last interval's."""
+    for name, text in (("1", "5 700 1\n"), ("2", None)):
+        (tmp_path / name).mkdir()
+        if text:
+            (tmp_path / name / "schedstat").write_text(text)
+    monkeypatch.setattr("posttrain.threads.TASKS", tmp_path)
+    assert waited() is None  # a thread is there, and its numbers are not: the system does not count
+    (tmp_path / "2").rmdir()
+    listed = [tmp_path / "1", tmp_path / "2"]
+    monkeypatch.setattr(type(tmp_path), "iterdir", lambda self: iter(listed))
+    assert waited() == 700
+
+
 def test_one_thread_or_a_choice_of_the_users_is_left_alone(monkeypatch):
     import threading
 

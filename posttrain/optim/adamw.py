@@ -109,7 +109,8 @@ class AdamW:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `state` gave. The model's weights follow the masters.
+        """Take back what `state` gave. The model's weights follow the masters; a parameter of which nothing is given has
+        not moved.
 
         Raises DamagedError for a tensor of no trained parameter or of another shape, and for a parameter of which some
         are missing; nothing is taken then.
@@ -127,6 +128,8 @@ class AdamW:
                 if expected.get(key) != shapes.get(key):
                     is_, should = (list(some[key]) if key in some else "none" for some in (shapes, expected))
                     raise DamagedError(f"optimizer.safetensors: {name}|{key} has the shape {is_}, expected {should}")
+        for name in self.masters:
+            self._forget_moments(name)
         for full, value in tensors.items():
             name, key = full.rsplit("|", 1)
             if key == "master":
@@ -139,6 +142,10 @@ class AdamW:
         """Of what `state` has of a parameter that was moved, but for its master."""
         shape = self.masters[name].shape
         return {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
+
+    def _forget_moments(self, name: str) -> None:
+        """Have a parameter's moments and step count as they begin."""
+        self._adamw.state.pop(self.masters[name], None)
 
     def _load(self, name: str, key: str, value: Tensor) -> None:
         """Take back one tensor of a parameter's moments or its step count."""

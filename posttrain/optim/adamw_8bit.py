@@ -99,6 +99,10 @@ class AdamW8bit(AdamW):
             return super()._shapes(name)
         return {key: value.shape for key, value in self._moments_of(name).items()}
 
+    def _forget_moments(self, name: str) -> None:
+        super()._forget_moments(name)
+        self._moments.pop(name, None)
+
     def _load(self, name: str, key: str, value: Tensor) -> None:
         if name in self._names:
             self._moments_of(name)[key].copy_(value)

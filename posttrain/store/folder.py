@@ -45,7 +45,8 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def never_stepped(folder: Path) -> bool:
-    """Whether a run folder holds nothing worth keeping: no checkpoint, no logged step, no file of somebody's own.
+    """Whether a run folder holds nothing worth keeping: no checkpoint, no step that was logged or has completions
+    stored, no file of somebody's own.
 
     A run that ended before its first step has, at most, what the evaluation before training left: its metrics, its
     completions, and in `best` the model that it began with.
@@ -60,9 +61,22 @@ def never_stepped(folder: Path) -> bool:
     try:
         if "best" in names and saved_step(folder / "best") > 0:
             return False
-        return read_facts(folder)["state"] != "finished" and last_metrics(folder).get("step", 0) == 0
+        if read_facts(folder)["state"] == "finished" or last_metrics(folder).get("step", 0) > 0:
+            return False
+        return not _has_rollouts(folder)
     except RunError:  # something is damaged: there was something
         return False
+
+
+def _has_rollouts(folder: Path) -> bool:
+    """Whether completions of a step are stored; those of a step come before its line of metrics, which may be rare."""
+    file = folder / "rollouts.sqlite"
+    if not file.is_file() or file.stat().st_size == 0:
+        return False
+    from posttrain.store.rollouts import StoredRun  # imports numpy, which listing runs needs not wait for
+
+    with StoredRun(folder) as stored:
+        return bool(stored.steps())
 
 
 def refuse_occupied(folder: Path, overwrite: bool) -> None:
