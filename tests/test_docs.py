@@ -281,6 +281,11 @@ def slug(heading: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_conflict_of_a_merge_is_left(page):
+    assert not re.search(r"^(<{7} |={7}$|>{7} )", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_resolve(page):
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):

@@ -109,8 +109,8 @@ class AdamW:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `state` gave. The model's weights follow the masters; a parameter of which nothing is given has
-        not moved.
+        """Take back what `state` gave. The model's weights follow the masters; a parameter whose moments are not given
+        has not moved yet.
 
         Raises DamagedError for a tensor of no trained parameter or of another shape, and for a parameter of which some
         are missing; nothing is taken then.

@@ -113,7 +113,8 @@ class Saver:
         if saved.data != self._data.fingerprint:
             raise RunError(
                 f"{checkpoint}: the training data is not what this run began with (another file, split, template or "
-                "tokenizer): give it back, or start a new run"
+                "tokenizer: give it back), or this version of posttrain reads it otherwise than the one that began the "
+                "run (its version is in run.json): go on with that one, or start a new run"
             )
         tensors = load_tensors(checkpoint / "optimizer.safetensors")
         if saved.tensors not in (None, len(tensors)):
