@@ -63,7 +63,7 @@ def test_the_text_and_the_rewards_are_those_of_training(scratch_model, tmp_path,
     settings = {
         "name": "r",
         "model": {"path": str(scratch_model)},
-        "data": {"source": "builtin:arithmetic", "template": "tags", "max_rows": 4, "shuffle": False},
+        "data": {"source": "builtin:arithmetic", "template": "tags", "skip_rows": 1, "max_rows": 4, "shuffle": False},
         "training": {"max_steps": 1, "batch_size": 2},
         "stages": {"one": {"method": {"type": "grpo", "num_generations": 2}}, "two": {"method": "sft"}},
     }

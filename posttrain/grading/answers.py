@@ -25,6 +25,7 @@ from posttrain.grading.parts import (
     elements,
     in_order,
     inside_braces,
+    junction,
     rows,
 )
 from posttrain.grading.sets import ORDER, Interval, RealSet, chain, is_set_like, read_set
@@ -304,6 +305,8 @@ def _as_lists(gold: str, answer: str, depth: int) -> bool | None:
         left, right = (elements(inside_braces(text)) for text in (gold, answer))
     elif max(len(left), len(right)) == 1:
         return None
+    if {junction(gold), junction(answer)} == {"and", "or"}:
+        return False
     return _pair_off(left, right, lambda one, other: _same(one, other, depth - 1))
 
 

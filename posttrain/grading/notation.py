@@ -54,6 +54,7 @@ _COMMANDS |= {
     r"\rangle": "⟩",
 }
 _COMMAND = re.compile(r"\\(?:" + "|".join(sorted((c[1:] for c in _COMMANDS), key=len, reverse=True)) + r")(?![a-zA-Z])")
+_NOT_EQUAL = re.compile(r"\\not\s*=")
 _OVER = re.compile(r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}")
 _ORDINAL = re.compile(r"(?<=\d)\s*\^\s*(?:\{\s*(?:\\text\{)?(st|nd|rd|th)\}?\s*\}|(th)\b)")
 _CURRENCY = re.compile(r"\\text\{([$€£¥₹%])\}")
@@ -81,7 +82,7 @@ def tidy(text: str) -> str:
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", ",", text)
     text = _SIZES.sub("", _SPACING.sub(" ", text))
     text = _FRACTIONS.sub(r"\\frac", text).replace(r"\%", "%").replace(r"\$", "$")
-    text = _COMMAND.sub(lambda m: _COMMANDS[m.group()], text)
+    text = _NOT_EQUAL.sub(r"\\ne ", _COMMAND.sub(lambda m: _COMMANDS[m.group()], text))
     text = _WORDS.sub(lambda m: rf"\text{{{' '.join(m[1].split())}}}" if m[1].strip(" .,;:!") else " ", text)
     text = _ORDINAL.sub(r"\\text{th}", _CURRENCY.sub(r"\1", text))
     text = _DEGREES.sub(r"^{\\circ}", text)

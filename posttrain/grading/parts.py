@@ -25,6 +25,13 @@ def elements(text: str) -> list[str]:
     return [part for piece in split_top(_JOINED.sub(",", text)) if (part := piece.strip())]
 
 
+def junction(text: str) -> str | None:
+    """`and` or `or` between single letters, statements or choices; None elsewhere, as either word may join roots."""
+    words = set(re.findall(r"\b(?:and|or)\b", text))
+    letters = all(re.fullmatch(r"\(?[a-zA-Z]\)?", member) for member in elements(text))
+    return words.pop() if len(words) == 1 and letters else None
+
+
 def inside_braces(text: str) -> str:
     """What the braces of a set enclose; any other text as it is."""
     inside = brackets(text)

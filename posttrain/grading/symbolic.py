@@ -29,10 +29,13 @@ _PLAIN_NAME = re.compile(
     r"(?<![a-zA-Z\\])(arc(?:sin|cos|tan)|(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp|sqrt|pi|infinity|inf)(?![a-zA-Z])"
 )
 _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
+# The grammar drops a prime, and takes a power T for the transpose of a number.
+_PRIMED = re.compile(r"(?P<name>\\[a-zA-Z]+|[a-zA-Z])(?:_\{(?P<index>\w+)\})?(?P<primes>'*)")
+_TRANSPOSED = re.compile(r"\^\{(T)\}")
 _SCIENTIFIC = re.compile(r"(?<![\w.}])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\d.])")
 # Relations, ratios, words, and numbers in another base, whose index the grammar would drop, are no expressions.
 _FOREIGN = re.compile(
-    r"[<>=:;?@#~\"`&$€£¥]|\\(?:le|ge|ne|in|approx|sim|equiv|to|mid|text|pm|mp|math[a-z]+|[bp]?mod|cup|cap|setminus|emptyset)(?![a-zA-Z])|[\d)}]\s*_"
+    r"[<>=:;?@#~\"`&$€£¥]|\\(?:le|ge|ne|in|approx|sim|equiv|to|mid|text|pm|mp|math[a-z]+|[bp]?mod|cup|cap|setminus|emptyset)(?![a-zA-Z])|[\d)}]\s*_|[)\]}|]\s*'"
 )
 
 
@@ -106,6 +109,7 @@ def _is_multiple(gold: str, answer: str, sign: str, positive: bool = False) -> b
 
 def parse(text: str) -> sympy.Expr:
     """A tidy text as an expression. Raises Unreadable."""
+    text = _PRIMED.sub(_with_primes, text)
     if not text or len(text) > LONGEST or not is_balanced(text) or _FOREIGN.search(text) or _depth(text) > DEEPEST:
         raise Unreadable(text[:50])
     try:
@@ -128,11 +132,17 @@ def as_latex(text: str) -> str:
     """Plain text such as `2*sqrt(3)/3`, `x**2` or `sin(pi/4)` as LaTeX; LaTeX stays as it is. Decimals as fractions."""
     text = _SCIENTIFIC.sub(_power_of_ten, text)
     text = text.replace("**", "^").replace("^{\\circ}", r"\cdot\frac{\pi}{180}")
-    text = text.replace("*", r"\cdot ")
+    text = _TRANSPOSED.sub(r"^{(\1)}", text.replace("*", r"\cdot "))
     text = _PLAIN_NAME.sub(lambda m: "\\" + {"inf": "infty", "infinity": "infty"}.get(m[1], m[1]) + " ", text)
     text = _grouped(text, r"\sqrt")
     text = _grouped(text, "^")
     return _DECIMAL.sub(lambda m: rf"\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}}", text)
+
+
+def _with_primes(found: re.Match[str]) -> str:
+    """A symbol of its own for `y'`, and another for `y''`."""
+    primes = "prime" * len(found["primes"])
+    return f"{found['name']}_{{{found['index'] or ''}{primes}}}" if primes else found[0]
 
 
 def _power_of_ten(found: re.Match[str]) -> str:

@@ -120,15 +120,15 @@ def first_prompts(
 
     Raises DataError where none of the first rows has any.
     """
-    data, held = setup.data, setup.data.validation
+    data, held, skip = setup.data, setup.data.validation, 0
     if held is not None and held.source is not None:
         source, split = held.source, held.split
     elif isinstance(data.source, str):
-        source, split = data.source, data.split
+        source, split, skip = data.source, data.split, data.skip_rows
     else:
         source, split = data.source[0].source, data.source[0].split
     rows = open_source(source, split, None, setup.seed, choose_template(data, tokenizer).compose).read()
-    records = list(itertools.islice(rows, 4 * count))  # some may be malformed
+    records = list(itertools.islice(rows, skip, skip + 4 * count))  # some may be malformed
     found: list[Prompt] = []
     unused: list[Malformed] = []
     for record, prompt in zip(records, prompts_of(records, data, tokenizer, source), strict=True):
