@@ -233,7 +233,7 @@ def _as_quantities(gold: str, answer: str, depth: int) -> bool | None:
     if sums[1]:
         other, their = _plain(sums[1][0]), sums[1][1]
     if unit.dimensions and their.dimensions:
-        if unit.dimensions != their.dimensions:
+        if unit.dimensions != their.dimensions or (unit.which and their.which and unit.which != their.which):
             return False
         factors = unit.size * unit.scale, their.size * their.scale
     else:

@@ -66,12 +66,12 @@ _NOUNS = (
 )
 _IRREGULAR = {"people": "person", "children": "child", "men": "man", "women": "woman", "feet": "foot"}
 _IRREGULAR |= {"vertices": "vertex", "leaves": "leaf", "loaves": "loaf", "shelves": "shelf", "pence": "penny"}
-# Beside a unit these change nothing.
+# Beside a unit the first change nothing; the others say which things are counted, and may be left out but not changed.
 _ADJECTIVES = (
-    "old long tall high wide deep away apart total altogether left remaining different distinct possible ordered whole "
-    "small large red blue green yellow white black right"
+    "old long tall high wide deep away apart total altogether remaining different distinct possible ordered whole"
 )
-_COUNTED, _DROPPED = frozenset(_NOUNS.split()), frozenset(_ADJECTIVES.split())
+_TELLING = frozenset(["left", "right", "small", "large", "red", "blue", "green", "yellow", "white", "black"])
+_COUNTED, _DROPPED = frozenset(_NOUNS.split()), frozenset(_ADJECTIVES.split()) | _TELLING
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 _SIZES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
@@ -90,11 +90,15 @@ _SUM = re.compile(r"(?:\s*,|\s+and\b)?\s*(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\})\s*
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """`dimensions` with their powers; `scale`, in the smallest unit of its kind; `size`, 10⁶ of `million dollars`."""
+    """`dimensions` with their powers; `scale`, in the smallest unit of its kind; `size`, 10⁶ of `million dollars`.
+
+    `which` has the adjectives that tell things of one kind apart, `red` of `red marbles`.
+    """
 
     dimensions: frozenset[tuple[str, int]]
     scale: Fraction = Fraction(1)
     size: int = 1
+    which: frozenset[str] = frozenset()
 
 
 NO_UNIT = Unit(frozenset())
@@ -139,6 +143,7 @@ def read_unit(text: str) -> Unit | None:
 
 def _product(text: str) -> Unit | None:
     found: list[list] = []  # [dimensions, scale, power] of each factor
+    which: set[str] = set()
     size, sign, power, end = 1, 1, 1, 0
     while end < len(text):
         token = _TOKEN.match(text, end)
@@ -163,6 +168,8 @@ def _product(text: str) -> Unit | None:
             power = 1
         elif word and word.lower() not in _DROPPED:
             return None
+        elif word:
+            which |= {word.lower()} & _TELLING
     if power != 1 or not (found or size > 1):
         return None
     dimensions: Counter[str] = Counter()
@@ -173,7 +180,7 @@ def _product(text: str) -> Unit | None:
             dimensions[dimension] += own * exponent
     if dimensions.keys() & {"celsius", "fahrenheit"}:
         del dimensions["degree"]
-    return Unit(frozenset((d, n) for d, n in dimensions.items() if n), scale, size)
+    return Unit(frozenset((d, n) for d, n in dimensions.items() if n), scale, size, frozenset(which))
 
 
 def _word(word: str) -> Unit | None:
