@@ -17,7 +17,7 @@ from benchmarks import sums
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.engines import EmbeddedEngine
-from posttrain.errors import EngineError, RewardError, RunError
+from posttrain.errors import EngineError, RewardError, RunError, Stopped
 from posttrain.optim.adamw import AdamW
 from posttrain.recipes import ppo, sft
 from posttrain.recipes.loop import Loop
@@ -168,6 +168,30 @@ def test_a_save_that_fails_does_not_hide_why_the_run_failed(tmp_path, shared, sc
     assert failed.value.__notes__ == ["the steps since the last checkpoint are not saved: no space"]
     assert read_run(tmp_path / "run").reason.startswith("ValueError: the first (")
     assert "are not saved: no space" in (tmp_path / "run/training.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("what", "number", "kind"), [("backward", signal.SIGINT, KeyboardInterrupt), ("rows", signal.SIGTERM, Stopped)]
+)
+def test_a_signal_while_a_failed_run_is_saved_waits_for_that(
+    tmp_path, shared, scratch_model, monkeypatch, caplog, what, number, kind
+):
+    """It does not cost the steps, and it is not forgotten: no further run of a chain begins."""
+    *place, error, _, step, reason = FAILURES[what]
+    write = Saver._write
+
+    def interrupted(self, *args):
+        signal.raise_signal(number)
+        write(self, *args)
+
+    at_call(monkeypatch, *place, error)
+    monkeypatch.setattr(Saver, "_write", interrupted)
+    with pytest.raises(kind):
+        start(tmp_path, sft_sections(shared, scratch_model))
+    assert names(tmp_path / "run") == [f"checkpoint-{step}"]
+    info = read_run(tmp_path / "run")
+    assert info.state == "failed" and reason in info.reason
+    assert f"the run failed: {error}" in caplog.text
 
 
 def test_weights_that_have_moved_are_not_saved(tmp_path, shared, scratch_model, monkeypatch):

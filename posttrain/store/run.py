@@ -8,6 +8,7 @@ Importing this module, creating or reading a run folder needs no torch.
 """
 
 import logging
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
-from posttrain.errors import PosttrainError, RunError, Stopped, reason_of
+from posttrain.errors import PosttrainError, RunError, Stopped, message_of, reason_of
+from posttrain.signals import deferring
 from posttrain.store import checkpoint
 from posttrain.store.atomic import cannot_write, recover, write_file
 from posttrain.store.files import save_json
@@ -262,7 +264,10 @@ class Run:
             self.close()
 
     def on_failure(self, save: Callable[[BaseException], None]) -> None:
-        """Call `save(error)` when an exception leaves the block: whatever that raises, the run ends with `error`."""
+        """Call `save(error)` when an exception leaves the block: whatever that raises, the run ends with `error`.
+
+        A signal meanwhile waits for it, and takes the error's place.
+        """
         self._save_after = save
 
     def _record_end(self, error: BaseException) -> None:
@@ -273,13 +278,17 @@ class Run:
         if not asked:
             trace = None if isinstance(error, PosttrainError) else (type(error), error, error.__traceback__)
             self._log.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, "%s", (reason,), trace))
-        try:
-            self._save_after(error)
-        except BaseException as second:
-            note = f"the steps since the last checkpoint are not saved: {reason_of(second)}"
-            log.warning(note)
-            error.add_note(note)
-        self.set_state("interrupted" if asked else "failed", reason)
+        with deferring("saving the last finished step") as signals:
+            try:
+                self._save_after(error)
+            except BaseException as second:
+                note = f"the steps since the last checkpoint are not saved: {reason_of(second)}"
+                log.warning(note)
+                error.add_note(note)
+            self.set_state("interrupted" if asked else "failed", reason)
+        if signals and not asked:  # now it ends the process, and no other run begins
+            log.error("the run failed: %s", message_of(error))
+            raise KeyboardInterrupt if signals[0] == signal.SIGINT else Stopped(signals[0])
 
 
 @dataclass(frozen=True, slots=True)
