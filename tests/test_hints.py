@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.cli import main
 from posttrain.cli.errors import UsageError
 from posttrain.cli.flags import plain, short_names
 from posttrain.config import load
@@ -61,6 +62,11 @@ def test_a_wrong_key_gets_its_hint(override, message):
 def test_a_wrong_flag_gets_its_hint(flag, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         plain([flag, "old.yaml"], {"skip"})
+
+
+def test_the_name_of_an_argument_is_no_flag(capsys):
+    assert main(["train", "--config", "old.yaml"]) == 2
+    assert "there is no flag --config; give the file alone: posttrain train FILE" in capsys.readouterr().err
 
 
 def test_every_name_is_answered_as_key_and_as_flag():

@@ -126,7 +126,9 @@ class SettingsCommand(TyperCommand):
     """A command with settings' flags: each may be spelt in full or with underscores, and a switch needs no value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, plain(args, {opt.removeprefix("--") for p in self.params for opt in p.opts}))
+        # an argument has its bare name among its `opts`: it is no flag
+        declared = {opt[2:] for p in self.params for opt in p.opts if opt.startswith("--")}
+        return super().parse_args(ctx, plain(args, declared))
 
 
 def plain(args: list[str], declared: set[str]) -> list[str]:
