@@ -14,7 +14,7 @@ log = logging.getLogger("posttrain")
 
 
 @contextmanager
-def handling(handler: Callable[[int, object], None], *numbers: signal.Signals) -> Iterator[None]:
+def handling(handler: Callable[[int, object], None] | signal.Handlers, *numbers: signal.Signals) -> Iterator[None]:
     """Handle signals so inside the block. Outside the main thread, where Python allows no handlers, nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield

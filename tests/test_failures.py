@@ -23,6 +23,7 @@ from posttrain.recipes import ppo, sft
 from posttrain.recipes.loop import Loop
 from posttrain.recipes.resume import smaller_packs
 from posttrain.recipes.saving import Saver
+from posttrain.signals import handling
 from posttrain.store import rollouts
 from posttrain.store.checkpoint import list_checkpoints
 from posttrain.store.files import load_json
@@ -277,7 +278,8 @@ def test_a_closed_pipe_and_a_closed_terminal_end_nothing(tmp_path, shared, scrat
             print("a reward's own words", flush=True)
 
     monkeypatch.setattr(Loop, "update", closing)
-    with os.fdopen(writer, "w", buffering=1) as stream, monkeypatch.context() as patch:
+    default = handling(signal.SIG_DFL, signal.SIGHUP)  # the suite itself may run under nohup
+    with default, os.fdopen(writer, "w", buffering=1) as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
         patch.setattr(sys, "stderr", stream)
         assert main(["train", str(file)]) == 0
