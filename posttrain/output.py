@@ -22,7 +22,8 @@ from posttrain.signals import handling
 
 log = logging.getLogger("posttrain")
 
-GONE = (errno.EPIPE, errno.EIO, errno.ESHUTDOWN, errno.ECONNRESET)  # a pipe's reader, a terminal, a socket's peer
+# A pipe's reader (Windows calls it an invalid argument), a terminal, a socket's peer.
+GONE = {errno.EPIPE, errno.EIO, errno.ESHUTDOWN, errno.ECONNRESET} | ({errno.EINVAL} if os.name == "nt" else set())
 QUIT = 141  # what a shell says of a process that SIGPIPE has ended
 
 

@@ -4,27 +4,77 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from posttrain.errors import Stopped
 
 log = logging.getLogger("posttrain")
 
 
+RESEND_S = 0.01  # long enough for the code that drops an exception to be over
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
 @contextmanager
-def handling(handler: Callable[[int, object], None] | signal.Handlers, *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals so inside the block. Outside the main thread, where Python allows no handlers, nothing changes."""
+def handling(
+    handler: Callable[[int, object], None] | signal.Handlers,
+    *numbers: signal.Signals,
+    again: Callable[[BaseException], None] = _raise,
+) -> Iterator[None]:
+    """Handle signals so inside the block. Outside the main thread, where Python allows no handlers, nothing changes.
+
+    Python drops an exception that leaves a `__del__`, a weak reference's callback or a callback from C, and with it
+    the signal whose handler raised it there. The signal is then sent again, and `again` gets the dropped exception in
+    place of `handler`: by default it raises it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in numbers}
+    raised: dict[int, BaseException] = {}  # signal number -> what its handler raised last
+    dropped: list[BaseException] = []
+
+    def call(number: int, frame: object) -> None:
+        try:
+            if dropped:
+                again(dropped.pop())
+            elif callable(handler):
+                handler(number, frame)
+        except BaseException as error:
+            raised[number] = error
+            raise
+
+    def look(unraisable: Any) -> None:
+        for number, error in raised.items():
+            if unraisable.exc_value is error:
+                dropped.append(error)
+                threading.Timer(RESEND_S, _send, [number]).start()
+                return
+        hook(unraisable)
+
+    hook, sys.unraisablehook = sys.unraisablehook, look
+    installed = call if callable(handler) else handler
+    before = {number: signal.signal(number, installed) for number in numbers}
     try:
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+        sys.unraisablehook = hook
+
+
+def _send(number: int) -> None:
+    """Send this process a signal, to the thread that handles it, so that what it waits for is interrupted."""
+    if hasattr(signal, "pthread_kill") and (main := threading.main_thread().ident):
+        signal.pthread_kill(main, number)
+    else:
+        signal.raise_signal(number)
 
 
 def leave(number: int, frame: object) -> None:

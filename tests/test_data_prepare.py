@@ -18,7 +18,7 @@ from posttrain.batch import pack, sequences
 from posttrain.cli import main
 from posttrain.config.data import DataConfig
 from posttrain.config.evaluation import EvaluationDataset
-from posttrain.data import arithmetic_problems, cache, explore, prepare
+from posttrain.data import arithmetic_problems, cache, explore, prepare, reading
 from posttrain.data.report import Reading
 from posttrain.errors import DataError
 from posttrain.words import counted
@@ -282,6 +282,28 @@ def test_cache_is_used_and_follows_content_settings_and_tokenizer(tmp_path, comp
     with open(completions, "a") as file:
         file.write('{"prompt": "new", "completion": "row"}\n')
     assert len(run(tmp_path, source=completions).train) == 21 and len(entries()) == 7
+
+
+@pytest.mark.parametrize("kind", ["sft", "pair", "prompt", "unpaired"])
+def test_the_fingerprint_is_of_the_data_alone(tmp_path, completions, pairs, monkeypatch, kind):
+    """Not of the code that read it, of its file's bytes, or of the batches it came in; but of every value of it."""
+    names = {
+        "sft": ("prompt", "completion"), "prompt": ("prompt", "answer"), "pair": ("prompt", "chosen", "rejected"),
+        "unpaired": ("prompt", "completion", "label"),
+    }[kind]  # fmt: skip
+    rows = [{name: f"{name}{i}" if name != "label" else i > 5 for name in names} for i in range(12)]
+
+    def seen(name, rows, **settings):
+        source = write(tmp_path / name, rows)
+        return run(tmp_path, kind, source=source, max_length=40, **settings).fingerprint
+
+    first = seen("a.jsonl", rows)
+    monkeypatch.setattr(cache, "CODE_VERSION", cache.CODE_VERSION + 1)
+    monkeypatch.setattr(reading, "BATCH", 5)
+    assert seen("b.jsonl", rows) == first and len(list((tmp_path / "cache" / "data").iterdir())) == 2
+    last = rows[-1] | {names[-1]: False if kind == "unpaired" else "another"}
+    others = [seen("c.jsonl", changed) for changed in (rows[::-1], rows[:-1], [*rows[:-1], last])]
+    assert len({first, *others, seen("a.jsonl", rows, max_prompt_length=7)}) == 5
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "facts", "gone"])

@@ -195,6 +195,21 @@ def test_a_signal_while_a_failed_run_is_saved_waits_for_that(
     assert f"the run failed: {error}" in caplog.text
 
 
+def test_a_save_that_fails_after_early_stopping(tmp_path, shared, scratch_model, monkeypatch):
+    """The line that the last step leaves is there once, as in the run that nothing happens to."""
+    sections = sft_sections(shared, scratch_model)
+    sections["data"]["validation"] = {"rows": 2}
+    sections["training"] |= {"learning_rate": 0.5, "max_steps": 9}
+    sections |= {"evaluation": {"eval_steps": 1}, "tracking": {"logging_steps": 100}}
+    sections["checkpoint"] = {"best_metric": "eval_loss", "early_stopping_patience": 2, "save_steps": 100}
+    start(tmp_path / "whole", sections)
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="disk full"):
+        at_call(patch, Saver, "_write", 1, RunError("disk full"))
+        start(tmp_path, sections)
+    start(tmp_path, sections, resume=True)
+    assert_same_run(tmp_path / "whole/run", tmp_path / "run")
+
+
 def test_weights_that_have_moved_are_not_saved(tmp_path, shared, scratch_model, monkeypatch):
     """There is no copy of them where a step has one update: the last checkpoint stands, if there is one."""
     sections = sft_sections(shared, scratch_model)

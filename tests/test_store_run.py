@@ -15,6 +15,7 @@ from posttrain.errors import DataError, RunError, Stopped
 from posttrain.store.checkpoint import list_checkpoints, newest_complete, saved_step
 from posttrain.store.logs import ConsoleLog
 from posttrain.store.metrics import read_metrics
+from posttrain.store.provenance import redact, redact_arguments
 from posttrain.store.run import Run, find_runs, read_run
 
 CONFIG = "name: toy\nmethod: {type: sft}\n"
@@ -144,6 +145,7 @@ def test_overwrite_deletes_nothing_but_a_run(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
+from posttrain.store.provenance import redact, redact_arguments
 from posttrain.store.run import Run
 with Run.create(Path(sys.argv[1]), "name: x", {}) as run:
     run.log(1, {"loss": 1.0})
@@ -299,6 +301,25 @@ def test_no_secret_is_written_anywhere(tmp_path, monkeypatch):
         assert not [secret for secret in secrets if secret in text], f"{path.name} holds a secret"
     shown = read_run(tmp_path / "x").provenance["command"]
     assert "training.tokens_per_pack=4096 seed=1" in shown and "@host/x" in shown and "hub.token=***" in shown
+
+
+def test_what_is_no_secret_stays(monkeypatch):
+    """Values of variables that are places or words, settings of tokens, though their names end as a secret's do."""
+    ordinary = {
+        "MYAPP_PWD": "/home/me/work",
+        "SORT_KEY": "created_at",
+        "SSH_AUTH_SOCK": "/tmp/agent.1",
+        "key_path": "key-1-of-me",
+    }
+    hidden = {"DB_PASSWD": "letters-alone", "API_KEY": "a1b2c3d4", "MY_PAT": "Ab-cdefghi"}
+    for name, value in (ordinary | hidden).items():
+        monkeypatch.setenv(name, value)
+    for value in ordinary.values():
+        assert redact(f"{value}/runs") == f"{value}/runs"
+    for value in hidden.values():
+        assert redact(f"{value}/runs") == "***/runs"
+    settings = ["data.template.stop_token=<|im_end|>", "--max-new-tokens=512", "t={pad_token: x}"]
+    assert redact_arguments(settings) == settings
 
 
 # Speed and weight

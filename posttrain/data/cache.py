@@ -1,6 +1,7 @@
-"""Tokenised rows on disk: an Arrow file and its facts in a folder named by the fingerprint of what went into it.
+"""Tokenised rows on disk: an Arrow file and its facts in a folder named by the hash of all that went into it.
 
-The folder appears by one rename, so it is whole or absent; a damaged one is known by its hash and built again.
+The rows have a hash of their own, by which a run recognises its data: it stays when only the code changes. The folder
+appears by one rename, so it is whole or absent; a damaged one is known by its hash and built again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import shutil
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from posttrain.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-CODE_VERSION = 4  # raise it when the same rows and settings come to give other tokens
+CODE_VERSION = 5  # raise it when the same rows and settings come to give other tokens
 LEFTOVER_SECONDS = 86_400
 ATTEMPTS = 2  # another run may take away what both have found damaged, just as this one has made it again
 
@@ -58,9 +60,14 @@ def default_folder() -> Path:
     return Path(os.environ.get("POSTTRAIN_CACHE") or Path.home() / ".cache" / "posttrain").expanduser()
 
 
-def fingerprint(facts: dict[str, Any]) -> str:
+def key_of(facts: dict[str, Any]) -> str:
+    """Where tokens made from such rows and settings lie: SHA-256 of facts that JSON can write, and of the code."""
+    return digest_of({"code": CODE_VERSION, **facts})
+
+
+def digest_of(facts: dict[str, Any]) -> str:
     """SHA-256 of facts that JSON can write."""
-    text = json.dumps({"code": CODE_VERSION, **facts}, sort_keys=True, default=str)
+    text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
@@ -83,10 +90,31 @@ class Writer:
         self.schema = SCHEMAS[kind]
         self.sink = pa.OSFile(str(path), "wb")
         self.file = pa.ipc.new_file(self.sink, self.schema)
+        self._hashes: dict[str, Any] = defaultdict(hashlib.sha256)
 
     def write(self, rows: list[dict[str, Any]]) -> None:
-        if rows:
-            self.file.write_batch(pa.RecordBatch.from_pylist(rows, schema=self.schema))
+        if not rows:
+            return
+        batch = pa.RecordBatch.from_pylist(rows, schema=self.schema)
+        self.file.write_batch(batch)
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            self._hash(name, column)
+
+    def content(self) -> str:
+        """SHA-256 of the rows written, whatever batches they came in."""
+        return digest_of({name: each.hexdigest() for name, each in self._hashes.items()})
+
+    def _hash(self, name: str, column: pa.Array) -> None:
+        if pa.types.is_string(column.type):
+            texts = [text.encode(errors="surrogatepass") for text in column.to_pylist()]
+            self._hash(f"{name} lengths", pa.array(list(map(len, texts))))
+            self._hashes[name].update(b"".join(texts))
+        elif pa.types.is_list(column.type):
+            self._hash(f"{name} lengths", column.value_lengths())
+            self._hash(name + " values", column.flatten())
+        else:
+            self._hashes[f"{name} nulls"].update(column.is_null().to_numpy(zero_copy_only=False).tobytes())
+            self._hashes[name].update(column.drop_null().to_numpy(zero_copy_only=False).tobytes())
 
     def close(self) -> None:
         self.file.close()
@@ -95,11 +123,11 @@ class Writer:
 
 def cached(
     folder: Path, key: str, kind: str, build: Callable[[Writer], Reading]
-) -> tuple[pa.Table, Reading, str | None]:
-    """The table under a fingerprint, memory-mapped, built when it is not there.
+) -> tuple[pa.Table, Reading, str, str | None]:
+    """The table under a key, memory-mapped, built when it is not there.
 
-    Also gives what reading found, and a note when a damaged table was built again. Raises DataError when the folder
-    cannot be written.
+    Also gives what reading found, the hash of the rows, and a note when a damaged table was built again. Raises
+    DataError when the folder cannot be written.
     """
     place = folder / "data" / key
     note = None
@@ -130,7 +158,7 @@ class _DamagedError(Exception):
     pass
 
 
-def _load(place: Path) -> tuple[pa.Table, Reading]:
+def _load(place: Path) -> tuple[pa.Table, Reading, str]:
     rows = place / "rows.arrow"
     try:
         facts = json.loads((place / "facts.json").read_text())
@@ -139,7 +167,7 @@ def _load(place: Path) -> tuple[pa.Table, Reading]:
         if actual != facts["sha256"]:
             raise _DamagedError("its hash is another")
         table = pa.ipc.open_file(pa.memory_map(str(rows))).read_all()
-        return table, Reading.from_json(facts["reading"])
+        return table, Reading.from_json(facts["reading"]), facts["content"]
     except PermissionError:
         raise
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
@@ -158,7 +186,8 @@ def _build(place: Path, kind: str, build: Callable[[Writer], Reading]) -> None:
         with (work / "rows.arrow").open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             os.fsync(stream.fileno())
-        (work / "facts.json").write_text(json.dumps({"sha256": digest, "reading": reading.to_json()}))
+        facts = {"sha256": digest, "content": writer.content(), "reading": reading.to_json()}
+        (work / "facts.json").write_text(json.dumps(facts))
         try:
             work.rename(place)
         except OSError:

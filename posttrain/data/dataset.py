@@ -183,15 +183,18 @@ def _pieces(view: Array, split: Array, size: int) -> Array:
 
 
 class Dataset:
-    """A sequence of `posttrain.batch.Example`. `lengths` are physical tokens per example, every token of it counted."""
+    """A sequence of `posttrain.batch.Example`. `lengths` are physical tokens per example, every token of it counted.
+
+    `view` says where in the table each example lies, in columns as `Fitted` has them.
+    """
 
     def __init__(self, table: Table, fitted: Fitted, indices: Array):
         self._table = table
-        self._view = fitted.view[indices]
+        self.view = fitted.view[indices]
         self.lengths: Array = fitted.lengths[indices]
 
     def __len__(self) -> int:
-        return len(self._view)
+        return len(self.view)
 
     def __getitem__(self, index: int) -> Example:
         if not -len(self) <= index < len(self):
@@ -204,7 +207,7 @@ class Dataset:
         """Tokens of the longest sequence; a pair has two."""
         if self._table.kind != "pair":
             return int(self.lengths.max())
-        row, start, other_start, chosen, rejected = self._view.T
+        row, start, other_start, chosen, rejected = self.view.T
         prompt = self._table.lists["prompt"].lengths[row]
         other = np.where(self._table.two[row], self._table.lists["rejected_prompt"].lengths[row], prompt)
         return int(np.maximum(prompt - start + chosen, other - other_start + rejected).max())
@@ -212,35 +215,35 @@ class Dataset:
     @property
     def rows(self) -> Array:
         """The number of the row that each example is of, counted through all sources."""
-        return self._table.row[self._view[:, 0]]
+        return self._table.row[self.view[:, 0]]
 
     @property
     def labels(self) -> Array:
         """Which completions are desirable, of labelled ones."""
-        return self._table.label[self._view[:, 0]]
+        return self._table.label[self.view[:, 0]]
 
     @property
     def ties(self) -> Array:
         """Which pairs are ties."""
-        return self._table.tie[self._view[:, 0]]
+        return self._table.tie[self.view[:, 0]]
 
     def _labelled(self, index: int) -> Example:
         """A tree of the prompt and one completion, so that a recipe can tell the two apart."""
         table = self._table
-        at, start, stop = (int(value) for value in self._view[index])
+        at, start, stop = (int(value) for value in self.view[index])
         tokens, cut = table.lists["tokens"][at], int(table.prompt[at])
         tree = Sample(tokens[start:cut], False, (Sample(tokens[cut:stop], True),))
         return Example((tree,), int(table.row[at]), label=bool(table.label[at]))
 
     def _prompt(self, index: int) -> Example:
         table = self._table
-        at, start, stop = (int(value) for value in self._view[index])
+        at, start, stop = (int(value) for value in self.view[index])
         facts = json.loads(table.facts[at].as_py())
         return Example((Sample(table.lists["tokens"][at][start:stop]),), int(table.row[at]), facts=facts)
 
     def _one(self, index: int) -> Example:
         table = self._table
-        at, start, stop = (int(value) for value in self._view[index])
+        at, start, stop = (int(value) for value in self.view[index])
         trained = np.zeros(stop, bool)
         for begin, end in table.lists["spans"][at].reshape(-1, 2):
             trained[begin:end] = True
@@ -249,7 +252,7 @@ class Dataset:
 
     def _pair(self, index: int) -> Example:
         lists = self._table.lists
-        at, start, other_start, chosen, rejected = (int(value) for value in self._view[index])
+        at, start, other_start, chosen, rejected = (int(value) for value in self.view[index])
         prompt = lists["prompt"][at][start:]
         leaves = (Sample(lists["chosen"][at][:chosen], True), Sample(lists["rejected"][at][:rejected], True))
         trees: tuple[Sample, ...] = (Sample(prompt, False, leaves),)

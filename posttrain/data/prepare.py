@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,16 +180,15 @@ def prepare(
         its = reader.with_data(_settings_of(own[name], data)) if name in own else reader
         one = loaded[name] = its.load(name, [part], reader.limits_elsewhere(whole.limits), None)
         validation[name] = Dataset(one.table, one.fitted, np.arange(len(one.fitted.view)))
-    facts = {
-        "keys": {name: one.keys for name, one in loaded.items()},
-        "limits": str(whole.limits),
-        "weights": [part.weight for part in parts],
-        "validation": str(data.validation),
-        "max_rows": max_rows,
-        "seed": seed,
-    }
     reports = {name: one.report for name, one in loaded.items()}
-    return Prepared(kind, train, validation, reports, cache.fingerprint(facts))
+    return Prepared(kind, train, validation, reports, _fingerprint(loaded, train, validation))
+
+
+def _fingerprint(loaded: Mapping[str, Loaded], train: Dataset, validation: Mapping[str, Dataset]) -> str:
+    """SHA-256 of all the data that a run sees, in its order: the rows' contents, the limits' cuts, and the split."""
+    sets = {"train": train, **validation}
+    views = {name: hashlib.sha256(one.view.tobytes()).hexdigest() for name, one in sets.items()}
+    return cache.digest_of({"rows": {name: one.contents for name, one in loaded.items()}, "views": views})
 
 
 def _settings_of(entry: EvaluationDataset, data: DataConfig) -> DataConfig:

@@ -53,7 +53,7 @@ class Loaded:
     fitted: Fitted
     limits: Limits
     ends: list[int]  # table row after each part's last
-    keys: list[str]
+    contents: list[str]  # SHA-256 of each part's rows
     report: Report
 
 
@@ -106,16 +106,16 @@ class Reader:
 
         `limits` are those of the training data; None derives them from this data, which is the training data.
         """
-        tables, readings, keys, notes = [], [], [], []
+        tables, readings, contents, notes = [], [], [], []
         left = max_rows
         for part in parts:
             rows = part.max_rows if left is None else min(left, part.max_rows or left)
             if left is not None and left == 0:
                 break
-            table, reading, key, note = self._part(part, rows)
+            table, reading, content, note = self._part(part, rows)
             tables.append(table)
             readings.append(reading)
-            keys.append(key)
+            contents.append(content)
             notes += [note] if note else []
             left = None if left is None else left - reading.read
         table = Table(tables, self.kind, [reading.read for reading in readings])
@@ -128,7 +128,7 @@ class Reader:
         if not len(fitted.view):
             raise DataError("no row can be used:\n  " + "\n  ".join(report.lines()))
         ends = [int(end) for end in np.cumsum([len(part) for part in tables])]
-        return Loaded(table, fitted, limits, ends, keys, report)
+        return Loaded(table, fitted, limits, ends, contents, report)
 
     def _limits(self, table: Table) -> Limits:
         given = self.data.max_prompt_length
@@ -173,14 +173,12 @@ class Reader:
         format, columns = self.layout(part.source)
         facts = {"source": source.digest, "max_rows": max_rows, "format": format, "columns": columns}
         facts |= {"skip_rows": skip} if skip else {}
-        key = cache.fingerprint({**self.settings, **facts})
-        table, reading, note = cache.cached(
+        return cache.cached(
             self.folder,
-            key,
+            cache.key_of({**self.settings, **facts}),
             self.kind,
             lambda writer: self._read(part.source, source, format, columns, (skip, most), writer),
         )
-        return table, reading, key, note
 
     def layout(self, source: str) -> tuple[str, dict[str, str]]:
         """Format and columns as set; where they are not, those of a known set."""

@@ -97,7 +97,8 @@ def is_whole_run(folder: Path) -> bool:
 def recorded(folder: Path) -> dict[str, dict[str, str]]:
     """What `run.json` says of the models that the run read; nothing without one, or for runs made before it did."""
     path = folder / "run.json"
-    return load_json(path).get("provenance", {}).get("models", {}) if path.exists() else {}
+    facts = load_json(path) if path.exists() else {}
+    return facts.get("provenance", {}).get("models", {}) if isinstance(facts, dict) else {}
 
 
 def located(config: RunConfig, folder: Path) -> RunConfig:

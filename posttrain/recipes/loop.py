@@ -180,7 +180,6 @@ class Loop:
         self.saver.mark(state)
         if self._is_logged(step):
             metrics = self._log()
-            self.saver.mark(state)
         self.progress.step(step, tokens, metrics)
 
     def _while_patient(self, packs: Sequence[Batch]) -> Iterator[Batch]:
@@ -251,6 +250,7 @@ class Loop:
             metrics["skipped_steps"] = state.skipped
         self.job.run.log(state.step, metrics)
         state.window, state.window_steps = {}, {}
+        self.saver.mark(state)  # a failure from here on goes on behind this line
         return metrics
 
     # Evaluation

@@ -46,7 +46,7 @@ class Stop:
 
     def listening(self) -> AbstractContextManager[None]:
         """Take note of signals inside the block; a second SIGINT leaves at once."""
-        return handling(self._note, signal.SIGINT, signal.SIGTERM)
+        return handling(self._note, signal.SIGINT, signal.SIGTERM, again=self._raise_again)
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
@@ -78,3 +78,7 @@ class Stop:
         if self._may_give_up and first:
             raise GivenUpError
         log.warning("%s: finishing the step, then saving a checkpoint (again to leave at once)", self._signal.name)
+
+    def _raise_again(self, error: BaseException) -> None:
+        if self._may_give_up or not isinstance(error, GivenUpError):  # else the block that was to be left has ended
+            raise error

@@ -91,25 +91,8 @@ def _difference(path: Path, expected: dict[str, Any]) -> str | None:
 
 
 def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of files of a folder, by name; a pipe or the like has none.
-
-    A saved folder's manifest spares reading those that have its size and are no newer: it is written after them.
-    """
-    manifest, hashes = _read_manifest(folder), dict[str, str]()
-    known = {} if isinstance(manifest, str) else manifest[1]
-    for name in names:
-        path = folder / name
-        if not path.is_file():
-            continue
-        facts, entry = path.stat(), known.get(name)
-        if entry is None or entry["size"] != facts.st_size or facts.st_mtime_ns > _written_at(folder):
-            entry = _fingerprint(path)
-        hashes[name] = entry["sha256"]
-    return hashes
-
-
-def _written_at(folder: Path) -> int:
-    return (folder / MANIFEST).stat().st_mtime_ns
+    """SHA-256 of files of a folder, by name; a pipe or the like has none."""
+    return {name: _fingerprint(folder / name)["sha256"] for name in names if (folder / name).is_file()}
 
 
 def saved_step(folder: Path) -> int:

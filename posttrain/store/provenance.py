@@ -22,6 +22,10 @@ SECRET_WORD = re.compile(
     r"|keys?|pat|pass|sshpass|pwd|auth|creds?|cookies?|jwt|bearer|dsn",
     re.IGNORECASE,
 )
+# Words that name much else: such a value is a secret unless it is a plain word (SORT_KEY=created_at).
+WEAK_WORD = re.compile(r"keys?|pat|pass|pwd|auth|cookies?|bearer", re.IGNORECASE)
+PLAIN_WORD = re.compile(r"[a-z]+(?:[_.-][a-z]+)*")
+TOKEN_OF_TEXT = re.compile(r"(?:^|[._-])(?:stop|eos|bos|pad|unk|sep|mask|\w*new|max)[_-]tokens?$", re.IGNORECASE)
 PLACES = ("PATH", "DIR", "DIRECTORY", "FILE", "HOME", "SOCK")
 LEAST_CHARACTERS = 8  # of a secret in the environment: shorter values are ordinary words too
 # Values that are secret by their own look, behind what is kept of them.
@@ -32,7 +36,7 @@ SECRET_VALUE = re.compile(
     r"|(?P<query>[?&][\w.-]*(?i:token|key|secret|password|signature)=)[^&#\s\"']+"
 )
 SECRET_PAIR = re.compile(  # inside an argument that holds several settings, such as {password: x}
-    r"(?P<kept>(?:token|secret|password|passwd|api[_-]?key|credentials?)[\"']?\s*[:=]\s*[\"']?)[^\s\"',}\]]+",
+    r"(?P<kept>(?:(?<!stop_)(?<!(?:eos|bos|pad|unk|sep)_)token|secret|password|passwd|api[_-]?key|credentials?)[\"']?\s*[:=]\s*[\"']?)[^\s\"',}\]]+",
     re.IGNORECASE,
 )
 
@@ -48,15 +52,23 @@ def redact(data: Any) -> Any:
 
 def _secrets() -> list[str]:
     """The secrets of the environment, the longest first."""
-    values = {v for name, v in os.environ.items() if len(v) >= LEAST_CHARACTERS and names_a_secret(name)}
+    values = {v for name, v in os.environ.items() if len(v) >= LEAST_CHARACTERS and _is_secret(name, v)}
     return sorted(values, key=len, reverse=True)
 
 
+def _is_secret(name: str, value: str) -> bool:
+    """Whether a variable holds a secret: by its name, unless its value is a place or, behind a weak name, a word."""
+    words = secret_words(name)
+    weak = all(map(WEAK_WORD.fullmatch, words))
+    return bool(words) and not os.path.isabs(value) and not (weak and PLAIN_WORD.fullmatch(value))
+
+
 @functools.cache
-def names_a_secret(name: str) -> bool:
-    """Whether a variable of this name holds a secret. PWD is the current folder."""
+def secret_words(name: str) -> tuple[str, ...]:
+    """The words of a variable's name that say that it holds a secret. PWD is the current folder."""
     words = re.split(r"[_.-]+", name)
-    return name != "PWD" and words[-1] not in PLACES and any(map(SECRET_WORD.fullmatch, words))
+    place = name == "PWD" or words[-1].upper() in PLACES
+    return () if place else tuple(filter(SECRET_WORD.fullmatch, words))
 
 
 def _redact(data: Any, values: list[str]) -> Any:
@@ -77,7 +89,7 @@ def redact_arguments(arguments: list[str]) -> list[str]:
     hide_next = False
     for argument in redact(arguments):
         name, equals, _ = argument.partition("=")
-        secret = SECRET_WORD.fullmatch(re.split(r"[_.-]+", name)[-1]) is not None
+        secret = SECRET_WORD.fullmatch(re.split(r"[_.-]+", name)[-1]) and not TOKEN_OF_TEXT.search(name)
         if hide_next:
             argument = HIDDEN
         elif secret and equals:

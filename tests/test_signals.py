@@ -1,0 +1,77 @@
+"""A signal is not lost where Python drops the exception that its handler raises (posttrain/signals.py)."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from posttrain.errors import Stopped
+from posttrain.recipes.stopping import GivenUpError, LeaveAtOnceError, Stop
+from posttrain.signals import deferring, handling, leave
+
+
+class Signalled:
+    """An object in whose destructor a signal arrives: what its handler raises there reaches nobody."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.number)
+        time.sleep(0.001)
+
+
+def signal_in_destructor(number: int, wait_s: float = 5.0) -> None:
+    thing = Signalled(number)
+    del thing
+    time.sleep(wait_s)  # cut short by what is raised
+
+
+def test_an_exception_dropped_in_a_destructor_is_raised_again():
+    began = time.monotonic()
+    with pytest.raises(Stopped) as raised, handling(leave, signal.SIGTERM):
+        signal_in_destructor(signal.SIGTERM)
+    assert raised.value.code == 128 + signal.SIGTERM and time.monotonic() - began < 1
+
+
+def test_the_handler_is_asked_once():
+    with deferring("saving") as came:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):  # the second one leaves at once
+            signal_in_destructor(signal.SIGINT)
+    assert came == [signal.SIGINT]
+
+
+def test_what_others_drop_is_reported_as_before(monkeypatch):
+    class Broken:
+        def __del__(self) -> None:
+            raise ValueError("of its own")
+
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value)))
+    with handling(leave, signal.SIGTERM):
+        thing = Broken()
+        del thing
+    assert seen == ["of its own"]
+
+
+def test_a_run_gives_up_what_it_does_for_a_dropped_signal():
+    stop = Stop()
+    with stop.listening():
+        with pytest.raises(GivenUpError), stop.giving_up():
+            signal_in_destructor(signal.SIGINT)
+        time.sleep(0.05)
+        with pytest.raises(LeaveAtOnceError):
+            signal_in_destructor(signal.SIGINT)
+
+
+def test_a_block_that_ended_meanwhile_is_not_given_up_again():
+    """The block itself raises at its end, before the signal comes again: nothing more is raised behind it."""
+    stop = Stop()
+    with stop.listening():
+        with pytest.raises(GivenUpError), stop.giving_up():
+            signal_in_destructor(signal.SIGINT, wait_s=0)
+        time.sleep(0.1)
+    assert stop.asked
