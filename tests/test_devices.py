@@ -1,8 +1,11 @@
 """Which device a run computes on, as the settings say."""
 
+import json
+
 import pytest
 import torch
 
+from posttrain.cli import main
 from posttrain.config import DevicesConfig
 from posttrain.errors import ModelError
 from posttrain.models.load import device_of
@@ -24,7 +27,7 @@ def test_the_best_there_is_or_the_one_named(gpus):
     gpus(0)
     assert device_of(DevicesConfig()) == device_of(DevicesConfig(type="cpu")) == torch.device("cpu")
     gpus(2)
-    assert device_of(DevicesConfig()) == torch.device("cuda")
+    assert device_of(DevicesConfig()) == device_of(DevicesConfig(type="cuda")) == torch.device("cuda:0")
     assert (
         device_of(DevicesConfig(ids=(1,))) == device_of(DevicesConfig(type="cuda", ids=(1,))) == torch.device("cuda:1")
     )
@@ -45,3 +48,39 @@ def test_what_is_not_there_is_said(gpus, count, settings, message):
     gpus(count)
     with pytest.raises(ModelError, match=message):
         device_of(DevicesConfig(**settings))
+
+
+@pytest.mark.parametrize("ids", [None, 1])
+@pytest.mark.parametrize("command", ["train", "generate", "score", "sample"])
+def test_every_command_that_computes_takes_its_gpu(tmp_path, shared, gpus, monkeypatch, capsys, command, ids):
+    """By its index, as PyTorch's own `set_device` and memory limits ask for one; the first where none is named."""
+
+    class TakenError(Exception):
+        pass
+
+    def set_device(device: torch.device) -> None:
+        raise TakenError(torch.cuda._utils._get_device_index(device, optional=False))  # as the real one begins
+
+    gpus(2)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    rows, model = tmp_path / "rows.jsonl", str(shared / "models/stories260K")
+    rows.write_text('{"prompt": "Once", "completion": " upon"}\n')
+    config = {"model": model, "data": {"source": str(rows)}, "output_dir": str(tmp_path / "runs"), "method": "sft"}
+    config |= {} if ids is None else {"devices": {"ids": [ids]}}
+    (tmp_path / "run.json").write_text(json.dumps(config))
+    arguments = {
+        "train": [str(tmp_path / "run.json")],
+        "generate": [model, str(rows), "--output", str(tmp_path / "out.jsonl")],
+        "score": [model, str(rows), "--output", str(tmp_path / "out.jsonl")],
+        "sample": [model, str(rows)],
+    }[command]
+    if ids is not None and command != "train":
+        arguments += ["--device", f"cuda:{ids}"]
+    main([command, *arguments])
+    assert f"TakenError: {ids or 0} " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "cpu:0"])
+def test_a_device_that_is_none(capsys, device):
+    assert main(["score", "model", "rows.jsonl", "--device", device]) == 2
+    assert f"--device is '{device}': it is one of auto, cpu" in capsys.readouterr().err

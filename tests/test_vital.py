@@ -3,15 +3,24 @@
 import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from test_equivalence import forest, make
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.batch import Example, Sample, pack
 from posttrain.errors import VitalSignError
 from posttrain.models import attention
 from posttrain.optim.adamw import AdamW
-from posttrain.recipes.vital import MovedWeights, check_margins, check_packing, check_reward_packing
+from posttrain.recipes.vital import (
+    MovedWeights,
+    check_margins,
+    check_packing,
+    check_ratio,
+    check_reward_packing,
+    check_sampler,
+)
 from posttrain.scoring import RewardScorer, Scorer
 
 
@@ -94,6 +103,54 @@ def test_margins(change):
     else:
         with pytest.raises(VitalSignError, match="margins are not 0 at the start"):
             check_margins(*found, torch.float32)
+
+
+def heavy_tailed(seed: int, *size: int) -> torch.Tensor:
+    """Noise as bfloat16's was measured: standard deviation 0.055 and, of some 4,000, the largest near 0.6."""
+    return torch.from_numpy(np.random.default_rng(seed).standard_t(3, size) * 0.055 / 3**0.5)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 10, 100, 1_000, 16_000])
+def test_rounding_of_bfloat16_stops_no_run(tokens):
+    largest = [float(heavy_tailed(seed, 3916).abs().max()) for seed in range(100)]
+    assert 0.4 < np.median(largest) < 0.8
+    for seed in range(100):
+        check_ratio(heavy_tailed(seed, tokens), torch.bfloat16)
+        check_sampler(heavy_tailed(seed, tokens), torch.bfloat16, "embedded")
+        sums_S = heavy_tailed(seed, 32, min(tokens, 1000)).sum(1)
+        check_margins(sums_S, torch.full((32,), min(tokens, 1000)), torch.bfloat16)
+
+
+@pytest.mark.parametrize("fault", [None, "swapped prompt", "shifted mask", "stale weights", "nan"])
+def test_what_is_wrong_in_bfloat16_is_found(shared, fault):
+    """Not by one token, but by many at once."""
+    model = AutoModelForCausalLM.from_pretrained(shared / "models/stories260K", dtype=torch.bfloat16)
+    model.set_attn_implementation("packed")
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models/stories260K")
+    prompts = [tokenizer.encode(text) for text in ("Lily had a red ball and she", "The old dog was very tired and")]
+    reply = tokenizer.encode(" wanted to play with her friend in the park. They ran and", add_special_tokens=False)
+
+    def scored(prompts, shift=0):
+        trees = [(Sample(prompt, children=(Sample(reply, True),)),) for prompt in prompts]
+        [one] = pack([Example(tree, row) for row, tree in enumerate(trees)], 1000)
+        with torch.no_grad():
+            return Scorer(model)(one).logprob_N.float().roll(shift)
+
+    before = scored(prompts)
+    if fault == "stale weights":
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 0.2 * weight.std() * torch.randn_like(weight)
+    difference = scored(prompts[::-1] if fault == "swapped prompt" else prompts, int(fault == "shifted mask")) - before
+    if fault == "nan":
+        difference[3] = float("nan")
+    for check in (check_ratio, partial(check_sampler, engine="embedded")):
+        if fault is None:
+            check(difference + heavy_tailed(0, len(difference)), dtype=torch.bfloat16)
+        else:
+            with pytest.raises(VitalSignError):
+                check(difference, dtype=torch.bfloat16)
 
 
 def test_a_run_whose_reference_is_another_model_stops(tmp_path, shared, monkeypatch):

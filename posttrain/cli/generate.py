@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from posttrain.cli.score import Dtype, Format, Overwrite, Template
-from posttrain.cli.settings import from_flags
-from posttrain.config import DataConfig, DevicesConfig, ModelConfig
+from posttrain.cli.settings import Device, devices_from_flag, from_flags
+from posttrain.config import DataConfig, ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.terminal import say
 from posttrain.words import counted
@@ -43,6 +43,7 @@ def generate(
     format: Format = "auto",
     template: Template = None,
     dtype: Dtype = "auto",
+    device: Device = "auto",
 ) -> None:
     """Draw completions for the prompts of a file.
 
@@ -62,6 +63,7 @@ def generate(
             "stop": tuple(stop or ()),
         },
     )
+    devices = devices_from_flag(device)
     data = from_flags(DataConfig, {"source": str(file), "format": format, "template": template or "none"})
     from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
     from posttrain.recipes.generate import generate as generate_for
@@ -69,7 +71,7 @@ def generate(
     if template is None and load_tokenizer(model_settings).chat_template:
         data = data.model_copy(update={"template": "chat"})
     target = output or file.with_name(f"{file.name}.generated.jsonl")
-    done = generate_for(model_settings, file, target, data, rollout, DevicesConfig(), num_generations, seed, overwrite)
+    done = generate_for(model_settings, file, target, data, rollout, devices, num_generations, seed, overwrite)
     say(
         f"{counted(done.completions, 'completion')} of {counted(done.prompts, 'prompt')}: "
         f"{counted(done.tokens, 'token')} in {done.seconds:.1f} s "

@@ -7,8 +7,8 @@ import typer
 
 from posttrain.cli.errors import UsageError
 from posttrain.cli.generate import Seed, Stop
-from posttrain.cli.settings import from_flags, rewards_from_flags
-from posttrain.config import DataConfig, DevicesConfig, ModelConfig, OnlineMethod, RunConfig, load
+from posttrain.cli.settings import devices_from_flag, from_flags, rewards_from_flags
+from posttrain.config import DataConfig, ModelConfig, OnlineMethod, RunConfig, load
 from posttrain.config.explain import did_you_mean
 from posttrain.config.rollout import RolloutConfig
 from posttrain.store.listing import newest_model
@@ -53,6 +53,11 @@ Template = Annotated[
 ]
 
 
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="auto, cpu, cuda, a GPU by number (cuda:1), or mps.")
+]
+
+
 def sample(
     model: Model,
     file: File = None,
@@ -73,6 +78,7 @@ def sample(
     format: Format = None,
     template: Template = None,
     dtype: Dtype = None,
+    device: DeviceOption = None,
 ) -> None:
     """Draw completions from a model as training would, and say what they show.
 
@@ -111,7 +117,7 @@ def sample(
         data=data,
         rewards=rewards,
         rollout=rollouts[0],
-        devices=settings.devices if settings else DevicesConfig(),
+        devices=settings.devices if settings and device is None else devices_from_flag(device or "auto"),
         longest_prompt=_longest_prompt(settings),
         seed=settings.seed if settings else 0,
     )

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from posttrain.cli.settings import Device, devices_from_flag
 from posttrain.terminal import say
 
 Model = Annotated[
@@ -34,6 +35,7 @@ def score(
     max_length: MaxLength = 4096,
     tokens_per_pack: TokensPerPack = 8192,
     dtype: Dtype = "auto",
+    device: Device = "auto",
 ) -> None:
     """Score a file's completions: log-probabilities by a causal model, rewards by a reward model.
 
@@ -42,6 +44,7 @@ def score(
     """
     from posttrain.config import load
 
+    devices = devices_from_flag(device)
     overrides = [f"data.max_length={max_length}", f"data.format={format}", "data.overlong=error", "data.shuffle=false"]
     flags = {"model.path": model, "model.dtype": dtype, "method.type": "sft", "data.source": str(file)}
     flags |= {"training.tokens_per_pack": max(tokens_per_pack, 2 * max_length)}
@@ -54,7 +57,7 @@ def score(
     data = config.data.model_copy(update={"template": template})
     target = output or file.with_name(f"{file.name}.scored.jsonl")
     tokens = config.training.tokens_per_pack
-    means = score_file(config.models[0], file, target, data, config.devices, tokens, overwrite)
+    means = score_file(config.models[0], file, target, data, devices, tokens, overwrite)
     for name, value in means.items():
         say(f"mean {name}: {value:.4f}" if name != "accuracy" else f"chosen above rejected: {value:.1%}")
     say(f"written: {target}")

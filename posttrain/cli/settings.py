@@ -1,5 +1,6 @@
 """The arguments that every command with settings takes, and loading them."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -8,7 +9,7 @@ import typer
 from pydantic import ValidationError
 
 from posttrain.cli.errors import UsageError
-from posttrain.config import Stage, load
+from posttrain.config import DevicesConfig, Stage, load
 from posttrain.config.base import Settings, SettingsConflict
 from posttrain.config.explain import explain, wrong_value
 from posttrain.config.fields import full
@@ -45,6 +46,17 @@ def split_arguments(config: str | None, overrides: list[str] | None) -> tuple[st
         if config is not None:
             given.remove(config)
     return config, given
+
+
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, a GPU by number (cuda:1), or mps.")]
+
+
+def devices_from_flag(device: str) -> DevicesConfig:
+    """The device that `--device` names. Raises UsageError for one that is none."""
+    found = re.fullmatch(r"(auto|cpu|mps|cuda)(?:(?<=cuda):(\d+))?", device)
+    if found is None:
+        raise UsageError(f"--device is {device!r}: it is one of auto, cpu, cuda, cuda:0 (a GPU by number), mps")
+    return DevicesConfig(type=found[1], ids=found[2] and (int(found[2]),))  # pyright: ignore[reportArgumentType]
 
 
 class _Rewards(Settings):

@@ -46,8 +46,16 @@ READING += (RecursionError, StrictDataclassError)
 DESCRIPTIONS = ("config.json", "adapter_config.json", "tokenizer_config.json")
 
 
+def take_device(devices: DevicesConfig) -> torch.device:
+    """The device to compute on, made the current one: kernels of other packages run on that."""
+    device = device_of(devices)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
 def device_of(devices: DevicesConfig) -> torch.device:
-    """The device to compute on: the one named, or the best present."""
+    """The device to compute on: the one named, or the best present. A GPU's has its index, which torch asks for."""
     kind = devices.type
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -64,8 +72,8 @@ def device_of(devices: DevicesConfig) -> torch.device:
             f"devices.ids names {len(devices.ids)} GPUs, but one process trains on one: give a single id, and divide "
             "the models of a list over processes with --model-index"
         )
-    if kind == "cuda" and devices.ids:
-        [chosen], there = devices.ids, torch.cuda.device_count()
+    if kind == "cuda":
+        [chosen], there = devices.ids or (0,), torch.cuda.device_count()
         if chosen >= there:
             raise ModelError(
                 f"devices.ids names GPU {chosen}, and PyTorch sees {there}, numbered from 0: give one of them, or see "

@@ -19,7 +19,7 @@ from posttrain.data.readers import read_files
 from posttrain.data.report import Malformed
 from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids, text_of
 from posttrain.models.families import positions_of
-from posttrain.models.load import compute_dtype, device_of, load_model, load_tokenizer
+from posttrain.models.load import compute_dtype, load_model, load_tokenizer, take_device
 from posttrain.progress import progress
 from posttrain.rollout import sampling_of
 from posttrain.store.files import ready_to_write, save_rows
@@ -60,7 +60,7 @@ def generate(
     and its number alone. What is read is never written to, an existing `output` with `overwrite` only.
     """
     ready_to_write(output, (file, Path(model.path)), overwrite)
-    device = device_of(devices)
+    device = take_device(devices)
     tokenizer = load_tokenizer(model)
     records = list(read_files((file,)))
     prompts = prompts_of(records, data, tokenizer, str(file))

@@ -33,11 +33,11 @@ from posttrain.models.load import (
     BASE,
     Head,
     compute_dtype,
-    device_of,
     is_adapter,
     load_config,
     load_model,
     load_tokenizer,
+    take_device,
 )
 from posttrain.models.lora import add_lora, load_lora
 from posttrain.optim.adamw import AdamW
@@ -69,9 +69,7 @@ class Job:
         random.seed(config.seed)
         np.random.seed(config.seed)
         torch.manual_seed(config.seed)
-        device = device_of(config.devices)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # kernels of other packages run on the current one
+        device = take_device(config.devices)
         reset_peak_memory(device)
         return cls(config, model, run, device, compute_dtype(model, device), load_tokenizer(model), checkpoint)
 

@@ -131,6 +131,7 @@ def sampler_signs(trainer_N: Tensor, sampler_N: Tensor) -> dict[str, float]:
     return {
         "sampling/sampling_logp_difference/mean": difference_N.mean().item(),
         "sampling/sampling_logp_difference/max": difference_N.max().item(),
+        "sampling/sampling_logp_difference/rms": difference_N.square().mean().sqrt().item(),
         "sampling/effective_sample_size": (weight_N.sum() ** 2 / (len(weight_N) * (weight_N**2).sum())).item(),
     }
 
@@ -142,9 +143,10 @@ def look_at_sampler(job: Job, sample: Sampler, step: Step) -> None:
     inside_R = torch.isin(rollout.sequence_R, step.in_loss_S)
     if step.signs is not None or not inside_R.any():
         return
-    step.signs = sampler_signs(step.trainer_R.cpu()[inside_R], rollout.sampler_R[inside_R])
+    trainer_N, sampler_N = step.trainer_R.cpu()[inside_R], rollout.sampler_R[inside_R]
+    step.signs = sampler_signs(trainer_N, sampler_N)
     if not sample.filtered:  # a filter makes the drawn tokens likelier than they are in the policy
-        check_sampler(step.signs["sampling/sampling_logp_difference/max"], job.dtype, job.config.rollout.engine)
+        check_sampler(trainer_N - sampler_N, job.dtype, job.config.rollout.engine)
 
 
 def evaluate(loop: Loop, sample: Sampler, store: RolloutStore | None) -> None:

@@ -23,7 +23,7 @@ from posttrain.data import Prepared
 from posttrain.errors import ConfigError, ModelError, is_out_of_memory
 from posttrain.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
 from posttrain.models.attention import width_step
-from posttrain.models.load import device_of
+from posttrain.models.load import take_device
 from posttrain.recipes.estimate import empty_model, estimate, holds_reference
 from posttrain.recipes.heaviest import heaviest_step
 from posttrain.recipes.job import Job
@@ -60,7 +60,7 @@ def probe(
     `limit` is what the process may hold, in bytes, of the memory it computes in; None is all that is free. Raises
     ModelError when not even the least size fits.
     """
-    device = device_of(config.devices)
+    device = take_device(config.devices)
     release_memory()
     trials = Trials(config, model, data, device, limit, console or PlainConsole(stderr=True))
     low = config.longest_example

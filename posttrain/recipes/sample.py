@@ -21,7 +21,7 @@ from posttrain.data.templates import choose_template
 from posttrain.data.tokencheck import completion_faults, prompt_faults, stop_faults
 from posttrain.engines import Completion, make_engine, stop_token_ids, text_of
 from posttrain.errors import DataError, RunError
-from posttrain.models.load import compute_dtype, device_of, is_reward_model, load_model, load_tokenizer
+from posttrain.models.load import compute_dtype, is_reward_model, load_model, load_tokenizer, take_device
 from posttrain.recipes.generate import draw_all, too_long
 from posttrain.recipes.sampled import (
     Keeps,
@@ -85,7 +85,7 @@ def sample(
     """
     if is_reward_model(setup.model):
         raise RunError(f"{setup.model.path} is a reward model, which draws no completions: sample from a policy")
-    device, tokenizer = device_of(setup.devices), load_tokenizer(setup.model)
+    device, tokenizer = take_device(setup.devices), load_tokenizer(setup.model)
     policy = load_model(setup.model, "lm", compute_dtype(setup.model, device), device)
     rollout, stops = setup.rollout, stop_token_ids(policy, tokenizer)
     prompts, unused = first_prompts(setup, policy, tokenizer, num_prompts)

@@ -21,10 +21,10 @@ from posttrain.models.families import check_longest
 from posttrain.models.load import (
     check_embeddings,
     compute_dtype,
-    device_of,
     is_reward_model,
     load_model,
     load_tokenizer,
+    take_device,
 )
 from posttrain.progress import progress
 from posttrain.scoring import RewardScorer, Scorer
@@ -55,7 +55,7 @@ def score(
     """
     ready_to_write(output, (file, Path(model.path)), overwrite)
     reward = is_reward_model(model)
-    device = device_of(devices)
+    device = take_device(devices)
     tokenizer = load_tokenizer(model)
     records = list(read_files((file,)))
     kind = _kind(records, data)
