@@ -322,6 +322,21 @@ def test_what_is_no_secret_stays(monkeypatch):
     assert redact_arguments(settings) == settings
 
 
+def test_runs_are_found_while_one_takes_folders_away(tmp_path, monkeypatch):
+    for name in ("a/b/c", "a/d", "a/b/c/too/deep"):
+        Run.create(tmp_path / name, CONFIG, {}).close()
+    (tmp_path / "a/d/checkpoint-1.tmp-7").mkdir()
+    scandir = os.scandir
+
+    def vanished(path="."):
+        if "checkpoint" in str(path):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", vanished)
+    assert find_runs(tmp_path) == [tmp_path / "a/b/c", tmp_path / "a/d"]
+
+
 # Speed and weight
 
 

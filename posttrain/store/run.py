@@ -8,6 +8,7 @@ Importing this module, creating or reading a run folder needs no torch.
 """
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -327,8 +328,14 @@ def read_run(folder: Path | str) -> RunInfo:
 
 def find_runs(output_dir: Path) -> list[Path]:
     """The run folders at `output_dir` or up to three levels below it ({name}/{model}/{stage}), sorted by path."""
-    patterns = ("run.json", "*/run.json", "*/*/run.json", "*/*/*/run.json")
-    return sorted(path.parent for pattern in patterns for path in output_dir.glob(pattern))
+    found = []
+    for at, folders, files in os.walk(output_dir, followlinks=True):  # passes over what a run at work takes away
+        folder = Path(at)
+        if "run.json" in files:
+            found.append(folder)
+        if len(folder.relative_to(output_dir).parts) == 3:
+            folders.clear()
+    return sorted(found)
 
 
 def remove_run(folder: Path) -> None:
