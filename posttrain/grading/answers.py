@@ -24,12 +24,12 @@ from posttrain.grading.parts import (
     both_signs,
     elements,
     in_order,
-    inside_braces,
     junction,
+    members,
     rows,
 )
 from posttrain.grading.sets import ORDER, Interval, RealSet, chain, is_set_like, read_set
-from posttrain.grading.units import NO_UNIT, split_unit, sum_of_units
+from posttrain.grading.units import NO_UNIT, split_unit, sum_of_units, without_pounds
 
 T = TypeVar("T")
 
@@ -37,6 +37,12 @@ LONGEST = 5000  # characters of an answer: longer ones are no answers
 DEEPEST = 5  # brackets within brackets
 _MATRICES = {"pmatrix": "matrix", "bmatrix": "matrix", "array": "matrix", "smallmatrix": "matrix"}
 _LETTERS = re.compile(r"\\text\{([A-Z](?:(?:,| and|, and) ?[A-Z])+)\}")  # several lettered choices
+# What has a meaning that is not computed here, and is compared letter by letter.
+_NOTATION = re.compile(
+    r"\\(?:text|mathbb|neg|to|rightarrow|Rightarrow|iff|Leftrightarrow|cup|cap|setminus|subset|subseteq|supset|in|notin"
+    r"|det|approx|sim|cong|parallel|perp|forall|exists|nabla|vec|overrightarrow)(?![a-zA-Z])|\\?\|"
+)
+_OPERATION = re.compile(r"(?<=\S)\s*\\(?:cup|cap|to|rightarrow|Rightarrow|iff|Leftrightarrow)(?![a-zA-Z])\s*(?=\S)")
 _LEAD_IN = re.compile(r"(?:\\text\{)?\s*(?:the )?(?:final |correct )?answer(?: is)?\s*:?\s*\}?\s*(?=[^\s}])", re.I)
 
 
@@ -54,7 +60,7 @@ def _bare(text: str) -> str:
         text = text[lead.end() :]
     if several := _LETTERS.fullmatch(text):
         text = several[1]
-    return text[1:].lstrip() if text.startswith("=") else text
+    return re.sub(r"^(?:=|\\approx(?![a-zA-Z]))\s*", "", text)
 
 
 def _same(gold: str, answer: str, depth: int) -> bool:
@@ -98,6 +104,8 @@ def _readable(gold: str, depth: int) -> bool:
         return True
     if is_set_like(gold) and (found := read_set(gold)):
         return all(_readable(end, depth - 1) for part in found.intervals for end in (part.low, part.high))
+    if _OPERATION.search(gold):
+        return True
     if quantity := split_unit(gold, letters=True):
         return _readable(quantity[0], depth - 1)
     if named := ASSIGNED.fullmatch(gold):
@@ -123,8 +131,7 @@ def _is_expression(text: str) -> bool:
     try:
         symbolic.parse(text)
     except symbolic.Unreadable:
-        # Words and blackboard letters among signs are compared as text, letter by letter.
-        return "\\text" in text or "\\mathbb" in text
+        return _NOTATION.search(text) is not None
     return True
 
 
@@ -233,6 +240,7 @@ def _as_quantities(gold: str, answer: str, depth: int) -> bool | None:
     if sums[1]:
         other, their = _plain(sums[1][0]), sums[1][1]
     if unit.dimensions and their.dimensions:
+        unit, their = without_pounds(unit, their), without_pounds(their, unit)
         if unit.dimensions != their.dimensions or (unit.which and their.which and unit.which != their.which):
             return False
         factors = unit.size * unit.scale, their.size * their.scale
@@ -302,7 +310,7 @@ def _as_lists(gold: str, answer: str, depth: int) -> bool | None:
     sets = [inside[1] for text in (gold, answer) if (inside := brackets(text)) and inside[0] == r"\{"]
     if len(sets) == 2 or (sets and max(len(left), len(right)) > 1):
         # Braces around one of them or both: a set, which a bare list may also mean.
-        left, right = (elements(inside_braces(text)) for text in (gold, answer))
+        left, right = members(gold), members(answer)
     elif max(len(left), len(right)) == 1:
         return None
     if {junction(gold), junction(answer)} == {"and", "or"}:
@@ -314,13 +322,14 @@ def _as_brackets(gold: str, answer: str, depth: int) -> bool | None:
     left, right = brackets(gold), brackets(answer)
     for one, other, swap in ((left, answer, False), (right, gold, True)):
         # (x) is x
-        if one and one[0] == "(" and one[2] == ")" and len(elements(one[1])) == 1:
+        if one and one[0] == "(" and one[2] == ")" and len(split_top(one[1])) == 1:
             return _same(other, one[1], depth - 1) if swap else _same(one[1], other, depth - 1)
     if left is None and right is None:
         return None
     if left is None or right is None:
-        # a product such as (x+1)(x+2) is no bracket
-        return None if len(elements((left or right or ("", "", ""))[1])) == 1 else False
+        # a product such as (x+1)(x+2) is no bracket; (1,234) is no number, and [x] no expression
+        opening, inside, _ = left or right or ("", "", "")
+        return None if len(split_top(inside)) == 1 and opening != "[" else False
     if (left[0], left[2]) != (right[0], right[2]):
         return False
     parts = [split_top(inside[1]) for inside in (left, right)]

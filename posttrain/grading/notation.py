@@ -56,7 +56,8 @@ _COMMANDS |= {
 _COMMAND = re.compile(r"\\(?:" + "|".join(sorted((c[1:] for c in _COMMANDS), key=len, reverse=True)) + r")(?![a-zA-Z])")
 _NOT_EQUAL = re.compile(r"\\not\s*=")
 _OVER = re.compile(r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}")
-_ORDINAL = re.compile(r"(?<=\d)\s*\^\s*(?:\{\s*(?:\\text\{)?(st|nd|rd|th)\}?\s*\}|(th)\b)")
+_ORDINAL = re.compile(r"(?<=\d)\s*\^\s*(?:\{\s*(?:\\text\{)?(?:st|nd|rd|th)\}?\s*\}|\\text\{(?:st|nd|rd|th)\}|th\b)")
+_FRENCH = re.compile(r"([\[\]])([^\[\]]*,[^\[\]]*)([\[\]])")  # ]2,5[ is (2,5)
 _CURRENCY = re.compile(r"\\text\{([$€£¥₹%])\}")
 _WRAPPED = ((r"\(", r"\)"), (r"\[", r"\]"))
 _TEXT, _LONG_WORD = (
@@ -91,6 +92,8 @@ def tidy(text: str) -> str:
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
     text = _SCRIPT.sub(r"\1{\2}", text)
     text = " ".join(text.split()).rstrip(",;: ")
+    if text.startswith("]") or text.endswith("["):
+        text = _FRENCH.sub(lambda m: ("(" if m[1] == "]" else "[") + m[2] + (")" if m[3] == "[" else "]"), text)
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip(",;: ")
     return text

@@ -73,7 +73,7 @@ def _signed(text: str) -> Fraction | None:
 
 def _unsigned(text: str) -> Fraction | None:
     if text.startswith("(") and text.endswith(")"):
-        return _signed(text[1:-1]) if _DECIMAL.fullmatch(text[1:-1].lstrip("+-")) else None
+        return None if "," in text else _signed(text[1:-1]) if _DECIMAL.fullmatch(text[1:-1].lstrip("+-")) else None
     for pattern in (_FRACTION, _SLASH):
         if found := pattern.fullmatch(text):
             return _fraction(found["whole"], found["over"], found["under"])

@@ -32,6 +32,12 @@ def junction(text: str) -> str | None:
     return words.pop() if len(words) == 1 and letters else None
 
 
+def members(text: str) -> list[str]:
+    """The members of a set in braces, where `1,234` are two of them, or of a list."""
+    inside = inside_braces(text)
+    return split_top(inside) if inside != text and read_number(inside) else elements(inside)
+
+
 def inside_braces(text: str) -> str:
     """What the braces of a set enclose; any other text as it is."""
     inside = brackets(text)
@@ -40,8 +46,8 @@ def inside_braces(text: str) -> str:
 
 def both_signs(text: str) -> str:
     """A list with `a + b, a - b` for each of its members `a \\pm b`."""
-    members = elements(inside_braces(text))
-    return tidy(", ".join(dict.fromkeys(PLUS_MINUS.sub(sign, member) for member in members for sign in "+-")))
+    parts = elements(inside_braces(text))
+    return tidy(", ".join(dict.fromkeys(PLUS_MINUS.sub(sign, part) for part in parts for sign in "+-")))
 
 
 def assignments(text: str) -> dict[str, str] | None:

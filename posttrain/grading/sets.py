@@ -31,7 +31,7 @@ _MEMBER = re.compile(rf"(?P<name>{_NAME})\s*\\in(?![a-zA-Z])\s*(?P<set>.+)")
 _OR = re.compile(r"\\cup(?![a-zA-Z])|,?\s*(?:\\text\{or\}|\bor\b)\s*")
 _AND = re.compile(r"\\cap(?![a-zA-Z])|,?\s*(?:\\text\{and\}|\band\b)\s*")
 _WITHOUT = re.compile(
-    r"\\(?:setminus|backslash)|\\text\{(?:except|but)(?: for)?\}|\bexcept(?: for)?\b|(?<=\})\s*-(?=\s*\\\{)"
+    r"\\(?:setminus|backslash)|\\text\{(?:except|but)(?: for)?\}|\b(?:except|but)(?: for)?\b|(?<=\})\s*-(?=\s*\\\{)"
 )
 _UNEQUAL = re.compile(rf"(?P<name>{_NAME})\s*\\ne(?![a-zA-Z])\s*(?P<value>.+)")
 _ABSOLUTE = re.compile(rf"(?:\||\\lvert)\s*(?P<name>{_NAME})(?:\s*(?P<shift>[-+])\s*(?P<by>[^|\\]+))?\s*(?:\||\\rvert)")
@@ -71,7 +71,7 @@ def read_set(text: str, depth: int = 5) -> RealSet | None:
     text = text.strip()
     if depth < 0 or not text:
         return None
-    plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
+    plain = " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split())
     if _ALL.fullmatch(plain):
         return RealSet((Interval(_LOW, False, _HIGH, False),))
     if _NONE.fullmatch(plain):
@@ -83,7 +83,7 @@ def read_set(text: str, depth: int = 5) -> RealSet | None:
         return _named(read_set(found["set"], depth - 1), found["name"])
     if len(parts := _OR.split(text)) > 1:
         return _union([read_set(part, depth - 1) for part in parts])
-    if len(parts := _WITHOUT.split(text)) == 2:
+    if len(parts := _WITHOUT.split(plain)) == 2:
         return _without(read_set(parts[0], depth - 1), parts[1])
     if len(parts := _AND.split(text)) == 2:
         return _both(*(read_set(part, depth - 1) for part in parts))
@@ -194,7 +194,7 @@ def _from_order(text: str) -> RealSet | None:
     if found is None or any(sign in (">", r"\ge") for sign in found[1]):
         return None
     terms, closed = found[0], [sign == r"\le" for sign in found[1]]
-    names = [re.fullmatch(_NAME, term) is not None for term in terms]
+    names = [not term or re.fullmatch(_NAME, term) is not None for term in terms]  # `> 1` names nothing
     if names == [True, False]:
         return RealSet((Interval(_LOW, False, terms[1], closed[0]),), terms[0])
     if names == [False, True]:

@@ -34,14 +34,15 @@ _OTHERS = {
     "inch": {1: "inch in", 12: "foot ft", 36: "yard yd", 63360: "mile mi"},
     "second": {60: "minute min", 3600: "hour hr h", 86400: "day", 604800: "week wk"},
     "month": {1: "month", 12: "year yr"},
-    "ounce": {1: "ounce oz", 16: "pound lb £ gbp"},
+    "ounce": {1: "ounce oz", 16: "lb"}, "sterling": {1: "£ gbp"}, "pound": {1: "pound"},
     "spoon": {1: "teaspoon tsp", 3: "tablespoon tbsp", 48: "cup", 96: "pint", 192: "quart qt", 768: "gallon gal"},
     "cent": {1: "cent ¢", 100: "dollar buck $ usd"},
     "euro": {1: "euro € eur"}, "yen": {1: "yen ¥ jpy"}, "rupee": {1: "rupee ₹ rs inr"}, "yuan": {1: "yuan rmb cny"},
     "degree": {1: "degree deg °"}, "radian": {1: "radian rad"}, "celsius": {1: "celsius °C"},
     "fahrenheit": {1: "fahrenheit °F"}, "knot": {1: "knot"}, "acre": {1: "acre"}, "hectare": {1: "hectare ha"},
     "ton": {1: "ton tonne"}, "atmosphere": {1: "atmosphere atm"}, "decibel": {1: "decibel dB"},
-    "byte": {1: "byte", 10**3: "kilobyte KB", 10**6: "megabyte MB", 10**9: "gigabyte GB"}, "bit": {1: "bit"},
+    "byte": {1: "byte", 10**3: "kilobyte KB", 10**6: "megabyte MB", 10**9: "gigabyte GB"},
+    "bit": {1: "bit", 10**3: "kilobit kb Kb", 10**6: "megabit Mb", 10**9: "gigabit Gb"},
     "unit": {1: "unit"}, "ordinal": {1: "th st nd rd"},
 }  # fmt: skip
 _SHORT = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "fps": "ft/s", "mpg": "mi/gal", "l": "L"}
@@ -67,11 +68,10 @@ _NOUNS = (
 _IRREGULAR = {"people": "person", "children": "child", "men": "man", "women": "woman", "feet": "foot"}
 _IRREGULAR |= {"vertices": "vertex", "leaves": "leaf", "loaves": "loaf", "shelves": "shelf", "pence": "penny"}
 # Beside a unit the first change nothing; the others say which things are counted, and may be left out but not changed.
-_ADJECTIVES = (
-    "old long tall high wide deep away apart total altogether remaining different distinct possible ordered whole"
-)
-_TELLING = frozenset(["left", "right", "small", "large", "red", "blue", "green", "yellow", "white", "black"])
-_COUNTED, _DROPPED = frozenset(_NOUNS.split()), frozenset(_ADJECTIVES.split()) | _TELLING
+_ADJECTIVES = "away apart total altogether remaining different distinct possible ordered whole"
+_QUALITIES = "left right small large red blue green yellow white black old long high wide deep"
+_TELLING = {word: word for word in _QUALITIES.split()} | {"tall": "high"}
+_COUNTED, _DROPPED = frozenset(_NOUNS.split()), frozenset(_ADJECTIVES.split()) | _TELLING.keys()
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 _SIZES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
@@ -129,6 +129,18 @@ def split_unit(text: str, letters: bool = False) -> tuple[str, Unit] | None:
     return None
 
 
+def without_pounds(unit: Unit, beside: Unit) -> Unit:
+    """The unit with its pounds as what they are in the other one: money, or 16 ounces."""
+    powers, others = dict(unit.dimensions), dict(beside.dimensions)
+    meant = next((name for name in ("sterling", "ounce") if name in others), None)
+    if "pound" not in powers or meant is None:
+        return unit
+    power = powers.pop("pound")
+    powers[meant] = powers.get(meant, 0) + power
+    scale = unit.scale * (16**power if meant == "ounce" else 1)
+    return Unit(frozenset(powers.items()), Fraction(scale), unit.size, unit.which)
+
+
 @lru_cache(maxsize=4096)
 def read_unit(text: str) -> Unit | None:
     """The unit that the whole text is, sizes before it included; None for anything else."""
@@ -152,7 +164,7 @@ def _product(text: str) -> Unit | None:
         end = token.end()
         word, over, exponent = token.groups()
         if over or word in ("per", "a", "an", "each"):
-            if (over and sign < 0) or (word in ("a", "an") and not found):
+            if word in ("a", "an") and not found:
                 return None
             sign = -1
         elif exponent or word in ("squared", "cubed"):
@@ -169,7 +181,7 @@ def _product(text: str) -> Unit | None:
         elif word and word.lower() not in _DROPPED:
             return None
         elif word:
-            which |= {word.lower()} & _TELLING
+            which |= {_TELLING[word.lower()]} if word.lower() in _TELLING else set()
     if power != 1 or not (found or size > 1):
         return None
     dimensions: Counter[str] = Counter()
@@ -187,6 +199,8 @@ def _word(word: str) -> Unit | None:
     symbols, words = _known()
     if unit := symbols.get(word):
         return unit
+    if word.startswith("M") and word.lower() in _thousandths():  # Mm is not mm, ML not mL
+        return None
     if short := _SHORT.get(word.lower()):
         return _product(short)
     word = word.lower()
@@ -197,6 +211,12 @@ def _word(word: str) -> Unit | None:
         if name in _COUNTED:
             return Unit(frozenset({(name, 1)}))
     return None
+
+
+@lru_cache(maxsize=1)
+def _thousandths() -> frozenset[str]:
+    """The symbols with the prefix milli, in lower case."""
+    return frozenset(f"m{symbol}".lower() for symbol, (prefixes, _) in _METRIC.items() if "m" in prefixes)
 
 
 @lru_cache(maxsize=1)
