@@ -96,7 +96,7 @@ class Job:
         Raises DamagedError when the checkpoint's weights are not those of the model.
         """
         policy: nn.Module = self._whole(head) if self.model.lora is None else self._adapted(self.model.lora, head)
-        check_positions(base_of(policy).config, max(self.config.data.max_length, self.config.longest_sampled))
+        check_positions(base_of(policy).config, self.config.data.max_length)
         if head == "reward":
             set_pad_token(base_of(policy), self.tokenizer)
         elif own_stop(self.config.data.template) is not None:
