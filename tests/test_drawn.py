@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from test_online import EXACT, lines, train
 from test_resume import assert_same_run
 
-from posttrain.config import DataConfig, EvaluationDataset, ModelConfig, RolloutConfig, load
+from posttrain.config import DataConfig, EvaluationConfig, EvaluationDataset, ModelConfig, RolloutConfig, load
 from posttrain.data import prepare, prepare_run, validation_prompts
 from posttrain.engines import EmbeddedEngine
 from posttrain.models.load import load_model, load_tokenizer
@@ -142,6 +143,22 @@ def test_a_template_of_its_own_leaves_the_runs_alone(data, sums_home):
     texts = [tokenizer.decode(prepared.validation[name][0].trees[0].tokens) for name in ("held_out", "own")]
     assert texts[1].replace(" ", "") != texts[0].replace(" ", "")
     assert len(prepared.validation["own"]) == len(prepared.validation["held_out"])
+
+
+def test_evaluation_has_stop_texts_of_its_own(sums_home, data, tmp_path):
+    """In place of the rollout's; an empty list has none; one text needs no list. Every completion ends in the text."""
+    rollout = RolloutConfig(stop="\n")  # pyright: ignore[reportArgumentType]
+    for given, stop in ((None, ("\n",)), ("7", ("7",)), (["1", "2"], ("1", "2")), ([], ())):
+        assert EvaluationConfig(stop=given).sampling(rollout).stop == stop  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValidationError):
+        EvaluationConfig(stop=("",))
+    digits = [str(digit) for digit in range(10)]
+    sections = {"training": {"max_steps": 1}, **settings(data, stop=digits, temperature=1.0)}
+    folder = train(sums_home, tmp_path, {"type": "sft"}, **sections)
+    with StoredRun(folder) as stored:
+        ended = [e["completion"] for e in stored.evaluations() if e["finish_reason"] == "stop"]
+    assert ended and all(sum(map(text.count, digits)) <= 1 for text in ended)
+    assert any(text[-1:] in digits for text in ended)
 
 
 def test_the_prompts_are_those_that_were_held_out(sums_home, data, tmp_path, caplog):

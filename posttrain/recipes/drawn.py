@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from posttrain.batch import Example
-from posttrain.config import RolloutConfig, RunConfig
+from posttrain.config import OnlineMethod, RolloutConfig, RunConfig
 from posttrain.config.rewards import Reward
 from posttrain.data import Dataset, validation_prompts
 from posttrain.data.published import own_stop
@@ -43,11 +43,14 @@ class _Parts:
     def __init__(self, resources: ExitStack, job: Job, policy: nn.Module):
         self._resources, self._job, rollout = resources, job, job.config.rollout
         self._stops = stop_token_ids(policy, job.tokenizer)
-        if not self._stops and not rollout.stop:
+        online = isinstance(job.config.method, OnlineMethod)
+        used = rollout if online else job.config.evaluation.sampling(rollout)
+        if not self._stops and not used.stop:
             log.warning(
                 "neither the model nor its tokenizer names a stop token, so that every completion runs to "
-                "rollout.max_completion_length = %d: set the tokenizer's eos_token, or rollout.stop",
-                rollout.max_completion_length,
+                "%s.max_completion_length = %d: set the tokenizer's eos_token, or rollout.stop",
+                "rollout" if used.max_completion_length == rollout.max_completion_length else "evaluation",
+                used.max_completion_length,
             )
         self.engine = resources.enter_context(
             closing(make_engine(rollout.engine, policy, job.tokenizer, vllm=rollout.vllm))
