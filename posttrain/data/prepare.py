@@ -6,7 +6,7 @@ import hashlib
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,17 @@ __all__ = ["Kind", "Prepared", "prepare"]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Data ready for a recipe. `reports` has `train`, and each validation set with a source of its own."""
+    """Data ready for a recipe. `reports` has `train`, and each validation set with a source of its own.
+
+    `prompts`: of methods that train on completions, the prompts of the validation sets whose completions are rewarded.
+    """
 
     kind: Kind
     train: Dataset
     validation: dict[str, Dataset]
     reports: dict[str, Report]
     fingerprint: str
+    prompts: dict[str, Dataset] = field(default_factory=dict)
 
     @property
     def longest(self) -> int:
@@ -54,7 +58,7 @@ class Prepared:
 def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positions: int | None = None) -> Prepared:
     """The data of a run: what its method trains on, and every validation set.
 
-    `positions` is how many the model has: prompts of online methods leave room for a completion within them.
+    `positions` is how many the model has: prompts leave room for a completion within them.
     """
     method = config.method
     kind = method.kind
@@ -78,25 +82,30 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positi
                     f"{name} has {ties:,} ties among {len(dataset):,} pairs: only reward models learn from ties, "
                     f"{method.type} needs one reply to be better. Leave these rows out"
                 )
+    if config.samples and kind != "prompt":
+        return replace(prepared, prompts=_validation_prompts(config, tokenizer, prepared, positions))
     return prepared
 
 
-def validation_prompts(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, *, positions: int | None = None
+def _validation_prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, positions: int | None
 ) -> dict[str, Dataset]:
-    """The prompts of the same validation sets, row for row: what is asked there, without the reply that is given.
+    """The prompts of the validation sets with rewards, row for row: what is asked there, without the reply.
 
-    A row whose prompt leaves no room for a completion is left out, which is said. Raises DataError as `prepare` does.
+    A row whose prompt leaves no room for a completion is dropped with a warning. Raises DataError as `prepare` does.
     """
-    held_out = prepared.validation["validation"].rows if config.data.validation is not None else None
     room, data = _evaluated(config), config.data
     if data.max_prompt_length == "auto":  # of methods that train on no prompts alone, all are evaluated
         data = data.model_copy(update={"max_prompt_length": None})
+    if not config.rewards:
+        data = data.model_copy(update={"validation": None})
+    held_out = prepared.validation["validation"].rows if data.validation is not None else None
+    sets = config.evaluation.datasets
     found = prepare(
         data,
         tokenizer,
         "prompt",
-        datasets=config.evaluation.datasets,
+        datasets=[one for one in sets if (config.rewards if one.rewards is None else one.rewards)],
         seed=config.seed,
         evaluated=room,
         positions=positions,

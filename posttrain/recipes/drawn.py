@@ -17,11 +17,10 @@ from torch import nn
 from posttrain.batch import Example
 from posttrain.config import OnlineMethod, RolloutConfig, RunConfig
 from posttrain.config.rewards import Reward
-from posttrain.data import Dataset, validation_prompts
+from posttrain.data import Dataset
 from posttrain.data.published import own_stop
 from posttrain.engines import make_engine, stop_token_ids
 from posttrain.grading.extract import THINK_END
-from posttrain.models.families import base_of, positions_of
 from posttrain.progress import progress
 from posttrain.recipes.job import Job
 from posttrain.rewards.compose import Rewards
@@ -200,7 +199,7 @@ class Drawn:
 
     def __init__(self, loop: Loop):
         self._loop, self._resources = loop, ExitStack()
-        self._parts: tuple[dict[str, Sampler], RolloutStore | None, dict[str, Dataset]] | None = None
+        self._parts: tuple[dict[str, Sampler], RolloutStore | None] | None = None
 
     def __call__(self, name: str) -> Mapping[str, float]:
         """What the completions of this validation set are worth; nothing where it has no rewards."""
@@ -210,14 +209,12 @@ class Drawn:
         if self._parts is None:
             samplers = _Parts(self._resources, job, loop.policy).of_sets()
             store = self._resources.enter_context(rollout_store(job, loop))
-            positions = positions_of(base_of(loop.policy).config)
-            prompts = validation_prompts(job.config, job.tokenizer, loop.data, positions=positions)
-            self._parts = samplers, store, prompts
-        samplers, store, prompts = self._parts
+            self._parts = samplers, store
+        samplers, store = self._parts
         if name not in samplers:
             return {}
         samplers[name].engine.load(loop.policy, loop.state.step)
-        return measure_drawn(loop, samplers[name], store, name, prompts[name])
+        return measure_drawn(loop, samplers[name], store, name, loop.data.prompts[name])
 
     def close(self) -> None:
         self._resources.close()

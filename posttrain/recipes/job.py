@@ -182,7 +182,7 @@ class Job:
 
 def data_of(config: RunConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     """The data of a run for one of its models, whose positions limit the prompts that completions follow."""
-    positions = positions_of(load_config(model)) if config.method.kind == "prompt" else None
+    positions = positions_of(load_config(model)) if config.samples else None
     return prepare_run(config, tokenizer, positions=positions)
 
 
