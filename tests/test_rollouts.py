@@ -20,7 +20,7 @@ from posttrain.cli import main
 from posttrain.config import PPOMethod, load
 from posttrain.errors import RunError
 from posttrain.losses import gae, normalized
-from posttrain.recipes.receipt import _change, _texts, advantages_for
+from posttrain.recipes.receipt import _change, _completion, _texts, advantages_for
 from posttrain.store import rollouts
 from posttrain.store.metrics import read_metrics
 from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout, StoredRun
@@ -198,6 +198,18 @@ def test_lone_surrogates_are_stored_as_escapes(tmp_path, monkeypatch):
             assert stored.prompts(step)[0]["facts"] == {"answer": "\udc00"}
             assert [one["completion"] for one in stored.rollouts(step)][:2] == [r"c\udfff", "1 0 1"]
         assert stored.evaluations()[0]["prompt"] == r"\ud800"
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_regraded_rewards_are_told_what_the_prompt_opened(tmp_path, shared, opens):
+    """As in training: by the end of the prompt's tokens. And what was cut off."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models/stories260K")
+    tokens = np.asarray(tokenizer("A question. <think>\n" if opens else "A question.").input_ids)
+    prompt = {"tokens": tokens, "facts": {"prompt": "A question.", "answer": "2", "columns": {}}}
+    one = {"tokens": np.asarray([5, 6]), "completion": "so </think> 2", "finish_reason": "length", "version": 0}
+    told = _completion(prompt, one, tokenizer)
+    assert (told.text, told.thinking, told.truncated, told.answer) == ("so </think> 2", opens, True, "2")
+    assert not _completion(prompt, one, None).thinking
 
 
 SUMMARY = r"(\d+) of (\d+) advantages change their sign; besides, (\d+) become 0 and (\d+) were 0"
