@@ -241,7 +241,7 @@ class Sampler:
         group_S = torch.arange(len(prompts)).repeat_interleave(n)
         stops = self.sampling.stop_token_ids
         texts = tuple(text_of(completion, stops, self.tokenizer) for completion in completions)
-        begun = [self._end(prompt) for prompt in prompts]
+        begun = [end_of(np.asarray(prompt.trees[0].tokens), self.tokenizer) for prompt in prompts]
         rewarded = self.rewards(
             [
                 to_reward(completion, text, begun[group], _facts(prompts[group]))
@@ -250,9 +250,10 @@ class Sampler:
         )
         return Rollout(prompts, completions, texts, rewarded, group_S)
 
-    def _end(self, prompt: Example) -> str:
-        end = np.asarray(prompt.trees[0].tokens)[-16:].tolist()  # `<think>` is a few tokens, and a line break
-        return str(self.tokenizer.decode(end))
+
+def end_of(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text that a prompt ends in."""
+    return str(tokenizer.decode(tokens[-16:].tolist()))  # `<think>` is a few tokens, and a line break
 
 
 def to_reward(completion: Completion, text: str, prompt: str, facts: Mapping[str, Any]) -> Text:

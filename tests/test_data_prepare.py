@@ -19,6 +19,7 @@ from posttrain.cli import main
 from posttrain.config.data import DataConfig
 from posttrain.config.evaluation import EvaluationDataset
 from posttrain.data import arithmetic_problems, cache, explore, prepare, reading
+from posttrain.data.lengths import Room
 from posttrain.data.report import Reading
 from posttrain.errors import DataError
 from posttrain.words import counted
@@ -70,6 +71,27 @@ def test_two_prompts_become_two_trees(tmp_path):
     texts = [tokenizer.decode(ids) for tree in prepared.train[1].trees for ids, _ in sequences(tree)]
     assert texts == [said.format("x", "good<|im_end|>"), said.format("y", "bad<|im_end|>")]
     assert prepared.train.lengths[1] == sum(len(tokenizer(text).input_ids) for text in texts)
+
+
+@pytest.mark.parametrize("room", [{"max_length": 24}, {"options": {"positions": 24}}])
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_evaluation_prompts_leave_room_for_completions_of_their_own_length(tmp_path, prompts, caplog, room, overlong):
+    """Completions of 4 tokens in training and 14 in evaluation: in 24, prompts have 20 there and 10 here."""
+    room = dict(room)
+    options = room.pop("options", {}) | {"completion_length": 4, "evaluated": Room(14, "evaluation.max")}
+    options["datasets"] = [EvaluationDataset(name="other", source=prompts)]
+    settings = {"source": prompts, "max_prompt_length": None, "overlong": overlong, "validation": {"rows": 12}, **room}
+    prepared = run(tmp_path, "prompt", options=options, **settings)
+    assert prepared.report.used == 20 and prepared.train.longest > 10
+    for name, dataset in prepared.validation.items():
+        rows = {"validation": 12, "other": 20}[name]
+        assert dataset.longest == 10 and (len(dataset) < rows if overlong == "drop" else len(dataset) == rows)
+    assert ("of 12 prompts leave room" in caplog.text) == (overlong == "drop")
+    assert not set(rows_of(prepared.train)) & set(rows_of(prepared.validation["validation"]))
+    options["evaluated"] = Room(23, "evaluation.max")
+    if overlong == "drop":
+        with pytest.raises(DataError, match=r"validation: no prompt leaves room .* 23 tokens .evaluation"):
+            run(tmp_path, "prompt", options=options, skip_rows=3, **settings)
 
 
 @pytest.mark.parametrize(("overlong", "used", "dropped", "truncated"), [("drop", 10, 10, 0), ("truncate", 19, 1, 9)])

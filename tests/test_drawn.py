@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from test_online import EXACT, lines, train
 from test_resume import assert_same_run
 
-from posttrain.config import DataConfig, EvaluationDataset, ModelConfig, RolloutConfig, load
-from posttrain.data import prepare, prepare_run, validation_prompts
+from posttrain.config import DataConfig, EvaluationConfig, EvaluationDataset, ModelConfig, RolloutConfig, load
+from posttrain.data import prepare, prepare_run
 from posttrain.engines import EmbeddedEngine
+from posttrain.errors import DataError
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.rewards.compose import Rewarded
 from posttrain.rewards.pass_at_k import pass_at_k, passes
@@ -144,6 +146,22 @@ def test_a_template_of_its_own_leaves_the_runs_alone(data, sums_home):
     assert len(prepared.validation["own"]) == len(prepared.validation["held_out"])
 
 
+def test_evaluation_has_stop_texts_of_its_own(sums_home, data, tmp_path):
+    """In place of the rollout's; an empty list has none; one text needs no list. Every completion ends in the text."""
+    rollout = RolloutConfig(stop="\n")  # pyright: ignore[reportArgumentType]
+    for given, stop in ((None, ("\n",)), ("7", ("7",)), (["1", "2"], ("1", "2")), ([], ())):
+        assert EvaluationConfig(stop=given).sampling(rollout).stop == stop  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValidationError):
+        EvaluationConfig(stop=("",))
+    digits = [str(digit) for digit in range(10)]
+    sections = {"training": {"max_steps": 1}, **settings(data, stop=digits, temperature=1.0)}
+    folder = train(sums_home, tmp_path, {"type": "sft"}, **sections)
+    with StoredRun(folder) as stored:
+        ended = [e["completion"] for e in stored.evaluations() if e["finish_reason"] == "stop"]
+    assert ended and all(sum(map(text.count, digits)) <= 1 for text in ended)
+    assert any(text[-1:] in digits for text in ended)
+
+
 def test_the_prompts_are_those_that_were_held_out(sums_home, data, tmp_path, caplog):
     """The same rows as the set that the loss is measured on; what leaves no room is left out, and said."""
     file = tmp_path / "config.json"
@@ -158,7 +176,7 @@ def test_the_prompts_are_those_that_were_held_out(sums_home, data, tmp_path, cap
     config = load(file).config
     tokenizer = load_tokenizer(config.models[0])
     prepared = prepare_run(config, tokenizer)
-    prompts = validation_prompts(config, tokenizer, prepared)
+    prompts = prepared.prompts
     assert list(prompts) == ["validation", "held_out"]
     for name, dataset in prompts.items():
         assert sorted(dataset.rows.tolist()) == sorted(prepared.validation[name].rows.tolist())
@@ -166,8 +184,27 @@ def test_the_prompts_are_those_that_were_held_out(sums_home, data, tmp_path, cap
     sections["rollout"]["max_completion_length"] = 19  # prompts of 5 tokens fit, of 6 do not
     file.write_text(json.dumps(sections))
     tight = load(file).config
-    fewer = validation_prompts(tight, tokenizer, prepared)
+    fewer = prepare_run(tight, tokenizer).prompts
     assert 0 < len(fewer["validation"]) < 24 and "prompts leave room for a completion" in caplog.text
+
+
+def test_prompts_are_read_before_the_first_step(sums_home, data, tmp_path):
+    """Whatever is wrong with them is said then, though the first evaluation would be at step 4."""
+    late = settings(data, at_start=False, max_completion_length=23)
+    with pytest.raises(DataError, match=r"validation: no prompt leaves room .* 23 tokens .evaluation.max_completion_"):
+        train(sums_home, tmp_path, {"type": "sft"}, **late)
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_sets_without_rewards_need_no_prompts(sums_home, data, tmp_path):
+    source, (held_out,) = data
+    sets = [held_out | {"rewards": [EXACT]}, held_out | {"name": "plain"}]
+    sections = {"model": str(sums_home / "model"), "method": "sft", "rollout": {"max_completion_length": 6}}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**sections, "data": source, "evaluation": {"datasets": sets}}))
+    config = load(file).config
+    prepared = prepare_run(config, load_tokenizer(config.models[0]))
+    assert list(prepared.validation) == ["validation", "held_out", "plain"] and list(prepared.prompts) == ["held_out"]
 
 
 def test_rewards_are_told_what_was_cut_off_and_what_the_prompt_opened(scratch_model, tmp_path):

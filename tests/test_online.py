@@ -386,6 +386,8 @@ def test_groups_without_spread_teach_nothing_and_raise_an_alarm(sums_home, tmp_p
         ({"rollout": {"temperature": 0}}, ConfigError, "rollout.temperature is 0"),
         ({"rollout": {"max_completion_length": 24}}, ConfigError, "leaves no room for a prompt"),
         ({"rollout": {"max_completion_length": 23}}, DataError, "no row can be used"),
+        ({"evaluation": {"max_completion_length": 24}}, ConfigError, "evaluation.max_completion_length is 24"),
+        ({"evaluation": {"max_completion_length": 23}}, DataError, "of 23 tokens .evaluation.max_comp"),
         ({"method": {"num_minibatches": 9}}, ConfigError, "more than the 8 prompts"),
         ({"method": {"loss_type": "no_baseline", "num_iterations": 2}}, ConfigError, "no ratio"),
         ({"method": {"type": "sft"}}, ConfigError, "rewards are given by sft to completions of validation prompts"),
@@ -396,6 +398,9 @@ def test_groups_without_spread_teach_nothing_and_raise_an_alarm(sums_home, tmp_p
 )
 def test_what_is_refused(sums_home, tmp_path, settings, error, message):
     method = settings.pop("method", {})
+    if "evaluation" in settings:
+        data = {"source": str(sums_home / "train.jsonl"), "template": "none", "max_length": 24}
+        settings["data"] = data | {"validation": {"rows": 8}}
     with pytest.raises(error, match=message):
         train(sums_home, tmp_path, method, **settings)
 

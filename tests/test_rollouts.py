@@ -20,7 +20,7 @@ from posttrain.cli import main
 from posttrain.config import PPOMethod, load
 from posttrain.errors import RunError
 from posttrain.losses import gae, normalized
-from posttrain.recipes.receipt import _change, _texts, advantages_for
+from posttrain.recipes.receipt import _change, _completion, _texts, advantages_for
 from posttrain.store import rollouts
 from posttrain.store.metrics import read_metrics
 from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout, StoredRun
@@ -168,13 +168,48 @@ def test_whatever_stops_the_writer_stops_the_run_with_a_word(tmp_path):
     """Its queue is bounded: with the writer gone without a word, the run would wait for it without end."""
     store = RolloutStore(tmp_path, GIB, after=-1)
     prompts, found = step_of(1)
-    store.add(1, 0.0, [replace(prompts[0], text="\ud800"), *prompts[1:]], found)
-    with pytest.raises(RunError, match=r"cannot be written: .*surrogate"):
+    store.add(1, 0.0, [replace(prompts[0], row=2**70), *prompts[1:]], found)
+    with pytest.raises(RunError, match=r"cannot be written: .*too large"):
         store.flush()
     store.add(2, 0.0, *step_of(2))
     with pytest.raises(RunError, match="cannot be written"):
         store.check()
     store.close()
+
+
+def test_lone_surrogates_are_stored_as_escapes(tmp_path, monkeypatch):
+    """In any text, of a step as of an evaluation, and in what a failing run still saves."""
+    prompts, found = step_of(1)
+    prompts[0] = replace(prompts[0], text="p\ud800", facts={"answer": "\udc00"})
+    found[0] = replace(found[0], completion="c\udfff", parts={"exact": {"extracted": "\ud83d"}})
+    checkpoint = tmp_path / "checkpoint-1"
+    checkpoint.mkdir()
+    store = RolloutStore(tmp_path, GIB, after=-1)
+    store.add(1, 0.0, prompts, found)
+    store.add_evaluation(1, "validation", [StoredEvaluation(7, "\ud800", "2", 1.0, "stop", {}, [3])])
+    store.flush()
+    store._unwritten = [rollouts._Write(2, 0.0, prompts, found)]
+    store.save_unwritten(checkpoint, 2)
+    store.close()
+    RolloutStore(tmp_path, GIB, after=2, checkpoint=checkpoint).close()
+    with StoredRun(tmp_path) as stored:
+        for step in (1, 2):
+            assert [one["prompt"] for one in stored.prompts(step)] == [r"p\ud800", "1+1=", "2+1="]
+            assert stored.prompts(step)[0]["facts"] == {"answer": "\udc00"}
+            assert [one["completion"] for one in stored.rollouts(step)][:2] == [r"c\udfff", "1 0 1"]
+        assert stored.evaluations()[0]["prompt"] == r"\ud800"
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_regraded_rewards_are_told_what_the_prompt_opened(tmp_path, shared, opens):
+    """As in training: by the end of the prompt's tokens. And what was cut off."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models/stories260K")
+    tokens = np.asarray(tokenizer("A question. <think>\n" if opens else "A question.").input_ids)
+    prompt = {"tokens": tokens, "facts": {"prompt": "A question.", "answer": "2", "columns": {}}}
+    one = {"tokens": np.asarray([5, 6]), "completion": "so </think> 2", "finish_reason": "length", "version": 0}
+    told = _completion(prompt, one, tokenizer)
+    assert (told.text, told.thinking, told.truncated, told.answer) == ("so </think> 2", opens, True, "2")
+    assert not _completion(prompt, one, None).thinking
 
 
 SUMMARY = r"(\d+) of (\d+) advantages change their sign; besides, (\d+) become 0 and (\d+) were 0"

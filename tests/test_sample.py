@@ -41,6 +41,19 @@ def test_any_folder_with_prompts_of_a_file_and_a_sweep(stories, capsys):
     assert (truncated, distinct) == ("0", "33") and int(lengths) < 8, "the likeliest token each time, to the first e"
 
 
+def test_a_percentile_of_the_training_prompts_is_not_applied_and_said(stories, tmp_path, capsys):
+    """Of a file's few prompts it would be another length, so all are sampled."""
+    settings = {"model": stories, "method": "grpo", "rewards": [{"type": "length", "target": 6}]}
+    settings |= {"rollout": {"max_completion_length": 4}}
+    for most in ("p50", None):
+        settings["data"] = {"source": "p.jsonl", "template": "none", "max_prompt_length": most}
+        (tmp_path / "a.yaml").write_text(yaml.safe_dump(settings))
+        assert main(["sample", stories, "p.jsonl", "--config", "a.yaml", "-n", "2"]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert ("data.max_prompt_length: p50 is not applied" in out) == (most == "p50"), out
+        assert "row 0, prompt of" in out and "row 2, prompt of" in out
+
+
 def test_what_sample_is_not_given_is_asked_for(stories, tmp_path, capsys):
     for arguments, message in (
         ([stories], "is not part of a run, so there are no prompts: give a FILE"),

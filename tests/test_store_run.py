@@ -86,6 +86,22 @@ def test_a_state_set_by_hand_stays(tmp_path):
     assert (read_run(run.folder).state, read_run(run.folder).reason) == ("interrupted", "asked to")
 
 
+def test_a_handler_of_the_root_logger_does_not_print_messages_again(capfd, monkeypatch):
+    """As a user's module makes one with logging.basicConfig, before the run or in the midst of it."""
+    logger, root = logging.getLogger("posttrain"), logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    console = ConsoleLog()
+    try:
+        logging.basicConfig(level=logging.INFO)
+        logger.info("once")
+        logging.getLogger("theirs").info("of their own")
+    finally:
+        console.close()
+    assert logger.propagate
+    shown = capfd.readouterr().err
+    assert shown.count("once") == 1 and "of their own" in shown
+
+
 def test_messages_go_to_the_log_while_the_run_is_open(tmp_path, capsys, monkeypatch):
     logger = logging.getLogger("posttrain")
     monkeypatch.setattr(logger, "propagate", False)  # pytest's report of a parallel run cannot hold a lone surrogate

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import sys
 import tracemalloc
 from pathlib import Path
@@ -320,6 +321,23 @@ def test_pickled_adapters_need_leave(tmp_path, shared):
     torch.save(tensors, folder / "adapter_model.bin")
     allowed = load_model(model.model_copy(update={"allow_pickle": True}), "lm", torch.float32, CPU).state_dict()
     assert all(torch.equal(plain[name], allowed[name]) for name in plain)
+
+
+def test_a_pickled_adapter_in_a_model_of_the_hub_needs_leave(tmp_path, shared, monkeypatch):
+    """transformers loads it with the weights beside it; this one lies in the hub's cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--owner--name"
+    snapshot = cached / "snapshots/abc"
+    shutil.copytree(shared / "models/stories260K", snapshot)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")
+    model = ModelConfig(path="owner/name")
+    load_model(model, "lm", torch.float32, CPU)
+    (snapshot / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/name", "r": 2}))
+    torch.save({"a": Trap(tmp_path / "ran")}, snapshot / "adapter_model.bin")
+    with pytest.raises(ModelError, match=r"model owner/name: .* pickled ones .*model\.allow_pickle: true"):
+        load_model(model, "lm", torch.float32, CPU)
+    assert not (tmp_path / "ran").exists()
 
 
 # --- bombs ------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from posttrain.config import preset_path
 from posttrain.config.evaluation import SAMPLING
 from posttrain.config.fields import Setting, all_settings, choices, options
 from posttrain.config.hints import hint
+from posttrain.config.load import FlagText
 from posttrain.config.render import HEADINGS, described, flow
 
 # Short names that the rule (the path without its section) would make obscure or ambiguous.
@@ -127,14 +128,20 @@ class SettingsCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # an argument has its bare name among its `opts`: it is no flag
-        declared = {opt[2:] for p in self.params for opt in p.opts if opt.startswith("--")}
-        return super().parse_args(ctx, plain(args, declared))
+        declared = {opt[2:]: p.name for p in self.params for opt in p.opts if opt.startswith("--")}
+        typed: dict[str, str] = {}
+        rest = super().parse_args(ctx, plain(args, set(declared), typed))
+        for name, spelling in typed.items():
+            if name in _spellings() and isinstance(value := ctx.params[declared[name]], str):
+                ctx.params[declared[name]] = FlagText(value, f"--{spelling}")
+        return rest
 
 
-def plain(args: list[str], declared: set[str]) -> list[str]:
+def plain(args: list[str], declared: set[str], spelt: dict[str, str] | None = None) -> list[str]:
     """The arguments with every flag as `--declared=value`. Raises UsageError for an unknown flag.
 
     `declared` has the names, without dashes, of all flags of the command; `--resume` may have a folder or nothing.
+    `spelt` receives each declared name as it was typed.
     """
     result: list[str] = []
     rest = list(args)
@@ -149,6 +156,9 @@ def plain(args: list[str], declared: set[str]) -> list[str]:
         name, negated = _declared(typed.replace("_", "-"), declared)
         if name is None:
             raise UsageError(_unknown_flag(typed, declared))
+        _refuse_another_systems(typed, name)
+        if spelt is not None:
+            spelt[name] = typed
         if name in _switches():
             result.append(f"--{name}={_switch_value(typed, equals, value, negated, rest)}")
         elif name == "resume" and not equals:
@@ -193,8 +203,17 @@ def _is_folder_name(text: str) -> bool:
     return Path(text).is_dir() or "/" in text or text.startswith("checkpoint-")
 
 
+def _refuse_another_systems(typed: str, name: str) -> None:
+    """Raise UsageError for a flag spelt with `_` as another system spells one that means something else."""
+    told = hint(typed) if "_" in typed else None
+    path = next((path for path, short in short_names().items() if short == name), None)
+    if told is not None and path is not None and path not in told:
+        raise UsageError(f"--{typed} is a flag of other systems: {told}; --{name} is {path}")
+
+
 def _unknown_flag(typed: str, declared: set[str]) -> str:
-    told = hint(typed.replace("-", "_"))
+    key = typed.rpartition(".")[2].replace("-", "_")
+    told = hint(key) or hint(key.removeprefix("no_"))
     if told is not None:
         return f"there is no flag --{typed}; {told}"
     near = get_close_matches(typed.replace("_", "-"), [*declared, *_spellings()], n=1, cutoff=0.7)

@@ -4,12 +4,12 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from posttrain.config.base import Float, Int, Positive, Problems, Settings, Text, Word
+from posttrain.config.base import Float, Int, OneOrMore, Positive, Problems, Settings, Text, Word
 from posttrain.config.data import Format, check_template
 from posttrain.config.rewards import Reward, check_names
 from posttrain.config.rollout import RolloutConfig
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_completion_length")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "stop")
 
 
 class EvaluationDataset(Settings):
@@ -69,6 +69,9 @@ class EvaluationConfig(Settings):
     )
     max_completion_length: Positive | None = Field(
         default=None, description="Longest of these; null: as the rollout's."
+    )
+    stop: Annotated[tuple[Text, ...], OneOrMore] | None = Field(
+        default=None, description="Texts that end these, beside the stop token; null: as rollout.stop."
     )
     datasets: tuple[EvaluationDataset, ...] = Field(
         default=(), description="Further data sets, a list of {name, source, split, ...}."

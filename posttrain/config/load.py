@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Self
 
 from pydantic import ValidationError
 
@@ -40,6 +41,17 @@ class Loaded:
         return first.config
 
 
+class FlagText(str):
+    """The text of a flag; `flag` is the flag as it was typed, for messages to name."""
+
+    flag: str
+
+    def __new__(cls, text: str, flag: str) -> Self:
+        made = super().__new__(cls, text)
+        made.flag = flag
+        return made
+
+
 def load(source: Path | str | None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Loaded:
     """Read and check a configuration.
 
@@ -58,7 +70,10 @@ def load(source: Path | str | None, overrides: Sequence[str] = (), flags: Mappin
             for name, layer in own.items():
                 stages.setdefault(name, []).append(layer)
     given: list[Assignment] = [_assignment(text) for text in overrides]
-    flagged: list[Assignment] = [(path, value, f"--{path.replace('_', '-')}") for path, value in (flags or {}).items()]
+    flagged: list[Assignment] = [
+        (path, value, value.flag if isinstance(value, FlagText) else f"--{path.replace('_', '-')}")
+        for path, value in (flags or {}).items()
+    ]
     if stages:
         return _load_stages(common, stages, given, flagged)
     for path, _, where in given + flagged:

@@ -222,14 +222,6 @@ class RunConfig(Settings):
         return isinstance(self.method, OnlineMethod) or rewarded
 
     @property
-    def longest_sampled(self) -> int:
-        """The most tokens of a prompt with a completion, in training and in evaluation; 0 where none is sampled."""
-        if not self.samples:
-            return 0
-        own, more = self.rollout.max_completion_length, self.evaluation.max_completion_length or 0
-        return self.data.max_length + max(0, more - own)
-
-    @property
     def best_metric(self) -> str | None:
         """The metric by which the best model is kept, if one is."""
         if self.checkpoint.best_metric != "auto":
@@ -327,12 +319,14 @@ class RunConfig(Settings):
             "rollout.temperature",
             f"is 0, which draws one completion only; {method.type} learns from what tells several apart",
         )
-        problems.check(
-            rollout.max_completion_length < self.data.max_length,
-            "rollout.max_completion_length",
-            f"is {rollout.max_completion_length}, which leaves no room for a prompt in data.max_length = "
-            f"{self.data.max_length}",
-        )
+        own = self.evaluation.max_completion_length
+        lengths = {"rollout": rollout.max_completion_length if online or own is None else 0, "evaluation": own or 0}
+        for section, length in lengths.items():
+            problems.check(
+                length < self.data.max_length,
+                f"{section}.max_completion_length",
+                f"is {length}, which leaves no room for a prompt in data.max_length = {self.data.max_length}",
+            )
         problems.check(
             not isinstance(method, OnlineMethod) or method.num_minibatches <= self.training.batch_size,
             "method.num_minibatches",

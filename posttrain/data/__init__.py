@@ -2,7 +2,7 @@
 
 from posttrain.data.dataset import Dataset
 from posttrain.data.explore import explore
-from posttrain.data.prepare import Prepared, prepare, prepare_run, validation_prompts
+from posttrain.data.prepare import Prepared, longest_sequence, prepare, prepare_run
 from posttrain.data.report import Lengths, Malformed, Report
 from posttrain.data.tasks import arithmetic_problems
 
@@ -14,7 +14,7 @@ __all__ = [
     "Report",
     "arithmetic_problems",
     "explore",
+    "longest_sequence",
     "prepare",
     "prepare_run",
-    "validation_prompts",
 ]

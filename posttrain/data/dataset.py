@@ -81,12 +81,15 @@ class Table:
         if kind == "unpaired":
             self.label: Array = table.column("label").to_numpy()
 
-    def fit(self, limits: Limits, documents: Array) -> Fitted:
+    def fit(self, limits: Limits, documents: Array, among: Array | None = None) -> Fitted:
         """The examples within the limits, by dropping or truncating; documents are cut into pieces.
 
-        `documents` says which rows are plain text. Raises DataError for rows over a limit when `overlong` is error.
+        `documents` says which rows are plain text; `among`, but for pairs, which to look at. Raises DataError for rows
+        over a limit when `overlong` is error.
         """
-        return self._fit_pairs(limits) if self.kind == "pair" else self._fit_single(limits, documents)
+        if self.kind == "pair":
+            return self._fit_pairs(limits)
+        return self._fit_single(limits, documents, np.ones(len(self.row), bool) if among is None else among)
 
     def prompt_lengths(self) -> Array:
         """Tokens of every prompt; a pair with two prompts has two."""
@@ -94,14 +97,14 @@ class Table:
             return np.concatenate([self.lists["prompt"].lengths, self.lists["rejected_prompt"].lengths[self.two]])
         return self.prompt
 
-    def _fit_single(self, limits: Limits, documents: Array) -> Fitted:
+    def _fit_single(self, limits: Limits, documents: Array, among: Array) -> Fitted:
         length, prompt = self.lists["tokens"].lengths.astype(np.int64), self.prompt.astype(np.int64)
         most = limits.max_prompt_length or np.iinfo(np.int64).max
-        over = (length > limits.max_length) | (prompt > most)
+        over = among & ((length > limits.max_length) | (prompt > most))
         self._refuse(over, length, prompt, limits)
         start, stop = np.zeros_like(length), length
         split = over & documents
-        keep = ~over | split
+        keep = among & (~over | split)
         if limits.overlong == "truncate":
             start = np.maximum(prompt - most, 0)
             stop = np.where(split, length, np.minimum(length, start + limits.max_length))
@@ -118,7 +121,7 @@ class Table:
         return Fitted(
             view,
             view[:, 2] - view[:, 1],
-            int((~keep).sum()),
+            int((among & ~keep).sum()),
             truncated,
             int(split.sum()),
             Lengths.of(length),

@@ -6,7 +6,8 @@ import hashlib
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from posttrain.config.evaluation import EvaluationDataset
 from posttrain.config.schema import RunConfig
 from posttrain.data import cache
 from posttrain.data.dataset import Dataset
+from posttrain.data.lengths import Room, evaluation_limits, longest_prompt, training_limits
 from posttrain.data.reading import Kind, Loaded, Part, Reader
 from posttrain.data.report import Report
 from posttrain.data.templates import choose_template
@@ -30,13 +32,17 @@ __all__ = ["Kind", "Prepared", "prepare"]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Data ready for a recipe. `reports` has `train`, and each validation set with a source of its own."""
+    """Data ready for a recipe. `reports` has `train`, and each validation set with a source of its own.
+
+    `prompts`: of methods that train on completions, the prompts of the validation sets whose completions are rewarded.
+    """
 
     kind: Kind
     train: Dataset
     validation: dict[str, Dataset]
     reports: dict[str, Report]
     fingerprint: str
+    prompts: dict[str, Dataset] = field(default_factory=dict)
 
     @property
     def longest(self) -> int:
@@ -52,12 +58,11 @@ class Prepared:
 def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positions: int | None = None) -> Prepared:
     """The data of a run: what its method trains on, and every validation set.
 
-    `positions` is how many the model has: prompts of online methods leave room for a completion within them.
+    `positions` is how many the model has: prompts leave room for a completion within them.
     """
     method = config.method
     kind = method.kind
     targets = method.model_dump(include={"completion_only_loss", "assistant_only_loss"}) if kind == "sft" else {}
-    room = config.completion_length
     sets, seed = config.evaluation.datasets, config.seed
     prepared = prepare(
         config.data,
@@ -65,7 +70,8 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positi
         kind,
         datasets=sets,
         seed=seed,
-        completion_length=room,
+        completion_length=config.completion_length,
+        evaluated=_evaluated(config),
         positions=positions,
         **targets,
     )
@@ -76,40 +82,63 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positi
                     f"{name} has {ties:,} ties among {len(dataset):,} pairs: only reward models learn from ties, "
                     f"{method.type} needs one reply to be better. Leave these rows out"
                 )
+    if config.samples and kind != "prompt":
+        return replace(prepared, prompts=_validation_prompts(config, tokenizer, prepared, positions))
     return prepared
 
 
-def validation_prompts(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, *, positions: int | None = None
+def _validation_prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, positions: int | None
 ) -> dict[str, Dataset]:
-    """The prompts of the same validation sets, row for row: what is asked there, without the reply that is given.
+    """The prompts of the validation sets with rewards, row for row: what is asked there, without the reply.
 
-    A row whose prompt leaves no room for a completion is left out, which is said. Raises DataError as `prepare` does.
+    A row whose prompt leaves no room for a completion is dropped with a warning. Raises DataError as `prepare` does.
     """
-    held_out = prepared.validation["validation"].rows if config.data.validation is not None else None
-    room, sets, data = config.rollout.max_completion_length, config.evaluation.datasets, config.data
+    room, data = _evaluated(config), config.data
     if data.max_prompt_length == "auto":  # of methods that train on no prompts alone, all are evaluated
         data = data.model_copy(update={"max_prompt_length": None})
+    if not config.rewards:
+        data = data.model_copy(update={"validation": None})
+    held_out = prepared.validation["validation"].rows if data.validation is not None else None
+    sets = config.evaluation.datasets
     found = prepare(
         data,
         tokenizer,
         "prompt",
-        datasets=sets,
+        datasets=[one for one in sets if (config.rewards if one.rewards is None else one.rewards)],
         seed=config.seed,
-        completion_length=room,
+        evaluated=room,
         positions=positions,
         held_out=held_out,
     ).validation
-    for name, dataset in prepared.validation.items():
-        asked, rows = len(found.get(name, ())), len(np.unique(dataset.rows))
-        if not asked:
-            raise DataError(
-                f"{name}: no prompt leaves room for a completion of {room:,} tokens (rollout.max_completion_length) "
-                f"in {config.data.max_length:,} (data.max_length)"
-            )
-        if asked < rows:
-            log.warning("%s: %d of %d prompts leave room for a completion, and are evaluated", name, asked, rows)
+    for name, dataset in found.items():  # said of rows that are held out already
+        if name != "validation" or (data.validation is not None and data.validation.source is not None):
+            _say_left_out(name, len(dataset), len(np.unique(prepared.validation[name].rows)), room, data)
     return found
+
+
+def longest_sequence(config: RunConfig, prepared: Prepared) -> int:
+    """The most tokens that a sequence of a run has, a prompt with what is sampled for it."""
+    evaluated = _evaluated(config).tokens if config.method.kind == "prompt" else 0
+    lengths = [dataset.longest + evaluated for dataset in prepared.validation.values()]
+    return max([prepared.train.longest + config.completion_length, *lengths])
+
+
+def _evaluated(config: RunConfig) -> Room:
+    """What evaluation prompts leave room for: the completions that are sampled for them."""
+    own = config.evaluation.max_completion_length
+    return Room(config.rollout.max_completion_length) if own is None else Room(own, "evaluation.max_completion_length")
+
+
+def _say_left_out(name: str, asked: int, rows: int, room: Room, data: DataConfig) -> None:
+    """Log how many prompts leave room for a completion, unless all do. Raises DataError where none does."""
+    if not asked:
+        raise DataError(
+            f"{name}: no prompt leaves room for a completion of {room.tokens:,} tokens ({room.setting}) "
+            f"in {data.max_length:,} (data.max_length)"
+        )
+    if asked < rows:
+        log.warning("%s: %d of %d prompts leave room for a completion, and are evaluated", name, asked, rows)
 
 
 def prepare(
@@ -121,6 +150,7 @@ def prepare(
     assistant_only_loss: bool = False,
     datasets: Sequence[EvaluationDataset] = (),
     completion_length: int = 0,
+    evaluated: Room | None = None,
     positions: int | None = None,
     held_out: np.ndarray | None = None,
     cache_dir: Path | None = None,
@@ -129,7 +159,8 @@ def prepare(
     """Read and tokenise everything that `data` names, and the further evaluation `datasets`.
 
     `kind` is `sft` for single sequences, `pair` for preference pairs, `unpaired` for labelled completions, `prompt` for
-    prompts alone, which leave room for `completion_length` tokens in `max_length` and in the model's `positions`.
+    prompts alone, which leave room for `completion_length` tokens in `max_length` and in the model's `positions`; those
+    of evaluation for `evaluated`, by default the same.
     `completion_only_loss` None trains completions where a row has a prompt and everything elsewhere. The template is
     put on the tokenizer. `validation` holds the set under `data.validation` as "validation" and the further ones under
     their names. The same seed gives the same split; `held_out` gives the numbers of the rows instead.
@@ -137,6 +168,8 @@ def prepare(
     Raises DataError: a source or column that is not there, more than 1 % malformed rows, a row with nothing to train,
     rows over the limits when `overlong` is error, labelled completions of one kind only, or nothing left to use.
     """
+    room = Room(completion_length)
+    longest, longest_evaluated = (longest_prompt(data, kind, one, positions) for one in (room, evaluated or room))
     template = choose_template(data, tokenizer)
     reader = Reader(
         data,
@@ -147,8 +180,6 @@ def prepare(
         assistant_only_loss,
         cache_dir or cache.default_folder(),
         seed,
-        completion_length,
-        positions,
     )
     parts = (
         [Part(data.source, data.split, data.max_rows, skip_rows=data.skip_rows)]
@@ -156,7 +187,8 @@ def prepare(
         else [Part(part.source, part.split, part.max_rows, part.weight) for part in data.source]
     )
     max_rows = None if isinstance(data.source, str) else data.max_rows
-    whole = reader.load("train", parts, None, max_rows)
+    whole = reader.load("train", parts, partial(training_limits, data, kind, longest), max_rows)
+    limits = evaluation_limits(data, longest_evaluated, whole.limits)
     rng = np.random.default_rng([seed, zlib.crc32(b"validation")])
     rows = whole.fitted.view[:, 0]
     if held_out is None or (data.validation is not None and data.validation.source is not None):
@@ -168,6 +200,11 @@ def prepare(
     if kind == "unpaired":
         _refuse_one_class(train.labels, data)
     validation = {"validation": Dataset(whole.table, whole.fitted, validating)} if len(validating) else {}
+    if validation and longest_evaluated.tokens != longest.tokens:
+        held_rows = np.isin(np.arange(len(whole.table.row)), rows[is_held_out])
+        fitted = whole.table.fit(limits, np.zeros(len(held_rows), bool), held_rows)
+        _say_left_out("validation", len(fitted.view), int(held_rows.sum()), evaluated or room, data)
+        validation = {"validation": Dataset(whole.table, fitted, np.arange(len(fitted.view)))}
     loaded = {"train": whole}
     further = [(entry.name, Part(entry.source, entry.split, entry.max_rows)) for entry in datasets]
     if data.validation is not None and data.validation.source is not None:
@@ -178,7 +215,7 @@ def prepare(
         if name in validation or name in loaded:
             raise DataError(f"evaluation.datasets has the name {name!r}, which is taken: give it another")
         its = reader.with_data(_settings_of(own[name], data)) if name in own else reader
-        one = loaded[name] = its.load(name, [part], reader.limits_elsewhere(whole.limits), None)
+        one = loaded[name] = its.load(name, [part], lambda _: limits, None)
         validation[name] = Dataset(one.table, one.fitted, np.arange(len(one.fitted.view)))
     reports = {name: one.report for name, one in loaded.items()}
     return Prepared(kind, train, validation, reports, _fingerprint(loaded, train, validation))

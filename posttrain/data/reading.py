@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -70,8 +70,6 @@ class Reader:
         assistant_only_loss: bool,
         folder: Path,
         seed: int,
-        completion_length: int = 0,
-        positions: int | None = None,
     ):
         self.data = data
         self.tokenizer = tokenizer
@@ -81,8 +79,6 @@ class Reader:
         self.assistant_only_loss = assistant_only_loss
         self.folder = folder
         self.seed = seed
-        self.room = completion_length, positions
-        self.longest_prompt, self.note = self._room(completion_length, positions)
         self.settings = {
             "tokenizer": cache.tokenizer_fingerprint(tokenizer),
             "template": [template.name, template.turns, template.tags.model_dump()],
@@ -99,13 +95,12 @@ class Reader:
             return self
         tokenizer = self.tokenizer if data.template == self.data.template else deepcopy(self.tokenizer)
         template, losses = choose_template(data, tokenizer), (self.completion_only_loss, self.assistant_only_loss)
-        return Reader(data, tokenizer, template, self.kind, *losses, self.folder, self.seed, *self.room)
+        return Reader(data, tokenizer, template, self.kind, *losses, self.folder, self.seed)
 
-    def load(self, name: str, parts: Sequence[Part], limits: Limits | None, max_rows: int | None) -> Loaded:
-        """Tokenise each part or find it in the cache, and apply the limits to all of them together.
-
-        `limits` are those of the training data; None derives them from this data, which is the training data.
-        """
+    def load(
+        self, name: str, parts: Sequence[Part], limits_of: Callable[[Table], Limits], max_rows: int | None
+    ) -> Loaded:
+        """Tokenise each part or find it in the cache, and apply the limits to all of them together."""
         tables, readings, contents, notes = [], [], [], []
         left = max_rows
         for part in parts:
@@ -119,7 +114,7 @@ class Reader:
             notes += [note] if note else []
             left = None if left is None else left - reading.read
         table = Table(tables, self.kind, [reading.read for reading in readings])
-        limits = limits or self._limits(table)
+        limits = limits_of(table)
         notes += [limits.note] if limits.note else []
         cut = self.kind != "prompt"  # a text that is a prompt stays whole
         documents = np.repeat([cut and r.format == "text" for r in readings], [len(part) for part in tables])
@@ -129,42 +124,6 @@ class Reader:
             raise DataError("no row can be used:\n  " + "\n  ".join(report.lines()))
         ends = [int(end) for end in np.cumsum([len(part) for part in tables])]
         return Loaded(table, fitted, limits, ends, contents, report)
-
-    def _limits(self, table: Table) -> Limits:
-        given = self.data.max_prompt_length
-        if given == "auto":
-            given = "p90" if self.kind == "prompt" and self.data.overlong == "drop" else None
-        if isinstance(given, str):  # p90: the length that 90 % of the prompts do not exceed
-            lengths = table.prompt_lengths()
-            given = max(1, int(np.percentile(lengths, int(given[1:]), method="higher"))) if len(lengths) else None
-        if self.longest_prompt is not None:
-            given = self.longest_prompt if given is None else min(given, self.longest_prompt)
-        return Limits(self.data.max_length, given, self.data.overlong, self.note)
-
-    def limits_elsewhere(self, limits: Limits) -> Limits:
-        """The limits of sets with a source of their own, from those of the training data.
-
-        The percentile of `auto` keeps training packs small; benchmarks are measured whole.
-        """
-        automatic = self.data.max_prompt_length == "auto"
-        return replace(limits, max_prompt_length=self.longest_prompt) if automatic else limits
-
-    def _room(self, completion_length: int, positions: int | None) -> tuple[int | None, str]:
-        """The most tokens of a prompt that leaves room for a completion, and what limits it beside `max_length`."""
-        if self.kind != "prompt":
-            return None, ""
-        if positions is None or positions >= self.data.max_length:
-            return self.data.max_length - completion_length, ""
-        if positions <= completion_length:
-            raise DataError(
-                f"the model has {positions:,} positions, and rollout.max_completion_length is {completion_length:,}, "
-                "which leaves no room for a prompt: lower it"
-            )
-        note = (
-            f"the model has {positions:,} positions: prompts have at most {positions - completion_length:,} tokens, "
-            "so that rollout.max_completion_length fits behind them"
-        )
-        return positions - completion_length, note
 
     def _part(self, part: Part, max_rows: int | None) -> tuple[pa.Table, Reading, str, str | None]:
         skip = part.skip_rows

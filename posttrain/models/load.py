@@ -30,7 +30,14 @@ from posttrain.models.attention import NAME as PACKED
 from posttrain.models.families import FAMILIES
 from posttrain.models.lean import lean
 from posttrain.models.optional import check_attention, keep_storage, kernels, quantization
-from posttrain.models.untrusted import NEEDS_PICKLE, adapter_config, check_adapter_weights, check_config, check_indexes
+from posttrain.models.untrusted import (
+    NEEDS_PICKLE,
+    adapter_config,
+    check_adapter_weights,
+    check_config,
+    check_embedded_adapter,
+    check_indexes,
+)
 
 # Their bars flash by on every load and save; ours say what a person waits for.
 hf_logging.disable_progress_bar()
@@ -120,6 +127,7 @@ def load_model(
     if stored is not None:
         source |= {"quantization_config": stored, "device_map": {"": device}}
     check_indexes(Path(base.path), base.path)
+    check_embedded_adapter(base.path, base.revision, base.allow_pickle)
     with _clear_errors(base, "weights"), _no_report():
         loaded, info = auto.from_pretrained(
             base.path,

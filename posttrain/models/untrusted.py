@@ -32,19 +32,25 @@ def check_config(path: str, revision: str | None) -> None:
 
     One that is not there, or cannot be fetched, is for the loader to tell.
     """
+    file = _found(path, "config.json", revision)
+    if file is not None:
+        config = read_json(file, path)
+        if not isinstance(config, dict):
+            raise ModelError(f"model {path}: config.json holds no settings of a model, but a {type(config).__name__}")
+        check_sizes(config, path)
+
+
+def _found(path: str, name: str, revision: str | None) -> Path | None:
+    """A file of a folder or of the hub; None where it is not there, or cannot be fetched."""
     file = cached_file(
         path,
-        "config.json",
+        name,
         revision=revision or "main",
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    if file is not None:
-        config = read_json(Path(file), path)
-        if not isinstance(config, dict):
-            raise ModelError(f"model {path}: config.json holds no settings of a model, but a {type(config).__name__}")
-        check_sizes(config, path)
+    return None if file is None else Path(file)
 
 
 def check_sizes(config: Mapping[str, Any], path: str) -> None:
@@ -99,6 +105,16 @@ def check_adapter_weights(folder: Path, path: str, allow_pickle: bool) -> None:
     if not (folder / "adapter_model.bin").is_file():
         raise ModelError(f"model {path}: the adapter's weights, adapter_model.safetensors, are not there")
     if not allow_pickle:
+        raise ModelError(f"model {path}: {NEEDS_PICKLE}")
+
+
+def check_embedded_adapter(path: str, revision: str | None, allow_pickle: bool) -> None:
+    """Raise ModelError for a folder or model of the hub with a pickled adapter beside its weights, unless that is
+    allowed: transformers loads both."""
+    if allow_pickle or _found(path, "adapter_config.json", revision) is None:
+        return
+    safe, pickled = (_found(path, f"adapter_model.{kind}", revision) for kind in ("safetensors", "bin"))
+    if safe is None and pickled is not None:
         raise ModelError(f"model {path}: {NEEDS_PICKLE}")
 
 

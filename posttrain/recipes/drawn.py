@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from posttrain.batch import Example
-from posttrain.config import RolloutConfig, RunConfig
+from posttrain.config import OnlineMethod, RolloutConfig, RunConfig
 from posttrain.config.rewards import Reward
-from posttrain.data import Dataset, validation_prompts
+from posttrain.data import Dataset
 from posttrain.data.published import own_stop
 from posttrain.engines import make_engine, stop_token_ids
 from posttrain.grading.extract import THINK_END
-from posttrain.models.families import base_of, positions_of
 from posttrain.progress import progress
 from posttrain.recipes.job import Job
 from posttrain.rewards.compose import Rewards
@@ -43,11 +42,14 @@ class _Parts:
     def __init__(self, resources: ExitStack, job: Job, policy: nn.Module):
         self._resources, self._job, rollout = resources, job, job.config.rollout
         self._stops = stop_token_ids(policy, job.tokenizer)
-        if not self._stops and not rollout.stop:
+        online = isinstance(job.config.method, OnlineMethod)
+        used = rollout if online else job.config.evaluation.sampling(rollout)
+        if not self._stops and not used.stop:
             log.warning(
                 "neither the model nor its tokenizer names a stop token, so that every completion runs to "
-                "rollout.max_completion_length = %d: set the tokenizer's eos_token, or rollout.stop",
-                rollout.max_completion_length,
+                "%s.max_completion_length = %d: set the tokenizer's eos_token, or rollout.stop",
+                "rollout" if used.max_completion_length == rollout.max_completion_length else "evaluation",
+                used.max_completion_length,
             )
         self.engine = resources.enter_context(
             closing(make_engine(rollout.engine, policy, job.tokenizer, vllm=rollout.vllm))
@@ -197,7 +199,7 @@ class Drawn:
 
     def __init__(self, loop: Loop):
         self._loop, self._resources = loop, ExitStack()
-        self._parts: tuple[dict[str, Sampler], RolloutStore | None, dict[str, Dataset]] | None = None
+        self._parts: tuple[dict[str, Sampler], RolloutStore | None] | None = None
 
     def __call__(self, name: str) -> Mapping[str, float]:
         """What the completions of this validation set are worth; nothing where it has no rewards."""
@@ -207,14 +209,12 @@ class Drawn:
         if self._parts is None:
             samplers = _Parts(self._resources, job, loop.policy).of_sets()
             store = self._resources.enter_context(rollout_store(job, loop))
-            positions = positions_of(base_of(loop.policy).config)
-            prompts = validation_prompts(job.config, job.tokenizer, loop.data, positions=positions)
-            self._parts = samplers, store, prompts
-        samplers, store, prompts = self._parts
+            self._parts = samplers, store
+        samplers, store = self._parts
         if name not in samplers:
             return {}
         samplers[name].engine.load(loop.policy, loop.state.step)
-        return measure_drawn(loop, samplers[name], store, name, prompts[name])
+        return measure_drawn(loop, samplers[name], store, name, loop.data.prompts[name])
 
     def close(self) -> None:
         self._resources.close()

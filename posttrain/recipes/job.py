@@ -94,7 +94,7 @@ class Job:
         Raises DamagedError when the checkpoint's weights are not those of the model.
         """
         policy: nn.Module = self._whole(head) if self.model.lora is None else self._adapted(self.model.lora, head)
-        check_positions(base_of(policy).config, max(self.config.data.max_length, self.config.longest_sampled))
+        check_positions(base_of(policy).config, self.config.data.max_length)
         if head == "reward":
             set_pad_token(base_of(policy), self.tokenizer)
         elif own_stop(self.config.data.template) is not None:
@@ -180,7 +180,7 @@ class Job:
 
 def data_of(config: RunConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     """The data of a run for one of its models, whose positions limit the prompts that completions follow."""
-    positions = positions_of(load_config(model)) if config.method.kind == "prompt" else None
+    positions = positions_of(load_config(model)) if config.samples else None
     return prepare_run(config, tokenizer, positions=positions)
 
 

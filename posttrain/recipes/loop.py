@@ -19,7 +19,7 @@ from torch import nn
 
 from posttrain.batch import Example, Pack
 from posttrain.config import OnlineMethod, RunConfig
-from posttrain.data import Dataset, Prepared
+from posttrain.data import Dataset, Prepared, longest_sequence
 from posttrain.errors import RunError, VitalSignError
 from posttrain.memory import return_free_pages
 from posttrain.models.families import base_of, check_longest
@@ -66,7 +66,7 @@ class Loop:
 
     def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared):
         self.job, self.policy, self.optimizer, self.data = job, policy, optimizer, data
-        check_longest(base_of(getattr(policy, "model", policy)).config, data.longest + job.config.completion_length)
+        check_longest(base_of(getattr(policy, "model", policy)).config, longest_sequence(job.config, data))
         training = job.config.training
         self.batch_size = training.batch_size
         self.steps_per_epoch = math.ceil(len(data.train) / self.batch_size)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.config import ModelConfig, OnlineMethod, RunConfig, Stage, check_skip, learning_rate
 from posttrain.console import PlainConsole
-from posttrain.data import Prepared
+from posttrain.data import Prepared, longest_sequence
 from posttrain.models.attention import width_step
 from posttrain.models.families import base_of, check_longest
 from posttrain.models.load import compute_dtype, device_of, load_tokenizer
@@ -91,7 +91,7 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
     device = device_of(config.devices)
     method = config.method
     empty = empty_model(config, model)
-    check_longest(base_of(empty).config, data.longest + config.completion_length)
+    check_longest(base_of(empty).config, longest_sequence(config, data))
     total, trained = count(empty)
     training = config.training
     per_epoch = math.ceil(len(data.train) / training.batch_size)

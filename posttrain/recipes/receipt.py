@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from posttrain import engines
 from posttrain.config import PolicyGradientMethod, PPOMethod, RunConfig, load
 from posttrain.config.rewards import Reward
 from posttrain.data.pieces import pieces
@@ -25,6 +26,7 @@ from posttrain.recipes.grpo import compared
 from posttrain.recipes.inputs import located
 from posttrain.recipes.ppo import EPS
 from posttrain.rewards.compose import Completion, Rewards
+from posttrain.rollout import end_of, to_reward
 from posttrain.store.metrics import read_metrics
 from posttrain.store.rollouts import StoredRun
 from posttrain.terminal import visible
@@ -171,7 +173,9 @@ def regrade(
     method, found, total = config.method, [], 0
     if not isinstance(method, PolicyGradientMethod | PPOMethod):
         raise RunError(f"{folder} is a run of {method.type}, which learns from no completions of its own")
-    most = config.rollout.max_completion_length
+    most, tokenizer = config.rollout.max_completion_length, _tokenizer(folder)
+    if tokenizer is None:
+        console.print("The run's tokenizer is not there: rewards are not told which prompts open <think>.")
     with (
         StoredRun(folder) as stored,
         Rewards(settings, tags=config.data.tags, devices=config.devices, max_completion_length=most) as rewards,
@@ -180,7 +184,7 @@ def regrade(
             _require(stored, step)
         for number in stored.steps() if step is None else [step]:
             prompts, rollouts = stored.prompts(number), stored.rollouts(number)
-            graded = rewards([_completion(prompts[one["prompt_index"]], one) for one in rollouts]).totals
+            graded = rewards([_completion(prompts[one["prompt_index"]], one, tokenizer) for one in rollouts]).totals
             usable = [(one, new) for one, new in zip(rollouts, graded, strict=True) if None not in (one["reward"], new)]
             usable = [(one, new) for one, new in usable if isinstance(method, PolicyGradientMethod) or _in_loss(one)]
             made = [one for one, _ in usable]
@@ -254,11 +258,13 @@ def _in_loss(one: Mapping[str, Any]) -> bool:
     return one["returns"] is not None
 
 
-def _completion(prompt: Mapping[str, Any], one: Mapping[str, Any]) -> Completion:
-    facts = prompt["facts"]
-    tokens = one["tokens"].tolist()
-    truncated = one["finish_reason"] == "length"
-    return Completion(one["completion"], tokens, facts["prompt"], facts["answer"], facts["columns"], truncated)
+def _completion(
+    prompt: Mapping[str, Any], one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> Completion:
+    """A stored completion as rewards were given it; without a tokenizer no prompt is known to open `<think>`."""
+    drawn = engines.Completion(one["tokens"].tolist(), [], one["finish_reason"], one["version"])
+    end = "" if tokenizer is None else end_of(prompt["tokens"], tokenizer)
+    return to_reward(drawn, one["completion"], end, prompt["facts"])
 
 
 def _require(stored: StoredRun, step: int) -> None:

@@ -104,6 +104,8 @@ def sample(
     measured = {temperature: [one.measure(keeps) for one in group] for temperature, group in drawn.items()}
     for malformed in unused:
         console.print(Text(visible(f"not used: {malformed}")))
+    if str(given := setup.data.max_prompt_length).startswith("p"):
+        console.print(Text(f"data.max_prompt_length: {given} is not applied: training takes it of all its own prompts"))
     show_completions(drawn, show, console)
     console.print(table(measured, setup.model.path))
     for fault in token_faults(setup, tokenizer, stops, prompts, list(itertools.chain(*drawn.values()))):

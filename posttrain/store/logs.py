@@ -43,13 +43,17 @@ class RunLog(logging.Handler):
 class ConsoleLog(logging.Handler):
     """Prints messages on stderr, plainly; a traceback only with `debug`.
 
-    Looks stderr up at every message, so that a live progress bar, which takes stderr's place, is not torn.
+    Looks stderr up at every message, so that a live progress bar, which takes stderr's place, is not torn. While it is
+    attached, messages go no further: a handler of the root logger, such as a user's module makes with basicConfig,
+    would print them again.
     """
 
     def __init__(self, debug: bool = False):
         super().__init__(logging.DEBUG if debug else logging.INFO)
         self._debug = debug
+        self._propagated = logging.getLogger(LOGGER).propagate
         attach(self)
+        logging.getLogger(LOGGER).propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == QUIET_LOGGER:
@@ -62,6 +66,7 @@ class ConsoleLog(logging.Handler):
 
     def close(self) -> None:
         logging.getLogger(LOGGER).removeHandler(self)
+        logging.getLogger(LOGGER).propagate = self._propagated
         super().close()
 
 

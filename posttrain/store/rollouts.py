@@ -15,7 +15,7 @@ import logging
 import queue
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,42 +221,42 @@ def _refusal(path: Path, error: Exception) -> RunError:
 
 
 def _insert(connection: sqlite3.Connection, write: _Write) -> None:
-    connection.executemany(
-        "INSERT INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?)",
-        [
-            (write.step, index, p.row, write.epoch, p.text, _blob("tokens", p.tokens), _json(p.facts))
-            for index, p in enumerate(write.prompts)
-        ],
-    )
-    connection.executemany(
-        f"INSERT INTO rollouts VALUES ({', '.join('?' * (9 + len(ARRAYS)))})",
-        [
-            (
-                write.step,
-                r.prompt_index,
-                r.rollout_index,
-                r.completion,
-                r.reward,
-                r.advantage,
-                r.finish_reason,
-                r.version,
-                _json(r.parts),
-                *(_blob(name, r.arrays.get(name)) for name in ARRAYS),
-            )
-            for r in write.rollouts
-        ],
-    )
+    prompts, rollouts, evaluations = map(_storable, _rows(write))
+    connection.executemany("INSERT INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?)", prompts)
+    connection.executemany(f"INSERT INTO rollouts VALUES ({', '.join('?' * (9 + len(ARRAYS)))})", rollouts)
     connection.execute("DELETE FROM evaluations WHERE step = ? AND dataset = ?", (write.step, write.dataset))
-    connection.executemany(
-        "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        [
-            (
-                write.step, write.dataset, e.row, e.prompt, e.completion, e.reward, e.finish_reason,
-                _json(e.parts), _blob("tokens", e.tokens),
-            )
-            for e in write.evaluations
-        ],
-    )  # fmt: skip
+    connection.executemany("INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", evaluations)
+
+
+def _rows(write: _Write) -> tuple[list[tuple[Any, ...]], ...]:
+    """What is written to each of the tables."""
+    prompts = [
+        (write.step, index, p.row, write.epoch, p.text, _blob("tokens", p.tokens), _json(p.facts))
+        for index, p in enumerate(write.prompts)
+    ]
+    rollouts = [
+        (
+            write.step, r.prompt_index, r.rollout_index, r.completion, r.reward, r.advantage, r.finish_reason,
+            r.version, _json(r.parts), *(_blob(name, r.arrays.get(name)) for name in ARRAYS),
+        )
+        for r in write.rollouts
+    ]  # fmt: skip
+    evaluations = [
+        (
+            write.step, write.dataset, e.row, e.prompt, e.completion, e.reward, e.finish_reason, _json(e.parts),
+            _blob("tokens", e.tokens),
+        )
+        for e in write.evaluations
+    ]  # fmt: skip
+    return prompts, rollouts, evaluations
+
+
+def _storable(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The rows with lone surrogates, which SQLite refuses, as escapes: one of them must not cost a step."""
+    return [
+        tuple(one.encode("utf-8", "backslashreplace").decode() if isinstance(one, str) else one for one in row)
+        for row in rows
+    ]
 
 
 def _take_over(connection: sqlite3.Connection, file: Path) -> None:

@@ -1,0 +1,74 @@
+"""The limits of a data set: as set, by a percentile of the training prompts, and by the room of a completion."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from posttrain.config.base import Kind
+from posttrain.config.data import DataConfig
+from posttrain.data.dataset import Limits, Table
+from posttrain.errors import DataError
+
+
+class Room(NamedTuple):
+    """The tokens of a completion, which prompts leave room for, and the setting that they are from."""
+
+    tokens: int
+    setting: str = "rollout.max_completion_length"
+
+
+class Longest(NamedTuple):
+    """The most tokens of a prompt, None without a limit; `note` says what limits it beside `max_length`."""
+
+    tokens: int | None = None
+    note: str = ""
+
+
+def longest_prompt(data: DataConfig, kind: Kind, room: Room, positions: int | None) -> Longest:
+    """The longest prompt that leaves `room` in `max_length` and in the model's positions; without limit where the data
+    has the completions."""
+    if kind != "prompt":
+        return Longest()
+    if positions is None or positions >= data.max_length:
+        return Longest(data.max_length - room.tokens)
+    if positions <= room.tokens:
+        raise DataError(
+            f"the model has {positions:,} positions, and {room.setting} is {room.tokens:,}, which leaves no room for a "
+            "prompt: lower it"
+        )
+    most = positions - room.tokens
+    note = (
+        f"the model has {positions:,} positions: prompts have at most {most:,} tokens, so that {room.setting} fits "
+        "behind them"
+    )
+    return Longest(most, note)
+
+
+def training_limits(data: DataConfig, kind: Kind, longest: Longest, table: Table) -> Limits:
+    """The limits of the training data, which is `table`."""
+    given = data.max_prompt_length
+    if given == "auto":
+        given = "p90" if kind == "prompt" and data.overlong == "drop" else None
+    if isinstance(given, str):  # p90: the length that 90 % of the prompts do not exceed
+        lengths = table.prompt_lengths()
+        given = max(1, int(np.percentile(lengths, int(given[1:]), method="higher"))) if len(lengths) else None
+    return _within(data, given, longest)
+
+
+def evaluation_limits(data: DataConfig, longest: Longest, training: Limits) -> Limits:
+    """The limits of evaluation sets, from those of the training data.
+
+    The percentile of `auto` keeps training packs small; benchmarks are measured whole.
+    """
+    given = data.max_prompt_length
+    if isinstance(given, str):
+        given = None if given == "auto" else training.max_prompt_length
+    return _within(data, given, longest)
+
+
+def _within(data: DataConfig, given: int | None, longest: Longest) -> Limits:
+    if longest.tokens is not None:
+        given = longest.tokens if given is None else min(given, longest.tokens)
+    return Limits(data.max_length, given, data.overlong, longest.note)
