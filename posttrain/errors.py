@@ -3,6 +3,7 @@
 The command line prints it without a stack trace.
 """
 
+import re
 import signal
 import sysconfig
 import traceback
@@ -52,12 +53,25 @@ class RewardError(PosttrainError):
 OUT_OF_MEMORY = "out of memory"
 
 
+# How a RuntimeError or OSError says it: the allocators of CUDA, ROCm and MPS, an asynchronous CUDA error
+# (AcceleratorError), cuBLAS and cuDNN, whose workspace found no room, PyTorch's allocator on a CPU, the system.
+_NO_MEMORY = re.compile(
+    r"(?:CUDA|HIP|MPS|XPU)\b.{0,40}out of memory|CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED"
+    r"|(?:can't|cannot) allocate memory",
+    re.IGNORECASE,
+)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Python's own error, torch's for accelerators, the plain RuntimeError of its allocator on a CPU, the system's."""
+    """Whether memory ran out, in any of its forms, also inside what torch.compile raises around it."""
+    if isinstance(error, PosttrainError):
+        return False
+    inner = getattr(error, "inner_exception", None) or error.__cause__
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"  # not by class: this module imports no torch
-        or (isinstance(error, RuntimeError | OSError) and "t allocate memory" in str(error))  # can't, or Cannot
+        or (isinstance(error, RuntimeError | OSError) and _NO_MEMORY.search(str(error)) is not None)
+        or (isinstance(inner, BaseException) and inner is not error and is_out_of_memory(inner))
     )
 
 
