@@ -284,21 +284,6 @@ def test_nodes_equal_dense_mask(window, pad_to):
     torch.testing.assert_close(got_grad, want_grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_flex_mask_equals_dense_mask(window):
-    """The BlockMask given to FlexAttention on a GPU lets through exactly the dense reference; checked on CPU."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    [whole] = pack(forest(), 160, pad_to=160)
-    mask = PackedMask(whole)
-    torch.manual_seed(0)
-    q, k, v = torch.randn(1, 4, 160, 16), torch.randn(1, 2, 160, 16), torch.randn(1, 2, 160, 16)
-    got = flex_attention(q, k, v, block_mask=mask.blocks(window), enable_gqa=True)
-    dense = mask.dense(window)
-    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense, enable_gqa=True)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "mistral", "phi3", "qwen2", "qwen3"])
 def test_lean_norms_and_mlps_are_those_of_transformers(family, dtype):

@@ -6,13 +6,11 @@ forward down to the attention function: a `PackedMask`, whose masks are built on
 passed there says itself how to attend, so that engines can pass a cache instead (posttrain/engines/cache.py).
 
 On CPU and MPS every node of a tree is one call of scaled_dot_product_attention. On CUDA FlexAttention takes the whole
-pack with one BlockMask; it compiles once for each width of a pack, so packs come in a few widths only (`width_step`).
-Attention dropout and heads narrower than 16, which FlexAttention lacks, go node by node there too.
+pack with one BlockMask, where it suits (models/flex.py); else it goes node by node there too.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -24,6 +22,7 @@ from transformers import AttentionInterface
 
 from posttrain.batch import Pack
 from posttrain.errors import ModelError
+from posttrain.models import flex
 from posttrain.models.matmul import ONEDNN, ROWS
 
 NAME = "packed"
@@ -124,18 +123,19 @@ class PackedMask:
         return self._masks[window, dtype]
 
     def blocks(self, window: int | None):
-        """FlexAttention's BlockMask of the whole pack."""
+        """FlexAttention's BlockMask of the whole pack, made wider to `flex.width`: what fills it sees itself alone."""
         if window not in self._blocks:
             from torch.nn.attention.flex_attention import create_block_mask
 
-            end_T, position_T = self.end_T.int(), self.position_T.int()
+            tokens, device = len(self.end_T), self.end_T.device
+            width = flex.width(tokens)
+            end_T = torch.cat([self.end_T.int(), torch.arange(tokens + 1, width + 1, dtype=torch.int32, device=device)])
+            position_T = F.pad(self.position_T.int(), (0, width - tokens))
 
             def visible(b, h, q, k):
                 mask = (k <= q) & (q < end_T[k])
                 return mask if window is None else mask & (position_T[q] - position_T[k] < window)
 
-            width = len(end_T)
-            device = end_T.device
             # Compiled, no (width, width) tensor exists on the way to the blocks.
             compiled = device.type == "cuda"
             self._blocks[window] = create_block_mask(visible, None, None, width, width, device, _compile=compiled)
@@ -145,8 +145,10 @@ class PackedMask:
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
     ) -> torch.Tensor:
         """Attention of the pack's tokens to one another."""
-        flex = query.is_cuda and not how.dropout and query.shape[-1] >= 16
-        return (_flex if flex else _by_node)(query, key, value, self, how)
+        if flex.suits(query, how.dropout):
+            grouped = key.shape[1] != query.shape[1]
+            return flex.attend(query, key, value, self.blocks(how.window), how.scaling, how.softcap, grouped)
+        return _by_node(query, key, value, self, how)
 
 
 def packed_attention(
@@ -211,35 +213,6 @@ def _eager(q, k, v, mask, how):
         mask = torch.full((q.shape[2], k.shape[2]), -torch.inf, dtype=q.dtype, device=q.device).triu(1)
     weights = (logits + mask).softmax(-1, dtype=torch.float32).to(q.dtype)
     return F.dropout(weights, how.dropout) @ v
-
-
-@functools.cache
-def _compiled_flex():
-    from torch._dynamo import config
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # A kernel for each width, with and without gradients, for every kind of layer. Beyond the limit torch would quietly
-    # compute the full matrix of scores instead.
-    config.recompile_limit = max(config.recompile_limit, 64)
-    config.fail_on_recompile_limit_hit = True
-    return torch.compile(flex_attention, dynamic=False)
-
-
-def _flex(q, k, v, packed, how):
-    softcap = how.softcap
-
-    def cap(score, b, h, i, j):
-        return softcap * torch.tanh(score / softcap)
-
-    return _compiled_flex()(
-        q,
-        k,
-        v,
-        score_mod=None if softcap is None else cap,
-        block_mask=packed.blocks(how.window),
-        scale=how.scaling,
-        enable_gqa=k.shape[1] != q.shape[1],
-    )
 
 
 def width_step(device: torch.device, tokens_per_pack: int) -> int | None:

@@ -9,6 +9,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from posttrain.config.model import ModelConfig
 from posttrain.errors import ModelError
 from posttrain.extras import need
+from posttrain.models import flex
 from posttrain.models.lean import Kernels
 
 
@@ -54,7 +55,10 @@ def kernels(model: ModelConfig, device: torch.device) -> Kernels | None:
 
 
 def check_attention(model: ModelConfig, device: torch.device) -> None:
-    """flash_attention_2 needs its package and a GPU: say so before transformers does in its own way."""
+    """flash_attention_2 needs its package and a GPU: say so before transformers does in its own way; say, too, where a
+    GPU's own attention over packs has to go without FlexAttention."""
+    if device.type == "cuda" and model.attention != "flash_attention_2":
+        flex.announce()
     if model.attention == "flash_attention_2":
         need("flash_attn", "flash-attn", "model.attention: flash_attention_2")
         if device.type != "cuda":

@@ -1,0 +1,122 @@
+"""FlexAttention on a GPU: when it suits, the widths it is compiled for, the blocks that fit a card.
+
+arXiv 2412.05496. It compiles a kernel for each width, and each takes seconds: tokens are filled up to a few widths
+here, so that no caller has to know. What fills them sees itself alone and is cut off again.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import shutil
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+log = logging.getLogger("posttrain")
+
+BLOCK = 128  # tokens of one block of the mask
+NARROWEST = 16  # head that it takes
+# Widths, with and without gradients, with and without a window: more than this is a mistake, and beyond the limit torch
+# would quietly compute the full matrix of scores.
+KERNELS = 512
+OWN_BLOCKS_BYTES = 160 << 10  # of shared memory: from here on PyTorch's own choice of blocks fits heads of 64 and 128
+
+
+def suits(query: Tensor, dropout: float) -> bool:
+    """Whether it takes this attention: on CUDA, in 16 bits (in float32 `scaled_dot_product_attention` is exact and its
+    blocks fit), without attention dropout, and where kernels can be compiled."""
+    on_gpu = query.is_cuda and query.dtype != torch.float32
+    return on_gpu and not dropout and query.shape[-1] >= NARROWEST and lacking() is None
+
+
+@functools.cache
+def lacking() -> str | None:
+    """What is missing to compile kernels for a GPU; None where nothing is."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if os.name == "posix" and compiler is None:
+        return "there is no C compiler (cc, gcc or clang, or the one that CC names), which Triton needs"
+    return None
+
+
+@functools.cache
+def announce() -> None:
+    """Say once that attention goes without it."""
+    if why := lacking():
+        log.warning("attention is slower than it could be, without FlexAttention: %s", why)
+
+
+def width(tokens: int) -> int:
+    """What so many tokens are filled up to: four widths an octave, in blocks of 128; at most a quarter is added."""
+    step = max(BLOCK, (1 << (tokens - 1).bit_length()) >> 3)
+    return -(-tokens // step) * step
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, blocks, scaling: float, softcap: float | None, grouped: bool
+) -> Tensor:
+    """query (1, H, T, d), key and value (1, H_kv, T, d) to (1, H, T, d); the BlockMask `blocks` is `width(T)` wide."""
+    tokens = query.shape[2]
+    missing = width(tokens) - tokens
+    if missing:
+        query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
+
+    most = softcap or 1.0
+
+    def cap(score, b, h, i, j):
+        return most * torch.tanh(score / most)
+
+    options: Any = _options_on(query.device, query.shape[-1]) or None
+    out = _compiled()(
+        query,
+        key,
+        value,
+        score_mod=None if softcap is None else cap,
+        block_mask=blocks,
+        scale=scaling,
+        enable_gqa=grouped,
+        kernel_options=options,
+    )
+    return out[:, :, :tokens]
+
+
+@functools.cache
+def _compiled():
+    from torch._dynamo import config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    config.recompile_limit = max(config.recompile_limit, KERNELS)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, KERNELS)
+    config.fail_on_recompile_limit_hit = True
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.cache
+def _options_on(device: torch.device, head: int) -> dict[str, int]:
+    if device.type != "cuda":
+        return {}
+    return blocks_for(head, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def blocks_for(head: int, shared: int) -> dict[str, int]:
+    """Blocks of FlexAttention's kernels in 16 bits that fit so many bytes of shared memory; none where its own do.
+
+    Forward keeps M queries and streams N keys and values; backward keeps as many of the ones as of the others, with
+    their gradients' operands, and streams the rest. Heads are laid out to a power of two.
+    """
+    wide = 1 << (head - 1).bit_length()
+    if shared >= OWN_BLOCKS_BYTES and head in (16, 32, 64, 128):
+        return {}
+    rows = [(128, 64, 2), (64, 64, 2), (64, 32, 2), (64, 32, 1), (32, 32, 1), (16, 16, 1)]
+    room = shared * 9 // 10 // (2 * wide)  # rows of a head that fit, with a tenth left for the kernel's own
+    m, n, stages = next((one for one in rows if one[0] + 2 * one[1] * one[2] <= room), rows[-1])
+    kept, streamed, back_stages = next((one for one in rows if 2 * one[0] + 2 * one[1] * one[2] <= room), rows[-1])
+    forward = {"fwd_BLOCK_M": m, "fwd_BLOCK_N": n, "fwd_num_stages": stages}
+    backward = {"bwd_BLOCK_N1": kept, "bwd_BLOCK_M1": streamed, "bwd_BLOCK_M2": kept, "bwd_BLOCK_N2": streamed}
+    return forward | backward | {"bwd_num_stages": back_stages}
