@@ -284,6 +284,21 @@ def test_nodes_equal_dense_mask(window, pad_to):
     torch.testing.assert_close(got_grad, want_grad, rtol=1e-4, atol=1e-5)
 
 
+def test_bfloat16_attention_on_a_cpu_is_float32_attention_rounded():
+    """Of the same rounded queries, keys and values, gradients too: only what enters and leaves has 8 bits."""
+    [whole] = pack(forest(), 1000)
+    mask, total = PackedMask(whole), len(whole.tokens_T)
+    torch.manual_seed(0)
+    narrow = [torch.randn(1, heads, total, 16).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+    wide = [x.detach().float().requires_grad_() for x in narrow]
+    outs = [packed_attention(torch.nn.Identity(), *inputs, None, packed=mask)[0] for inputs in (narrow, wide)]
+    assert torch.equal(outs[0], outs[1].bfloat16())
+    weight = torch.randn_like(outs[0])
+    got = torch.autograd.grad((outs[0] * weight).sum(), narrow)
+    want = torch.autograd.grad((outs[1] * weight.float()).sum(), wide)
+    assert all(torch.equal(g, w.bfloat16()) for g, w in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "mistral", "phi3", "qwen2", "qwen3"])
 def test_lean_norms_and_mlps_are_those_of_transformers(family, dtype):

@@ -19,6 +19,7 @@ from posttrain.data import prepare_run
 from posttrain.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
 from posttrain.models.attention import width_step
 from posttrain.models.load import load_tokenizer
+from posttrain.models.matmul import multiplies_bfloat16
 from posttrain.recipes.estimate import _activations, _reference, _simulate, empty_model, estimate
 from posttrain.recipes.heaviest import heaviest_step
 from posttrain.recipes.probe import Step, largest, probe
@@ -255,6 +256,26 @@ def test_plan_names_the_parts(settings, capsys):
     out = capsys.readouterr().out
     for part in ("weights", "gradients", "optimizer", "reference", "activations", "logits"):
         assert part in out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "able", "hint"),
+    [
+        ("float32", True, "multiplies in bfloat16 faster"), ("bfloat16", False, "no instructions for bfloat16"),
+        ("float32", False, None), ("bfloat16", True, None), ("float32", None, None), ("bfloat16", None, None),
+    ],
+)  # fmt: skip
+def test_plan_says_which_dtype_the_processor_is_for(settings, monkeypatch, capsys, dtype, able, hint):
+    monkeypatch.setattr(sys.modules["posttrain.recipes.plan"], "multiplies_bfloat16", lambda: able)
+    assert main(["plan", str(settings("planned", "dpo")), f"model.dtype={dtype}"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert ("this processor" in out) == (hint is not None) and (hint or "") in out
+
+
+def test_what_processors_say_of_bfloat16():
+    assert multiplies_bfloat16({"avx512_bf16": True, "amx_bf16": False}) is True
+    assert multiplies_bfloat16({"avx512_bf16": False, "amx_bf16": False}) is False
+    assert multiplies_bfloat16({"arm_neon": True}) is None
 
 
 def test_a_reference_of_another_name_has_its_own_size(settings, shared):

@@ -8,6 +8,7 @@ from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +19,7 @@ from posttrain.data import Prepared, longest_sequence
 from posttrain.models.attention import width_step
 from posttrain.models.families import base_of, check_longest
 from posttrain.models.load import compute_dtype, device_of, load_tokenizer
+from posttrain.models.matmul import multiplies_bfloat16
 from posttrain.optim.schedules import warmup_count
 from posttrain.recipes.estimate import count, empty_model, estimate
 from posttrain.recipes.heaviest import first_epoch, heaviest_step, pack_rows
@@ -86,6 +88,12 @@ def plan(
             console.print(table)
 
 
+DTYPE_HINTS: dict[tuple[torch.dtype, bool | None], str] = {
+    (torch.float32, True): "this processor multiplies in bfloat16 faster: model.dtype=bfloat16",
+    (torch.bfloat16, False): "this processor has no instructions for bfloat16: model.dtype=float32 is faster",
+}
+
+
 def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
     config = stage.config
     device = device_of(config.devices)
@@ -106,7 +114,10 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
     table = Table(title=title, show_header=False, title_justify="left", box=None)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("device", f"{device}, {str(compute_dtype(model, device)).removeprefix('torch.')}")
+    dtype = compute_dtype(model, device)
+    table.add_row("device", f"{device}, {str(dtype).removeprefix('torch.')}")
+    if device.type == "cpu" and (hint := DTYPE_HINTS.get((dtype, multiplies_bfloat16()))):
+        table.add_row("", hint)
     table.add_row("parameters", f"{total:,}, of them trained {trained:,} ({trained / total:.1%})")
     for line in data.report.lines():
         table.add_row("data", line)
