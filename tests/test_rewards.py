@@ -326,6 +326,14 @@ def test_a_reward_model_gives_what_transformers_gives(reward_model):
     assert found.totals == pytest.approx([2 * value for value in want], abs=1e-5)
 
 
+def test_completions_longer_than_the_reward_model_reads_are_said_at_the_start(reward_model, caplog):
+    term = settings({"type": "model", "path": str(reward_model)})
+    for length, said in ((199, 0), (200, 1)):
+        caplog.clear()
+        with Rewards(term, max_completion_length=length):
+            assert len([one for one in caplog.messages if "reads 200 tokens" in one]) == said
+
+
 def test_a_reward_model_reads_conversations(reward_model):
     tokenizer = AutoTokenizer.from_pretrained(reward_model)
     chats = [[{"role": "user", "content": text}] for text in ("Hi", "Hi", "Ho")]

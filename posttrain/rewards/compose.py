@@ -252,7 +252,7 @@ def _function(term: Computed, devices: DevicesConfig, max_completion_length: int
 
             if term.path is None:  # a run with stages has filled it in
                 raise RewardError(f"the reward model of a stage ({term.from_stage}) is not known here: give its `path`")
-            model, strip = LearnedReward(term.path, devices), term.strip_thinking
+            model, strip = LearnedReward(term.path, devices, max_completion_length), term.strip_thinking
             return lambda completions: model(
                 [c.prompt for c in completions],
                 [_reply(c) if strip else c.text for c in completions],

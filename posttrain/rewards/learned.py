@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -27,6 +28,8 @@ from posttrain.models.load import (
 )
 from posttrain.scoring import RewardScorer
 
+log = logging.getLogger("posttrain")
+
 TOKENS_PER_PACK = 8192
 
 
@@ -37,12 +40,18 @@ class LearnedReward:
     ends in the stop token, or in the template's end of turn, unless it is truncated.
     """
 
-    def __init__(self, path: str, devices: DevicesConfig):
+    def __init__(self, path: str, devices: DevicesConfig, max_completion_length: int | None = None):
         model = ModelConfig(path=path)
         if not is_reward_model(model):
             raise ModelError(f"{path} is no reward model: it has no classification head; `method: reward` trains one")
         self.path = path
         self._longest = getattr(load_config(model), "max_position_embeddings", None) or math.inf
+        if max_completion_length and max_completion_length >= self._longest:
+            log.warning(
+                "the reward model %s reads %d tokens, prompt and completion together, and completions may have %d: one "
+                "that is too long ends the run; lower rollout.max_completion_length",
+                path, self._longest, max_completion_length,
+            )  # fmt: skip
         self._device = device_of(devices)
         self._tokenizer = load_tokenizer(model)
         loaded = load_model(model, "reward", compute_dtype(model, self._device), self._device)
