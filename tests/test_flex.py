@@ -1,17 +1,21 @@
-"""FlexAttention over packs as far as a CPU shows it: widths, masks, blocks, and when it is not used."""
+"""FlexAttention over packs as far as a CPU shows it: compilations, masks, blocks, and when it is not used."""
 
 import logging
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as torch_flex
 from test_equivalence import forest
-from torch.nn.attention.flex_attention import flex_attention
+from torch._dynamo import config
+from torch._dynamo.utils import counters
+from torch.nn.functional import scaled_dot_product_attention
 
 from posttrain.batch import Example, Sample, pack
 from posttrain.models import flex
-from posttrain.models.attention import How, PackedMask
+from posttrain.models.attention import How, PackedMask, _eager, _sdpa
 
 CARDS = {"RTX 4090": 101_376, "A100": 166_912, "H100": 232_448}  # bytes of shared memory a block may have
 
@@ -26,46 +30,52 @@ def forget():
         function.cache_clear()
 
 
-def test_few_widths():
-    widths = [flex.width(tokens) for tokens in range(1, 65_537)]
-    assert all(tokens <= wide <= tokens + max(128, tokens // 4) for tokens, wide in enumerate(widths, 1))
-    assert all(wide % flex.BLOCK == 0 for wide in set(widths)) and len(set(widths)) <= 36
-    assert all(flex.width(wide) == wide for wide in set(widths))
+@pytest.fixture
+def compiled(monkeypatch):
+    """FlexAttention and its masks as a GPU compiles them, with a backend that computes on a CPU."""
+    torch.compiler.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)  # which refuses gradients on a CPU
+    monkeypatch.setattr(flex, "_compiled", cache(flex._compiled.__wrapped__))
+    of_gpu = cache(partial(flex._block_mask_maker.__wrapped__, "cuda"))
+    monkeypatch.setattr(flex, "_block_mask_maker", lambda device_type: of_gpu())
+    with config.patch(specialize_float=False, fail_on_recompile_limit_hit=False):  # put back afterwards
+        yield
+    torch.compiler.reset()
 
 
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("pad_to", [160, 1])
-def test_attention_filled_up_inside_is_dense_attention(monkeypatch, window, pad_to):
-    """What fills the tokens up is seen by none of them; each width of pack gets its own tokens back."""
-    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
-    [whole] = pack(forest(), 160, pad_to=pad_to)
-    mask, tokens = PackedMask(whole), len(whole.end_T)
+def test_padded_inside_it_is_dense_attention(compiled):
+    """Values and gradients of a pack that is no whole number of blocks, with a window and capped logits."""
+    [whole] = pack(forest(), 1000)
+    mask, total = PackedMask(whole), len(whole.tokens_T)
+    assert total % flex.BLOCK
     torch.manual_seed(0)
-    q, k, v = torch.randn(1, 4, tokens, 16), torch.randn(1, 2, tokens, 16), torch.randn(1, 2, tokens, 16)
-    got = flex.attend(q, k, v, mask.blocks(window), 0.25, None, True)
-    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask.dense(window), scale=0.25, enable_gqa=True)
+    q, k, v = (torch.randn(1, heads, total, 16, requires_grad=True) for heads in (4, 2, 2))
+    got = flex.attend(q, k, v, mask.blocks(5), 0.4, 2.0, True)
+    seen = torch.zeros(total, total).masked_fill_(~mask.dense(5), -torch.inf)
+    want = _eager(q, k, v, seen, How(0.4, 0.0, 5, 2.0))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    capped = flex.attend(q, k, v, mask.blocks(window), 0.25, 2.0, True)
-    logits = 2 * torch.tanh(q @ k.repeat_interleave(2, 1).transpose(2, 3) * 0.25 / 2)
-    want = logits.masked_fill(~mask.dense(window), -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
-    torch.testing.assert_close(capped, want, rtol=1e-4, atol=1e-5)
+    weight = torch.randn_like(got)
+    got_grad, want_grad = (torch.autograd.grad((out * weight).sum(), (q, k, v)) for out in (got, want))
+    torch.testing.assert_close(got_grad, want_grad, rtol=1e-4, atol=1e-5)
 
 
-def test_packs_of_many_widths_compile_few_kernels(monkeypatch):
-    seen = set()
-
-    def compiled(query, *_, block_mask, **__):
-        seen.add((query.shape[2], block_mask.seq_lengths))
-        return query
-
-    monkeypatch.setattr(flex, "_compiled", lambda: compiled)
-    for tokens in range(40, 40 + 65 * 7, 7):
-        [one] = pack([Example((Sample(list(range(tokens)), True),), 0)], 10_000)
-        mask = PackedMask(one)
-        query = torch.zeros(1, 1, len(mask.end_T), 16)
-        out = flex.attend(query, query, query, mask.blocks(None), 1.0, None, False)
-        assert out.shape == query.shape
-    assert len(seen) <= 4
+def test_every_width_and_window_has_one_kernel(compiled):
+    """65 widths, as callers of their own bring them: one compilation of masks and one of attention."""
+    first = 0
+    for number in range(65):
+        width, window = 16 + 8 * number, None if number % 2 else 9
+        [whole] = pack([Example((Sample([1] * 15, children=(Sample([1] * (width - 14), True),)),), 0)], width)
+        mask = PackedMask(whole)
+        q, k, v = (torch.randn(1, heads, width, 16) for heads in (4, 2, 2))
+        got = flex.attend(q, k, v, mask.blocks(window), 0.25, None, True)
+        if number in (0, 33, 64):
+            want = scaled_dot_product_attention(q, k, v, mask.dense(window), scale=0.25, enable_gqa=True)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        if number == 20:
+            first = counters["stats"]["unique_graphs"]
+    assert counters["stats"]["unique_graphs"] == first <= 2
 
 
 def query(dtype=torch.bfloat16, head=64, is_cuda=True) -> Any:
@@ -120,3 +130,21 @@ def test_blocks_fit_the_card(card, head):
     assert max(forward, backward) * 2 * wide < shared
     assert chosen["bwd_BLOCK_N1"] % chosen["bwd_BLOCK_M1"] == chosen["bwd_BLOCK_M2"] % chosen["bwd_BLOCK_N2"] == 0
     assert all(flex.BLOCK % size == 0 and size >= 16 for name, size in chosen.items() if "BLOCK" in name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sdpa_on_cuda_has_no_groups(monkeypatch, dtype):
+    """Masked or in float32, heads of keys are repeated: the kernel that keeps no matrix of scores takes no groups."""
+    heads = []
+
+    def kernel(q, k, v, mask, dropout, is_causal, scale, enable_gqa):
+        heads.append((k.shape[1], enable_gqa))
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", kernel)
+    q, k = (torch.zeros(1, count, 8, 16, dtype=dtype) for count in (4, 2))
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=dtype, shape=q.shape)
+    how = How(0.25, 0.0, None, None)
+    _sdpa(on_gpu, k, k, torch.zeros(8, 8), how)
+    _sdpa(on_gpu, k, k, None, how)
+    _sdpa(q, k, k, None, how)
+    assert heads == [(4, False), (4, False) if dtype == torch.float32 else (2, True), (2, True)]

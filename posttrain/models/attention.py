@@ -123,22 +123,9 @@ class PackedMask:
         return self._masks[window, dtype]
 
     def blocks(self, window: int | None):
-        """FlexAttention's BlockMask of the whole pack, made wider to `flex.width`: what fills it sees itself alone."""
+        """FlexAttention's BlockMask of the whole pack."""
         if window not in self._blocks:
-            from torch.nn.attention.flex_attention import create_block_mask
-
-            tokens, device = len(self.end_T), self.end_T.device
-            width = flex.width(tokens)
-            end_T = torch.cat([self.end_T.int(), torch.arange(tokens + 1, width + 1, dtype=torch.int32, device=device)])
-            position_T = F.pad(self.position_T.int(), (0, width - tokens))
-
-            def visible(b, h, q, k):
-                mask = (k <= q) & (q < end_T[k])
-                return mask if window is None else mask & (position_T[q] - position_T[k] < window)
-
-            # Compiled, no (width, width) tensor exists on the way to the blocks.
-            compiled = device.type == "cuda"
-            self._blocks[window] = create_block_mask(visible, None, None, width, width, device, _compile=compiled)
+            self._blocks[window] = flex.block_mask(self.end_T, self.position_T, window)
         return self._blocks[window]
 
     def attend(
@@ -201,6 +188,10 @@ def _by_node(query, key, value, packed, how):
 
 def _sdpa(q, k, v, mask, how):
     grouped = k.shape[1] != q.shape[1]
+    if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        # The memory-efficient kernel, which these need, takes no groups: torch would compute the matrix of scores.
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        grouped = False
     return F.scaled_dot_product_attention(
         q, k, v, mask, how.dropout, is_causal=mask is None, scale=how.scaling, enable_gqa=grouped
     )
@@ -219,10 +210,10 @@ def _eager(q, k, v, mask, how):
 
 
 def width_step(device: torch.device, tokens_per_pack: int) -> int | None:
-    """What packs are padded to a multiple of: on a GPU a quarter of the budget, in blocks of 128; on a CPU whose
-    products keep something of every shape (models/matmul.py) a 64th of it; nothing elsewhere."""
+    """What packs are padded to a multiple of: on a GPU FlexAttention's block, so that no layer need pad; on a CPU whose
+    products keep something of every shape (models/matmul.py) a 64th of the budget; nothing elsewhere."""
     if device.type == "cuda":
-        return -(-tokens_per_pack // 4 // 128) * 128
+        return flex.BLOCK
     return -(-tokens_per_pack // 64 // ROWS) * ROWS if device.type == "cpu" and ONEDNN else None
 
 

@@ -1,7 +1,7 @@
-"""FlexAttention on a GPU: when it suits, the widths it is compiled for, the blocks that fit a card.
+"""FlexAttention on a GPU: when it suits, the padding to its blocks, the blocks that fit a card.
 
-arXiv 2412.05496. It compiles a kernel for each width, and each takes seconds: tokens are filled up to a few widths
-here, so that no caller has to know. What fills them sees itself alone and is cut off again.
+arXiv 2412.05496. One compilation with dynamic shapes serves every width, with the kernels of a fixed width, because
+tokens are padded to whole blocks here. Padding sees itself alone and is cut off again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,9 +22,6 @@ log = logging.getLogger("posttrain")
 
 BLOCK = 128  # tokens of one block of the mask
 NARROWEST = 16  # head that it takes
-# Widths, with and without gradients, with and without a window: more than this is a mistake, and beyond the limit torch
-# would quietly compute the full matrix of scores.
-KERNELS = 512
 OWN_BLOCKS_BYTES = 160 << 10  # of shared memory: from here on PyTorch's own choice of blocks fits heads of 64 and 128
 
 
@@ -53,9 +51,24 @@ def announce() -> None:
 
 
 def width(tokens: int) -> int:
-    """What so many tokens are filled up to: four widths an octave, in blocks of 128; at most a quarter is added."""
-    step = max(BLOCK, (1 << (tokens - 1).bit_length()) >> 3)
-    return -(-tokens // step) * step
+    """What so many tokens are padded to: whole blocks, two at least, since torch compiles a size of 1 apart."""
+    return max(2, -(-tokens // BLOCK)) * BLOCK
+
+
+def block_mask(end_T: Tensor, position_T: Tensor, window: int | None):
+    """Which keys each query sees (models/attention.py), as a BlockMask `width(T)` wide."""
+    total = width(len(end_T))
+    index_T = torch.arange(total, dtype=torch.int32, device=end_T.device)
+    # Padding sees itself alone: the softmax of a row that sees nothing would be no number.
+    end, position = index_T + 1, torch.zeros_like(index_T)
+    end[: len(end_T)], position[: len(end_T)] = end_T, position_T
+    # Tensors only: a number that a compiled mask captures would be compiled anew with each window.
+    until = position + (total if window is None else window)
+
+    def visible(b, h, q, k):
+        return (k <= q) & (q < end[k]) & (position[q] < until[k])
+
+    return _block_mask_maker(end_T.device.type)(visible, None, None, total, total, end_T.device)
 
 
 def attend(
@@ -72,7 +85,6 @@ def attend(
     def cap(score, b, h, i, j):
         return most * torch.tanh(score / most)
 
-    options: Any = _options_on(query.device, query.shape[-1]) or None
     out = _compiled()(
         query,
         key,
@@ -81,27 +93,43 @@ def attend(
         block_mask=blocks,
         scale=scaling,
         enable_gqa=grouped,
-        kernel_options=options,
+        kernel_options=dict(_options_on(query.device, query.shape[-1])),
     )
     return out[:, :, :tokens]
 
 
 @functools.cache
-def _compiled():
-    from torch._dynamo import config
+def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    config.recompile_limit = max(config.recompile_limit, KERNELS)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, KERNELS)
-    config.fail_on_recompile_limit_hit = True
-    return torch.compile(flex_attention, dynamic=False)
+    return _with_dynamic_sizes(flex_attention)
 
 
 @functools.cache
-def _options_on(device: torch.device, head: int) -> dict[str, int]:
-    if device.type != "cuda":
-        return {}
-    return blocks_for(head, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+def _block_mask_maker(device_type: str) -> Callable[..., Any]:
+    """create_block_mask; compiled on a GPU, so that no (width, width) tensor exists on the way to the blocks."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return _with_dynamic_sizes(create_block_mask) if device_type == "cuda" else create_block_mask
+
+
+def _with_dynamic_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled for all sizes, while scale and cap of a layer's logits are constants of its kernel."""
+    from torch._dynamo import config
+
+    config.specialize_float = True
+    # Beyond the limit of recompilations torch would quietly compute the full matrix of scores.
+    config.fail_on_recompile_limit_hit = True
+    return torch.compile(function, dynamic=True)
+
+
+@functools.cache
+def _options_on(device: torch.device, head: int) -> dict[str, Any]:
+    # The compiler does not know of a dynamic width that it is whole blocks, and would check every one of them.
+    options: dict[str, Any] = {"IS_DIVISIBLE": True}
+    if device.type == "cuda":
+        options |= blocks_for(head, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return options
 
 
 def blocks_for(head: int, shared: int) -> dict[str, int]:
@@ -117,6 +145,11 @@ def blocks_for(head: int, shared: int) -> dict[str, int]:
     room = shared * 9 // 10 // (2 * wide)  # rows of a head that fit, with a tenth left for the kernel's own
     m, n, stages = next((one for one in rows if one[0] + 2 * one[1] * one[2] <= room), rows[-1])
     kept, streamed, back_stages = next((one for one in rows if 2 * one[0] + 2 * one[1] * one[2] <= room), rows[-1])
-    forward = {"fwd_BLOCK_M": m, "fwd_BLOCK_N": n, "fwd_num_stages": stages}
+    forward = {"fwd_BLOCK_M": m, "fwd_BLOCK_N": n, "fwd_num_stages": stages, "fwd_num_warps": _warps(m)}
     backward = {"bwd_BLOCK_N1": kept, "bwd_BLOCK_M1": streamed, "bwd_BLOCK_M2": kept, "bwd_BLOCK_N2": streamed}
-    return forward | backward | {"bwd_num_stages": back_stages}
+    return forward | backward | {"bwd_num_stages": back_stages, "bwd_num_warps": _warps(kept)}
+
+
+def _warps(rows: int) -> int:
+    """As PyTorch has them for heads of 128: twice as many for blocks of 128 rows, whose sums fill the registers."""
+    return 8 if rows >= 128 else 4
