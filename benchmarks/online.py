@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -91,10 +92,10 @@ def run_posttrain(method: str, models: dict[str, Path], lengths: list[list[list[
     from posttrain.config import load
     from posttrain.engines import EmbeddedEngine
     from posttrain.recipes.online import Step
-    from posttrain.store.rollouts import RolloutStore
+    from posttrain.store import rollouts
 
     drawing: list[float] = []
-    storing = [timed(Step, "stored"), timed(RolloutStore, "add"), timed(RolloutStore, "_write")]
+    storing = [timed(Step, "stored"), timed(rollouts.RolloutStore, "add"), timed(rollouts, "_insert")]
     generate, coming = EmbeddedEngine.generate, iter(lengths)
 
     def at_lengths(self, prompts, sampling, *, seeds=None, limits=None):
@@ -147,8 +148,8 @@ def run_posttrain(method: str, models: dict[str, Path], lengths: list[list[list[
     }
 
 
-def timed(owner: type, name: str) -> list[float]:
-    """The seconds that each later call of a method takes, as they come."""
+def timed(owner: Any, name: str) -> list[float]:
+    """The seconds that each later call of a class's method or a module's function takes, as they come."""
     method, seconds = getattr(owner, name), []
 
     def measured(*arguments, **named):
