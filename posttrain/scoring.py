@@ -19,7 +19,7 @@ from posttrain.batch import Pack
 from posttrain.errors import DamagedError
 from posttrain.models.attention import PackedMask
 from posttrain.models.families import backbone_of, base_of, is_packed, logit_scale, logit_softcap
-from posttrain.models.matmul import ROWS, is_for_onednn, product, weight_of
+from posttrain.models.matmul import ROWS, float32_product, float32_weight, is_for_onednn, product, weight_of
 
 # Elements of the largest block of logits that exists at a time: 16 MB in float32, inside a CPU's cache; more on a GPU,
 # where small products leave the device idle.
@@ -168,15 +168,16 @@ class ChunkedScores(torch.autograd.Function):
     A chunk of rows at a time. Forward keeps one number a row, the log of the softmax's denominator. Backward computes
     each chunk's logits again:
         d logprob / d logits = onehot(target) - p          d entropy / d logits = -p (log p + entropy)
-    Sums run in float32 whatever the model's dtype.
+    Sums run in float32 whatever the model's dtype, those of the logits too.
     """
 
     @staticmethod
     def forward(ctx, hidden_N, weight, bias, target_N, temperature, softcap):
         size = len(target_N)
         log_z_N, logprob_N, entropy_N, top1_N = hidden_N.new_empty(4, size, dtype=torch.float32).unbind()
-        for rows in _chunks(size, weight, _step(weight)):
-            logits, _ = _logits(hidden_N[rows], weight, bias, temperature, softcap)
+        wide = float32_weight(weight)
+        for rows in _chunks(size, weight, _step(wide)):
+            logits, _ = _logits(hidden_N[rows], wide, bias, temperature, softcap)
             highest = logits.amax(-1)
             logits -= highest[:, None]
             chosen = logits.gather(1, target_N[rows, None]).squeeze(1)
@@ -201,8 +202,9 @@ class ChunkedScores(torch.autograd.Function):
         grad_hidden_N = torch.empty_like(hidden_N) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        for rows in _chunks(len(target_N), weight, _step(weight)):
-            logits, capped = _logits(hidden_N[rows], weight, bias, ctx.temperature, ctx.softcap)
+        wide = float32_weight(weight)
+        for rows in _chunks(len(target_N), weight, _step(wide)):
+            logits, capped = _logits(hidden_N[rows], wide, bias, ctx.temperature, ctx.softcap)
             log_p = logits.sub_(log_z_N[rows, None])
             if grad_entropy_N is None:
                 grad_logits = log_p.exp_()
@@ -241,7 +243,10 @@ def next_token_logits(model: nn.Module, hidden_N: torch.Tensor) -> torch.Tensor:
 
 def row_chunks(model: nn.Module, size: int) -> list[slice]:
     """`size` rows divided so that the logits of one part are a block of CHUNK_ELEMENTS."""
-    return _chunks(size, _head(model)[0].weight)
+    weight = _head(model)[0].weight
+    if size <= _rows_of_a_chunk(weight):  # no more is asked of `size`: a compiled caller is good for every such number
+        return [slice(None)]
+    return _chunks(size, weight)
 
 
 def _head(model: nn.Module) -> tuple[nn.Linear, float, float | None]:
@@ -254,7 +259,7 @@ def _head(model: nn.Module) -> tuple[nn.Linear, float, float | None]:
 
 def _logits(hidden, weight, bias, temperature, softcap):
     """One chunk's float32 logits over the temperature, and the capped logits if there is a cap (for its gradient)."""
-    logits = product(hidden, weight, bias).float()
+    logits = float32_product(hidden, weight, bias)
     capped = None
     if softcap is not None:
         capped = logits = softcap * torch.tanh(logits / softcap)
@@ -265,8 +270,11 @@ def _step(weight: torch.Tensor) -> int:
     return ROWS if is_for_onednn(weight) else 1
 
 
+def _rows_of_a_chunk(weight: torch.Tensor) -> int:
+    return max(1, CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cpu"]) // len(weight))
+
+
 def _chunks(size: int, weight: torch.Tensor, step: int = 1) -> list[slice]:
     """Rows in chunks of a multiple of `step`; the last ones, fewer than a step, are a chunk of their own."""
-    rows = max(1, CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cpu"]) // len(weight))
-    rows, even = -(-rows // step) * step, size - size % step
+    rows, even = -(-_rows_of_a_chunk(weight) // step) * step, size - size % step
     return [slice(*pair) for pair in pairwise([*range(0, even, rows), even, size]) if pair[0] < pair[1]]

@@ -23,6 +23,7 @@ from posttrain.batch import Example, Sample, pack
 from posttrain.config.rollout import VllmConfig
 from posttrain.engines import EmbeddedEngine, Sampling, TransformersEngine, make_engine
 from posttrain.engines.cache import Cache, Decoding
+from posttrain.engines.room import Room
 from posttrain.errors import ConfigError, DataError, ModelError, VitalSignError
 from posttrain.models.attention import How
 from posttrain.models.families import FAMILIES, base_of
@@ -208,8 +209,9 @@ def test_the_cache_widens_while_rows_leave_and_enter(monkeypatch, poisoned, size
 
     monkeypatch.setattr("posttrain.engines.cache.WIDTH_STEP", 4)
     monkeypatch.setattr("posttrain.engines.embedded.FEWEST_COLUMNS", 1)
-    monkeypatch.setattr("posttrain.engines.embedded.packed_weights", lambda policy: nullcontext(rows_step))
-    monkeypatch.setattr("posttrain.engines.embedded.Cache", Kept)
+    monkeypatch.setattr("posttrain.engines.generation.FEWEST_COLUMNS", 1)
+    monkeypatch.setattr("posttrain.engines.embedded.packed_weights", lambda policy, head: nullcontext(rows_step))
+    monkeypatch.setattr("posttrain.engines.memory.Cache", Kept)
     policy = policy_of("qwen3", head_dim=size)
     rng = random.Random(1)
     prompts, limits = PROMPTS * 3, [[rng.randrange(1, 40) for _ in range(3)] for _ in range(15)]
@@ -245,7 +247,7 @@ def test_attention_to_logits_of_any_size(monkeypatch, size, sharp, push, is_stee
     lengths, n, heads, each, steps = [5, 3], 2, 2, 2, 56
     rows, module, how = len(lengths) * n, nn.Module(), How(size**-0.5, 0.0, window, None)
     module.layer_idx = 0  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
-    cache = Cache(rows, len(lengths), n, max(lengths), steps + beyond, still=False)
+    cache = Cache(Room(rows, len(lengths), n, max(lengths), steps + beyond))
 
     def keys(count: int) -> torch.Tensor:
         key = torch.randn(1, heads, count, size) * sharp
@@ -295,77 +297,6 @@ def test_attention_to_logits_of_any_size(monkeypatch, size, sharp, push, is_stee
     assert bool(cache.steep) == is_steep, "m = 0 is for logits near 0, and only for these"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-def test_static_shapes_draw_the_same(family):
-    """What a GPU records, run plainly: rounded shapes, rows without a use, checks every few steps, memory kept."""
-    policy, sampling = policy_of(family), replace(DRAWN, stop_token_ids=(7,))
-    want = EmbeddedEngine(policy).generate(PROMPTS * 2, sampling)
-    engine = EmbeddedEngine(policy, max_rows=9, static=True)
-    got = engine.generate(PROMPTS * 2, sampling)
-    assert tokens_of(got) == tokens_of(want)
-    assert_trainers(policy, PROMPTS * 2, got, sampling.temperature)
-    held = engine._held
-    again = engine.generate(PROMPTS[:3], replace(sampling, seed=9, max_completion_length=5))
-    assert engine._held is held, "a smaller call is served by the memory that is there"
-    assert tokens_of(again) == tokens_of(
-        EmbeddedEngine(policy).generate(PROMPTS[:3], replace(sampling, seed=9, max_completion_length=5))
-    )
-    engine.generate(PROMPTS[:3], replace(sampling, temperature=1.5))
-    assert engine._held is not held
-
-
-def test_a_call_of_fewer_groups_in_memory_of_more():
-    """What an earlier call left in the places of groups and rows that a later one has not is not looked at."""
-    policy, sampling = policy_of("qwen3"), replace(DRAWN, num_generations=3, stop_token_ids=())
-    engine = EmbeddedEngine(policy, static=True)
-    rng = random.Random(0)
-    for count, shortest in ((8, 20), (5, 20), (7, 1), (3, 1)):
-        prompts = [[rng.randrange(3, 40) for _ in range(rng.randrange(1, 6))] for _ in range(count)]
-        limits = [[rng.randrange(shortest, 21) for _ in range(3)] for _ in range(count)]
-        got = engine.generate(prompts, sampling, limits=limits)
-        assert tokens_of(got) == tokens_of(EmbeddedEngine(policy).generate(prompts, sampling, limits=limits))
-
-
-def test_numbers_that_were_not_finite_are_not_kept():
-    """After an error the static memory is made anew: a NaN in a key would outlast every mask."""
-    policy = policy_of("qwen3")
-    engine = EmbeddedEngine(policy, static=True)
-    want = engine.generate(PROMPTS, DRAWN)
-    layer = policy.model.layers[0].self_attn.v_proj.weight
-    good = layer.detach().clone()
-    with torch.no_grad():
-        layer.fill_(torch.nan)
-    with pytest.raises(VitalSignError):
-        engine.generate(PROMPTS, DRAWN)
-    with torch.no_grad():
-        layer.copy_(good)
-    assert tokens_of(engine.generate(PROMPTS, DRAWN)) == tokens_of(want)
-
-
-@pytest.mark.slow
-def test_the_step_is_compiled_whole():
-    """torch.compile takes the whole step of a static shape without a break, and it draws the same tokens."""
-    import torch._dynamo
-
-    from posttrain.engines.graphs import StaticStepper
-
-    policy, sampling = policy_of("qwen3"), replace(DRAWN, stop_token_ids=(7,))
-    want = EmbeddedEngine(policy).generate(PROMPTS, sampling)
-    made = []
-
-    class Compiled(StaticStepper):
-        def __init__(self, policy, sampling, device, compiled):
-            super().__init__(policy, sampling, device, compiled=False)
-            self.run = torch.compile(self.run, dynamic=True, fullgraph=True, backend="aot_eager")
-            made.append(self)
-
-    engine = EmbeddedEngine(policy, static=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("posttrain.engines.embedded.StaticStepper", Compiled)
-        got = engine.generate(PROMPTS, sampling)
-    assert made and tokens_of(got) == tokens_of(want)
-
-
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_logprobs_are_the_trainers(engine_of, family):
     policy = policy_of(family)
@@ -411,7 +342,7 @@ def test_new_weights_change_output_and_version(engine_of):
 
 def test_a_prompt_is_prefilled_once_and_finished_rows_cost_nothing(monkeypatch):
     """Tokens that go through the model: every prompt's once, every completion's but the last (padding aside)."""
-    monkeypatch.setattr("posttrain.engines.embedded.width_step", lambda device, budget: None)
+    monkeypatch.setattr("posttrain.engines.generation.width_step", lambda device, budget: None)
     policy, fed = policy_of(), []
     policy.get_input_embeddings().register_forward_hook(lambda module, given, out: fed.append(given[0].numel()))
     groups = EmbeddedEngine(policy, max_rows=8).generate(PROMPTS, replace(DRAWN, num_generations=4))

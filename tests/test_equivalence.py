@@ -388,7 +388,7 @@ def test_linear_layers_are_those_of_torch(rows, trained, bias, monkeypatch):
 @pytest.mark.parametrize("bias", [True, False])
 def test_packed_weights_multiply_alike(bias):
     layer = torch.nn.Linear(256, 320, bias)
-    with torch.no_grad(), packed_weights(layer):
+    with torch.no_grad(), packed_weights(layer, layer):
         assert not PACKS or weight_of(layer).is_mkldnn
         for shape in ((1, 256), (7, 256), (1, 8, 256), (2, 3, 256)):
             x = torch.randn(shape)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.batch import Pack
+from posttrain.engines.room import Room
 from posttrain.models.attention import How, PackedMask
 
 LOG2_E = 1 / math.log(2)
@@ -48,20 +49,40 @@ class Layer:
     own_value: Tensor
 
 
+class Buffers:
+    """Memory for the keys and values of so many tokens, layer by layer, allocated when a layer is first met.
+
+    Caches of several sizes can lie in it in turn. `finite` says that one may read what another has left there, so it
+    begins as zeros.
+    """
+
+    def __init__(self, tokens: int, finite: bool = False):
+        self.tokens, self.finite = tokens, finite
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, index: int, key: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's memory for keys and for values, both flat; `key` (1, K, T, d) are some of its keys."""
+        if index not in self.layers:
+            size = self.tokens * key.shape[1] * key.shape[3]
+            new = key.new_zeros if self.finite else key.new_empty
+            self.layers[index] = new(size), new(size)
+        return self.layers[index]
+
+
 class Cache:
-    """The keys and values of every layer, allocated when a layer is first met.
+    """The keys and values of every layer, within `buffers`.
 
     What is not seen is multiplied by 0, or nearly, and must be finite. So a prompt's places begin as zeros, and those
     of a completion are made zeros by `widen` and by `clear`, which is for rows that come into use. They lie in `width`
     columns: while completions are of one age a step reads no gaps, and columns that none has grown into are memory that
     is never touched. `still` says that the memory serves many calls and that steps over it are recorded: all columns
-    are there from the beginning then, and what is computed may depend neither on numbers nor on what a call has left.
+    are there from the beginning then, and what is computed may depend neither on numbers nor on what a call has left,
+    which is finite.
     """
 
-    def __init__(self, rows: int, groups: int, members: int, prompt_columns: int, own_columns: int, still: bool):
-        self.rows, self.groups, self.members = rows, groups, members
-        self.prompt_columns, self.own_columns = prompt_columns, own_columns
-        self.still, self.width = still, own_columns if still else 0
+    def __init__(self, room: Room, still: bool = False, buffers: Buffers | None = None):
+        self.room, self.buffers = room, buffers or Buffers(room.tokens)
+        self.still, self.width = still, room.own_columns if still else 0
         self.layers: dict[int, Layer] = {}
         self.steep: set[int] = set()  # layers for which m = 0 was not right
         self._scratch: Tensor | None = None
@@ -70,24 +91,27 @@ class Cache:
         """The layer of an attention module, for keys (1, K, T, d)."""
         index = index_of(module)
         if index not in self.layers:
-            heads, size = key.shape[1], key.shape[3]
+            heads, size, room = key.shape[1], key.shape[3], self.room
+            own = room.groups * room.prompt_columns * heads * size  # where those of completions begin
 
-            def side(count: int, most: int, columns: int, turned: bool) -> Tensor:
-                return _laid(key.new_empty(count * heads * most * size), count, heads, columns, size, turned).zero_()
+            def halves(memory: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
+                prompts = _laid(memory, room.groups, heads, room.prompt_columns, size, turned)
+                return prompts, _laid(memory[own:], room.rows, heads, self.width, size, turned)
 
-            self.layers[index] = Layer(
-                prompt_key=side(self.groups, self.prompt_columns, self.prompt_columns, size < SMALL_HEAD),
-                prompt_value=side(self.groups, self.prompt_columns, self.prompt_columns, False),
-                own_key=side(self.rows, self.own_columns, self.width, size < SMALL_HEAD),
-                own_value=side(self.rows, self.own_columns, self.width, False),
-            )
+            keys, values = self.buffers.of(index, key)
+            prompt_key, own_key = halves(keys, size < SMALL_HEAD)
+            prompt_value, own_value = halves(values, False)
+            self.layers[index] = Layer(prompt_key, prompt_value, own_key, own_value)
+            if not self.still:
+                for side in (prompt_key, prompt_value, own_key, own_value):
+                    side.zero_()
         return self.layers[index]
 
     def widen(self, rows: int, columns: int) -> None:
         """Make room for `columns` of completions, in the first `rows`, which are those in use."""
         if columns <= self.width:
             return
-        self.width = min(self.own_columns, -(-columns // WIDTH_STEP) * WIDTH_STEP)
+        self.width = min(self.room.own_columns, -(-columns // WIDTH_STEP) * WIDTH_STEP)
         for index, layer in self.layers.items():
             turned = layer.own_key.shape[3] < SMALL_HEAD
             own_key = _widened(layer.own_key, rows, self.width, turned)
@@ -279,7 +303,7 @@ class Decoding:
         key, value = key.flatten(0, 1), value.flatten(0, 1)
         query = query.reshape(count * heads, queries, size)
         scale = how.scaling * LOG2_E if how.softcap is None else how.scaling
-        if query.dtype == torch.float32 and query.device.type == "cpu":
+        if query.dtype == torch.float32 and query.device.type == "cpu" and not self.cache.still:
             scores = self.cache.scratch(count * heads, queries, columns)
             torch.bmm(query * scale, key.transpose(1, 2), out=scores)
         else:

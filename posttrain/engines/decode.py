@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from posttrain.engines.cache import Cache, Decoding
 from posttrain.engines.protocol import Sampling
+from posttrain.engines.room import Room
 from posttrain.engines.sampling import draw
 from posttrain.engines.streams import token_words
 from posttrain.models.families import backbone_of, base_of
@@ -46,7 +47,9 @@ class State:
     logprobs_RL: Tensor
 
     @classmethod
-    def empty(cls, rows: int, groups: int, members: int, columns: int, device: torch.device) -> State:
+    def empty(cls, room: Room, device: torch.device) -> State:
+        rows, groups, columns = room.rows, room.groups, room.own_columns
+
         def whole(*size: int) -> Tensor:
             return torch.zeros(*size, dtype=torch.int64, device=device)
 
@@ -57,7 +60,7 @@ class State:
             done_R=torch.ones(rows, dtype=torch.bool, device=device),
             group_R=whole(rows),
             member_R=whole(rows),
-            row_GM=whole(groups, members),
+            row_GM=whole(groups, room.members),
             key_R2=torch.zeros(rows, 2, dtype=torch.int32, device=device),
             length_G=whole(groups),
             age_G=whole(groups),
@@ -101,11 +104,15 @@ class Stepper:
     still = False  # whether a step's addresses and shapes are to stay
 
     def __init__(self, policy: nn.Module, sampling: Sampling, device: torch.device):
-        self.policy, self.sampling = policy, sampling
+        self.policy, self.sampling, self.device = policy, sampling, device
         self.backbone = backbone_of(base_of(policy))
         vocabulary = base_of(policy).get_output_embeddings().weight.shape[0]  # pyright: ignore
         self.words_V = token_words(vocabulary, device)
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
+
+    def rounded(self, shape: Shape, room: Room) -> Shape:
+        """The shape that a step takes in place of `shape`, within what there is room for."""
+        return shape
 
     def step(self, state: State, cache: Cache, shape: Shape) -> None:
         rows, groups = slice(shape.rows), slice(shape.groups)

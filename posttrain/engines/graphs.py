@@ -9,6 +9,7 @@ computed and thrown away.
 from __future__ import annotations
 
 import logging
+from itertools import chain
 
 import torch
 from torch import nn
@@ -16,39 +17,93 @@ from torch import nn
 from posttrain.engines.cache import Cache
 from posttrain.engines.decode import Shape, State, Stepper
 from posttrain.engines.protocol import Sampling
+from posttrain.engines.room import Room
 
 log = logging.getLogger("posttrain")
 
 FEWEST_ROWS = 8
-COLUMNS = 256  # of completions, a multiple of it
+COLUMNS = 256  # of prompts and of completions, a multiple of it
 STEPS_BETWEEN_CHECKS = 8  # steps without asking the GPU which rows are done; those that are stand still
 WARM_UPS = 2  # runs before a recording, in which libraries choose their kernels and allocate their memory
+
+
+class Recordings:
+    """The recorded steps over one policy. All share one pool of memory: they never run at the same time.
+
+    A recording reads weights where they lay and through the adapters that were on, and would go on doing so.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: dict[tuple[Stepper, Shape], torch.cuda.CUDAGraph] = {}
+        self._recorded_with: object = None
+
+    def check(self, policy: nn.Module) -> None:
+        """Drop all recordings if weights lie elsewhere now, or other adapters are on."""
+        found = recorded_with(policy)
+        if found != self._recorded_with:
+            self.graphs.clear()
+        self._recorded_with = found
+
+    def drop(self, stepper: Stepper) -> None:
+        """Drop the recordings of one stepper, whose state is no more."""
+        self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] is not stepper}
+
+    @property
+    def pool(self):
+        return next((graph.pool() for graph in self.graphs.values()), None)
+
+
+def recorded_with(policy: nn.Module) -> tuple[object, ...]:
+    """What a recording takes over from the policy beside its architecture: addresses, and the state of adapters."""
+    tensors = [(t.data_ptr(), t.dtype, t.shape) for t in chain(policy.parameters(), policy.buffers())]
+    adapters = [
+        (module.disable_adapters, *module.active_adapters, None, *module.merged_adapters, *module.scaling.items())
+        for module in policy.modules()
+        if hasattr(module, "merged_adapters") and hasattr(module, "scaling")
+    ]
+    return (*tensors, *adapters)
 
 
 class StaticStepper(Stepper):
     """A stepper of few shapes over one state and one cache; recorded where they are on a GPU.
 
     `compiled` lets torch.compile fuse what lies between the matrix products: drawing and attention are chains of
-    elementwise operations.
+    elementwise operations. Numbers are symbols there, so one compilation serves every shape. Fused operations round
+    to the model's dtype where single ones would: else the sampler would not be the trainer.
     """
 
     steps_between_checks = STEPS_BETWEEN_CHECKS
     still = True
 
-    def __init__(self, policy: nn.Module, sampling: Sampling, device: torch.device, compiled: bool):
+    def __init__(
+        self, policy: nn.Module, sampling: Sampling, device: torch.device, recordings: Recordings, compiled: bool
+    ):
         super().__init__(policy, sampling, device)
-        self.device = device
-        self.run = torch.compile(super().step, dynamic=True) if compiled else super().step
-        self.graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self.recordings = recordings
+        self.run = super().step
+        if compiled:
+            self.run = torch.compile(self.run, dynamic=True, options={"emulate_precision_casts": True})
+
+    def rounded(self, shape: Shape, room: Room) -> Shape:
+        """The shape whose recording serves: all prompt columns and every place of a group."""
+        return Shape(
+            rows=min(room.rows, max(FEWEST_ROWS, power_of_two(shape.rows))),
+            groups=min(room.groups, max(2, power_of_two(shape.groups))),  # torch.compile takes a 1 for a constant
+            members=room.members,
+            prompt_columns=room.prompt_columns,
+            own_columns=min(room.own_columns, in_columns(shape.own_columns)),
+            even_prompts=False,
+            even_ages=False,
+        )
 
     def step(self, state: State, cache: Cache, shape: Shape) -> None:
-        shape = rounded(shape, cache)
         if self.device.type != "cuda":
             self.run(state, cache, shape)
             return
-        if shape not in self.graphs:
-            self.graphs[shape] = self._record(state, cache, shape)
-        self.graphs[shape].replay()
+        graphs = self.recordings.graphs
+        if (self, shape) not in graphs:
+            graphs[self, shape] = self._record(state, cache, shape)
+        graphs[self, shape].replay()
 
     def _record(self, state: State, cache: Cache, shape: Shape) -> torch.cuda.CUDAGraph:
         """Run the step on a side stream until all is set up, take back what that changed, and record it."""
@@ -61,26 +116,17 @@ class StaticStepper(Stepper):
                 state.become(before)  # keys and values that were written ahead are written again in their turn
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        pool = next((other.pool() for other in self.graphs.values()), None)  # they never run at the same time
-        with torch.cuda.graph(graph, pool=pool):  # pyright: ignore[reportArgumentType]
+        with torch.cuda.graph(graph, pool=self.recordings.pool):  # pyright: ignore[reportArgumentType]
             self.run(state, cache, shape)
         state.become(before)  # recording does not compute; drawn tokens come with the first replay
         log.debug("the engine recorded a step of %s", shape)
         return graph
 
 
-def rounded(shape: Shape, cache: Cache) -> Shape:
-    """The shape whose recording serves: all prompt columns and every place of a group."""
-    return Shape(
-        rows=min(cache.rows, max(FEWEST_ROWS, _power_of_two(shape.rows))),
-        groups=min(cache.groups, _power_of_two(shape.groups)),
-        members=cache.members,
-        prompt_columns=cache.prompt_columns,
-        own_columns=min(cache.own_columns, -(-shape.own_columns // COLUMNS) * COLUMNS),
-        even_prompts=False,
-        even_ages=False,
-    )
+def in_columns(length: int) -> int:
+    return -(-length // COLUMNS) * COLUMNS
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
+    """The least power of two that is no less."""
     return 1 << (number - 1).bit_length()

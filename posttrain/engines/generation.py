@@ -1,0 +1,220 @@
+"""One call of the embedded engine: which completions are alive, and where in its memory they lie."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from posttrain.batch import Example, Sample, pack
+from posttrain.engines.cache import Prefill
+from posttrain.engines.decode import Shape
+from posttrain.engines.memory import Memory
+from posttrain.engines.protocol import Completion, Request, not_finite
+from posttrain.engines.room import Room
+from posttrain.engines.stops import StopTexts
+from posttrain.engines.streams import keys
+from posttrain.models.attention import width_step
+from posttrain.models.families import backbone_of, base_of
+
+TOKENS_PER_PREFILL = 8192
+FEWEST_COLUMNS = 32  # with fewer, PyTorch may take its slow way to products of small matrices
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A prompt with the completions that are being drawn together: these numbers of it."""
+
+    request: Request
+    numbers: range
+    slot: int = -1  # its place in the cache
+    live: list[Row] = field(default_factory=list)
+    age: int = 1  # tokens that each live completion has
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A live completion: number `number` of its prompt."""
+
+    group: Group
+    number: int
+    seen: int = 0  # tokens in which stop texts were looked for
+
+
+def groups_of(asked: Sequence[Request], members: int) -> Iterator[Group]:
+    """The groups in order: a prompt with more completions than `members` has several."""
+    for request in asked:
+        n = len(request.limits)
+        for first in range(0, n, members):
+            yield Group(request, range(first, min(first + members, n)))
+
+
+class Generation:
+    """One call of `generate`, within `room` of the memory."""
+
+    def __init__(
+        self, memory: Memory, room: Room, asked: list[Request], texts: StopTexts, version: int, rows_step: int
+    ):
+        self.room = room
+        self.rows_step = rows_step  # products are quick with a multiple of so many rows
+        self.cache, self.state, self.stepper = memory.cache, memory.state, memory.stepper
+        self.policy, self.device = self.stepper.policy, self.stepper.device
+        self.texts, self.version = texts, version
+        # Long prompts first would waste least, but the order of a caller is often by difficulty: it is kept.
+        self.waiting = deque(groups_of(asked, room.members))
+        self.groups: list[Group] = []  # by slot
+        self.rows: list[Row] = []  # by place in the state's tensors
+        self.found: list[list[Completion | None]] = [[None] * len(request.limits) for request in asked]
+
+    def completions(self) -> list[list[Completion]]:
+        while self.waiting or self.rows:
+            if self.admit():
+                self.retire()
+            if self.rows:
+                for _ in range(self.stepper.steps_between_checks):
+                    shape = self.shape()
+                    self.cache.widen(shape.rows, shape.own_columns)
+                    self.stepper.step(self.state, self.cache, shape)
+                    for group in self.groups:
+                        group.age += 1
+                self.retire()
+        return [[done for done in group if done is not None] for group in self.found]
+
+    def shape(self) -> Shape:
+        lengths = {len(group.request.tokens) for group in self.groups}
+        ages = {group.age for group in self.groups}
+        members = max(len(group.live) for group in self.groups)
+        rows = min(self.room.rows, -(-len(self.rows) // self.rows_step) * self.rows_step)
+        own_columns = max(FEWEST_COLUMNS, *ages)
+        even_ages = ages == {own_columns}
+        shape = Shape(rows, len(self.groups), members, max(lengths), own_columns, len(lengths) == 1, even_ages)
+        return self.stepper.rounded(shape, self.room)
+
+    def admit(self) -> bool:
+        """Let waiting prompts in while a whole group fits; whether any came."""
+        begin, before = len(self.rows), len(self.groups)
+        while (
+            self.waiting
+            and len(self.rows) + len(self.waiting[0].numbers) <= self.room.rows
+            and len(self.groups) < self.room.groups
+        ):
+            group = self.waiting.popleft()
+            group.slot = len(self.groups)
+            group.live = [Row(group, number) for number in group.numbers]
+            self.rows += group.live
+            self.groups.append(group)
+        fresh = self.groups[before:]
+        if not fresh:
+            return False
+        hidden_G = self.prefill(fresh)
+        new = slice(begin, len(self.rows))
+        self.cache.clear(new)
+        state = self.state
+        state.count_R[new] = 0
+        state.done_R[new] = False
+        state.limit_R[new] = self.whole([row.group.request.limits[row.number] for row in self.rows[new]])
+        state.key_R2[new] = keys([(row.group.request.seed, row.number) for row in self.rows[new]], self.device)
+        self.stepper.record(state, new, hidden_G[self.whole([row.group.slot - before for row in self.rows[new]])])
+        self.place()
+        return True
+
+    def prefill(self, fresh: list[Group]) -> torch.Tensor:
+        """Each prompt once through the model, its keys and values into the cache; the last hidden states (G, D)."""
+        examples = [Example((Sample(group.request.tokens),), index) for index, group in enumerate(fresh)]
+        budget = max(TOKENS_PER_PREFILL, *(len(group.request.tokens) for group in fresh))
+        step = width_step(self.device, budget)
+        backbone = backbone_of(base_of(self.policy))
+        parts, order = [], []
+        for packed in pack(examples, budget, keep_last=True, pad_to=step):
+            owners = packed.group_S.tolist()
+            packed = packed.to(self.device)
+            mask = Prefill(packed, self.cache, [fresh[owner].slot for owner in owners])
+            out = backbone(
+                input_ids=packed.tokens_T[None], position_ids=packed.position_T[None], use_cache=False, packed=mask
+            )
+            hidden = out.last_hidden_state[0]  # of all tokens, or of the last ones alone (models/lean.py)
+            parts.append(hidden if len(hidden) == len(owners) else hidden[packed.last_S])
+            order += owners
+        return torch.cat(parts)[self.whole(order).argsort()]
+
+    def retire(self) -> None:
+        """Take out what is done, and close the gaps."""
+        flags = self.state.done_R[: len(self.rows)]
+        done = flags.nonzero().squeeze(1).tolist() if flags.any() else []
+        ends = dict.fromkeys(done) | (self.stopped_by_text() if self.texts else {})
+        if not ends:
+            return
+        self.collect(sorted(ends), ends)
+        kept = [place for place in range(len(self.rows)) if place not in ends]
+        holes = [place for place in sorted(ends) if place < len(kept)]
+        tails = [place for place in kept if place >= len(kept)]
+        if holes:
+            source, target = self.whole(tails), self.whole(holes)
+            self.cache.move_rows(source, target, max(self.rows[place].group.age for place in tails))
+            self.state.move(source, target)
+        for hole, tail in zip(holes, tails, strict=True):
+            self.rows[hole] = self.rows[tail]
+        del self.rows[len(kept) :]
+        self.close_groups()
+        self.place()
+
+    def collect(self, places: list[int], ends: dict[int, int | None]) -> None:
+        """Make completions of rows that are done, each up to where a stop text ended it or whole."""
+        index = self.whole(places)
+        counts = self.state.count_R[index].tolist()
+        columns = max(counts)
+        tokens = self.state.tokens_RL[index, :columns].tolist()
+        logprobs_RL = self.state.logprobs_RL[index, :columns]
+        if not logprobs_RL.isfinite().all():
+            raise not_finite()
+        logprobs = logprobs_RL.tolist()
+        stops = set(self.stepper.sampling.stop_token_ids)
+        for place, count, ids, values in zip(places, counts, tokens, logprobs, strict=True):
+            row, end = self.rows[place], ends[place]
+            row.group.live.remove(row)
+            size = count if end is None else end
+            stopped = end is not None or ids[size - 1] in stops
+            completion = Completion(ids[:size], values[:size], "stop" if stopped else "length", self.version)
+            self.found[row.group.request.index][row.number] = completion
+
+    def stopped_by_text(self) -> dict[int, int | None]:
+        """Places of the rows that have a stop text, with how many of their tokens it takes."""
+        found: dict[int, int | None] = {}
+        tokens = self.state.tokens_RL[: len(self.rows)].tolist()
+        counts = self.state.count_R[: len(self.rows)].tolist()
+        for place, (row, ids, count) in enumerate(zip(self.rows, tokens, counts, strict=True)):
+            end = self.texts.first(ids[:count], row.seen)
+            row.seen = count
+            if end is not None:
+                found[place] = end
+        return found
+
+    def close_groups(self) -> None:
+        """Drop prompts without live completions; the last ones move into their places."""
+        slot = 0
+        while slot < len(self.groups):
+            if self.groups[slot].live:
+                slot += 1
+                continue
+            last = self.groups.pop()
+            if last.slot != slot:
+                self.cache.move_group(last.slot, slot, len(last.request.tokens))
+                last.slot = slot
+                self.groups[slot] = last
+
+    def place(self) -> None:
+        """Tell the state which group each row is of, and which of its live rows it is."""
+        member = {id(row): number for group in self.groups for number, row in enumerate(group.live)}
+        state, rows, groups = self.state, slice(len(self.rows)), slice(len(self.groups))
+        state.idle(len(self.rows))
+        state.group_R[rows] = self.whole([row.group.slot for row in self.rows])
+        state.member_R[rows] = self.whole([member[id(row)] for row in self.rows])
+        state.row_GM.zero_()
+        state.row_GM[state.group_R[rows], state.member_R[rows]] = torch.arange(len(self.rows), device=self.device)
+        state.length_G[groups] = self.whole([len(group.request.tokens) for group in self.groups])
+        state.age_G[groups] = self.whole([group.age for group in self.groups])
+
+    def whole(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
