@@ -17,6 +17,7 @@ from torch import nn
 
 from posttrain.batch import Pack
 from posttrain.errors import DamagedError
+from posttrain.models import kernels
 from posttrain.models.attention import PackedMask
 from posttrain.models.families import backbone_of, base_of, is_packed, logit_scale, logit_softcap
 from posttrain.models.matmul import ROWS, float32_product, float32_weight, is_for_onednn, product, weight_of
@@ -24,6 +25,7 @@ from posttrain.models.matmul import ROWS, float32_product, float32_weight, is_fo
 # Elements of the largest block of logits that exists at a time: 16 MB in float32, inside a CPU's cache; more on a GPU,
 # where small products leave the device idle.
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
+GRADIENT_ELEMENTS = 1 << 27  # with kernels/scores.py, of logits' gradients: 256 MB in 16 bits
 READ_STEP = 4 * ROWS  # the last layer goes on with a multiple of so many tokens
 
 
@@ -142,7 +144,8 @@ def hidden_states(model: nn.Module, pack: Pack, index: torch.Tensor) -> torch.Te
 def scores_of(model: nn.Module, hidden_N: torch.Tensor, target_N: torch.Tensor, temperature: float) -> Scores:
     """The scores of targets from the hidden states (N, D) that predict them."""
     head, scale, cap = _head(model)
-    return Scores(*ChunkedScores.apply(hidden_N, head.weight, head.bias, target_N, temperature / scale, cap))
+    fused = kernels.are_on(base_of(model))
+    return Scores(*ChunkedScores.apply(hidden_N, head.weight, head.bias, target_N, temperature / scale, cap, fused))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,31 +168,18 @@ def _rows(pack: Pack) -> _Rows:
 class ChunkedScores(torch.autograd.Function):
     """log softmax(cap(h W^T + b) / temperature)[target], that softmax's entropy, and whether the target is its mode.
 
-    A chunk of rows at a time. Forward keeps one number a row, the log of the softmax's denominator. Backward computes
-    each chunk's logits again:
+    A chunk of rows at a time, or all in one go by `fused` kernels (kernels/scores.py). Forward keeps one number a row,
+    the log of the softmax's denominator. Backward computes each chunk's logits again:
         d logprob / d logits = onehot(target) - p          d entropy / d logits = -p (log p + entropy)
     Sums run in float32 whatever the model's dtype, those of the logits too.
     """
 
     @staticmethod
-    def forward(ctx, hidden_N, weight, bias, target_N, temperature, softcap):
-        size = len(target_N)
-        log_z_N, logprob_N, entropy_N, top1_N = hidden_N.new_empty(4, size, dtype=torch.float32).unbind()
-        wide = float32_weight(weight)
-        for rows in _chunks(size, weight, _step(wide)):
-            logits, _ = _logits(hidden_N[rows], wide, bias, temperature, softcap)
-            highest = logits.amax(-1)
-            logits -= highest[:, None]
-            chosen = logits.gather(1, target_N[rows, None]).squeeze(1)
-            p = logits.exp()
-            z = p.sum(-1)
-            log_z = z.log()
-            logprob_N[rows] = chosen - log_z
-            entropy_N[rows] = log_z - torch.linalg.vecdot(p, logits) / z
-            top1_N[rows] = (chosen == 0).float()
-            log_z_N[rows] = log_z + highest
+    def forward(ctx, hidden_N, weight, bias, target_N, temperature, softcap, fused=False):
+        ctx.temperature, ctx.softcap, ctx.fused = temperature, softcap, fused
+        parts = hidden_N, weight, bias, target_N, temperature, softcap
+        log_z_N, logprob_N, entropy_N, top1_N = _triton().scores(*parts) if fused else _scores(*parts)
         ctx.save_for_backward(hidden_N, weight, bias, target_N, log_z_N, entropy_N)
-        ctx.temperature, ctx.softcap = temperature, softcap
         ctx.mark_non_differentiable(top1_N)
         ctx.set_materialize_grads(False)
         return logprob_N, entropy_N, top1_N
@@ -202,26 +192,18 @@ class ChunkedScores(torch.autograd.Function):
         grad_hidden_N = torch.empty_like(hidden_N) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        wide = float32_weight(weight)
-        for rows in _chunks(len(target_N), weight, _step(wide)):
-            logits, capped = _logits(hidden_N[rows], wide, bias, ctx.temperature, ctx.softcap)
-            log_p = logits.sub_(log_z_N[rows, None])
-            if grad_entropy_N is None:
-                grad_logits = log_p.exp_()
-                assert grad_logprob_N is not None  # one of the two has a gradient, or this would not run
-                grad_logits *= -grad_logprob_N[rows, None]
-            else:
-                grad_logits = -log_p.exp() * grad_entropy_N[rows, None] * (log_p + entropy_N[rows, None])
-                if grad_logprob_N is not None:
-                    grad_logits -= log_p.exp_() * grad_logprob_N[rows, None]
-            if grad_logprob_N is not None:
-                grad_logits.scatter_add_(1, target_N[rows, None], grad_logprob_N[rows, None])
-            if ctx.temperature != 1.0:
-                grad_logits /= ctx.temperature
-            if capped is not None:
-                grad_logits *= 1 - (capped / ctx.softcap) ** 2
+        if ctx.fused:
+            factor, gradient = weight, _triton().logits_gradient
+            chunks = _chunks_of(len(target_N), max(1, GRADIENT_ELEMENTS // len(weight)))
+        else:
+            factor, gradient = float32_weight(weight), _logits_gradient
+            chunks = _chunks(len(target_N), weight, _step(factor))
+        for rows in chunks:
+            grads = (None if grad is None else grad[rows] for grad in (grad_logprob_N, grad_entropy_N))
+            numbers = target_N[rows], log_z_N[rows], entropy_N[rows], *grads
+            grad_logits = gradient(hidden_N[rows], factor, bias, *numbers, ctx.temperature, ctx.softcap)
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
+                grad_bias += grad_logits.sum(0, dtype=torch.float32)
             grad_logits = grad_logits.to(weight.dtype)
             if grad_hidden_N is not None:
                 grad_hidden_N[rows] = product(grad_logits, weight.t())
@@ -232,7 +214,54 @@ class ChunkedScores(torch.autograd.Function):
                     grad_weight += grad_logits.t() @ hidden_N[rows]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden_N, grad_weight, grad_bias, None, None, None
+        return grad_hidden_N, grad_weight, grad_bias, None, None, None, None
+
+
+def _scores(hidden_N, weight, bias, target_N, temperature, softcap):
+    """The log of the softmax's denominator, log-probability, entropy, and 1 where the target is the mode."""
+    size = len(target_N)
+    log_z_N, logprob_N, entropy_N, top1_N = hidden_N.new_empty(4, size, dtype=torch.float32).unbind()
+    wide = float32_weight(weight)
+    for rows in _chunks(size, weight, _step(wide)):
+        logits, _ = _logits(hidden_N[rows], wide, bias, temperature, softcap)
+        highest = logits.amax(-1)
+        logits -= highest[:, None]
+        chosen = logits.gather(1, target_N[rows, None]).squeeze(1)
+        p = logits.exp()
+        z = p.sum(-1)
+        log_z = z.log()
+        logprob_N[rows] = chosen - log_z
+        entropy_N[rows] = log_z - torch.linalg.vecdot(p, logits) / z
+        top1_N[rows] = (chosen == 0).float()
+        log_z_N[rows] = log_z + highest
+    return log_z_N, logprob_N, entropy_N, top1_N
+
+
+def _logits_gradient(
+    hidden, weight, bias, target, log_z, entropy, grad_logprob, grad_entropy, temperature, softcap
+) -> torch.Tensor:
+    """One chunk's gradient by h W^T + b, float32. One of the two given ones may be None."""
+    logits, capped = _logits(hidden, weight, bias, temperature, softcap)
+    log_p = logits.sub_(log_z[:, None])
+    if grad_entropy is None:
+        grad_logits = log_p.exp_().mul_(-grad_logprob[:, None])
+    else:
+        grad_logits = -log_p.exp() * grad_entropy[:, None] * (log_p + entropy[:, None])
+        if grad_logprob is not None:
+            grad_logits -= log_p.exp_() * grad_logprob[:, None]
+    if grad_logprob is not None:
+        grad_logits.scatter_add_(1, target[:, None], grad_logprob[:, None])
+    if temperature != 1.0:
+        grad_logits /= temperature
+    if capped is not None:
+        grad_logits *= 1 - (capped / softcap) ** 2
+    return grad_logits
+
+
+def _triton():
+    from posttrain.models.kernels import scores  # needs Triton, which comes with PyTorch for CUDA
+
+    return scores
 
 
 def next_token_logits(model: nn.Module, hidden_N: torch.Tensor) -> torch.Tensor:
@@ -276,5 +305,9 @@ def _rows_of_a_chunk(weight: torch.Tensor) -> int:
 
 def _chunks(size: int, weight: torch.Tensor, step: int = 1) -> list[slice]:
     """Rows in chunks of a multiple of `step`; the last ones, fewer than a step, are a chunk of their own."""
-    rows, even = -(-_rows_of_a_chunk(weight) // step) * step, size - size % step
+    return _chunks_of(size, _rows_of_a_chunk(weight), step)
+
+
+def _chunks_of(size: int, rows: int, step: int = 1) -> list[slice]:
+    rows, even = -(-rows // step) * step, size - size % step
     return [slice(*pair) for pair in pairwise([*range(0, even, rows), even, size]) if pair[0] < pair[1]]

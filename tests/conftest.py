@@ -16,6 +16,7 @@ from filelock import FileLock
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TRITON_INTERPRET"] = "1"  # kernels on a CPU, in NumPy
 os.environ["TRACKIO_DIR"] = mkdtemp(prefix="posttrain-trackio-")
 
 SHARED = Path(__file__).parents[1].parent / "shared"

@@ -18,8 +18,9 @@ from posttrain import scoring
 from posttrain.batch import Example, Sample, pack, sequences
 from posttrain.errors import ModelError
 from posttrain.models.attention import PackedMask, packed_attention
+from posttrain.models.elementwise import TORCH
 from posttrain.models.families import FAMILIES, check_positions
-from posttrain.models.lean import lean, rotated
+from posttrain.models.lean import lean
 from posttrain.models.matmul import PACKS, is_for_onednn, linear, packed_weights, weight_of
 from posttrain.recipes.job import enable_gradient_checkpointing
 from posttrain.scoring import ChunkedScores, RewardScorer, Scorer
@@ -329,7 +330,7 @@ def test_rotated_is_what_transformers_computes(dtype):
     query, key = (torch.randn(1, heads, 5, 8).to(dtype).requires_grad_() for heads in (4, 2))
     cos, sin = (turn.to(dtype).repeat(1, 1, 2) for turn in torch.randn(2, 1, 5, 4).unbind())
     for x, want in zip((query, key), apply_rotary_pos_emb(query, key, cos, sin), strict=True):
-        got = rotated(x.transpose(1, 2), cos.unsqueeze(-2), sin.unsqueeze(-2)).transpose(1, 2)
+        got = TORCH.rotated(x.transpose(1, 2), cos.unsqueeze(-2), sin.unsqueeze(-2)).transpose(1, 2)
         assert torch.equal(got, want)
         given = torch.randn_like(want)
         [back], [want_back] = torch.autograd.grad(got, x, given), torch.autograd.grad(want, x, given)

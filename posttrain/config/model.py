@@ -47,6 +47,9 @@ class ModelConfig(Settings):
     )
     load_in_4bit: bool = Field(default=False, description="Frozen weights in 4 bits (NF4) under lora: QLoRA.")
     use_liger_kernel: bool = Field(default=False, description="Liger's GPU kernels for norms and gated MLPs.")
+    triton_kernels: bool = Field(
+        default=True, description="Our own GPU kernels for norms, gated MLPs, scores and generation, where they apply."
+    )
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
     allow_pickle: bool = Field(default=False, description="Load pickled weights and adapters, which can run code.")
 

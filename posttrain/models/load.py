@@ -28,8 +28,9 @@ from posttrain.errors import ModelError, WeightsError
 from posttrain.hub import stay_offline_without_network
 from posttrain.models.attention import NAME as PACKED
 from posttrain.models.families import FAMILIES
+from posttrain.models.kernels import switch_on
 from posttrain.models.lean import lean
-from posttrain.models.optional import check_attention, keep_storage, kernels, quantization
+from posttrain.models.optional import chains_for, check_attention, keep_storage, quantization, takes_triton
 from posttrain.models.untrusted import (
     NEEDS_PICKLE,
     adapter_config,
@@ -115,7 +116,7 @@ def load_model(
     drawn from a normal distribution with standard deviation 0.02. With `load_in_4bit` linear layers hold 4-bit weights.
     """
     check_attention(model, device)
-    liger, stored = kernels(model, device), quantization(model, dtype)
+    chains, stored = chains_for(model, device), quantization(model, dtype)
     base = base_settings(model)
     config = load_config(base)
     if head == "lm" and is_reward_model(model):
@@ -146,7 +147,9 @@ def load_model(
         loaded = _merge_adapter(loaded, model)
     if use_packed(model, loaded):
         loaded.set_attn_implementation(PACKED)
-    lean(loaded, liger)
+    lean(loaded, chains)
+    if takes_triton(model, device):
+        switch_on(loaded)
     if stored is not None:
         keep_storage(loaded)
     elif not stay:

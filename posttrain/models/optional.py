@@ -10,7 +10,7 @@ from posttrain.config.model import ModelConfig
 from posttrain.errors import ModelError
 from posttrain.extras import need
 from posttrain.models import flex
-from posttrain.models.lean import Kernels
+from posttrain.models.elementwise import TORCH, Kernels
 
 
 def quantization(model: ModelConfig, dtype: torch.dtype) -> BitsAndBytesConfig | None:
@@ -37,13 +37,14 @@ def keep_storage(loaded: PreTrainedModel) -> None:
             module.__dict__["support_avx512bf16_for_cpu"] = False  # a plain attribute that nn.Module does not type
 
 
-def kernels(model: ModelConfig, device: torch.device) -> Kernels | None:
-    """Liger's Triton kernels (arXiv 2410.10989) for norms and gated MLPs, or None for our own.
+def chains_for(model: ModelConfig, device: torch.device) -> Kernels:
+    """The element-wise chains: Liger's where they are asked for, on other GPUs our own in Triton, else PyTorch's.
 
-    Its fused cross-entropy has no part here: posttrain.scoring never makes full logits for it to save.
+    Of Liger's kernels (arXiv 2410.10989) these are the norms and gated MLPs. Its fused cross-entropy has no part here:
+    posttrain.scoring never makes full logits for it to save.
     """
     if not model.use_liger_kernel:
-        return None
+        return _triton_chains() if takes_triton(model, device) else TORCH
     if device.type != "cuda":
         raise ModelError(
             f"model.use_liger_kernel: its kernels are for GPUs, and this run computes on {device.type}: set it to false"
@@ -51,7 +52,23 @@ def kernels(model: ModelConfig, device: torch.device) -> Kernels | None:
     norm = need("liger_kernel.ops.rms_norm", "liger", "model.use_liger_kernel").LigerRMSNormFunction
     swiglu = need("liger_kernel.ops.swiglu", "liger", "model.use_liger_kernel").LigerSiLUMulFunction
     offset, casting, in_place = 0.0, "llama", False
-    return Kernels(lambda x, weight, eps: norm.apply(x, weight, eps, offset, casting, in_place), swiglu.apply)
+
+    def liger_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return norm.apply(x, weight, eps, offset, casting, in_place)
+
+    rotated = (_triton_chains() if takes_triton(model, device) else TORCH).rotated
+    return Kernels(liger_norm, swiglu.apply, rotated, None)
+
+
+def takes_triton(model: ModelConfig, device: torch.device) -> bool:
+    """Whether a model on that device takes the kernels of models/kernels."""
+    return model.triton_kernels and device.type == "cuda" and flex.lacking() is None
+
+
+def _triton_chains() -> Kernels:
+    from posttrain.models.kernels import layers  # needs Triton, which comes with PyTorch for CUDA
+
+    return Kernels.of(layers)
 
 
 def check_attention(model: ModelConfig, device: torch.device) -> None:

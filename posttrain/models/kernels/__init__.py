@@ -1,0 +1,18 @@
+"""Triton kernels for NVIDIA GPUs, where memory bounds PyTorch's own operations.
+
+Each has a path in PyTorch with the same values, which tests hold it to through Triton's interpreter. A model that is
+loaded for a GPU takes them where Triton can compile; `model.triton_kernels: false` switches all of them off.
+"""
+
+from torch import nn
+
+MARK = "_posttrain_triton"
+
+
+def switch_on(model: nn.Module) -> None:
+    """Let the model's scores, and completions that are drawn from it, be computed by these kernels."""
+    setattr(model, MARK, True)
+
+
+def are_on(model: nn.Module) -> bool:
+    return getattr(model, MARK, False)

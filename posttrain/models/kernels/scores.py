@@ -1,0 +1,212 @@
+"""Log-probabilities and entropies straight from hidden states and the LM head: logits stay in registers.
+
+The softmax is taken online, block by block of the vocabulary (Milakov and Gimelshein, arXiv 1805.02867): of each row a
+program keeps the largest logit m, z = sum exp(l - m) and s = sum exp(l - m) (l - m), all float32, so that
+
+    logprob = l[target] - m - log z        entropy = log z - s / z
+
+The vocabulary is divided among programs, whose m, z and s are joined at the end. For gradients logits are computed
+again. Theirs do reach memory, a chunk of rows at a time and in the model's dtype: from there cuBLAS multiplies them
+with hidden states and weights at full speed and in one order of sums, which atomic additions have not.
+
+Shapes: N rows, D hidden size, V vocabulary, S splits of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Of a block of logits, and of the sums that make it: 64 KB of shared memory, which cards with bfloat16 have.
+BLOCKS = {"ROWS": 128, "WORDS": 128, "INNER": 64}
+OPTIONS = {"num_warps": 8, "num_stages": 2}
+PROGRAMS = 264  # twice the multiprocessors of an H100: the vocabulary is divided until there are so many
+
+
+@triton.jit
+def _logits(
+    hidden, weight, bias, row, word, size, words, dim,
+    hidden_stride, weight_stride, temperature, softcap,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """A block of float32 logits over the temperature, (ROWS, WORDS), and their caps' slope: 1 without a cap."""
+    inner = tl.arange(0, INNER)
+    total = tl.zeros((ROWS, WORDS), tl.float32)
+    for start in range(0, dim, INNER):
+        column = start + inner
+        h = tl.load(
+            hidden + row[:, None].to(tl.int64) * hidden_stride + column[None, :],
+            mask=(row < size)[:, None] & (column < dim)[None, :],
+            other=0.0,
+        )
+        w = tl.load(
+            weight + word[None, :].to(tl.int64) * weight_stride + column[:, None],
+            mask=(word < words)[None, :] & (column < dim)[:, None],
+            other=0.0,
+        )
+        if WIDE:
+            h, w = h.to(tl.float32), w.to(tl.float32)
+        total = tl.dot(h, w, total, input_precision=PRECISION)
+    if HAS_BIAS:
+        total += tl.load(bias + word, mask=word < words, other=0.0).to(tl.float32)[None, :]
+    slope = tl.full((ROWS, WORDS), 1.0, tl.float32)
+    if HAS_CAP:
+        capped = 2 / (1 + tl.exp(-2 * total / softcap)) - 1  # tanh
+        total = softcap * capped
+        slope = 1 - capped * capped
+    return total / temperature, slope
+
+
+@triton.jit
+def _forward(
+    hidden, weight, bias, target, highest_SN, total_SN, along_SN, chosen_N,
+    size, words, dim, hidden_stride, weight_stride, temperature, softcap, blocks,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """m, z and s of ROWS rows over `blocks` blocks of the vocabulary, and the logits of the targets among them."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(1)
+    aim = tl.load(target + row, mask=row < size, other=-1)
+    highest = tl.full((ROWS,), -1e30, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    along = tl.zeros((ROWS,), tl.float32)
+    for block in range(split * blocks, tl.minimum((split + 1) * blocks, tl.cdiv(words, WORDS))):
+        word = block * WORDS + tl.arange(0, WORDS)
+        logits, _ = _logits(
+            hidden, weight, bias, row, word, size, words, dim, hidden_stride, weight_stride, temperature, softcap,
+            HAS_BIAS, HAS_CAP, PRECISION, WIDE, ROWS, WORDS, INNER,
+        )  # fmt: skip
+        known = (word < words)[None, :]
+        before = highest
+        highest = tl.maximum(before, tl.max(tl.where(known, logits, -1e30), 1))
+        below = tl.where(known, logits - highest[:, None], 0.0)
+        p = tl.where(known, tl.exp(below), 0.0)
+        shrink = tl.exp(before - highest)
+        along = shrink * (along + total * (before - highest)) + tl.sum(p * below, 1)
+        total = shrink * total + tl.sum(p, 1)
+        is_aim = word[None, :] == aim[:, None]
+        found = tl.sum(tl.where(is_aim, logits, 0.0), 1)
+        tl.store(chosen_N + row, found, mask=(row < size) & (tl.sum(is_aim.to(tl.int32), 1) > 0))
+    place = split * size + row
+    tl.store(highest_SN + place, highest, mask=row < size)
+    tl.store(total_SN + place, total, mask=row < size)
+    tl.store(along_SN + place, along, mask=row < size)
+
+
+@triton.jit
+def _gradient(
+    hidden, weight, bias, target, log_z_N, entropy_N, grad_logprob_N, grad_entropy_N, grad_logits,
+    size, words, dim, hidden_stride, weight_stride, temperature, softcap,
+    HAS_LOGPROB: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """A block of the gradients by the head's products, before the cap and the temperature."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    here = row < size
+    logits, slope = _logits(
+        hidden, weight, bias, row, word, size, words, dim, hidden_stride, weight_stride, temperature, softcap,
+        HAS_BIAS, HAS_CAP, PRECISION, WIDE, ROWS, WORDS, INNER,
+    )  # fmt: skip
+    log_p = logits - tl.load(log_z_N + row, mask=here, other=0.0)[:, None]
+    p = tl.exp(log_p)
+    grad = tl.zeros((ROWS, WORDS), tl.float32)
+    if HAS_ENTROPY:
+        entropy = tl.load(entropy_N + row, mask=here, other=0.0)[:, None]
+        grad -= p * tl.load(grad_entropy_N + row, mask=here, other=0.0)[:, None] * (log_p + entropy)
+    if HAS_LOGPROB:
+        aim = tl.load(target + row, mask=here, other=-1)
+        is_aim = (word[None, :] == aim[:, None]).to(tl.float32)
+        grad += (is_aim - p) * tl.load(grad_logprob_N + row, mask=here, other=0.0)[:, None]
+    grad = grad / temperature * slope
+    place = row[:, None].to(tl.int64) * words + word[None, :]
+    tl.store(grad_logits + place, grad.to(grad_logits.dtype.element_ty), mask=here[:, None] & (word < words)[None, :])
+
+
+def scores(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    target_N: Tensor,
+    temperature: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The log of the softmax's denominator, log-probability, entropy, and 1 where the target is the mode: (N) float32.
+
+    The softmax is that of cap(h W^T + b) / temperature, where the cap is c tanh(x / c).
+    """
+    hidden_ND, weight_VD = _rows(hidden_ND), _rows(weight_VD)
+    size, words = len(hidden_ND), len(weight_VD)
+    row_blocks, word_blocks = triton.cdiv(size, BLOCKS["ROWS"]), triton.cdiv(words, BLOCKS["WORDS"])
+    blocks = max(1, word_blocks * row_blocks // PROGRAMS)  # of the vocabulary, for one program
+    splits = triton.cdiv(word_blocks, blocks)
+    highest_SN, total_SN, along_SN = torch.empty(3, splits, size, device=hidden_ND.device).unbind()
+    chosen_N = torch.empty(size, device=hidden_ND.device)
+    if size:
+        _forward[row_blocks, splits](
+            hidden_ND, weight_VD, bias_V, target_N, highest_SN, total_SN, along_SN, chosen_N,
+            *_sizes(hidden_ND, weight_VD, temperature, softcap), blocks,
+            **_constants(hidden_ND, bias_V, softcap),
+        )  # fmt: skip
+    highest_N = highest_SN.amax(0)
+    apart_SN = highest_SN - highest_N
+    shrink_SN = apart_SN.exp()
+    total_N = (shrink_SN * total_SN).sum(0)
+    along_N = (shrink_SN * (along_SN + total_SN * apart_SN)).sum(0)
+    log_total_N = total_N.log()
+    log_z_N = log_total_N + highest_N
+    return log_z_N, chosen_N - log_z_N, log_total_N - along_N / total_N, (chosen_N == highest_N).float()
+
+
+def logits_gradient(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    target_N: Tensor,
+    log_z_N: Tensor,
+    entropy_N: Tensor,
+    grad_logprob_N: Tensor | None,
+    grad_entropy_N: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+) -> Tensor:
+    """The gradient by h W^T + b, from those by what `scores` returns: (N, V), in the dtype of the weights."""
+    hidden_ND, weight_VD = _rows(hidden_ND), _rows(weight_VD)
+    grad_NV = weight_VD.new_empty(len(hidden_ND), len(weight_VD))
+    _gradient[triton.cdiv(len(hidden_ND), BLOCKS["ROWS"]), triton.cdiv(len(weight_VD), BLOCKS["WORDS"])](
+        hidden_ND, weight_VD, bias_V, target_N, log_z_N, entropy_N, grad_logprob_N, grad_entropy_N, grad_NV,
+        *_sizes(hidden_ND, weight_VD, temperature, softcap),
+        HAS_LOGPROB=grad_logprob_N is not None, HAS_ENTROPY=grad_entropy_N is not None,
+        **_constants(hidden_ND, bias_V, softcap),
+    )  # fmt: skip
+    return grad_NV
+
+
+def _rows(x: Tensor) -> Tensor:
+    """With the numbers of a row side by side."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _sizes(hidden_ND: Tensor, weight_VD: Tensor, temperature: float, softcap: float | None) -> tuple:
+    strides = hidden_ND.stride(0), weight_VD.stride(0)
+    return (len(hidden_ND), *weight_VD.shape, *strides, float(temperature), float(softcap or 0.0))
+
+
+def _constants(hidden_ND: Tensor, bias_V: Tensor | None, softcap: float | None) -> dict[str, Any]:
+    wide = hidden_ND.dtype == torch.float32
+    return {
+        "HAS_BIAS": bias_V is not None,
+        "HAS_CAP": softcap is not None,
+        "PRECISION": "ieee" if wide else "tf32",  # of products of 16 bits: without effect
+        "WIDE": triton.knobs.runtime.interpret,  # Triton's interpreter multiplies no bfloat16
+        **BLOCKS,
+        **({"INNER": BLOCKS["INNER"] // 2} if wide else {}),
+        **OPTIONS,
+    }

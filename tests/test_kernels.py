@@ -1,0 +1,190 @@
+"""Triton kernels against their paths in PyTorch, through Triton's interpreter; and compiled for a GPU without one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_equivalence import assert_close_gradients, forest, gradients, make
+
+from posttrain.batch import pack
+from posttrain.config.model import ModelConfig
+from posttrain.models import elementwise, flex, kernels
+from posttrain.models.elementwise import TORCH, Kernels
+from posttrain.models.lean import lean
+from posttrain.models.optional import chains_for, takes_triton
+from posttrain.scoring import ChunkedScores, Scorer
+
+pytest.importorskip("triton", reason="kernels need Triton: pip install -e .[gpu-dev]")
+
+from posttrain.models.kernels import layers, scores
+
+WITHIN = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative to a tensor's largest number
+DTYPES = pytest.mark.parametrize("dtype", WITHIN)
+
+
+def assert_near(got, want, within: float) -> None:
+    assert len(got) == len(want)
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == w.dtype and g.shape == w.shape
+        error, largest = (g.double() - w.double()).abs().max().item(), w.double().abs().max().item()
+        assert error <= within * largest, f"{error:.1e} beside {largest:.1e}"
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "size, words, dim, bias, softcap, temperature",
+    [(130, 700, 96, False, None, 1.0), (64, 300, 64, True, 5.0, 0.7), (1, 130, 40, True, None, 1.3)],
+)
+def test_scores_without_logits(monkeypatch, dtype, size, words, dim, bias, softcap, temperature):
+    """All that scores give, and all gradients, in one part of the vocabulary and in several."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(size, dim).to(dtype), (torch.randn(words, dim) / 4).to(dtype)
+    offset = torch.randn(words).to(dtype) if bias else None
+    target, a, b = torch.randint(words, (size,)), torch.randn(size), torch.randn(size)
+    mode = (hidden.float() @ weight.float().t() + (0 if offset is None else offset.float())).argmax(-1)
+    target[::2] = mode[::2]
+    inputs = [x.requires_grad_() for x in (hidden, weight, offset) if x is not None]
+
+    def found(fused: bool, *of: int) -> list[torch.Tensor]:
+        out = ChunkedScores.apply(hidden, weight, offset, target, temperature, softcap, fused)
+        loss = sum((out[i] * (a, b)[i]).sum() for i in of)
+        return [*out, *torch.autograd.grad(loss, inputs)]
+
+    for of in ((0, 1), (0,), (1,)):
+        want = found(False, *of)
+        for programs in (1, 50):
+            monkeypatch.setattr(scores, "PROGRAMS", programs)
+            assert_near(found(True, *of)[:3], want[:3], 5e-6)
+            assert_near(found(True, *of)[3:], want[3:], 5e-6 if dtype == torch.float32 else 2e-2)
+    assert want[2][::2].all() and (size == 1 or not want[2].all())
+
+
+def test_scores_of_nothing_and_of_what_is_no_number():
+    weight, none = torch.randn(50, 8), torch.empty(0, dtype=torch.int64)
+    assert [len(x) for x in scores.scores(torch.empty(0, 8), weight, None, none, 1.0, None)] == [0] * 4
+    hidden = torch.randn(3, 8)
+    hidden[1] = torch.nan
+    log_z, logprob, *_ = scores.scores(hidden, weight, None, torch.zeros(3, dtype=torch.int64), 1.0, None)
+    assert log_z.isnan().tolist() == logprob.isnan().tolist() == [False, True, False]
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [64, 96, 5])
+def test_norms(dtype, width):
+    torch.manual_seed(0)
+    x, grad, weight = torch.randn(1, 37, 4, width).to(dtype), torch.randn(1, 37, 4, width).to(dtype), torch.rand(width)
+    weight = weight.to(dtype)
+    want, got = elementwise.rms_norm(x, weight, 1e-6), layers.rms_norm(x, weight, 1e-6)
+    assert_near(got, want, WITHIN[dtype])
+    want = elementwise.rms_norm_gradients(x, weight, want[1], grad, True)
+    assert_near(layers.rms_norm_gradients(x, weight, got[1], grad, True), want, WITHIN[dtype])
+    assert layers.rms_norm_gradients(x, weight, got[1], grad, False)[1] is None
+
+
+def test_sums_of_a_norms_weight_in_several_programs(monkeypatch):
+    monkeypatch.setattr(layers, "ELEMENTS", 128)
+    monkeypatch.setattr(layers, "PROGRAMS", 3)
+    torch.manual_seed(0)
+    x, grad, weight = torch.randn(50, 24), torch.randn(50, 24), torch.rand(24)
+    _, rstd = elementwise.rms_norm(x, weight, 1e-6)
+    want = elementwise.rms_norm_gradients(x, weight, rstd, grad, True)
+    assert_near(layers.rms_norm_gradients(x, weight, rstd, grad, True), want, 2e-6)
+
+
+@DTYPES
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rotations(dtype, sign):
+    torch.manual_seed(0)
+    x, angle = torch.randn(2, 29, 3, 48).to(dtype), torch.randn(1, 29, 1, 24).repeat(1, 1, 1, 2)
+    turns = angle.cos().to(dtype), angle.sin().to(dtype)
+    assert_near([layers.rotate(x, *turns, sign)], [elementwise.rotate(x, *turns, sign)], WITHIN[dtype])
+
+
+@DTYPES
+def test_gated_mlps(dtype):
+    torch.manual_seed(0)
+    gate, up, grad = (3 * torch.randn(3, 1, 50, 300)).to(dtype)
+    assert_near([layers.swiglu(gate, up)], [elementwise.swiglu(gate, up)], WITHIN[dtype])
+    want = elementwise.swiglu_gradients_again(gate, up, grad.clone())  # which takes the place of its argument
+    assert_near(layers.swiglu_gradients_again(gate, up, grad), want, WITHIN[dtype])
+    assert_near(layers.swiglu_gradients(gate, up, grad), want[:2], WITHIN[dtype])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_whole_model(family):
+    """Packed scores and all gradients of a model by these kernels: those of PyTorch's path."""
+    [whole] = pack(forest(), 1000)
+    weight_N = torch.randn(len(whole.target_N))
+    found = []
+    for chains in (TORCH, Kernels.of(layers)):
+        model = make(family)
+        model.set_attn_implementation("packed")
+        lean(model, chains)
+        if chains is not TORCH:
+            kernels.switch_on(model)
+        score = Scorer(model)(whole, temperature=0.7)
+        (score.logprob_N * weight_N + 0.1 * score.entropy_N).sum().backward()
+        with torch.no_grad():  # another way through every chain
+            torch.testing.assert_close(Scorer(model)(whole, temperature=0.7).logprob_N, score.logprob_N)
+        found.append((score, gradients(model)))
+    (want, want_grad), (got, got_grad) = found
+    torch.testing.assert_close(got.logprob_N, want.logprob_N, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got.entropy_N, want.entropy_N, rtol=0, atol=1e-5)
+    assert_close_gradients(got_grad, want_grad)
+
+
+def test_which_models_take_them(monkeypatch):
+    """Those on a GPU where Triton can compile, unless the setting is off."""
+    gpu, cpu, model = torch.device("cuda", 0), torch.device("cpu"), ModelConfig(path="some")
+    monkeypatch.setattr(flex, "lacking", lambda: None)
+    assert takes_triton(model, gpu) and chains_for(model, gpu) is not TORCH
+    assert not takes_triton(model, cpu) and chains_for(model, cpu) is TORCH
+    off = model.model_copy(update={"triton_kernels": False})
+    assert not takes_triton(off, gpu) and chains_for(off, gpu) is TORCH
+    monkeypatch.setattr(flex, "lacking", lambda: "Triton is not installed")
+    assert not takes_triton(model, gpu) and chains_for(model, gpu) is TORCH
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from posttrain.models.kernels import layers, scores
+
+def size(kernel, constants, **types):
+    constants = constants | {name: None for name, type in types.items() if type is None}
+    given = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    made = triton.compile(ASTSource(kernel, given, constants), GPUTarget("cuda", 90, 32), scores.OPTIONS)
+    print(kernel.__name__, len(made.asm["cubin"]), made.metadata.shared)
+
+half, wide, whole = "*bf16", "*fp32", "*i64"
+head = dict(hidden=half, weight=half, bias=None, target=whole, temperature="fp32", softcap="fp32")
+block = dict(HAS_BIAS=False, HAS_CAP=False, PRECISION="tf32", WIDE=False, **scores.BLOCKS)
+size(scores._forward, block, **head, highest_SN=wide, total_SN=wide, along_SN=wide, chosen_N=wide)
+size(scores._gradient, block | dict(HAS_LOGPROB=True, HAS_ENTROPY=True), **head, log_z_N=wide, entropy_N=wide,
+     grad_logprob_N=wide, grad_entropy_N=wide, grad_logits=half)
+row = dict(ROWS=4, WIDTH=1024)
+size(layers._rms_norm, row, x=half, weight=half, y=half, rstd=wide, eps="fp32")
+size(layers._rms_norm_gradients, row | dict(WEIGHT=True), x=half, weight=half, rstd=wide, grad_y=half, grad_x=half,
+     grad_weight=wide)
+size(layers._rotate, dict(ROWS=64, HALF=64), x=half, cos=half, sin=half, y=half)
+size(layers._swiglu, dict(ELEMENTS=4096), gate=half, up=half, y=half)
+size(layers._swiglu_gradients, dict(ELEMENTS=4096, AGAIN=True), gate=half, up=half, grad_y=half, grad_gate=half,
+     grad_up=half, y=half)
+"""
+
+
+def test_they_compile_for_a_gpu(tmp_path):
+    """To machine code of an H100 (sm_90), with no more shared memory than a block may have there (227 KB)."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    print(done.stdout)
+    made = [line.split() for line in done.stdout.splitlines()]
+    assert len(made) == 7
+    assert all(int(code) > 1000 and int(shared) <= 227 << 10 for _, code, shared in made)
