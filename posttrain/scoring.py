@@ -199,9 +199,18 @@ class ChunkedScores(torch.autograd.Function):
             factor, gradient = float32_weight(weight), _logits_gradient
             chunks = _chunks(len(target_N), weight, _step(factor))
         for rows in chunks:
-            grads = (None if grad is None else grad[rows] for grad in (grad_logprob_N, grad_entropy_N))
-            numbers = target_N[rows], log_z_N[rows], entropy_N[rows], *grads
-            grad_logits = gradient(hidden_N[rows], factor, bias, *numbers, ctx.temperature, ctx.softcap)
+            grad_logits = gradient(
+                hidden_N[rows],
+                factor,
+                bias,
+                target_N[rows],
+                log_z_N[rows],
+                entropy_N[rows],
+                None if grad_logprob_N is None else grad_logprob_N[rows],
+                None if grad_entropy_N is None else grad_entropy_N[rows],
+                ctx.temperature,
+                ctx.softcap,
+            )
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=torch.float32)
             grad_logits = grad_logits.to(weight.dtype)

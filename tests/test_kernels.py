@@ -49,7 +49,7 @@ def test_scores_without_logits(monkeypatch, dtype, size, words, dim, bias, softc
 
     def found(fused: bool, *of: int) -> list[torch.Tensor]:
         out = ChunkedScores.apply(hidden, weight, offset, target, temperature, softcap, fused)
-        loss = sum((out[i] * (a, b)[i]).sum() for i in of)
+        loss = torch.stack([(out[i] * (a, b)[i]).sum() for i in of]).sum()
         return [*out, *torch.autograd.grad(loss, inputs)]
 
     for of in ((0, 1), (0,), (1,)):

@@ -28,10 +28,11 @@ from posttrain.models.lean import lean
 from posttrain.models.load import compute_dtype, load_config, use_packed
 from posttrain.models.lora import add_lora
 from posttrain.models.matmul import ONEDNN, PACKS
+from posttrain.models.optional import takes_triton
 from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
 from posttrain.recipes.inputs import reference_settings
 from posttrain.recipes.job import checkpoints_gradients, enable_gradient_checkpointing
-from posttrain.scoring import CHUNK_ELEMENTS
+from posttrain.scoring import CHUNK_ELEMENTS, GRADIENT_ELEMENTS
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -122,7 +123,7 @@ def estimate(
         parts["reference"] = _reference(config, model, empty, width)
     checkpointing = checkpoints_gradients(config, device)
     kept, working = _activations(config, model, pack, dtype, checkpointing)
-    logits = 0 if config.method.type == "reward" else _logits(empty, pack, width, device)
+    logits = 0 if config.method.type == "reward" else _logits(model, empty, pack, width, device)
     # The head is done with its logits before the layers' backward begins.
     parts |= {"activations": kept + max(working - logits, 0), "logits": logits}
     passing = parts["activations"] + logits
@@ -163,14 +164,20 @@ def _moments(model: nn.Module, kind: str) -> int:
     return sum(2 * (n + 4 * -(-n // BLOCK)) if eight else 8 * n for n, eight in sizes)
 
 
-def _logits(model: PreTrainedModel | PeftModel, pack: Pack, width: int, device: torch.device) -> int:
+def _logits(
+    settings: ModelConfig, model: PreTrainedModel | PeftModel, pack: Pack, width: int, device: torch.device
+) -> int:
     """The language-model head: a chunk's logits and their likes, scored hidden states, the gradient of its weight."""
     head = base_of(model).get_output_embeddings()
     assert isinstance(head, nn.Linear)
     scored, (vocabulary, hidden) = len(pack.target_N), head.weight.shape
-    chunk = min(CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]), scored * vocabulary)
+    if takes_triton(settings, device):
+        chunk = width * min(GRADIENT_ELEMENTS, scored * vocabulary)
+    else:
+        chunk = 3 * 4 * min(CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]), scored * vocabulary)
+    wide = 4 * head.weight.numel() if device.type == "cpu" and width < 4 else 0  # models/matmul.py: float32_weight
     gradient = 4 * head.weight.numel() if head.weight.requires_grad else 0
-    return 3 * 4 * chunk + 2 * scored * hidden * width + gradient
+    return chunk + wide + 2 * scored * hidden * width + gradient
 
 
 def _activations(

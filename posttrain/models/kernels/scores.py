@@ -12,6 +12,9 @@ with hidden states and weights at full speed and in one order of sums, which ato
 Shapes: N rows, D hidden size, V vocabulary, S splits of it.
 """
 
+# What kernels are given is not what their parameters are, and a launch takes more than that.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -20,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 # Of a block of logits, and of the sums that make it: 64 KB of shared memory, which cards with bfloat16 have.
 BLOCKS = {"ROWS": 128, "WORDS": 128, "INNER": 64}
@@ -205,7 +209,7 @@ def _constants(hidden_ND: Tensor, bias_V: Tensor | None, softcap: float | None) 
         "HAS_BIAS": bias_V is not None,
         "HAS_CAP": softcap is not None,
         "PRECISION": "ieee" if wide else "tf32",  # of products of 16 bits: without effect
-        "WIDE": triton.knobs.runtime.interpret,  # Triton's interpreter multiplies no bfloat16
+        "WIDE": knobs.runtime.interpret,  # Triton's interpreter multiplies no bfloat16
         **BLOCKS,
         **({"INNER": BLOCKS["INNER"] // 2} if wide else {}),
         **OPTIONS,
