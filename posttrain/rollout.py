@@ -186,6 +186,7 @@ class Sampler:
 
     A completion's random stream is a function of the run's seed, the step, and the prompt's place in it, so that a
     resumed run draws what the uninterrupted one would have. `evaluation` has the samplers of the validation sets.
+    Where `keeps` is off, the engine gives back after each rollout what it would keep for the next.
     """
 
     def __init__(
@@ -197,7 +198,9 @@ class Sampler:
         *,
         stop_token_ids: tuple[int, ...],
         seed: int,
+        keeps: bool = True,
     ):
+        self.keeps = keeps
         self.engine, self.rewards, self.tokenizer, self.seed = engine, rewards, tokenizer, seed
         self.sampling = sampling_of(settings, 1, stop_token_ids, seed)
         self.evaluation: Mapping[str, Sampler] = {}
@@ -222,6 +225,8 @@ class Sampler:
                 break
             fresh = self._draw(f"{stream} {round}", [prompts[place] for place in again], num_generations, version)
             rollout = _with_groups(rollout, again, fresh)
+        if not self.keeps:
+            self.engine.release()
         return rollout
 
     def _draw(self, stream: str, prompts: Sequence[Example], n: int, version: int) -> Rollout:

@@ -49,7 +49,7 @@ def test_prompts_and_completions_have_one_budget():
 @pytest.mark.parametrize("static", [False, True])
 def test_the_budget_changes_no_token(monkeypatch, static):
     """From room for all to room for one completion at a time, groups divided; and the budget is kept."""
-    monkeypatch.setattr("posttrain.engines.graphs.COLUMNS", 8)
+    monkeypatch.setattr("posttrain.engines.room.COLUMNS", 8)
     policy, prompts = policy_of("qwen3"), PROMPTS * 3
     rooms = []
     monkeypatch.setattr(Cache, "__init__", noting(Cache.__init__, rooms))
@@ -79,7 +79,7 @@ def noting(method, made: list):
 @pytest.mark.parametrize("budget", [None, 900])
 def test_a_resumed_run_has_the_same_shapes(monkeypatch, budget):
     """Shapes are those of the call, whatever earlier calls have drawn."""
-    monkeypatch.setattr("posttrain.engines.graphs.COLUMNS", 16)
+    monkeypatch.setattr("posttrain.engines.room.COLUMNS", 16)
     policy, shapes = policy_of("qwen3"), []
     step = StaticStepper.step
     monkeypatch.setattr(

@@ -22,7 +22,8 @@ from vllm_stand_in import HAS_VLLM, VLLM_REFUSES, standing_in
 from posttrain.batch import Example, Sample, pack
 from posttrain.config.rollout import VllmConfig
 from posttrain.engines import EmbeddedEngine, Sampling, TransformersEngine, make_engine
-from posttrain.engines.cache import Cache, Decoding
+from posttrain.engines.attention import Decoding
+from posttrain.engines.cache import Cache
 from posttrain.engines.room import Room
 from posttrain.errors import ConfigError, DataError, ModelError, VitalSignError
 from posttrain.models.attention import How
@@ -208,7 +209,7 @@ def test_the_cache_widens_while_rows_leave_and_enter(monkeypatch, poisoned, size
             caches.append(self)
 
     monkeypatch.setattr("posttrain.engines.cache.WIDTH_STEP", 4)
-    monkeypatch.setattr("posttrain.engines.embedded.FEWEST_COLUMNS", 1)
+    monkeypatch.setattr("posttrain.engines.room.FEWEST_COLUMNS", 1)
     monkeypatch.setattr("posttrain.engines.generation.FEWEST_COLUMNS", 1)
     monkeypatch.setattr("posttrain.engines.embedded.packed_weights", lambda policy, head: nullcontext(rows_step))
     monkeypatch.setattr("posttrain.engines.memory.Cache", Kept)

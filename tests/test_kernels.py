@@ -3,14 +3,21 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from test_engines import DRAWN, PROMPTS, assert_trainers, policy_of, tokens_of
 from test_equivalence import assert_close_gradients, forest, gradients, make
 
 from posttrain.batch import pack
 from posttrain.config.model import ModelConfig
+from posttrain.engines import EmbeddedEngine
+from posttrain.engines.attention import Decoding
+from posttrain.engines.cache import Cache
+from posttrain.engines.room import Room
 from posttrain.models import elementwise, flex, kernels
+from posttrain.models.attention import How
 from posttrain.models.elementwise import TORCH, Kernels
 from posttrain.models.lean import lean
 from posttrain.models.optional import chains_for, takes_triton
@@ -18,7 +25,7 @@ from posttrain.scoring import ChunkedScores, Scorer
 
 pytest.importorskip("triton", reason="kernels need Triton: pip install -e .[gpu-dev]")
 
-from posttrain.models.kernels import layers, scores
+from posttrain.models.kernels import decode, layers, scores
 
 WITHIN = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # relative to a tensor's largest number
 DTYPES = pytest.mark.parametrize("dtype", WITHIN)
@@ -35,10 +42,11 @@ def assert_near(got, want, within: float) -> None:
 @DTYPES
 @pytest.mark.parametrize(
     "size, words, dim, bias, softcap, temperature",
-    [(130, 700, 96, False, None, 1.0), (64, 300, 64, True, 5.0, 0.7), (1, 130, 40, True, None, 1.3)],
+    [(70, 333, 72, False, None, 1.0), (64, 256, 64, True, 5.0, 0.7), (1, 130, 40, True, None, 1.3)],
 )
 def test_scores_without_logits(monkeypatch, dtype, size, words, dim, bias, softcap, temperature):
     """All that scores give, and all gradients, in one part of the vocabulary and in several."""
+    monkeypatch.setattr(scores, "BLOCKS", {"ROWS": 64, "WORDS": 64, "INNER": 32})
     torch.manual_seed(0)
     hidden, weight = torch.randn(size, dim).to(dtype), (torch.randn(words, dim) / 4).to(dtype)
     offset = torch.randn(words).to(dtype) if bias else None
@@ -135,6 +143,63 @@ def test_a_whole_model(family):
     assert_close_gradients(got_grad, want_grad)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    "size, heads, each, window, softcap, dtype",
+    [
+        (64, 2, 2, None, None, torch.bfloat16),
+        (96, 1, 3, None, None, torch.float32),
+        (16, 2, 1, 40, None, torch.float32),
+        (32, 2, 4, None, 20.0, torch.float32),
+        (128, 2, 2, 90, None, torch.bfloat16),
+    ],
+)
+def test_attention_of_new_tokens(monkeypatch, turned, size, heads, each, window, softcap, dtype):
+    """Prompts and completions of any lengths, rows out of use, keys in either layout; in one part and in several."""
+    monkeypatch.setattr("posttrain.engines.cache.SMALL_HEAD", 1000 if turned else 0)
+    torch.manual_seed(0)
+    lengths, ages, members = [70, 130, 3, 9], [5, 64, 140, 1], [2, 3, 1, 2]
+    rows, live = 11, sum(members)  # and groups of an earlier call behind these
+    cache, module = Cache(Room(12, 6, 4, 150, 200), still=True), torch.nn.Module()
+    module.layer_idx = 0  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    layer = cache.layer(module, torch.zeros(1, heads, 1, size, dtype=dtype))
+    for side in (layer.prompt_key, layer.prompt_value, layer.own_key, layer.own_value):
+        side.normal_()
+    group_R, member_R, column_R = torch.zeros(3, rows, dtype=torch.int64)
+    row_GM = torch.zeros(5, 4, dtype=torch.int64)
+    row = 0
+    for group, count in enumerate(members):
+        for member in range(count):
+            group_R[row], member_R[row], column_R[row], row_GM[group, member] = group, member, ages[group] - 1, row
+            row += 1
+    query, key, value = (torch.randn(1, n * heads, rows, size).to(dtype) for n in (each, 1, 1))
+    how = How(size**-0.5, 0.0, window, softcap)
+
+    def attended(fused: bool) -> torch.Tensor:
+        decoding = Decoding(
+            cache, group_R, member_R, row_GM, column_R, torch.tensor([*lengths, 99]), torch.tensor([*ages, 50]),
+            prompt_columns=140, own_columns=190, even_prompts=False, even_ages=False, fused=fused,
+        )  # fmt: skip
+        return decoding.attend(module, query, key, value, how)[:, :, :live]
+
+    want = attended(False)
+    for programs in (1, 264):
+        monkeypatch.setattr(decode, "PROGRAMS", programs)
+        assert_near([attended(True)], [want], WITHIN[dtype])
+
+
+def test_completions_by_kernels_are_the_trainers():
+    """Static shapes, as a GPU has them: the same tokens, and log-probabilities that the trainer has."""
+    policy = policy_of("qwen3", num_hidden_layers=1, layer_types=None)
+    sampling, prompts = replace(DRAWN, max_completion_length=6), PROMPTS[:3]
+    want = EmbeddedEngine(policy).generate(prompts, sampling)
+    lean(policy, Kernels.of(layers))
+    kernels.switch_on(policy)
+    got = EmbeddedEngine(policy, static=True).generate(prompts, sampling)
+    assert tokens_of(got) == tokens_of(want)
+    assert_trainers(policy, prompts, got, sampling.temperature)
+
+
 def test_which_models_take_them(monkeypatch):
     """Those on a GPU where Triton can compile, unless the setting is off."""
     gpu, cpu, model = torch.device("cuda", 0), torch.device("cpu"), ModelConfig(path="some")
@@ -151,7 +216,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from posttrain.models.kernels import layers, scores
+from posttrain.models.kernels import decode, layers, scores
 
 def size(kernel, constants, **types):
     constants = constants | {name: None for name, type in types.items() if type is None}
@@ -173,6 +238,11 @@ size(layers._rotate, dict(ROWS=64, HALF=64), x=half, cos=half, sin=half, y=half)
 size(layers._swiglu, dict(ELEMENTS=4096), gate=half, up=half, y=half)
 size(layers._swiglu_gradients, dict(ELEMENTS=4096, AGAIN=True), gate=half, up=half, grad_y=half, grad_gate=half,
      grad_up=half, y=half)
+size(decode._part, dict(WINDOWED=False, CAPPED=False, PRECISION="tf32", WIDE=False, QUERIES=16, COLUMNS=64, SIZE=128),
+     query=half, key=half, value=half, row_HM=whole, count_H=whole, at_R=whole, out_SHKQd=wide, highest_SHKQ=wide,
+     total_SHKQ=wide, scale="fp32", softcap="fp32")
+size(decode._joined, dict(EACH=2, SIZE=128), group_R=whole, member_R=whole, prompt_out=wide, prompt_highest=wide,
+     prompt_total=wide, own_out=wide, own_highest=wide, own_total=wide, result=half)
 """
 
 
@@ -186,5 +256,5 @@ def test_they_compile_for_a_gpu(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout)
     made = [line.split() for line in done.stdout.splitlines()]
-    assert len(made) == 7
+    assert len(made) == 9
     assert all(int(code) > 1000 and int(shared) <= 227 << 10 for _, code, shared in made)

@@ -32,13 +32,17 @@ def make_engine(
     *,
     version: int = 0,
     vllm: VllmConfig | None = None,
+    longest_prompt: int = 1,
 ) -> Engine:
     """The engine of that name over `policy`; `vllm` says where vLLM runs. Raises ModelError where it cannot run this
     model. Close it: it may hold a process, or a GPU's memory.
+
+    What the embedded engine keeps on a GPU is laid out for prompts of `longest_prompt` tokens.
     """
     if name == "vllm":
         from posttrain.engines.vllm.engine import VllmEngine
 
         return VllmEngine(policy, tokenizer, version=version, settings=vllm)
-    made = {"embedded": EmbeddedEngine, "transformers": TransformersEngine}[name]
-    return made(policy, tokenizer, version=version)
+    if name == "transformers":
+        return TransformersEngine(policy, tokenizer, version=version)
+    return EmbeddedEngine(policy, tokenizer, version=version, longest_prompt=longest_prompt)

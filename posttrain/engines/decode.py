@@ -8,11 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from posttrain.engines.cache import Cache, Decoding
+from posttrain.engines.attention import Decoding
+from posttrain.engines.cache import Cache
 from posttrain.engines.protocol import Sampling
 from posttrain.engines.room import Room
 from posttrain.engines.sampling import draw
 from posttrain.engines.streams import token_words
+from posttrain.models import kernels
 from posttrain.models.families import backbone_of, base_of
 from posttrain.scoring import next_token_logits, row_chunks
 
@@ -105,7 +107,7 @@ class Stepper:
 
     def __init__(self, policy: nn.Module, sampling: Sampling, device: torch.device):
         self.policy, self.sampling, self.device = policy, sampling, device
-        self.backbone = backbone_of(base_of(policy))
+        self.backbone, self.fused = backbone_of(base_of(policy)), kernels.are_on(base_of(policy))
         vocabulary = base_of(policy).get_output_embeddings().weight.shape[0]  # pyright: ignore
         self.words_V = token_words(vocabulary, device)
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
@@ -129,6 +131,7 @@ class Stepper:
             own_columns=shape.own_columns,
             even_prompts=shape.even_prompts,
             even_ages=shape.even_ages,
+            fused=self.fused,
         )
         position_R = state.length_G[group_R] + column_R
         out = self.backbone(

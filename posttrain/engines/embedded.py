@@ -16,8 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.engines.decode import Stepper
-from posttrain.engines.generation import FEWEST_COLUMNS, Generation
-from posttrain.engines.graphs import in_columns, power_of_two
+from posttrain.engines.generation import Generation
 from posttrain.engines.memory import Kept, Memory
 from posttrain.engines.protocol import Completion, Request, Sampling, requests
 from posttrain.engines.room import Room, cache_tokens
@@ -37,7 +36,7 @@ class EmbeddedEngine:
 
     At most `max_rows` completions are alive, whose keys and values, with those of their prompts, take `cache_bytes`
     (None: the device's default). `static` says whether steps have few shapes and are recorded (graphs.py); by default
-    they are on a GPU. What is kept between calls is then laid out for prompts of `longest_prompt` tokens.
+    they are on a GPU. What such steps need is kept between calls, and laid out for prompts of `longest_prompt` tokens.
     """
 
     def __init__(
@@ -111,12 +110,12 @@ class EmbeddedEngine:
         """What to draw in, and how much of it: made for the call, or where shapes are static kept and rounded up."""
         static = device.type == "cuda" if self.static is None else self.static
         tokens = cache_tokens(base.config, base.dtype, device, self.cache_bytes)
-        prompts, longest = len(asked), max(len(request.tokens) for request in asked)
-        own = max(FEWEST_COLUMNS, *(max(request.limits) for request in asked))
-        if static:  # so that calls of fewer or shorter prompts have the same shapes
-            prompts, longest = max(2, power_of_two(prompts)), in_columns(max(longest, self.longest_prompt))
-            own = in_columns(sampling.max_completion_length)
-        room = Room.of(prompts, sampling.num_generations, longest, own, max_rows=self.max_rows, tokens=tokens)
+        longest, own = (max(len(r.tokens) for r in asked), max(max(r.limits) for r in asked))
+        if static:  # what may come, for all calls to have the same shapes
+            longest, own = max(longest, self.longest_prompt), sampling.max_completion_length
+        room = Room.of(
+            len(asked), sampling.num_generations, longest, own, max_rows=self.max_rows, tokens=tokens, static=static
+        )
         if not static:
             return Memory.of(room, Stepper(self.policy, sampling, device)), room
         if self._kept is None or self._kept.policy is not self.policy:

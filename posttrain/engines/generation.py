@@ -9,18 +9,17 @@ from dataclasses import dataclass, field
 import torch
 
 from posttrain.batch import Example, Sample, pack
-from posttrain.engines.cache import Prefill
+from posttrain.engines.attention import Prefill
 from posttrain.engines.decode import Shape
 from posttrain.engines.memory import Memory
 from posttrain.engines.protocol import Completion, Request, not_finite
-from posttrain.engines.room import Room
+from posttrain.engines.room import FEWEST_COLUMNS, Room
 from posttrain.engines.stops import StopTexts
 from posttrain.engines.streams import keys
 from posttrain.models.attention import width_step
 from posttrain.models.families import backbone_of, base_of
 
 TOKENS_PER_PREFILL = 8192
-FEWEST_COLUMNS = 32  # with fewer, PyTorch may take its slow way to products of small matrices
 
 
 @dataclass(slots=True, eq=False)

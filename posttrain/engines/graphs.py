@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,12 +18,11 @@ from torch import nn
 from posttrain.engines.cache import Cache
 from posttrain.engines.decode import Shape, State, Stepper
 from posttrain.engines.protocol import Sampling
-from posttrain.engines.room import Room
+from posttrain.engines.room import Room, in_columns, power_of_two
 
 log = logging.getLogger("posttrain")
 
 FEWEST_ROWS = 8
-COLUMNS = 256  # of prompts and of completions, a multiple of it
 STEPS_BETWEEN_CHECKS = 8  # steps without asking the GPU which rows are done; those that are stand still
 WARM_UPS = 2  # runs before a recording, in which libraries choose their kernels and allocate their memory
 
@@ -56,9 +56,10 @@ class Recordings:
 def recorded_with(policy: nn.Module) -> tuple[object, ...]:
     """What a recording takes over from the policy beside its architecture: addresses, and the state of adapters."""
     tensors = [(t.data_ptr(), t.dtype, t.shape) for t in chain(policy.parameters(), policy.buffers())]
+    modules: list[Any] = list(policy.modules())
     adapters = [
         (module.disable_adapters, *module.active_adapters, None, *module.merged_adapters, *module.scaling.items())
-        for module in policy.modules()
+        for module in modules
         if hasattr(module, "merged_adapters") and hasattr(module, "scaling")
     ]
     return (*tensors, *adapters)
@@ -121,12 +122,3 @@ class StaticStepper(Stepper):
         state.become(before)  # recording does not compute; drawn tokens come with the first replay
         log.debug("the engine recorded a step of %s", shape)
         return graph
-
-
-def in_columns(length: int) -> int:
-    return -(-length // COLUMNS) * COLUMNS
-
-
-def power_of_two(number: int) -> int:
-    """The least power of two that is no less."""
-    return 1 << (number - 1).bit_length()

@@ -51,6 +51,9 @@ class TransformersEngine:
         """Run on `policy` from now on; its weights are used where they are."""
         self.policy, self.version = policy, version
 
+    def release(self) -> None:
+        """It keeps nothing."""
+
     def close(self) -> None:
         """It holds nothing."""
 

@@ -97,6 +97,10 @@ class Engine(Protocol):
         """Take the weights of `policy`, with its adapters as they are switched at the time of `generate`."""
         ...
 
+    def release(self) -> None:
+        """Give back what it keeps from one call to the next; the next one makes it anew."""
+        ...
+
     def close(self) -> None:
         """Give back what it holds beside the policy: memory, a process. It cannot be used afterwards."""
         ...

@@ -14,6 +14,8 @@ from transformers import PreTrainedConfig
 
 CACHE_BYTES = 4 << 30  # what keys and values may take in main memory
 GPU_SHARE = 4  # on a GPU a quarter of it all
+FEWEST_COLUMNS = 32  # of completions: with fewer, PyTorch may take its slow way to products of small matrices
+COLUMNS = 256  # where shapes are static, of prompts and of completions, a multiple of it
 
 
 class Room(NamedTuple):
@@ -26,12 +28,20 @@ class Room(NamedTuple):
     own_columns: int
 
     @classmethod
-    def of(cls, prompts: int, n: int, prompt_columns: int, own_columns: int, *, max_rows: int, tokens: int) -> Room:
-        """For `n` completions of each of `prompts`: as many at a time as `max_rows` and `tokens` of cache allow.
+    def of(
+        cls, prompts: int, n: int, longest: int, own: int, *, max_rows: int, tokens: int, static: bool = False
+    ) -> Room:
+        """For `n` completions, `own` tokens at most, of each of `prompts`, which have `longest` at most: as many at a
+        time as `max_rows` and `tokens` of cache allow.
 
         One prompt with one completion always fits. Groups of which some completions are done hold their prompt's place
         while others enter, so there are twice as many places as whole groups, except where a group is one completion.
+        `static` sizes are rounded up: calls of fewer or shorter prompts have the same ones.
         """
+        prompt_columns, own_columns = longest, max(FEWEST_COLUMNS, own)
+        if static:
+            prompts = max(2, power_of_two(prompts))
+            prompt_columns, own_columns = in_columns(longest), in_columns(own)
         members = max(1, min(n, max_rows, (tokens - prompt_columns) // own_columns))
         places = 1 if members == 1 else 2
         fitting = tokens * members // (members * own_columns + places * prompt_columns)
@@ -67,3 +77,12 @@ def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * size * dtype.itemsize
+
+
+def in_columns(length: int) -> int:
+    return -(-length // COLUMNS) * COLUMNS
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (number - 1).bit_length()

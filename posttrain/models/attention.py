@@ -3,7 +3,7 @@
 A query sees the keys `k <= q < end_T[k]` and, in a layer with a sliding window, only those with
 `position_q - position_k < window`. The facts of one pack travel as the keyword argument `packed` from the backbone's
 forward down to the attention function: a `PackedMask`, whose masks are built once and shared by all layers. What is
-passed there says itself how to attend, so that engines can pass a cache instead (posttrain/engines/cache.py).
+passed there says itself how to attend, so that engines can pass a cache instead (posttrain/engines/attention.py).
 
 On CPU and MPS every node of a tree is one call of scaled_dot_product_attention. On CUDA FlexAttention takes the whole
 pack with one BlockMask, where it suits (models/flex.py); else it goes node by node there too.

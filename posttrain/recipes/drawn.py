@@ -17,7 +17,7 @@ from torch import nn
 from posttrain.batch import Example
 from posttrain.config import OnlineMethod, RolloutConfig, RunConfig
 from posttrain.config.rewards import Reward
-from posttrain.data import Dataset
+from posttrain.data import Dataset, Prepared
 from posttrain.data.published import own_stop
 from posttrain.engines import make_engine, stop_token_ids
 from posttrain.grading.extract import THINK_END
@@ -39,7 +39,7 @@ log = logging.getLogger("posttrain")
 class _Parts:
     """What samples and rewards completions, made as it is asked for and given back by `resources`."""
 
-    def __init__(self, resources: ExitStack, job: Job, policy: nn.Module):
+    def __init__(self, resources: ExitStack, job: Job, policy: nn.Module, data: Prepared):
         self._resources, self._job, rollout = resources, job, job.config.rollout
         self._stops = stop_token_ids(policy, job.tokenizer)
         online = isinstance(job.config.method, OnlineMethod)
@@ -51,17 +51,29 @@ class _Parts:
                 "rollout" if used.max_completion_length == rollout.max_completion_length else "evaluation",
                 used.max_completion_length,
             )
+        prompts = (data.train, *data.validation.values()) if online else data.prompts.values()
+        longest = max((dataset.longest for dataset in prompts), default=1)
         self.engine = resources.enter_context(
-            closing(make_engine(rollout.engine, policy, job.tokenizer, vllm=rollout.vllm))
+            closing(
+                make_engine(
+                    rollout.engine,
+                    policy,
+                    job.tokenizer,
+                    vllm=rollout.vllm,
+                    longest_prompt=longest,
+                )
+            )
         )
         self.rewards = self._rewards(job.config.rewards)
 
-    def sampler(self, rewards: Rewards, settings: RolloutConfig, template: str | None = None) -> Sampler:
+    def sampler(
+        self, rewards: Rewards, settings: RolloutConfig, template: str | None = None, keeps: bool = True
+    ) -> Sampler:
         """One that stops where the run's own completions end, and at the stop token of another `template`."""
         tokenizer, stop = self._job.tokenizer, own_stop(template)
         stops = {*self._stops} if stop is None else {*self._stops, tokenizer.get_vocab()[stop]}
         ends, seed = tuple(sorted(stops)), self._job.config.seed
-        return Sampler(self.engine, rewards, tokenizer, settings, stop_token_ids=ends, seed=seed)
+        return Sampler(self.engine, rewards, tokenizer, settings, stop_token_ids=ends, seed=seed, keeps=keeps)
 
     def of_sets(self) -> dict[str, Sampler]:
         """A sampler for each validation set whose completions have rewards: the run's, or the set's own."""
@@ -91,12 +103,15 @@ class _Parts:
 
 
 @contextmanager
-def sampler_of(job: Job, policy: nn.Module) -> Iterator[Sampler]:
-    """The engine and the rewards that the settings ask for; rules are proven, and models loaded, here."""
+def sampler_of(job: Job, policy: nn.Module, data: Prepared, keeps: bool) -> Iterator[Sampler]:
+    """The engine and the rewards that the settings ask for; rules are proven, and models loaded, here.
+
+    Where `keeps` is off the engine gives its memory back after each rollout.
+    """
     with ExitStack() as resources:
-        parts = _Parts(resources, job, policy)
+        parts = _Parts(resources, job, policy, data)
         assert parts.rewards is not None  # the settings of online methods have some
-        sampler = parts.sampler(parts.rewards, job.config.rollout)
+        sampler = parts.sampler(parts.rewards, job.config.rollout, keeps=keeps)
         sampler.evaluation = parts.of_sets()
         yield sampler
 
@@ -207,14 +222,16 @@ class Drawn:
         if not job.config.samples:
             return {}
         if self._parts is None:
-            samplers = _Parts(self._resources, job, loop.policy).of_sets()
+            samplers = _Parts(self._resources, job, loop.policy, loop.data).of_sets()
             store = self._resources.enter_context(rollout_store(job, loop))
             self._parts = samplers, store
         samplers, store = self._parts
         if name not in samplers:
             return {}
         samplers[name].engine.load(loop.policy, loop.state.step)
-        return measure_drawn(loop, samplers[name], store, name, loop.data.prompts[name])
+        found = measure_drawn(loop, samplers[name], store, name, loop.data.prompts[name])
+        samplers[name].engine.release()
+        return found
 
     def close(self) -> None:
         self._resources.close()

@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from posttrain.batch import Pack
 from posttrain.config import DPOMethod, KTOMethod, ModelConfig, OnlineMethod, RunConfig
+from posttrain.engines.embedded import MAX_ROWS
+from posttrain.engines.room import Room, cache_tokens, token_bytes
 from posttrain.models.attention import NAME as PACKED
 from posttrain.models.attention import PackedMask
 from posttrain.models.families import FAMILIES, backbone_of, base_of
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a code, a byte of scale for 64 weights, a float32 for 256 scales
+DRAWN_LOGITS = 4  # logits, exponentials, random words and what a filter sorts, each of a step's size
 FEW, MORE = 2, 3  # layers that are looked at
 # What the heap of a C library loses in holes that no later tensor fits, as a share of what comes and goes in a step:
 # measured after twelve steps with glibc 2.36, where oneDNN multiplies (its buffers come and go too) and where MKL does
@@ -52,12 +55,15 @@ class Estimate:
     """Bytes by part and at the peak; `host` is in CPU memory beside a GPU. `allocator` is what a CPU's heap wastes.
 
     The peak may be below the sum: gradients come as activations go, so that with one pack a step the two are never
-    whole at once.
+    whole at once. So it is with `engine`, what generation takes beside the weights, where that is given back after
+    every rollout (`keeps_engine` is off): on a CPU, and on a GPU that has no room for it beside an update.
     """
 
     parts: dict[str, int]
     peak: int
     host: int = 0
+    engine: int = 0
+    keeps_engine: bool = False
 
 
 def empty_model(
@@ -134,8 +140,38 @@ def estimate(
     # Of the first pack, gradients come as activations go; each further pack is computed beside them.
     largest = width * max((p.numel() for p in empty.parameters() if p.requires_grad), default=0)
     beside = passing * max((len(other.tokens_T) for other in packs[1:]), default=0) // max(len(pack.tokens_T), 1)
-    moving = max(passing, parts["gradients"] + max(largest, beside))
-    return Estimate(parts, sum(parts.values()) - passing - parts["gradients"] + moving, host)
+    updating = max(passing, parts["gradients"] + max(largest, beside))
+    resting = sum(parts.values()) - passing - parts["gradients"]
+    engine = _engine(config, model, packs, dtype, device) if isinstance(config.method, OnlineMethod) else 0
+    keeps = device.type == "cuda" and resting + updating + engine <= _memory_of(device)
+    if engine:
+        parts["engine" if keeps else "engine, between updates"] = engine
+    peak = resting + (updating + engine if keeps else max(updating, engine))
+    return Estimate(parts, peak, host, engine, keeps)
+
+
+def _memory_of(gpu: torch.device) -> int:
+    return torch.cuda.get_device_properties(gpu).total_memory
+
+
+def _engine(config: RunConfig, model: ModelConfig, packs: list[Pack], dtype: torch.dtype, device: torch.device) -> int:
+    """What drawing a step's completions takes: keys and values, one token's logits of each and what is made of them."""
+    rollout, settings = config.rollout, load_config(model)
+    if rollout.engine == "vllm":
+        share = rollout.vllm.gpu_memory_utilization if rollout.vllm.base_url is None else 0
+        return int(share * _memory_of(device)) if device.type == "cuda" else 0
+    assert isinstance(config.method, OnlineMethod)
+    most, n = rollout.max_completion_length, config.method.num_generations
+    # A completion's last token is fed to no step.
+    longest = max(1, max(int(pack.position_T.max()) for pack in packs) + 2 - most)
+    tokens = cache_tokens(settings, dtype, device, None)
+    room = Room.of(
+        config.training.batch_size, n, longest, most, max_rows=MAX_ROWS, tokens=tokens, static=device.type == "cuda"
+    )
+    logits = min(
+        CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]), room.rows * settings.get_text_config().vocab_size
+    )
+    return room.tokens * token_bytes(settings, dtype) + DRAWN_LOGITS * 4 * logits
 
 
 def _reference(config: RunConfig, model: ModelConfig, empty: PreTrainedModel | PeftModel, width: int) -> int:

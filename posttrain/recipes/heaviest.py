@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from functools import partial
@@ -11,8 +12,13 @@ import numpy as np
 from posttrain.batch import Example, Pack, Sample, pack
 from posttrain.config import OnlineMethod, RunConfig
 from posttrain.data import Prepared
+from posttrain.models.attention import width_step
+from posttrain.recipes.estimate import empty_model, estimate
+from posttrain.recipes.job import Job
 from posttrain.recipes.loop import epoch_order
 from posttrain.recipes.reference_free import pack_with_chosen_prompts, scores_prompts
+
+log = logging.getLogger("posttrain")
 
 CANDIDATES = 8  # steps with most tokens; which of them fills a pack best is seen by packing
 
@@ -54,6 +60,21 @@ def heaviest_step(config: RunConfig, data: Prepared, tokens_per_pack: int, pad_t
     packed = [pack_rows(config, data, rows, tokens_per_pack, pad_to) for rows in steps[:CANDIDATES]]
     heaviest = max(packed, key=lambda packs: max(map(_weight, packs)))
     return sorted(heaviest, key=_weight, reverse=True)
+
+
+def keeps_engine(job: Job, data: Prepared) -> bool:
+    """Whether a GPU has room for what the engine keeps beside the heaviest update (recipes/estimate.py)."""
+    if job.device.type != "cuda" or job.config.rollout.engine != "embedded":
+        return True  # nothing is kept there, or what its own settings say
+    size = job.config.training.tokens_per_pack
+    packs = heaviest_step(job.config, data, size, width_step(job.device, size))
+    found = estimate(job.config, job.model, empty_model(job.config, job.model), packs, job.device)
+    if not found.keeps_engine:
+        log.warning(
+            "the GPU has no room for completions' keys and values beside an update: they are made anew every step, "
+            "which takes time; a smaller training.tokens_per_pack leaves room"
+        )
+    return found.keeps_engine
 
 
 def _weight(pack: Pack) -> tuple[int, int]:

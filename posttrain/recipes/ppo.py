@@ -36,6 +36,7 @@ from posttrain.losses import (
 from posttrain.optim.update import Objective
 from posttrain.recipes.alarms import Alarms
 from posttrain.recipes.drawn import rollout_store, sampler_of
+from posttrain.recipes.heaviest import keeps_engine
 from posttrain.recipes.job import Job
 from posttrain.recipes.loop import Loop
 from posttrain.recipes.online import Step, evaluate, in_packs, look_at_sampler, minibatches, scored
@@ -105,7 +106,7 @@ def train(job: Job) -> Loop:
                 yield parts, objective_of(step, int(step.rollout.length_S[chosen].sum()), len(chosen), first)
 
     loop = Loop(job, actor_critic, optimizer, data)
-    with sampler_of(job, policy) as sample, rollout_store(job, loop) as store:
+    with sampler_of(job, policy, data, keeps_engine(job, data)) as sample, rollout_store(job, loop) as store:
         alarms, memory = Alarms(loop.state.memory), loop.state.memory
         sample.engine.load(policy, loop.state.step)
         if loop.evaluation_due:

@@ -24,7 +24,7 @@ from posttrain.errors import ConfigError, ModelError, is_out_of_memory
 from posttrain.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
 from posttrain.models.attention import width_step
 from posttrain.models.load import take_device
-from posttrain.recipes.estimate import empty_model, estimate, holds_reference
+from posttrain.recipes.estimate import Estimate, empty_model, estimate, holds_reference
 from posttrain.recipes.heaviest import heaviest_step
 from posttrain.recipes.job import Job
 from posttrain.recipes.reference import frozen_model
@@ -65,7 +65,7 @@ def probe(
     trials = Trials(config, model, data, device, limit, console or PlainConsole(stderr=True))
     low = config.longest_example
     high = max(low, trials.most_tokens())
-    if trials.before + trials.added(low) / MARGIN > trials.limit:
+    if trials.before + trials.estimated(low).peak / MARGIN > trials.limit:
         good, bad = None, low
     else:
         with trials.loaded():
@@ -115,7 +115,7 @@ class Trials:
         self.limit = limit or self._free()
         self.peaks: dict[int, int] = {}
         self._empty = empty_model(config, model)
-        self._added: dict[int, int] = {}
+        self._estimates: dict[int, Estimate] = {}
         self._step: Step | None = None
 
     def _free(self) -> int:
@@ -132,12 +132,11 @@ class Trials:
         """Tokens of the step that has most."""
         return max(pack.num_tokens for pack in heaviest_step(self.config, self.data, 1 << 62))
 
-    def added(self, size: int) -> int:
+    def estimated(self, size: int) -> Estimate:
         """What the estimate has a run take with packs of this size."""
-        if size not in self._added:
-            packs = self.packs(size)
-            self._added[size] = estimate(self.config, self.model, self._empty, packs, self.device).peak
-        return self._added[size]
+        if size not in self._estimates:
+            self._estimates[size] = estimate(self.config, self.model, self._empty, self.packs(size), self.device)
+        return self._estimates[size]
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
@@ -177,6 +176,8 @@ class Trials:
                 raise
         # Out of the except block: the error's frames, and the tensors in them, are gone.
         self._step.forget()
+        if peak is not None:
+            peak = self._with_engine(peak, size)
         if peak is None or peak > self.limit:
             self.console.print(f"tokens_per_pack {size:,}: does not fit")
             return False
@@ -189,10 +190,18 @@ class Trials:
         on_gpu = self.device.type == "cuda"
         return torch.cuda.max_memory_reserved(self.device) if on_gpu else peak_memory(self.device)
 
+    def _with_engine(self, peak: int, size: int) -> int:
+        """The peak of an update, with what generation takes beside it or before it: that is not tried, but counted."""
+        found = self.estimated(size)
+        if found.keeps_engine:
+            return peak + found.engine
+        held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else memory_in_use()
+        return max(peak, held + found.engine)
+
     def foreseen(self, size: int) -> int:
         """The peak of the largest size that fitted, and what the estimate adds to it."""
         known = max(self.peaks)
-        return self.peaks[known] + self.added(size) - self.added(known)
+        return self.peaks[known] + self.estimated(size).peak - self.estimated(known).peak
 
 
 class Step:

@@ -76,6 +76,9 @@ class VllmEngine:
         self.policy, self.version = policy, version
         self._push()
 
+    def release(self) -> None:
+        """vLLM's own memory stays with it: rollout.vllm.gpu_memory_utilization says how much."""
+
     def close(self) -> None:
         """Stop the server, if one was started, and give back memory."""
         self.host.close()

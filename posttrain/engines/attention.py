@@ -1,0 +1,247 @@
+"""Attention of prompts as they are read, and of one new token of each completion to the keys and values in the cache.
+
+A prompt's are computed and kept once, and all its completions read them there: with n completions and r query heads to
+a head of keys, n·r queries meet them in one product. A completion's own are apart. Each part gives the largest logit m,
+the sum z of 2^(logit - m), and the sum o of 2^(logit - m)·value; with h the higher m of the two,
+
+    output = (o_1 2^(m_1 - h) + o_2 2^(m_2 - h)) / (z_1 2^(m_1 - h) + z_2 2^(m_2 - h))
+
+is attention to both, without a copy of either. Logits are divided by ln 2 on the way, so that powers of 2 are those of
+e: on a CPU they take a third of the time, and none longer where a power is nearly 0.
+
+The m keep every power within the range of a float. That is seldom needed, and a CPU spends as much on finding and
+subtracting them as on the powers. So there all m are 0 as long as the sums of a layer show that this was right
+(`_plain`). Logits far below 0 are raised to where a power has no weight in such a sum but is no denormal number, with
+which a product would be slow. A layer whose sums do not show it is computed again, and from then on, with its m.
+
+Letters: R rows (live completions), G groups (their prompts), K heads of keys and values, r query heads to each of them,
+n completions of a group, M places for the live ones of these, d the size of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.batch import Pack
+from posttrain.engines.cache import Cache, Layer, index_of
+from posttrain.models.attention import How, PackedMask
+
+LOG2_E = 1 / math.log(2)
+PLAIN_SUMS = (2.0**-60, 2.0**90)  # with these m = 0 was right: values may be up to 2^37 then
+LEAST = -110.0  # logits are raised to it, hidden ones too: what that adds for a key is at most 2^-50 of the sum
+HIDDEN = -1e30  # added to a logit that is not seen; finite, so that a part in which nothing is seen has no NaN
+
+
+class Prefill(PackedMask):
+    """A pack of prompts, whose keys and values go to the groups `slots`, one for each tree."""
+
+    def __init__(self, pack: Pack, cache: Cache, slots: Sequence[int]):
+        super().__init__(pack, pack.last_S)
+        self.cache, self.slots, self.tree_start = cache, slots, pack.tree_start
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+        layer = self.cache.layer(module, key)
+        for slot, start, stop in zip(self.slots, self.tree_start[:-1], self.tree_start[1:], strict=True):
+            layer.prompt_key[slot, :, : stop - start] = key[0, :, start:stop]
+            layer.prompt_value[slot, :, : stop - start] = value[0, :, start:stop]
+        return super().attend(module, query, key, value, how)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Attention to some of the keys, before it is divided: o, z, m of the module's docstring, float32."""
+
+    out: Tensor
+    total: Tensor
+    highest: Tensor | None  # None: 0
+
+
+class Decoding:
+    """One new token of each live completion: its keys and values are written, and it attends to prompt and own ones.
+
+    `column_R` is where the token's own keys go, `length_G` and `age_G` how long each group's prompt is and how many
+    tokens its completions have (they begin together and stay of one age). `prompt_columns` and `own_columns` say how
+    much of the cache is looked at. Where every prompt has `prompt_columns` tokens (`even_prompts`), and every live
+    completion `own_columns` (`even_ages`), all of that is seen; elsewhere some is another's, or nobody's, and hidden.
+    `group_R` and `member_R` are the place of a row among the queries to its prompt, and `row_GM` the row in each place;
+    one that no row has repeats some other's query. An idle row may see what is left over there: nothing reads it, but
+    its sums too decide whether a layer needs its m. `fused` takes models/kernels/decode.py in place of all this.
+    """
+
+    read = slice(None)
+
+    def __init__(
+        self,
+        cache: Cache,
+        group_R: Tensor,
+        member_R: Tensor,
+        row_GM: Tensor,
+        column_R: Tensor,
+        length_G: Tensor,
+        age_G: Tensor,
+        *,
+        prompt_columns: int,
+        own_columns: int,
+        even_prompts: bool,
+        even_ages: bool,
+        fused: bool = False,
+    ):
+        self.cache, self.fused = cache, fused
+        self.group_R, self.member_R, self.row_GM, self.column_R = group_R, member_R, row_GM, column_R
+        self.length_G, self.age_G = length_G, age_G
+        self.prompt_columns, self.own_columns = prompt_columns, own_columns
+        self.even_prompts, self.even_ages = even_prompts, even_ages
+        self.row_R = torch.arange(len(group_R), device=group_R.device)
+        self._masks: dict[int | None, tuple[Tensor | None, Tensor | None]] = {}
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def masks(self, window: int | None) -> tuple[Tensor | None, Tensor | None]:
+        """What is added to logits: prompt (G, 1, 1, prompt_columns), own (R, 1, 1, own_columns); None: all is seen."""
+        if window is not None and self.prompt_columns + self.own_columns <= window:
+            window = None
+        if window not in self._masks:
+            device = self.column_R.device
+            prompt = torch.arange(self.prompt_columns, device=device)[None, :]
+            own = torch.arange(self.own_columns, device=device)[None, :]
+            prompt_seen = None if self.even_prompts else prompt < self.length_G[:, None]
+            own_seen = None if self.even_ages else own <= self.column_R[:, None]
+            if window is not None:
+                near = (self.length_G + self.age_G - 1)[:, None] - prompt < window
+                prompt_seen = near if prompt_seen is None else near & prompt_seen
+                near = self.column_R[:, None] - own < window
+                own_seen = near if own_seen is None else near & own_seen
+            self._masks[window] = (_mask(prompt_seen), _mask(own_seen))
+        return self._masks[window]
+
+    def places(self, heads: int) -> tuple[Tensor, Tensor]:
+        """For each (group, head, place) the (row, head) whose query lies there, and where each of these lies; flat."""
+        if heads not in self._places:
+            head_K = torch.arange(heads, device=self.group_R.device)
+            query_GKM = self.row_GM[:, None, :] * heads + head_K[None, :, None]
+            place_RK = (self.group_R[:, None] * heads + head_K) * self.row_GM.shape[1] + self.member_R[:, None]
+            self._places[heads] = (query_GKM.flatten(), place_RK.flatten())
+        return self._places[heads]
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+        layer = self.cache.layer(module, key)
+        rows, heads, size = query.shape[2], key.shape[1], query.shape[3]
+        query_RKrd = query[0].transpose(0, 1).reshape(rows, heads, -1, size)
+        layer.own_key[self.row_R, :, self.column_R] = key[0].transpose(0, 1)
+        layer.own_value[self.row_R, :, self.column_R] = value[0].transpose(0, 1)
+        if self.fused:
+            return self._fused(layer, query_RKrd, how).reshape(1, rows, -1, size).transpose(1, 2)
+        out = None
+        if query.device.type == "cpu" and not self.cache.still and index_of(module) not in self.cache.steep:
+            out = _plain(*self._parts(layer, query_RKrd, how, shifted=False))
+            if out is None:
+                self.cache.steep.add(index_of(module))
+        if out is None:
+            out = _joined(*self._parts(layer, query_RKrd, how, shifted=True))
+        return out.to(query.dtype).reshape(1, rows, -1, size).transpose(1, 2)
+
+    def _fused(self, layer: Layer, query_RKrd: Tensor, how: How) -> Tensor:
+        """The same by kernels, which read no further than prompts and completions go."""
+        from posttrain.models.kernels.decode import decode_attention  # needs Triton
+
+        rows, (groups, _) = len(query_RKrd), self.row_GM.shape
+        prompt, own = (
+            (slice(groups), slice(None), slice(self.prompt_columns)),
+            (slice(rows), slice(None), slice(self.own_columns)),
+        )
+        return decode_attention(
+            query_RKrd,
+            layer.prompt_key[prompt],
+            layer.prompt_value[prompt],
+            layer.own_key[own],
+            layer.own_value[own],
+            self.group_R,
+            self.member_R,
+            self.row_GM,
+            self.length_G,
+            self.column_R,
+            how.scaling,
+            how.softcap,
+            how.window,
+        )
+
+    def _parts(self, layer: Layer, query_RKrd: Tensor, how: How, shifted: bool) -> tuple[Part, Part]:
+        """Attention to a completion's own keys, and to its prompt's."""
+        rows, columns = len(query_RKrd), self.own_columns
+        prompt_mask, own_mask = self.masks(how.window)
+        key, value = layer.own_key[:rows, :, :columns], layer.own_value[:rows, :, :columns]
+        own = self._attend(query_RKrd, key, value, own_mask, how, shifted)
+        return own, self._prompt(layer, query_RKrd, prompt_mask, how, shifted)
+
+    def _prompt(self, layer: Layer, query_RKrd: Tensor, mask: Tensor | None, how: How, shifted: bool) -> Part:
+        """The queries of a group side by side, so that they meet its keys together; then back to rows."""
+        groups, columns = len(self.row_GM), self.prompt_columns
+        rows, heads, each, size = query_RKrd.shape
+        query_GKM, place_RK = self.places(heads)
+        query = query_RKrd.reshape(rows * heads, each * size).index_select(0, query_GKM).view(groups, heads, -1, size)
+        key, value = layer.prompt_key[:groups, :, :columns], layer.prompt_value[:groups, :, :columns]
+        part = self._attend(query, key, value, mask, how, shifted)
+
+        def of_rows(x: Tensor) -> Tensor:
+            return x.view(len(query_GKM), -1).index_select(0, place_RK).view(rows, heads, each, -1)
+
+        return Part(of_rows(part.out), of_rows(part.total), None if part.highest is None else of_rows(part.highest))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How, shifted: bool) -> Part:
+        """query (N, K, q, d), key and value (N, K, L, d), of which the first two axes are as one; mask (N, 1, 1, L)."""
+        count, heads, queries, size = query.shape
+        columns = key.shape[2]
+        key, value = key.flatten(0, 1), value.flatten(0, 1)
+        query = query.reshape(count * heads, queries, size)
+        scale = how.scaling * LOG2_E if how.softcap is None else how.scaling
+        if query.dtype == torch.float32 and query.device.type == "cpu" and not self.cache.still:
+            scores = self.cache.scratch(count * heads, queries, columns)
+            torch.bmm(query * scale, key.transpose(1, 2), out=scores)
+        else:
+            scores = _product(query, key.transpose(1, 2)).mul_(scale)
+        if how.softcap is not None:
+            scores.div_(how.softcap).tanh_().mul_(how.softcap * LOG2_E)
+        if mask is not None:
+            scores.view(count, heads, queries, columns).add_(mask)
+        highest = None
+        if shifted:
+            highest = scores.amax(-1, keepdim=True)
+            scores.sub_(highest)
+            highest = highest.view(count, heads, queries, 1)
+        else:
+            scores.clamp_(min=LEAST)
+        total = scores.exp2_().sum(-1, keepdim=True).view(count, heads, queries, 1)
+        return Part(_product(scores, value).view(count, heads, queries, -1), total, highest)
+
+
+def _joined(own: Part, prompt: Part) -> Tensor:
+    """Attention to both parts, each with its m."""
+    assert own.highest is not None and prompt.highest is not None
+    highest = torch.maximum(own.highest, prompt.highest)
+    own_share, prompt_share = (own.highest - highest).exp2_(), (prompt.highest - highest).exp2_()
+    total = own.total * own_share + prompt.total * prompt_share
+    return (own.out * (own_share / total)).addcmul_(prompt.out, prompt_share / total)
+
+
+def _plain(own: Part, prompt: Part) -> Tensor | None:
+    """Attention to both parts, with every m 0; None where that was not right."""
+    total = own.total.add_(prompt.total)
+    lowest, highest = total.aminmax()
+    is_right = PLAIN_SUMS[0] <= lowest.item() and highest.item() <= PLAIN_SUMS[1]  # not where a sum is not a number
+    return own.out.add_(prompt.out).div_(total) if is_right else None
+
+
+def _mask(seen: Tensor | None) -> Tensor | None:
+    """What is added to logits (N, K, q, L) where (N, L) says which keys are seen."""
+    return None if seen is None else torch.where(seen, 0.0, HIDDEN)[:, None, None, :]
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """A batched product with float32 results: logits in bfloat16 would be off by up to 1 in 256."""
+    if b.is_cuda and b.dtype != torch.float32:
+        return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())

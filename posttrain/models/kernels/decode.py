@@ -1,0 +1,210 @@
+"""Attention of one new token of each completion to its prompt's keys and to its own, each read once and no further than
+they go.
+
+Padded batched products (engines/attention.py) read every prompt and every completion to the length of the longest, and
+write and read scores in float32. Here a program keeps the queries of all completions of a prompt that share a head of
+keys, and streams a part of the prompt's keys past them; another does so with a completion's own. What the parts give is
+joined by their maxima and sums (split-KV; Flash-Decoding, Dao et al. 2023), in float32 and in one order. A step reads
+
+    2 (sum of prompts' lengths + sum of completions' lengths) K d numbers,
+
+which is what there is to read. Sizes are those of the padded tensors, lengths lie in tensors: a recorded step serves
+all lengths within them.
+
+Shapes: R completions, G prompts of up to M completions, K heads of keys, each for r heads of queries, of size d. A
+holder of keys is a prompt or a completion.
+"""
+
+# What kernels are given is not what their parameters are, and a launch takes more than that.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+LOG2E = tl.constexpr(1.4426950408889634)
+FEWEST_QUERIES, MOST_QUERIES = 16, 64  # of a program; tensor cores multiply 16 rows at least
+COLUMNS = 64  # of keys at a time
+PROGRAMS = 264  # twice the multiprocessors of an H100: keys are split until there are so many
+NOTHING = tl.constexpr(-1e30)  # a maximum of no scores
+
+
+@triton.jit
+def _part(
+    query, key, value, row_HM, count_H, at_R, out_SHKQd, highest_SHKQ, total_SHKQ,
+    holders, heads, members, each, size, span, window, scale, softcap,
+    query_row, query_head, query_each,
+    key_holder, key_head, key_column, key_number, value_holder, value_head, value_column, value_number,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    QUERIES: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Attention of a holder's queries to `span` of its keys: sum of p v, largest score and sum of p, in powers of 2.
+
+    The holder's query number i is that of head i % r for the row row_HM[i // r]. It stands at column at_R of that row,
+    counted as the holder's columns are, and sees those of the last `window` before it.
+    """
+    holder, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    place = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
+    split = tl.program_id(2)
+    real = place < members * each
+    number = tl.arange(0, SIZE)
+    here = real[:, None] & (number < size)[None, :]
+    row = tl.load(row_HM + holder * members + place // each, mask=real, other=0)
+    lies = row * query_row + head * query_head + (place % each) * query_each
+    q = tl.load(query + lies[:, None] + number[None, :], mask=here, other=0.0)
+    at = tl.load(at_R + row, mask=real, other=0)
+    first, last = split * span, tl.minimum((split + 1) * span, tl.load(count_H + holder).to(tl.int32))
+    if WINDOWED:
+        nearest = tl.min(tl.where(real, at, 1 << 30)).to(tl.int32) - window + 1
+        first = tl.maximum(first, nearest // COLUMNS * COLUMNS)
+    keys = key + holder.to(tl.int64) * key_holder + head * key_head
+    values = value + holder.to(tl.int64) * value_holder + head * value_head
+    highest = tl.full((QUERIES,), NOTHING, tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    out = tl.zeros((QUERIES, SIZE), tl.float32)
+    for start in range(first, last, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        within = (column < last)[:, None] & (number < size)[None, :]
+        k = tl.load(keys + column[:, None] * key_column + number[None, :] * key_number, mask=within, other=0.0)
+        v = tl.load(values + column[:, None] * value_column + number[None, :] * value_number, mask=within, other=0.0)
+        if WIDE:
+            q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if CAPPED:
+            scores = softcap * (2 / (1 + tl.exp2(scores * (-2.0 * LOG2E) / softcap)) - 1)
+        scores = scores * LOG2E
+        seen = (column < last)[None, :] & real[:, None]
+        if WINDOWED:
+            seen = seen & (at[:, None] - column[None, :] < window)
+        scores = tl.where(seen, scores, NOTHING)
+        before = highest
+        highest = tl.maximum(before, tl.max(scores, 1))
+        p = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0)
+        shrink = tl.exp2(before - highest)
+        total = total * shrink + tl.sum(p, 1)
+        out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
+    target = ((split * holders + holder) * heads + head) * members * each + place
+    tl.store(highest_SHKQ + target, highest, mask=real)
+    tl.store(total_SHKQ + target, total, mask=real)
+    tl.store(out_SHKQd + target.to(tl.int64)[:, None] * size + number[None, :], out, mask=here)
+
+
+@triton.jit
+def _joined(
+    group_R, member_R, prompt_out, prompt_highest, prompt_total, own_out, own_highest, own_total, result,
+    rows, groups, members, heads, each, size, prompt_splits, own_splits, EACH: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Attention to all parts of a row's keys, for the queries of one head of keys."""
+    row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    query, number = tl.arange(0, EACH), tl.arange(0, SIZE)
+    real = query < each
+    here = real[:, None] & (number < size)[None, :]
+    group, member = tl.load(group_R + row), tl.load(member_R + row)
+    highest = tl.full((EACH,), NOTHING, tl.float32)
+    total = tl.zeros((EACH,), tl.float32)
+    out = tl.zeros((EACH, SIZE), tl.float32)
+    for split in range(prompt_splits + own_splits):
+        if split < prompt_splits:
+            place = (((split * groups + group) * heads + head) * members + member).to(tl.int64) * each + query
+            m = tl.load(prompt_highest + place, mask=real, other=NOTHING)
+            z = tl.load(prompt_total + place, mask=real, other=0.0)
+            o = tl.load(prompt_out + place[:, None] * size + number[None, :], mask=here, other=0.0)
+        else:
+            place = (((split - prompt_splits) * rows + row) * heads + head).to(tl.int64) * each + query
+            m = tl.load(own_highest + place, mask=real, other=NOTHING)
+            z = tl.load(own_total + place, mask=real, other=0.0)
+            o = tl.load(own_out + place[:, None] * size + number[None, :], mask=here, other=0.0)
+        before = highest
+        highest = tl.maximum(before, m)
+        old, new = tl.exp2(before - highest), tl.exp2(m - highest)
+        total = total * old + z * new
+        out = out * old[:, None] + o * new[:, None]
+    place = (row * heads + head) * each + query
+    share = tl.where(real, total, 1.0)
+    tl.store(
+        result + place.to(tl.int64)[:, None] * size + number[None, :],
+        (out / share[:, None]).to(result.dtype.element_ty),
+        mask=here,
+    )
+
+
+@torch.library.custom_op("posttrain::decode_attention", mutates_args=())
+def decode_attention(
+    query_RKrd: Tensor,
+    prompt_key: Tensor,
+    prompt_value: Tensor,
+    own_key: Tensor,
+    own_value: Tensor,
+    group_R: Tensor,
+    member_R: Tensor,
+    row_GM: Tensor,
+    length_G: Tensor,
+    column_R: Tensor,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> Tensor:
+    """Keys and values (G, K, P, d) and (R, K, L, d), laid out in any way -> (R, K, r, d).
+
+    The new token of row R is that at `column_R` of its own keys, and is there already; `length_G` is of the prompts.
+    `group_R`, `member_R` and `row_GM` say which row is which completion of which prompt; a place without a completion
+    may name any row.
+    """
+    rows, _, each, size = query_RKrd.shape
+    position_R = length_G[group_R] + column_R
+    own_RM = torch.arange(rows, device=column_R.device)[:, None]
+    prompt = _attend(query_RKrd, prompt_key, prompt_value, row_GM, length_G, position_R, scale, softcap, window)
+    own = _attend(query_RKrd, own_key, own_value, own_RM, column_R + 1, column_R, scale, softcap, window)
+    result = torch.empty(query_RKrd.shape, dtype=query_RKrd.dtype, device=query_RKrd.device)
+    heads, (groups, members) = prompt_key.shape[1], row_GM.shape
+    _joined[rows * heads,](
+        group_R, member_R, *prompt, *own, result,
+        rows, groups, members, heads, each, size, len(prompt[0]), len(own[0]),
+        EACH=triton.next_power_of_2(each), SIZE=triton.next_power_of_2(size),
+    )  # fmt: skip
+    return result
+
+
+@decode_attention.register_fake
+def _(query_RKrd, *inputs):
+    return torch.empty(query_RKrd.shape, dtype=query_RKrd.dtype, device=query_RKrd.device)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row_HM: Tensor,
+    count_H: Tensor,
+    at_R: Tensor,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The splits' sums of p v (S, H, K, M r, d), largest scores and sums of p (S, H, K, M r), float32."""
+    (holders, members), (_, heads, columns, size), each = row_HM.shape, key.shape, query.shape[2]
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    queries = min(MOST_QUERIES, max(FEWEST_QUERIES, triton.next_power_of_2(members * each)))
+    programs, most = holders * heads * triton.cdiv(members * each, queries), triton.cdiv(columns, 2 * COLUMNS)
+    splits = max(1, min(most, triton.cdiv(PROGRAMS, programs)))
+    span = triton.cdiv(triton.cdiv(columns, splits), COLUMNS) * COLUMNS
+    shape = splits, holders, heads, members * each
+    out = torch.empty(*shape, size, dtype=torch.float32, device=query.device)
+    highest, total = torch.empty(2, *shape, dtype=torch.float32, device=query.device).unbind()
+    _part[holders * heads, triton.cdiv(members * each, queries), splits](
+        query, key, value, row_HM.contiguous(), count_H.contiguous(), at_R.contiguous(), out, highest, total,
+        holders, heads, members, each, size, span, window or 0, scale, softcap or 0.0,
+        *query.stride()[:3], *key.stride(), *value.stride(),
+        WINDOWED=window is not None,
+        CAPPED=softcap is not None,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # of products of 16 bits: without effect
+        WIDE=knobs.runtime.interpret,  # Triton's interpreter multiplies no bfloat16
+        QUERIES=queries,
+        COLUMNS=COLUMNS,
+        SIZE=max(16, triton.next_power_of_2(size)),
+    )  # fmt: skip
+    return out, highest, total
