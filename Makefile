@@ -61,7 +61,7 @@ learn: .venv/.installed-dev
 	touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[bench,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[bench,dev,gpu-dev]'
 	touch $@
 
 clean:
