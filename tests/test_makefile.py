@@ -27,9 +27,9 @@ def installed(clone, target):
 def test_each_command_installs_what_it_needs_and_once(clone):
     assert installed(clone, "quickstart") == ["."]
     for target in ("test", "lint", "slow", "faults", "bench", "learn"):
-        assert installed(clone, target) == [".", ".[bench,dev]"], target
+        assert installed(clone, target) == [".", ".[bench,dev,gpu-dev]"], target
     (clone / ".venv").mkdir()
     (clone / ".venv" / ".installed").touch()
-    assert installed(clone, "quickstart") == [] and installed(clone, "test") == [".[bench,dev]"]
+    assert installed(clone, "quickstart") == [] and installed(clone, "test") == [".[bench,dev,gpu-dev]"]
     (clone / ".venv" / ".installed-dev").touch()
     assert installed(clone, "quickstart") == [] == installed(clone, "test")
