@@ -3,6 +3,7 @@
 Shape letters, used as suffixes on tensors everywhere:
     T  physical tokens: what the model is fed, trees laid one after another, depth first
     N  scored tokens: the targets whose log-probability is asked for
+    U  physical tokens that predict a target, one or several
     S  sequences: paths from a root to a leaf (a completion with its prompt)
     P  preference pairs    V  vocabulary    D  hidden size    H  heads    B, L  rows and columns of a padded batch
 
@@ -25,6 +26,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from posttrain.losses.reduce import sum_segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,13 @@ class Pack:
     source_N: torch.Tensor  # physical token whose hidden state predicts the target
     target_N: torch.Tensor  # the target's token id
     sequence_N: torch.Tensor  # the sequence that owns the target; ascending
+    read_U: torch.Tensor  # the physical tokens among the sources, each once, ascending
+    where_N: torch.Tensor  # the place of a target's source among those
+    length_S: torch.Tensor  # scored tokens of each sequence
     last_S: torch.Tensor  # physical token last fed of each sequence
     group_S: torch.Tensor  # index of the example (in the list given to `pack`) that owns the sequence
     tree_start: tuple[int, ...]  # physical start of every tree, and the end of the last
+    longest: int  # most physical tokens of a sequence
 
     @property
     def num_tokens(self) -> int:
@@ -76,22 +83,26 @@ class Pack:
         return len(self.last_S)
 
     def sum_by_sequence(self, value_N: torch.Tensor) -> torch.Tensor:
-        """Sum a value per scored token over each sequence: (N) -> (S)."""
-        return value_N.new_zeros(self.num_sequences).index_add(0, self.sequence_N, value_N)
-
-    def length_S(self) -> torch.Tensor:
-        """Number of scored tokens of each sequence, int64."""
-        return torch.bincount(self.sequence_N, minlength=self.num_sequences)
+        """Sum a value per scored token over each sequence: (N) -> (S), floating point."""
+        return sum_segments(value_N, self.length_S)
 
     def to(self, device: torch.device | str) -> Pack:
-        """The same pack with its tensors on `device`."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tree_start"}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        """The same pack with its tensors on `device`: to a GPU in one copy, which nothing waits for."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("tree_start", "longest")}
+        if torch.device(device).type == "cuda" and not self.tokens_T.is_cuda:
+            whole = torch.cat([*tensors.values()]).pin_memory().to(device, non_blocking=True)
+            moved = whole.split([len(tensor) for tensor in tensors.values()])
+            return replace(self, **dict(zip(tensors, moved, strict=True)))
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+
+    def seen_ST(self) -> torch.Tensor:
+        """The physical tokens of each sequence, which its last token sees, bool: (S, T)."""
+        index_T = torch.arange(len(self.tokens_T), device=self.tokens_T.device)
+        return (index_T <= self.last_S[:, None]) & (self.last_S[:, None] < self.end_T)
 
     def paths(self) -> list[torch.Tensor]:
-        """The physical tokens of each sequence, from root to leaf: what its last token sees."""
-        index_T = torch.arange(len(self.tokens_T), device=self.tokens_T.device)
-        return [torch.nonzero((index_T <= last) & (last < self.end_T)).squeeze(1) for last in self.last_S]
+        """The physical tokens of each sequence, from root to leaf."""
+        return [torch.nonzero(seen_T).squeeze(1) for seen_T in self.seen_ST()]
 
 
 def physical_length(tree: Sample, keep_last: bool = False) -> int:
@@ -164,6 +175,7 @@ class _Layout:
     def __init__(self, keep_last: bool):
         self.keep_last = keep_last
         self.length = 0
+        self.deepest = 0
         self.tokens: list[np.ndarray] = []
         self.position: list[np.ndarray] = []
         self.spans: list[tuple[int, int, int]] = []  # (start, stop, end): tokens start..stop have this `end`
@@ -191,16 +203,22 @@ class _Layout:
             end[start:stop] = node_end
         end[self.length :] = np.arange(self.length, self.length + padding) + 1
         zeros = np.zeros(padding, np.int64)
+        source = _joined(self.source)
+        read, where = np.unique(source, return_inverse=True)
         return Pack(
             tokens_T=_tensor([*self.tokens, zeros]),
             position_T=_tensor([*self.position, zeros]),
             end_T=torch.from_numpy(end),
-            source_N=_tensor(self.source),
+            source_N=torch.from_numpy(source),
             target_N=_tensor(self.target),
             sequence_N=torch.from_numpy(np.repeat(np.arange(len(self.scored)), self.scored)),
+            read_U=torch.from_numpy(read),
+            where_N=torch.from_numpy(where),
+            length_S=torch.tensor(self.scored, dtype=torch.int64),
             last_S=torch.tensor(self.last, dtype=torch.int64),
             group_S=torch.tensor(self.group, dtype=torch.int64),
             tree_start=tuple(tree_start),
+            longest=self.deepest,
         )
 
     def lay(self, node: Sample, depth: int, previous: int | None, path: tuple[tuple, ...]) -> None:
@@ -212,6 +230,7 @@ class _Layout:
         self.tokens.append(ids[:fed])
         self.position.append(np.arange(depth, depth + fed))
         self.length += fed
+        self.deepest = max(self.deepest, depth + fed)
 
         trained = np.broadcast_to(np.asarray(node.trained, bool), ids.shape)
         if trained.any():
@@ -239,8 +258,12 @@ def _leaves(tree: Sample) -> int:
     return sum(map(_leaves, tree.children)) or 1
 
 
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty(0, np.int64), *arrays])
+
+
 def _tensor(arrays: Sequence[np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *arrays]))
+    return torch.from_numpy(_joined(arrays))
 
 
 def sequences(tree: Sample) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -46,7 +46,7 @@ class Scorer(nn.Module):
         self.model = model
 
     def forward(self, pack: Pack, temperature: float = 1.0) -> Scores:
-        return scores_of(self.model, hidden_states(self.model, pack, pack.source_N), pack.target_N, temperature)
+        return scores_of(self.model, scored_states(self.model, pack), pack.target_N, temperature)
 
 
 class ValueScorer(nn.Module):
@@ -77,7 +77,7 @@ class ValueScorer(nn.Module):
 
     def forward(self, pack: Pack, temperature: float = 1.0) -> tuple[Scores, torch.Tensor]:
         """Scores, and values (N), float32."""
-        hidden_N = hidden_states(self.model, pack, pack.source_N)
+        hidden_N = scored_states(self.model, pack)
         value_N = self.head(hidden_N.to(self.head.weight.dtype)).squeeze(-1).float()
         return scores_of(self.model, hidden_N, pack.target_N, temperature), value_N
 
@@ -101,44 +101,61 @@ class RewardScorer(nn.Module):
 
     def forward(self, pack: Pack) -> torch.Tensor:
         base = base_of(self.model)
-        hidden_S = hidden_states(self.model, pack, _read_at(pack, base.config.get_text_config().pad_token_id))
+        read_S = _read_at(pack, base.config.get_text_config().pad_token_id)
         head = base.get_submodule("score")
-        return head(hidden_S).squeeze(-1).float()
+        return head(states_of_sequences(self.model, pack, read_S)).squeeze(-1).float()
 
 
 def _read_at(pack: Pack, pad: int | None) -> torch.Tensor:
     """The place (S) of each sequence's last token that is not `pad`; its first token where there is no other."""
-    padded_S = torch.zeros_like(pack.last_S, dtype=torch.bool) if pad is None else pack.tokens_T[pack.last_S] == pad
-    if not padded_S.any():
+    if pad is None:
         return pack.last_S
-    found = pack.last_S.clone()
-    for sequence, path in enumerate(pack.paths()):
-        if padded_S[sequence]:
-            real = path[pack.tokens_T[path] != pad]
-            found[sequence] = real[-1] if len(real) else path[0]
-    return found
+    seen_ST, index_T = pack.seen_ST(), torch.arange(len(pack.tokens_T), device=pack.tokens_T.device)
+    real_S = index_T.where(seen_ST & (pack.tokens_T != pad), -1).amax(1)
+    first_S = seen_ST.int().argmax(1)
+    return real_S.where(real_S >= 0, first_S)
 
 
-def hidden_states(model: nn.Module, pack: Pack, index: torch.Tensor) -> torch.Tensor:
-    """Last hidden states of the physical tokens `index`: (len(index), D).
+def scored_states(model: nn.Module, pack: Pack) -> torch.Tensor:
+    """The last hidden states (N, D) that predict the pack's targets; one that predicts several stands there as often.
 
-    Families proven for packing see the pack as it is. The others get one sequence a row, right padded; a token shared
-    by several sequences is then computed in each, and `index` is read from the row of the sequence that asks.
+    An embedding's gradient sums the repeated ones in float32 and in one order, on a GPU too.
     """
-    base = base_of(model)
-    backbone = backbone_of(base)
-    if is_packed(base):
-        read, where = index.unique(return_inverse=True)
-        if len(read) + -len(read) % READ_STEP < len(pack.tokens_T):
-            read = torch.cat([read, read[-1:].expand(-len(read) % READ_STEP)])
-        mask = PackedMask(pack, read)
-        out = backbone(input_ids=pack.tokens_T[None], position_ids=pack.position_T[None], use_cache=False, packed=mask)
-        hidden = out.last_hidden_state[0]  # of all tokens, or of those read alone (models/lean.py)
-        return hidden.index_select(0, where if len(hidden) == len(read) else index)
+    if is_packed(base_of(model)):
+        return nn.functional.embedding(pack.where_N, _packed_states(model, pack, pack.read_U))
+    return _row_states(model, pack, pack.sequence_N, pack.source_N)
+
+
+def states_of_sequences(model: nn.Module, pack: Pack, index_S: torch.Tensor) -> torch.Tensor:
+    """The last hidden state (S, D) of one physical token of each sequence."""
+    if is_packed(base_of(model)):
+        return _packed_states(model, pack, index_S)
+    return _row_states(model, pack, torch.arange(pack.num_sequences, device=index_S.device), index_S)
+
+
+def _packed_states(model: nn.Module, pack: Pack, read: torch.Tensor) -> torch.Tensor:
+    """For families proven for packing, which see the pack as it is: last hidden states (len(read), D)."""
+    asked = read
+    if len(read) + -len(read) % READ_STEP < len(pack.tokens_T):
+        asked = torch.cat([read, read[-1:].expand(-len(read) % READ_STEP)])
+    out = backbone_of(base_of(model))(
+        input_ids=pack.tokens_T[None],
+        position_ids=pack.position_T[None],
+        use_cache=False,
+        packed=PackedMask(pack, asked),
+    )
+    hidden = out.last_hidden_state[0]  # of all tokens, or of those asked for alone (models/lean.py)
+    return hidden[: len(read)] if len(hidden) == len(asked) else hidden.index_select(0, read)
+
+
+def _row_states(model: nn.Module, pack: Pack, owner: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """For the other families, one sequence a row, right padded: last hidden states (len(index), D) of physical tokens.
+
+    A token shared by several sequences is computed in each, and read from the row of the sequence `owner`.
+    """
     rows = _rows(pack)
-    out = backbone(input_ids=rows.tokens_SL, attention_mask=rows.mask_SL, use_cache=False).last_hidden_state
-    owner = pack.sequence_N if index is pack.source_N else torch.arange(pack.num_sequences, device=index.device)
-    return out[owner, pack.position_T[index]]
+    out = backbone_of(base_of(model))(input_ids=rows.tokens_SL, attention_mask=rows.mask_SL, use_cache=False)
+    return out.last_hidden_state[owner, pack.position_T[index]]
 
 
 def scores_of(model: nn.Module, hidden_N: torch.Tensor, target_N: torch.Tensor, temperature: float) -> Scores:
@@ -156,13 +173,12 @@ class _Rows:
 
 def _rows(pack: Pack) -> _Rows:
     """A pack as right-padded rows, one sequence each: column = position. No pad token is needed: the mask hides it."""
-    paths = pack.paths()
-    tokens_SL = pack.tokens_T.new_zeros(len(paths), max(len(path) for path in paths))
-    mask_SL = torch.zeros_like(tokens_SL)
-    for row, path in enumerate(paths):
-        tokens_SL[row, : len(path)] = pack.tokens_T[path]
-        mask_SL[row, : len(path)] = 1
-    return _Rows(tokens_SL, mask_SL)
+    seen_ST, longest = pack.seen_ST(), pack.longest
+    column_ST = pack.position_T.where(seen_ST, longest)  # what is not seen goes to a column of its own
+    tokens_SL = pack.tokens_T.new_zeros(len(seen_ST), longest + 1)
+    mask_SL = torch.zeros_like(tokens_SL).scatter_(1, column_ST, seen_ST.long())
+    tokens_SL.scatter_(1, column_ST, pack.tokens_T.where(seen_ST, 0))
+    return _Rows(tokens_SL[:, :longest], mask_SL[:, :longest])
 
 
 class ChunkedScores(torch.autograd.Function):
@@ -259,7 +275,8 @@ def _logits_gradient(
         if grad_logprob is not None:
             grad_logits -= log_p.exp_() * grad_logprob[:, None]
     if grad_logprob is not None:
-        grad_logits.scatter_add_(1, target[:, None], grad_logprob[:, None])
+        at = target[:, None]
+        grad_logits.scatter_(1, at, grad_logits.gather(1, at) + grad_logprob[:, None])
     if temperature != 1.0:
         grad_logits /= temperature
     if capped is not None:

@@ -47,7 +47,7 @@ def test_a_pack_is_its_sequences(examples, keep_last, pad):
     for p in packs:
         assert p.num_tokens <= width
         assert len(p.tokens_T) - p.num_tokens == (-p.num_tokens % 7 if pad else 0)
-        scored = p.length_S().tolist()
+        scored = p.length_S.tolist()
         offset = 0
         for s, path in enumerate(p.paths()):
             assert p.position_T[path].tolist() == list(range(len(path)))
@@ -91,7 +91,7 @@ def test_sums_and_lengths_by_sequence():
     assert p.tokens_T.tolist() == [5, 6, 7, 1, 2, 4]
     assert p.end_T.tolist() == [6, 6, 6, 5, 5, 6]
     assert p.source_N.tolist() == [2, 3, 4, 2, 5]
-    assert p.length_S().tolist() == [3, 2]
+    assert p.length_S.tolist() == [3, 2]
     assert p.sum_by_sequence(torch.tensor([1.0, 2.0, 3.0, 10.0, 20.0])).tolist() == [6.0, 30.0]
 
 
@@ -103,7 +103,7 @@ def test_a_prompt_that_several_examples_have_is_laid_once():
     [p] = pack(examples, 100)
     print(p)
     assert p.tokens_T.tolist() == [*a, 1, 4, 2, *b, 3, *a, 1]
-    assert p.group_S.tolist() == [0, 2, 1, 3] and p.length_S().tolist() == [2, 3, 2, 5]
+    assert p.group_S.tolist() == [0, 2, 1, 3] and p.length_S.tolist() == [2, 3, 2, 5]
     assert p.tree_start == (0, 7, 12, 17)
     sizes = [q.num_tokens for q in pack(examples, 7)]
     assert sizes == [7, 5, 5], "the rows with one prompt are brought together"

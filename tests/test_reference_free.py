@@ -178,7 +178,7 @@ def test_a_prompt_is_a_target_once():
     assert targets == [[2, 3, 4, 5], [6, 7, 8], [2, 3], [6]]
     prompt = in_prompt(one, [shared, apart])
     assert one.target_N[prompt].tolist() == [2, 3, 2]
-    assert one.length_S().tolist() == [4, 3, 2, 1]
+    assert one.length_S.tolist() == [4, 3, 2, 1]
     [plain] = pack_of([shared, apart])
     assert not in_prompt(plain, [shared, apart]).any()
 

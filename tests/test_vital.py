@@ -97,7 +97,7 @@ def test_margins(change):
         reference.model.lm_head.weight[::2] += change
     [one] = pack(pairs(), 100)
     ours_S, theirs_S = (one.sum_by_sequence(scorer(one).logprob_N) for scorer in (policy, reference))
-    found = ours_S - theirs_S, one.length_S()
+    found = ours_S - theirs_S, one.length_S
     if change == 0.0:
         assert check_margins(*found, torch.float32) == 0
     else:

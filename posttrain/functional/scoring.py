@@ -117,7 +117,7 @@ def compute_per_instance_dpo_loss(
     policy_S = _sequence_log_probs(lm, batch)
     with torch.no_grad():
         reference_S = _sequence_log_probs(lm_ref, batch).to(policy_S.device)
-    length_S = batch.length_S().to(policy_S.device)
+    length_S = batch.length_S.to(policy_S.device)
     columns = (column for values in (policy_S, reference_S, length_S) for column in (values[0::2], values[1::2]))
     loss_P = preference_loss(
         Pairs(*columns),
@@ -150,7 +150,11 @@ def _padded_pack(input_ids: Tensor, labels: Tensor) -> Pack:
         source_N=index_N,
         target_N=labels.flatten(),
         sequence_N=row_N,
+        read_U=index_N,
+        where_N=index_N,
+        length_S=torch.full((rows,), columns, device=input_ids.device),
         last_S=torch.arange(1, rows + 1, device=input_ids.device) * columns - 1,
         group_S=torch.arange(rows, device=input_ids.device),
         tree_start=tuple(range(0, rows * columns + 1, columns)),
+        longest=columns,
     )

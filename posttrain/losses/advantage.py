@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from posttrain.losses.reduce import sum_segments
+
 ScaleRewards = Literal["group", "batch", "none"]
 
 
@@ -103,7 +105,7 @@ def _groups(reward_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _sums(value_S: Tensor, index_S: Tensor, count_G: Tensor) -> Tensor:
     """Of each group. [G]"""
-    return value_S.new_zeros(len(count_G)).index_add(0, index_S, value_S)
+    return sum_segments(value_S[index_S.argsort(stable=True)], count_G)
 
 
 def _std(values: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.losses.divergence import MAX_EXPONENT
+from posttrain.losses.reduce import sum_segments
 
 # What one ratio π / π_old belongs to: a token; a completion, as the geometric mean over its tokens (GSPO); or a
 # completion, as the product over its tokens (RLOO).
@@ -95,8 +96,9 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """The loss of each scored token, and where it was clipped. [N] both.
 
-    `sequence_N` numbers each token's completion, of which `length_S` counts the scored tokens. At a completion's
-    `level` (the loss's own unless given) its tokens have one ratio and, advantages being equal, one value, their mean.
+    `sequence_N` numbers each token's completion, ascending, of which `length_S` counts the scored tokens. At a
+    completion's `level` (the loss's own unless given) its tokens have one ratio and, advantages being equal, one value,
+    their mean.
     ValueError where CISPO is asked for a completion's ratio: it weighs each token's own log-probability.
     """
     if loss.surrogate == "plain":
@@ -108,8 +110,7 @@ def policy_loss(
         bound = 1 + epsilon if epsilon_high is None else epsilon_high
         return cispo(logprob_N, old_logprob_N, advantage_N, epsilon_high=bound)
     if level != "token":
-        logratio_S = torch.zeros_like(length_S, dtype=logprob_N.dtype)
-        logratio_S = logratio_S.index_add(0, sequence_N, logprob_N - old_logprob_N)
+        logratio_S = sum_segments(logprob_N - old_logprob_N, length_S)
         if level == "sequence":
             logratio_S = logratio_S / length_S.clamp(min=1)
         logprob_N, old_logprob_N = logratio_S[sequence_N], torch.zeros_like(logprob_N)

@@ -17,6 +17,14 @@ def global_mean(value: Tensor, count: int) -> Tensor:
     return value.sum() / count
 
 
+def sum_segments(value_N: Tensor, length_S: Tensor) -> Tensor:
+    """Sums over neighbours, `length_S` of them at a time: (N) to (S), floating point.
+
+    In one order, so that a GPU too gives the same bits every time; its additions by index do not.
+    """
+    return torch.segment_reduce(value_N, "sum", lengths=length_S, unsafe=True)  # that is, unchecked: no wait for a GPU
+
+
 def loss_coefficients(loss: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The unreduced `loss(*inputs)` and, for each input, the gradient of its sum, of that input's shape; both detached.
 

@@ -12,6 +12,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
-from posttrain.batch import Pack
+from posttrain.batch import Example, Pack, Sample, pack
 from posttrain.config import DPOMethod, KTOMethod, ModelConfig, OnlineMethod, RunConfig
 from posttrain.engines.embedded import MAX_ROWS
 from posttrain.engines.room import Room, cache_tokens, token_bytes
@@ -32,8 +33,8 @@ from posttrain.models.lora import add_lora
 from posttrain.models.matmul import ONEDNN, PACKS
 from posttrain.models.optional import takes_triton
 from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
+from posttrain.recipes.checkpointing import enable_gradient_checkpointing
 from posttrain.recipes.inputs import reference_settings
-from posttrain.recipes.job import checkpoints_gradients, enable_gradient_checkpointing
 from posttrain.scoring import CHUNK_ELEMENTS, GRADIENT_ELEMENTS
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a code, a byte of scale for 64 weights, a float32 for 256 scales
 DRAWN_LOGITS = 4  # logits, exponentials, random words and what a filter sorts, each of a step's size
+SAFE = 0.75  # of a GPU's memory, as the estimate is within a quarter of the peak
 FEW, MORE = 2, 3  # layers that are looked at
 # What the heap of a C library loses in holes that no later tensor fits, as a share of what comes and goes in a step:
 # measured after twelve steps with glibc 2.36, where oneDNN multiplies (its buffers come and go too) and where MKL does
@@ -102,11 +104,33 @@ def holds_reference(config: RunConfig, model: ModelConfig) -> bool:
     return model.lora is None or method.ref_model is not None
 
 
+def checkpoints_gradients(config: RunConfig, model: ModelConfig, device: torch.device) -> bool:
+    """Whether layers are recomputed in backward: `auto` does so on a GPU where a full pack would not fit otherwise.
+
+    A function of settings, model and card, whatever the data: a resumed run on the same card decides alike.
+    """
+    wanted = config.training.gradient_checkpointing
+    if wanted != "auto" or device.type != "cuda":
+        return wanted is True
+    tokens = config.training.tokens_per_pack
+    whole = pack([Example((Sample(np.zeros(tokens, np.int64), trained=True),), row=0)], tokens)
+    peak = estimate(config, model, empty_model(config, model), whole, device, checkpointing=False).peak
+    return peak > SAFE * _memory_of(device)
+
+
 def estimate(
-    config: RunConfig, model: ModelConfig, empty: PreTrainedModel | PeftModel, packs: list[Pack], device: torch.device
+    config: RunConfig,
+    model: ModelConfig,
+    empty: PreTrainedModel | PeftModel,
+    packs: list[Pack],
+    device: torch.device,
+    checkpointing: bool | None = None,
 ) -> Estimate:
-    """What a step of these packs, the fullest first, takes on `device`; `empty` has the model's shapes."""
-    pack = packs[0]
+    """What a step of these packs, the fullest first, takes on `device`; `empty` has the model's shapes.
+
+    `checkpointing`: whether layers are recomputed; None: as the settings have it.
+    """
+    fullest = packs[0]
     dtype = compute_dtype(model, device)
     width = dtype.itemsize
     _, trained = count(empty)
@@ -127,9 +151,10 @@ def estimate(
             host += copied
     if holds_reference(config, model):
         parts["reference"] = _reference(config, model, empty, width)
-    checkpointing = checkpoints_gradients(config, device)
-    kept, working = _activations(config, model, pack, dtype, checkpointing)
-    logits = 0 if config.method.type == "reward" else _logits(model, empty, pack, width, device)
+    if checkpointing is None:
+        checkpointing = checkpoints_gradients(config, model, device)
+    kept, working = _activations(config, model, fullest, dtype, checkpointing)
+    logits = 0 if config.method.type == "reward" else _logits(model, empty, fullest, width, device)
     # The head is done with its logits before the layers' backward begins.
     parts |= {"activations": kept + max(working - logits, 0), "logits": logits}
     passing = parts["activations"] + logits
@@ -139,7 +164,7 @@ def estimate(
         parts["allocator"] = int(HOLES * passing)
     # Of the first pack, gradients come as activations go; each further pack is computed beside them.
     largest = width * max((p.numel() for p in empty.parameters() if p.requires_grad), default=0)
-    beside = passing * max((len(other.tokens_T) for other in packs[1:]), default=0) // max(len(pack.tokens_T), 1)
+    beside = passing * max((len(other.tokens_T) for other in packs[1:]), default=0) // max(len(fullest.tokens_T), 1)
     updating = max(passing, parts["gradients"] + max(largest, beside))
     resting = sum(parts.values()) - passing - parts["gradients"]
     engine = _engine(config, model, packs, dtype, device) if isinstance(config.method, OnlineMethod) else 0
@@ -236,7 +261,7 @@ def _simulate(
     config: RunConfig, model: ModelConfig, pack: Pack, dtype: torch.dtype, checkpointing: bool, layers: int
 ) -> tuple[int, int]:
     """The same for a model of so many layers, by forward and backward without memory."""
-    read = (pack.last_S if config.method.type == "reward" else pack.source_N).unique()
+    read = pack.last_S if config.method.type == "reward" else pack.read_U
     mask = PackedMask(pack, read)
     mask.masks(None, dtype)
     policy = empty_model(config, model, dtype, layers)
@@ -316,7 +341,6 @@ def _by_formula(settings: PreTrainedConfig, pack: Pack, dtype: torch.dtype, chec
     """For families that take packs as rows: about 16 hidden vectors and 4 of the MLP's a token and layer."""
     hidden, depth = settings.hidden_size, settings.num_hidden_layers
     mlp = getattr(settings, "intermediate_size", None) or getattr(settings, "n_inner", None) or 4 * hidden
-    paths = pack.paths()
-    tokens = len(paths) * max(len(path) for path in paths)
+    tokens = pack.num_sequences * pack.longest
     layer = (16 * hidden + 4 * mlp) * dtype.itemsize
     return tokens * (layer + depth * hidden * dtype.itemsize if checkpointing else depth * layer)

@@ -72,7 +72,7 @@ def train(job: Job) -> Loop:
             if first:
                 check_ratio(scores.logprob_N.detach() - old_N, job.dtype)
             advantage_N = step.advantage_R[at_N]
-            length_S = pack.length_S()
+            length_S = pack.length_S
             loss_N, clipped_N = policy_loss(
                 loss,
                 scores.logprob_N,

@@ -5,18 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.batch import Example, Pack, pack
 from posttrain.config import learning_rate
@@ -43,6 +39,8 @@ from posttrain.models.lora import add_lora, load_lora
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.adamw_8bit import AdamW8bit
 from posttrain.optim.offload import AdamWCPUOffload
+from posttrain.recipes.checkpointing import enable_gradient_checkpointing
+from posttrain.recipes.estimate import checkpoints_gradients
 from posttrain.recipes.inputs import is_inside
 from posttrain.store.run import Run
 
@@ -99,7 +97,10 @@ class Job:
             set_pad_token(base_of(policy), self.tokenizer)
         elif own_stop(self.config.data.template) is not None:
             stop_at(base_of(policy), self.tokenizer)
-        if checkpoints_gradients(self.config, self.device):
+        recompute = checkpoints_gradients(self.config, self.model, self.device)
+        if self.device.type == "cuda" and self.config.training.gradient_checkpointing == "auto":
+            log.info("gradient checkpointing is %s, by the memory that a full pack takes", "on" if recompute else "off")
+        if recompute:
             enable_gradient_checkpointing(policy)
             return_tensors_at_once()
         return policy.eval()
@@ -182,31 +183,6 @@ def data_of(config: RunConfig, model: ModelConfig, tokenizer: PreTrainedTokenize
     """The data of a run for one of its models, whose positions limit the prompts that completions follow."""
     positions = positions_of(load_config(model)) if config.samples else None
     return prepare_run(config, tokenizer, positions=positions)
-
-
-def checkpoints_gradients(config: RunConfig, device: torch.device) -> bool:
-    """Whether layers are recomputed in backward: `auto` does so on a GPU, where memory is scarcer than arithmetic."""
-    wanted = config.training.gradient_checkpointing
-    return device.type == "cuda" if wanted == "auto" else wanted
-
-
-def enable_gradient_checkpointing(policy: nn.Module) -> None:
-    """Recompute each layer's activations in backward, be the layer in training mode or not.
-
-    transformers' own switch works in training mode only, which would also turn on the dropout that some layers apply
-    themselves (OPT, Falcon); whether there is dropout is for the recipe to say.
-    """
-    for layer in base_of(policy).modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(_checkpointed, layer.forward)
-
-
-def _checkpointed(forward: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
-    """The layer's forward, recomputed in backward where there will be one. Without gradients `checkpoint` would still
-    save the state of random generators at every call, which engines make by the thousand."""
-    if not torch.is_grad_enabled():
-        return forward(*inputs, **settings)
-    return checkpoint(forward, *inputs, use_reentrant=False, **settings)
 
 
 def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

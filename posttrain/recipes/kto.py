@@ -88,7 +88,7 @@ def train(job: Job) -> Loop:
             logprob_S, desirable_S = pack.sum_by_sequence(scores.logprob_N), desirable_B[pack.group_S]
             logratio_S = logprob_S - levels.reference_B[pack.group_S]
             if loop.state.step == 0 and method.ref_model is None:
-                check_margins(logratio_S.detach(), pack.length_S(), job.dtype)
+                check_margins(logratio_S.detach(), pack.length_S, job.dtype)
             loss_S = unpaired_loss(
                 logratio_S,
                 desirable_S,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Pack
+from posttrain.losses.reduce import sum_segments
 from posttrain.recipes.drawn import as_text, measure_drawn, parts_of
 from posttrain.recipes.job import Job
 from posttrain.recipes.loop import Loop
@@ -40,8 +41,7 @@ class Step:
 
     def sums(self, value_R: Tensor) -> Tensor:
         """A value for each token, summed over each completion: (R) to (S)."""
-        zeros_S = value_R.new_zeros(len(self.rollout.completions))
-        return zeros_S.index_add(0, self.rollout.sequence_R.to(value_R.device), value_R)
+        return sum_segments(value_R, self.rollout.length_S.to(value_R.device))
 
     def per_token(self) -> dict[str, Tensor | None]:
         """What the store keeps of each token (R), by its names there."""

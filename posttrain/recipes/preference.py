@@ -38,7 +38,7 @@ def train(job: Job) -> Loop:
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
-        chosen_tokens = sum(int(pack.length_S()[0::2].sum()) for pack in packs)
+        chosen_tokens = sum(int(pack.length_S[0::2].sum()) for pack in packs)
         tokens = sum(len(pack.target_N) for pack in packs)
         loss_of = partial(
             preference_loss,
@@ -60,7 +60,7 @@ def train(job: Job) -> Loop:
             scores = scorer(pack)
             logprob_S, reference_S = pack.sum_by_sequence(scores.logprob_N), reference(pack, examples)
             if loop.state.step == 0 and method.use_ref_model and method.ref_model is None:
-                check_margins(logprob_S.detach() - reference_S, pack.length_S(), job.dtype)
+                check_margins(logprob_S.detach() - reference_S, pack.length_S, job.dtype)
             pairs = pairs_of(pack, logprob_S, reference_S)
             metrics = {k: v / len(examples) for k, v in preference_metrics(pairs, method.beta).items()}
             metrics["entropy"] = scores.entropy_N.detach().sum() / tokens
@@ -84,7 +84,7 @@ def train(job: Job) -> Loop:
 
 def pairs_of(pack: Pack, policy_S: torch.Tensor, reference_S: torch.Tensor) -> Pairs:
     """A pack's sequences as pairs: they come as chosen, rejected, chosen, rejected …"""
-    length_S = pack.length_S()
+    length_S = pack.length_S
     return Pairs(
         chosen_P=policy_S[0::2],
         rejected_P=policy_S[1::2],

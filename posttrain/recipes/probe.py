@@ -61,6 +61,9 @@ def probe(
     ModelError when not even the least size fits.
     """
     device = take_device(config.devices)
+    if device.type == "cuda" and config.training.gradient_checkpointing == "auto":  # as the largest packs will have it
+        training = config.training.model_copy(update={"gradient_checkpointing": True})
+        config = config.model_copy(update={"training": training})
     release_memory()
     trials = Trials(config, model, data, device, limit, console or PlainConsole(stderr=True))
     low = config.longest_example

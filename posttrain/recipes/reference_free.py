@@ -90,7 +90,7 @@ def comparison(method: ORPOMethod | CPOMethod | SimPOMethod) -> Callable[[Pairs]
 
 def pairs_of(pack: Pack, logprob_N: torch.Tensor, completion_N: torch.Tensor) -> Pairs:
     """A pack's sequences as pairs; they come as chosen, rejected, chosen … The reference's log-probabilities are 0."""
-    logprob_S, length_S = pack.sum_by_sequence(logprob_N), pack.sum_by_sequence(completion_N.long())
+    logprob_S, length_S = pack.sum_by_sequence(logprob_N), pack.sum_by_sequence(completion_N.float())
     none_P = torch.zeros_like(logprob_S[0::2])
     return Pairs(logprob_S[0::2], logprob_S[1::2], none_P, none_P, length_S[0::2], length_S[1::2])
 

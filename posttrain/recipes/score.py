@@ -107,7 +107,7 @@ def _values(scorer: RewardScorer | Scorer, packed) -> Iterator[dict[str, Any]]:
             yield {"reward": value}
         return
     logprob_N = scorer(packed).logprob_N
-    for logprobs in logprob_N.split(packed.length_S().tolist()):
+    for logprobs in logprob_N.split(packed.length_S.tolist()):
         yield {"logprob": float(logprobs.sum()), "logprobs": logprobs.tolist()}
 
 
