@@ -86,6 +86,20 @@ class Pack:
         """Sum a value per scored token over each sequence: (N) -> (S), floating point."""
         return sum_segments(value_N, self.length_S)
 
+    def with_targets(self, kept_N: torch.Tensor) -> Pack:
+        """The same pack with these of its targets alone: bool (N)."""
+        source_N, sequence_N = self.source_N[kept_N], self.sequence_N[kept_N]
+        read_U, where_N = source_N.unique(return_inverse=True)
+        return replace(
+            self,
+            source_N=source_N,
+            target_N=self.target_N[kept_N],
+            sequence_N=sequence_N,
+            read_U=read_U,
+            where_N=where_N,
+            length_S=torch.bincount(sequence_N, minlength=self.num_sequences),
+        )
+
     def to(self, device: torch.device | str) -> Pack:
         """The same pack with its tensors on `device`: to a GPU in one copy, which nothing waits for."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("tree_start", "longest")}

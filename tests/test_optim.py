@@ -3,6 +3,7 @@
 import copy
 import math
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -167,12 +168,15 @@ def test_gradients_that_are_forgotten_leave_no_trace(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("packs", [1, 3])
-def test_offloaded_equals_adamw_to_the_bit(dtype, packs):
+@pytest.mark.parametrize(("packs", "beside"), [(1, False), (3, False), (3, True)])
+def test_offloaded_equals_adamw_to_the_bit(dtype, packs, beside):
+    """With sums made beside backward too, as on a GPU."""
     models = large_model(), large_model()
     optimizers = [
         make(m, dtype, weight_decay=0.1, max_grad_norm=0.05) for make, m in zip((AdamW, offloaded), models, strict=True)
     ]
+    if beside:
+        optimizers[1]._adder = ThreadPoolExecutor(1)
     for step in range(4):
         for model in models:
             for part in range(packs):

@@ -197,8 +197,9 @@ SYSTEMS: dict[str, str] = {
         per_device_eval_batch_size gradient_accumulation_steps gradient_checkpointing learning_rate lr
         lr_scheduler_type warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
         num_train_epochs epochs num_epochs max_steps total_episodes optim bf16 fp16 seed activation_offloading
-        disable_dropout neftune_noise_alpha loss_type loss_weights beta label_smoothing rpo_alpha reference_free
-        precompute_ref_log_probs sync_ref_model desirable_weight undesirable_weight center_rewards_coefficient
+        disable_dropout full_determinism neftune_noise_alpha loss_type loss_weights beta label_smoothing rpo_alpha
+        reference_free precompute_ref_log_probs sync_ref_model desirable_weight undesirable_weight
+        center_rewards_coefficient
         num_generations num_iterations epsilon epsilon_high scale_rewards importance_sampling_level
         mask_truncated_completions generation_batch_size steps_per_generation num_ppo_epochs num_mini_batches
         kl_coef cliprange cliprange_value vf_coef gamma lam missing_eos_penalty response_length reward_funcs

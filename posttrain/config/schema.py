@@ -132,6 +132,9 @@ class DevicesConfig(Settings):
     ids: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(min_length=1)] | None = Field(
         default=None, description="GPUs by number, e.g. [0]; null: as visible."
     )
+    full_determinism: bool = Field(
+        default=False, description="On a GPU only kernels that give the same bits every time; slower."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "DevicesConfig":

@@ -31,13 +31,20 @@ def process(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.top_p < 1.0:
         ordered = logits.sort(descending=True).values
         share = ordered.softmax(-1)
-        before = share.cumsum(-1).sub_(share)  # of the tokens likelier than each
+        before = _running_sum(share).sub_(share)  # of the tokens likelier than each
         least = ordered.masked_fill_(before >= sampling.top_p, torch.inf).amin(-1, keepdim=True)
         logits = logits.masked_fill_(logits < least, -torch.inf)
     if sampling.min_p > 0.0:
         least = logits.amax(-1, keepdim=True) + math.log(sampling.min_p)
         logits = logits.masked_fill_(logits < least, -torch.inf)
     return logits
+
+
+def _running_sum(share: torch.Tensor) -> torch.Tensor:
+    """Along the last axis. A GPU adds floats in any order, so there shares are whole numbers, of 2^-40."""
+    if not share.is_cuda:
+        return share.cumsum(-1)
+    return (share.double() * 2.0**40).long().cumsum(-1).double().mul_(2.0**-40).float()
 
 
 def draw(

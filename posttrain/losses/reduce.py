@@ -18,10 +18,12 @@ def global_mean(value: Tensor, count: int) -> Tensor:
 
 
 def sum_segments(value_N: Tensor, length_S: Tensor) -> Tensor:
-    """Sums over neighbours, `length_S` of them at a time: (N) to (S), floating point.
+    """Sums over neighbours, `length_S` of them at a time: (N) to (S), floating point. `length_S` adds up to N.
 
     In one order, so that a GPU too gives the same bits every time; its additions by index do not.
     """
+    if not value_N.is_cuda and int(length_S.sum()) != len(value_N):  # a GPU would have to be waited for
+        raise ValueError(f"lengths add up to {int(length_S.sum())}, and there are {len(value_N)} values")
     return torch.segment_reduce(value_N, "sum", lengths=length_S, unsafe=True)  # that is, unchecked: no wait for a GPU
 
 

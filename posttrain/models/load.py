@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,24 @@ def take_device(devices: DevicesConfig) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+@contextlib.contextmanager
+def determinism(devices: DevicesConfig) -> Iterator[None]:
+    """While this lasts PyTorch takes kernels alone that give the same bits every time, where the settings ask for it.
+
+    Enter it before anything has run on the GPU: cuBLAS reads what is set for it at its start.
+    """
+    if not devices.full_determinism:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def device_of(devices: DevicesConfig) -> torch.device:

@@ -7,6 +7,8 @@ there; rounded weights go back. The idea is ZeRO-Offload's (arXiv 2101.06840).
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
+
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +27,9 @@ class AdamWCPUOffload(AdamW):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
-        self._arriving: dict[str, torch.Event | None] = {}
+        # Sums are made beside backward, whose own thread goes on to give the GPU its work.
+        self._adder = ThreadPoolExecutor(1, "gradients") if self._stream is not None else None
+        self._adding: dict[str, Future[None]] = {}
         super().__init__(model, compute_dtype, **settings)
         model.to(device)
 
@@ -43,7 +47,7 @@ class AdamWCPUOffload(AdamW):
         return master
 
     def _fetch(self, name: str, parameter: Tensor) -> None:
-        """Send for a parameter's fresh gradient. That of the pack before has arrived by now, and is added first."""
+        """Send for a parameter's fresh gradient. That of the pack before was added long ago, or is waited for."""
         self._take(name)
         grad = parameter.grad
         assert grad is not None
@@ -56,14 +60,15 @@ class AdamWCPUOffload(AdamW):
                 self._buffers[name].copy_(grad, non_blocking=True)
                 arrived = self._stream.record_event()
             grad.record_stream(self._stream)  # nobody is given its memory before it has been read
-        self._arriving[name] = arrived
         parameter.grad = None
+        if self._adder is None:
+            self._add(name, arrived)
+        else:
+            self._adding[name] = self._adder.submit(self._add, name, arrived)
 
-    def _take(self, name: str) -> None:
-        """Add the gradient that was sent for, if there is one, to its master's."""
-        if name not in self._arriving:
-            return
-        arrived = self._arriving.pop(name)
+    @torch.no_grad()
+    def _add(self, name: str, arrived: torch.Event | None) -> None:
+        """Add the gradient that was sent for to its master's."""
         if arrived is not None:
             arrived.synchronize()
         master = self.masters[name]
@@ -72,7 +77,11 @@ class AdamWCPUOffload(AdamW):
         else:
             master.grad += self._buffers[name]
 
-    @torch.no_grad()
+    def _take(self, name: str) -> None:
+        """Wait until the gradient that was sent for is added, if there is one."""
+        if adding := self._adding.pop(name, None):
+            adding.result()
+
     def _collect(self) -> None:
         for name in self.masters:
             self._take(name)

@@ -20,6 +20,7 @@ import torch
 from posttrain.config import RunConfig, Stage, dump
 from posttrain.errors import DamagedError, RunError, Stopped, is_out_of_memory, reason_of
 from posttrain.memory import release_memory
+from posttrain.models.load import determinism
 from posttrain.output import enduring
 from posttrain.recipes import grpo, kto, ppo, preference, reference_free, reward, sft
 from posttrain.recipes.comparison import compare
@@ -190,7 +191,7 @@ def train_one(
     run = (
         Run.open(folder, choose_checkpoint) if resume else Run.create(folder, dump(config), facts, overwrite=overwrite)
     )
-    with handling(leave, signal.SIGTERM), run, _exits_are_failures():
+    with handling(leave, signal.SIGTERM), determinism(config.devices), run, _exits_are_failures():
         while True:
             for line in said:
                 log.warning(line)

@@ -64,7 +64,7 @@ def train(job: Job) -> Loop:
             pairs = pairs_of(pack, logprob_S, reference_S)
             metrics = {k: v / len(examples) for k, v in preference_metrics(pairs, method.beta).items()}
             metrics["entropy"] = scores.entropy_N.detach().sum() / tokens
-            metrics["mean_token_accuracy"] = scores.top1_N[pack.sequence_N % 2 == 0].sum() / chosen_tokens
+            metrics["mean_token_accuracy"] = (scores.top1_N * (pack.sequence_N % 2 == 0)).sum() / chosen_tokens
             return loss_of(pairs).sum() / len(examples), metrics
 
         return packs, Objective(share, len(examples), {"entropy": tokens, "mean_token_accuracy": chosen_tokens})

@@ -51,7 +51,7 @@ def train(job: Job) -> Loop:
             metrics = {name: value / len(examples) for name, value in sums.items()}
             metrics["nll_loss"] = nll.detach()
             metrics["entropy"] = (scores.entropy_N.detach() * completion_N).sum() / tokens
-            metrics["mean_token_accuracy"] = scores.top1_N[is_chosen_N].sum() / likely
+            metrics["mean_token_accuracy"] = (scores.top1_N * is_chosen_N).sum() / likely
             return loss_P.sum() / len(examples) + nll_weight * nll, metrics
 
         counts = {"nll_loss": likely, "mean_token_accuracy": likely, "entropy": tokens}
@@ -108,14 +108,7 @@ def pack_with_chosen_prompts(pack_of: Callable[[list[Example]], list[Pack]], exa
     packs = []
     for pack in pack_of(marked):
         kept_N = ~in_prompt(pack, examples) | (pack.sequence_N % 2 == 0)
-        packs.append(
-            replace(
-                pack,
-                source_N=pack.source_N[kept_N],
-                target_N=pack.target_N[kept_N],
-                sequence_N=pack.sequence_N[kept_N],
-            )
-        )
+        packs.append(pack.with_targets(kept_N))
     return packs
 
 
