@@ -70,7 +70,11 @@ class Pack:
     length_S: torch.Tensor  # scored tokens of each sequence
     last_S: torch.Tensor  # physical token last fed of each sequence
     group_S: torch.Tensor  # index of the example (in the list given to `pack`) that owns the sequence
+    groups: tuple[int, ...]  # the same as `group_S`, wherever the pack is: a GPU need not be waited for
     tree_start: tuple[int, ...]  # physical start of every tree, and the end of the last
+    nodes: tuple[
+        tuple[int, int], ...
+    ]  # where each run of tokens begins that see the same earlier ones, and their `end`
     longest: int  # most physical tokens of a sequence
 
     @property
@@ -102,9 +106,10 @@ class Pack:
 
     def to(self, device: torch.device | str) -> Pack:
         """The same pack with its tensors on `device`: to a GPU in one copy, which nothing waits for."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("tree_start", "longest")}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
         if torch.device(device).type == "cuda" and not self.tokens_T.is_cuda:
-            whole = torch.cat([*tensors.values()]).pin_memory().to(device, non_blocking=True)
+            whole = sent(torch.cat([*tensors.values()]), device)
             moved = whole.split([len(tensor) for tensor in tensors.values()])
             return replace(self, **dict(zip(tensors, moved, strict=True)))
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
@@ -117,6 +122,13 @@ class Pack:
     def paths(self) -> list[torch.Tensor]:
         """The physical tokens of each sequence, from root to leaf."""
         return [torch.nonzero(seen_T).squeeze(1) for seen_T in self.seen_ST()]
+
+
+def sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """The tensor on `device`: to a GPU from page-locked memory, by a copy that nothing waits for."""
+    if torch.device(device).type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def physical_length(tree: Sample, keep_last: bool = False) -> int:
@@ -219,9 +231,12 @@ class _Layout:
         zeros = np.zeros(padding, np.int64)
         source = _joined(self.source)
         read, where = np.unique(source, return_inverse=True)
+        position = _joined([*self.position, zeros])
+        cut = (end[1 : self.length] != end[: self.length - 1]) | (np.diff(position[: self.length]) != 1)
+        starts = [0, *(np.flatnonzero(cut) + 1).tolist()]
         return Pack(
             tokens_T=_tensor([*self.tokens, zeros]),
-            position_T=_tensor([*self.position, zeros]),
+            position_T=torch.from_numpy(position),
             end_T=torch.from_numpy(end),
             source_N=torch.from_numpy(source),
             target_N=_tensor(self.target),
@@ -231,7 +246,9 @@ class _Layout:
             length_S=torch.tensor(self.scored, dtype=torch.int64),
             last_S=torch.tensor(self.last, dtype=torch.int64),
             group_S=torch.tensor(self.group, dtype=torch.int64),
+            groups=tuple(self.group),
             tree_start=tuple(tree_start),
+            nodes=tuple(zip(starts, end[starts].tolist(), strict=True)),
             longest=self.deepest,
         )
 

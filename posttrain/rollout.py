@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.batch import Example, Pack, Sample
+from posttrain.batch import Example, Pack, Sample, sent
 from posttrain.config import RolloutConfig
 from posttrain.engines import Completion, Engine, Sampling, text_of
 from posttrain.errors import DataError, VitalSignError
@@ -44,7 +44,7 @@ class Part:
         return self.pack.num_tokens
 
     def to(self, device: torch.device | str) -> Part:
-        return Part(self.pack.to(device), self.completion_S.to(device), self.token_N.to(device))
+        return Part(self.pack.to(device), sent(self.completion_S, device), sent(self.token_N, device))
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Rollout:
         examples, owners = self.examples(chosen, tokens_per_pack)
         start_S, made = self.start_S, []
         for packed in pack_of(examples):
-            whose = [index for example in dict.fromkeys(packed.group_S.tolist()) for index in owners[example]]
+            whose = [index for example in dict.fromkeys(packed.groups) for index in owners[example]]
             places = [torch.arange(int(self.length_S[i])) + start_S[i] for i in whose]
             made.append(Part(packed, torch.tensor(whose), torch.cat(places)))
         return made

@@ -2,6 +2,7 @@
 what it takes of its memory, and which shapes and kernels it decides for."""
 
 import traceback
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from test_resume import settings, start
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from posttrain.batch import Example, Sample, pack
+from posttrain.batch import Example, Pack, Sample, pack
 from posttrain.config import load
 from posttrain.config.schema import DevicesConfig
 from posttrain.engines.room import Room, token_bytes
@@ -51,7 +52,28 @@ class Recording(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-OFFLINE = ["sft", "reward", "dpo", "kto", "orpo", "cpo"]
+def watch_lists(monkeypatch, recorded: Recording) -> None:
+    """Record too where a tensor of a pack that was moved is read as a list, which no dispatch mode sees."""
+    to, tolist = Pack.to, torch.Tensor.tolist
+    moved: list[Pack] = []
+
+    def to_a_gpu(pack, device):
+        copied = {name: x.clone() for name in Pack.__slots__ if torch.is_tensor(x := getattr(pack, name))}
+        moved.append(to(replace(pack, **copied), device))
+        return moved[-1]
+
+    def read(tensor):
+        storage = tensor.untyped_storage().data_ptr()
+        theirs = (getattr(pack, name) for pack in moved for name in Pack.__slots__)
+        if any(torch.is_tensor(x) and x.untyped_storage().data_ptr() == storage for x in theirs):
+            recorded.found.append(f"tolist at {traceback.extract_stack()[-2]}")
+        return tolist(tensor)
+
+    monkeypatch.setattr(Pack, "to", to_a_gpu)
+    monkeypatch.setattr(torch.Tensor, "tolist", read)
+
+
+OFFLINE = ["sft", "reward", "dpo", "dpo with known reference", "kto", "orpo", "cpo"]
 ONLINE = {
     "grpo": {"beta": 0.05, "num_iterations": 2},
     "gspo": {"loss_type": "gspo", "num_iterations": 2},
@@ -65,6 +87,7 @@ def test_packs_are_computed_without_waiting_and_in_one_order(
 ):
     """Forward and backward of every pack of a later step: the losses as the recipes call them."""
     update, recorded, packs_seen = loop.update, Recording(), []
+    watch_lists(monkeypatch, recorded)
 
     def recording(packs, objective, optimizer, rate):
         packs = list(packs)
@@ -81,9 +104,13 @@ def test_packs_are_computed_without_waiting_and_in_one_order(
         data = {"source": str(sums_home / "train.jsonl"), "template": "none", "max_length": 24}
         test_online.train(sums_home, tmp_path, ONLINE[method], data=data, training={"max_steps": 2, "batch_size": 4})
     else:
-        paired = method in ("orpo", "cpo")
-        sections = settings(shared, scratch_model, "dpo" if paired else method, max_steps=2)
-        start(tmp_path, sections | ({"method": method} if paired else {}))
+        own = {
+            "dpo with known reference": {"type": "dpo", "precompute_ref_log_probs": True},
+            "orpo": "orpo",
+            "cpo": "cpo",
+        }
+        sections = settings(shared, scratch_model, "dpo" if method in own else method, max_steps=2)
+        start(tmp_path, sections | ({"method": own[method]} if method in own else {}))
     assert len(packs_seen) > 1
     assert not recorded.found
 

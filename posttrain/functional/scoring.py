@@ -155,6 +155,8 @@ def _padded_pack(input_ids: Tensor, labels: Tensor) -> Pack:
         length_S=torch.full((rows,), columns, device=input_ids.device),
         last_S=torch.arange(1, rows + 1, device=input_ids.device) * columns - 1,
         group_S=torch.arange(rows, device=input_ids.device),
+        groups=tuple(range(rows)),
         tree_start=tuple(range(0, rows * columns + 1, columns)),
+        nodes=tuple((start, start + columns) for start in range(0, rows * columns, columns)),
         longest=columns,
     )

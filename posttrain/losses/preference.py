@@ -52,8 +52,8 @@ def exo_pair(pairs: Pairs, *, beta: float, label_smoothing: float, score: Score)
     ε = `label_smoothing` must be above 0 (the paper takes 1e-3). Zero exactly where σ(β (s(c) − s(r))) = 1 − ε.
     """
     logit_P = beta * _score_margin(pairs, score)
-    log_win = torch.log1p(torch.as_tensor(-label_smoothing, dtype=logit_P.dtype, device=logit_P.device))
-    log_lose = torch.log(torch.as_tensor(label_smoothing, dtype=logit_P.dtype, device=logit_P.device))
+    log_win = logit_P.new_full((), -label_smoothing).log1p()
+    log_lose = logit_P.new_full((), label_smoothing).log()
     win_P = torch.sigmoid(logit_P) * (F.logsigmoid(logit_P) - log_win)
     return win_P + torch.sigmoid(-logit_P) * (F.logsigmoid(-logit_P) - log_lose)
 

@@ -12,7 +12,6 @@ pack with one BlockMask, where it suits (models/flex.py); else it goes node by n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -86,6 +85,7 @@ class PackedMask:
         self.end_T = pack.end_T
         self.position_T = pack.position_T
         self.num_tokens = pack.num_tokens
+        self._cuts = pack.nodes
         self._nodes: list[Node] | None = None
         self._masks: dict[tuple[int | None, torch.dtype], list[torch.Tensor | None]] = {}
         self._blocks: dict[int | None, object] = {}
@@ -101,15 +101,15 @@ class PackedMask:
     def nodes(self) -> list[Node]:
         """The pack cut where what is seen changes: at the start of every node of every tree. Padding is one node."""
         if self._nodes is None:
-            end, position = self.end_T.tolist(), self.position_T.tolist()
-            total = self.num_tokens
-            new = [t for t in range(total) if t == 0 or end[t] != end[t - 1] or position[t] != position[t - 1] + 1]
+            total, width = self.num_tokens, len(self.end_T)
+            stops = [*(start for start, _ in self._cuts[1:]), total]
+            runs = [slice(start, stop) for (start, _), stop in zip(self._cuts, stops, strict=True)]
             self._nodes = []
-            for start, stop in pairwise([*new, total]):
-                above = [node for node in self._nodes if end[node.start] > start]
-                self._nodes.append(Node(start, stop, tuple(slice(node.start, node.stop) for node in above)))
-            if total < len(end):
-                self._nodes.append(Node(total, len(end), ()))
+            for number, run in enumerate(runs):
+                above = [runs[n] for n in range(number) if self._cuts[n][1] > run.start]
+                self._nodes.append(Node(run.start, run.stop, tuple(above)))
+            if total < width:
+                self._nodes.append(Node(total, width, ()))
         return self._nodes
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor | None]:

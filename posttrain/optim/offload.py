@@ -58,7 +58,7 @@ class AdamWCPUOffload(AdamW):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 self._buffers[name].copy_(grad, non_blocking=True)
-                arrived = self._stream.record_event()
+                arrived = self._stream.record_event(torch.cuda.Event(blocking=True))  # its wait takes no core
             grad.record_stream(self._stream)  # nobody is given its memory before it has been read
         parameter.grad = None
         if self._adder is None:

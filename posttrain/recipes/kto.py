@@ -101,9 +101,8 @@ def train(job: Job) -> Loop:
             metrics = unpaired_metrics(logprob_S, logratio_S, desirable_S, method.beta, desirable, undesirable)
             metrics["entropy"] = scores.entropy_N.detach().sum() / tokens
             if levels.metric:
-                metrics[levels.metric] = torch.as_tensor(
-                    levels.value * pack.num_sequences / len(examples), device=job.device
-                )
+                share_of_it = levels.value * pack.num_sequences / len(examples)
+                metrics[levels.metric] = torch.zeros((), device=job.device) + share_of_it  # a number is no copy so
             return loss_S.sum() / len(examples), metrics
 
         counts = {f"{name}/chosen": desirable for name in ("rewards", "logps")}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from posttrain.batch import Example, Pack, sequences
+from posttrain.batch import Example, Pack, sent, sequences
 from posttrain.config import DPOMethod, KTOMethod
 from posttrain.data import Dataset, Prepared
 from posttrain.data.cache import default_folder
@@ -121,12 +121,12 @@ class Known:
         wanted = sequence_keys(pack, examples)
         at = np.searchsorted(self.keys, wanted)
         assert (self.keys[at] == wanted).all(), "a sequence that was not among those to be precomputed"
-        return torch.from_numpy(self.logprobs[at]).to(pack.tokens_T.device)
+        return sent(torch.from_numpy(self.logprobs[at]), pack.tokens_T.device)
 
 
 def sequence_keys(pack: Pack, examples: list[Example]) -> np.ndarray:
     """A 64-bit number (S) of the tokens and targets of each sequence of a pack: the same sequence, the same number."""
-    groups = dict.fromkeys(pack.group_S.tolist())
+    groups = dict.fromkeys(pack.groups)
     keys = [
         hashlib.blake2b(np.asarray(ids, np.int32).tobytes() + trained.tobytes(), digest_size=8).digest()
         for group in groups

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from posttrain.batch import Example, Pack
+from posttrain.batch import Example, Pack, sent
 from posttrain.config import CPOMethod, ORPOMethod, SimPOMethod
 from posttrain.config.methods import AnyMethod
 from posttrain.losses import Pairs, contrastive, contrastive_metrics, odds_ratio, odds_ratio_metrics
@@ -41,7 +41,7 @@ def train(job: Job) -> Loop:
         tokens = sum(int((~in_prompt(pack, examples)).sum()) for pack in packs)
 
         def share(pack: Pack):
-            completion_N = (~in_prompt(pack, examples)).to(job.device)
+            completion_N = sent(~in_prompt(pack, examples), job.device)
             pack = pack.to(job.device)
             scores = scorer(pack)
             is_chosen_N = pack.sequence_N % 2 == 0
@@ -115,6 +115,6 @@ def pack_with_chosen_prompts(pack_of: Callable[[list[Example]], list[Pack]], exa
 def in_prompt(pack: Pack, examples: list[Example]) -> torch.Tensor:
     """Which targets (N) belong to a prompt and not to a completion; on the pack's own device."""
     prompts = [[len(tree.tokens) for tree in example.trees for _ in tree.children] for example in examples]
-    prompt_S = torch.tensor([length for group in pack.group_S[0::2].tolist() for length in prompts[group]])
+    prompt_S = torch.tensor([length for group in pack.groups[0::2] for length in prompts[group]])
     depth_N = pack.position_T[pack.source_N] + 1  # the target's own position
     return depth_N < prompt_S.to(depth_N.device)[pack.sequence_N]

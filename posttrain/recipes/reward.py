@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from posttrain.batch import Example, Pack
+from posttrain.batch import Example, Pack, sent
 from posttrain.config import RewardMethod
 from posttrain.losses import bradley_terry, global_mean, reward_metrics, reward_range
 from posttrain.optim.update import Objective
@@ -65,13 +65,13 @@ def train(job: Job) -> Loop:
 
 def ties(pack: Pack, examples: list[Example]) -> torch.Tensor | None:
     """Which pairs (P) of a pack are ties; None where none is."""
-    values = [examples[group].tie for group in pack.group_S[0::2].tolist()]
-    return torch.tensor(values, device=pack.tokens_T.device) if any(values) else None
+    values = [examples[group].tie for group in pack.groups[0::2]]
+    return sent(torch.tensor(values), pack.tokens_T.device) if any(values) else None
 
 
 def margins(pack: Pack, examples: list[Example]) -> torch.Tensor | None:
     """The margins (P) of a pack's pairs, 0 for a row without one; None where no row has any."""
-    values = [examples[group].margin for group in pack.group_S[0::2].tolist()]
+    values = [examples[group].margin for group in pack.groups[0::2]]
     if all(value is None for value in values):
         return None
-    return torch.tensor([value or 0.0 for value in values], device=pack.tokens_T.device)
+    return sent(torch.tensor([value or 0.0 for value in values]), pack.tokens_T.device)
