@@ -5,13 +5,17 @@ of the training loop, memory is the peak of the whole process. Prints the table 
 machine alone meanwhile: two threads that share their cores with something else wait for one another.
 """
 
+from __future__ import annotations
+
 import argparse
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from transformers import AutoConfig, PreTrainedConfig
 
 from benchmarks.common import THREADS, add_results, in_own_process, make_models, processors, put_table
 from posttrain.models.matmul import product
@@ -44,19 +48,38 @@ def matmul_rate() -> float:
     return 2 * x.numel() * len(weight) / best / 1e9
 
 
-def useful_flops(work: list[dict], frozen: bool) -> float:
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What useful work is counted from: weights of all layers, those of one MLP, those of the head; and attention's
+    multiplications and additions, in all layers, of a query with a key and its value."""
+
+    layers: int
+    mlp: int
+    head: int
+    attention: int
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> Sizes:
+        """Of a model whose layers are those of Qwen and LLaMA."""
+        heads, hidden, depth = config.num_attention_heads, config.hidden_size, config.num_hidden_layers
+        size = getattr(config, "head_dim", None) or hidden // heads
+        mlp = 3 * hidden * config.intermediate_size
+        layer = mlp + 2 * hidden * size * (heads + config.num_key_value_heads)
+        return cls(depth * layer, mlp, config.vocab_size * hidden, depth * 4 * heads * size)
+
+
+def useful_flops(work: list[dict], frozen: bool, sizes: Sizes) -> float:
     """2 x weights used x tokens forward, twice that backward, once where the weights are frozen; attention counted.
 
     What is computed again is not counted, nor what need not be: the head and the last MLP for tokens that are not
-    read. The model of benchmarks/common.py: 8 layers of 3,145,728 weights, of them 3 x 512 x 1,536 in the MLP, a head
-    of 6,400 x 512, attention of 8 heads of 64.
+    read.
     """
-    layers, mlp, head, attention = 8 * 3_145_728, 3 * 512 * 1_536, 6_400 * 512, 8 * 4 * 8 * 64
     total = 0.0
     for pack in work:
-        used = layers * pack["tokens"] - mlp * (pack["tokens"] - pack["read"]) + head * pack["scored"]
+        used = sizes.layers * pack["tokens"] - sizes.mlp * (pack["tokens"] - pack["read"])
+        used += sizes.head * pack["scored"]
         passes = (2 if frozen else 3) if pack["backward"] else 1
-        total += passes * (2 * used + attention * pack["visible"])
+        total += passes * (2 * used + sizes.attention * pack["visible"])
     return total
 
 
@@ -86,6 +109,7 @@ def compare(name: str, models: Path, rounds: int) -> dict:
     times = [two["seconds"] / one["seconds"] for one, two in zip(ours, theirs, strict=True)]
     memories = [one["memory_peak_gb"] / two["memory_peak_gb"] for one, two in zip(ours, theirs, strict=True)]
     seconds = statistics.median(one["seconds"] for one in ours)
+    sizes = Sizes.of(AutoConfig.from_pretrained(make_models(models)["policy"]))
     return {
         "time_ratio": statistics.median(times),
         "time_ratios": times,
@@ -95,7 +119,7 @@ def compare(name: str, models: Path, rounds: int) -> dict:
         "memory_gb": statistics.median(one["memory_peak_gb"] for one in ours),
         "trl_memory_gb": statistics.median(two["memory_peak_gb"] for two in theirs),
         "largest_loss_difference": difference,
-        "gflops_per_second": useful_flops(ours[0]["work"], frozen=method == "dpo-lora") / seconds / 1e9,
+        "gflops_per_second": useful_flops(ours[0]["work"], method == "dpo-lora", sizes) / seconds / 1e9,
         "matmul_gflops_per_second": rate,
         "posttrain": ours,
         "trl": theirs,

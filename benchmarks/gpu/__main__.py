@@ -1,0 +1,62 @@
+"""Run the kit on this machine's card: `python -m benchmarks.gpu right train generate learn soak` (all: no PART).
+
+A part takes at most `--minutes`; a case that there is no time for is said to be `not run: time`. With `--continue`
+cases that FILE has are kept, and the rest is run. The exit status is 1 where a check failed, or a goal was missed on a
+card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+from benchmarks.gpu import generate, learn, right, soak, train
+from benchmarks.gpu.common import Book, CardLostError, Setup, is_bad, run_part, table
+from posttrain.config import DevicesConfig
+from posttrain.models.load import take_device
+
+PARTS = {"right": right.cases, "train": train.cases, "generate": generate.cases, "learn": learn.cases}
+PARTS |= {"soak": soak.cases}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}")
+    parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
+    parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny: to try the kit itself")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu.json", metavar="FILE.json")
+    parser.add_argument("--models", type=Path, default=ROOT / "build/gpu-models", help="where made models are kept")
+    parser.add_argument("--minutes", type=float, default=8.0, help="a part's budget")
+    parser.add_argument("--continue", dest="going_on", action="store_true", help="keep the cases that FILE has")
+    options = parser.parse_args(given)
+    if unknown := [name for name in options.parts if name not in PARTS]:
+        parser.error(f"no part is called {', '.join(unknown)}: they are {', '.join(PARTS)}")
+    setup = Setup(take_device(DevicesConfig(type=options.device)), options.size, options.models)
+    book, parts = Book(options.out), options.parts or list(PARTS)
+    if not options.going_on:
+        for part in parts:
+            book.write(part, setup, {})
+    try:
+        found = {part: run_part(part, PARTS[part](setup), setup, book, options.minutes) for part in parts}
+    except CardLostError as error:
+        print(f"the card is lost to this process ({error}): going on in a new one", flush=True)
+        rest = [word for word in given if word != "--continue"]
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *rest, "--continue"])
+    for part, cases in found.items():
+        print(f"\n{table(part, cases)}")
+    return int(any(is_bad(result) for cases in found.values() for result in cases.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Part `generate`: completions a second of Qwen3-0.6B's shape in bfloat16, beside what reading the bytes alone takes.
+
+The embedded engine draws 8 completions of each prompt; none ends before its limit, so that every step has all rows. The
+byte floor: at each token the weights are read once, the keys and values of every completion, and those of every prompt,
+at the rate at which this device copies 1 GiB (bytes read and written). Time is that of a whole call, the second of its
+kind, less that of a call for one token, which has the prompts' share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+
+from benchmarks.gpu.common import Case, Goal, Setup
+from benchmarks.gpu.shapes import model_folder
+from posttrain.config import ModelConfig
+from posttrain.engines import EmbeddedEngine, Sampling
+from posttrain.memory import peak_memory, reset_peak_memory
+from posttrain.models.load import load_model
+
+ROWS = (256, 64, 512)  # the goal's first
+EACH = 8
+FLOOR_GOAL = Goal("floor_ratio", most=1.5)  # at 256 rows
+
+
+def cases(setup: Setup) -> Iterator[Case]:
+    yield Case("copy", partial(copying, setup))
+    for rows in (16,) if setup.tiny else ROWS:
+        yield Case(f"{rows} rows", partial(measure, setup, rows), (), (FLOOR_GOAL,) if rows == 256 else ())
+
+
+def copying(setup: Setup) -> dict[str, Any]:
+    rate = bandwidth(setup)
+    return {"bytes_per_second": rate, "note": f"{rate / 1e9:,.0f} GB/s read and written"}
+
+
+def bandwidth(setup: Setup) -> float:
+    """Bytes a second, read and written, of a copy on the device; the best of several."""
+    source = torch.zeros(1 << (24 if setup.tiny else 30), dtype=torch.uint8, device=setup.device)
+    target = torch.empty_like(source)
+    return 2 * len(source) / min(seconds_of(setup, partial(target.copy_, source)) for _ in range(5))
+
+
+def seconds_of(setup: Setup, work) -> float:
+    began = time.perf_counter()
+    work()
+    if setup.on_card:
+        torch.cuda.synchronize(setup.device)
+    return time.perf_counter() - began
+
+
+def token_bytes(config: PreTrainedConfig, width: int) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * width
+
+
+def floor_bytes(weights: int, token: int, rows: int, groups: int, prompt: int, length: int) -> int:
+    """What must be read for tokens 2 to `length` of every row: the first comes with the prompt."""
+    own = rows * token * sum(range(1, length))
+    return (length - 1) * (weights + groups * prompt * token) + own
+
+
+def measure(setup: Setup, rows: int) -> dict[str, Any]:
+    prompt, length = (16, 8) if setup.tiny else (256, 512)
+    config = ModelConfig(path=str(model_folder(setup, "0.6B")), dtype="bfloat16")
+    policy = load_model(config, "lm", setup.dtype, setup.device)
+    vocabulary, rng = policy.config.vocab_size, np.random.default_rng(0)
+    prompts = [rng.integers(vocabulary, size=prompt).tolist() for _ in range(rows // EACH)]
+    engine = EmbeddedEngine(policy, max_rows=rows)
+    sampling = Sampling(num_generations=EACH, max_completion_length=length)
+
+    def draw(limit: int) -> None:
+        drawn = engine.generate(prompts, sampling, limits=[[limit] * EACH for _ in prompts])
+        assert all(len(completion.tokens) == limit for group in drawn for completion in group)
+
+    draw(length)  # compiles, and records what a card replays
+    reset_peak_memory(setup.device)
+    first, whole = seconds_of(setup, partial(draw, 1)), seconds_of(setup, partial(draw, length))
+    peak = peak_memory(setup.device)
+    engine.close()
+    weights = sum(p.numel() * p.element_size() for p in policy.parameters())  # tied: the embedding is the head's
+    token = token_bytes(policy.config, setup.dtype.itemsize)
+    floor = floor_bytes(weights, token, rows, rows // EACH, prompt, length) / bandwidth(setup)
+    return {
+        "tokens_per_second": rows * length / whole,
+        "seconds_a_step": (whole - first) / (length - 1),
+        "first_token_seconds": first,
+        "floor_seconds_a_step": floor / (length - 1),
+        "floor_ratio": (whole - first) / floor,
+        "memory_gib": peak / 2**30,
+    }

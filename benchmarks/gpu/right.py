@@ -1,0 +1,209 @@
+"""Part `right`: what must hold on every device, from masks to whole runs.
+
+The oracles are those of the test suite (tests/test_equivalence.py): models with sharp attention, a forest of trees, one
+sequence at a time. What is compared with is computed on the CPU in float32. In bfloat16 a pack may be at most
+twice as far from that as plain transformers is in bfloat16 on the same device. Whole runs are in runs.py.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from benchmarks.gpu import runs
+from benchmarks.gpu.common import Case, CheckError, Goal, Setup
+from benchmarks.gpu.shapes import model_folder
+from posttrain.batch import Example, Sample, pack, sequences
+from posttrain.config import ModelConfig
+from posttrain.engines import EmbeddedEngine, Sampling
+from posttrain.models.attention import PackedMask, packed_attention
+from posttrain.models.families import FAMILIES
+from posttrain.models.lean import lean
+from posttrain.models.load import load_model
+from posttrain.scoring import Scorer
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+
+from test_equivalence import forest, make  # the suite's models and trees
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# In float32: nats of a log-probability, and shares of the largest gradient. A card sums in another order.
+EXACT = {"cpu": (1e-5, 1e-4), "cuda": (1e-3, 1e-3)}
+HEADS = (64, 96, 128, 256)
+RMS_GOAL = Goal("rms", most=0.03)
+
+
+def cases(setup: Setup) -> Iterator[Case]:
+    for family in ("qwen3", "bloom") if setup.tiny else FAMILIES:
+        for dtype in DTYPES:
+            yield Case(f"packed = one by one, {family}, {dtype}", partial(packed_is_plain, setup, family, dtype))
+    for size in HEADS[:1] if setup.tiny else HEADS:
+        yield Case(f"Flex = dense, heads of {size}", partial(flex_is_dense, setup, size))
+        yield Case(f"Flex = dense, backward, heads of {size}", partial(flex_backward, setup, size), ("CUDA",))
+    yield Case("engine = scorer, float32", partial(engine_is_scorer, setup))
+    yield Case("engine = scorer, 0.6B, bfloat16", partial(engine_and_trainer, setup), (), (RMS_GOAL,))
+    yield Case("graphs on = graphs off", partial(graphs_change_nothing, setup), ("CUDA",))
+    yield from runs.cases(setup)
+
+
+# --- packs ------------------------------------------------------------------------------------------------------------
+
+
+def packed_is_plain(setup: Setup, family: str, dtype: str) -> dict[str, float]:
+    examples = forest()
+    [whole] = pack(examples, 1000)
+    weight_N = torch.linspace(0.5, 1.5, len(whole.target_N))
+    model = make(family).to(DTYPES[dtype]).float()
+    truth = backward(model, one_by_one(model, examples), weight_N)
+    model.to(setup.device, DTYPES[dtype])
+    plain = backward(model, one_by_one(model, examples), weight_N) if dtype == "bfloat16" else truth
+    model.set_attn_implementation("packed" if FAMILIES[family].packed else "eager")
+    lean(model)
+    got = backward(model, Scorer(model)(whole.to(setup.device)).logprob_N, weight_N)
+    if dtype == "float32":
+        errors = [float((a - b).abs().max()) for a, b in zip(got, truth, strict=True)]
+        errors[1] /= float(truth[1].abs().max())
+        limits = EXACT[setup.device.type]
+    else:
+        errors, own = ([rms(a - b) for a, b in zip(side, truth, strict=True)] for side in (got, plain))
+        limits = [2 * error + 0.002 * rms(right) for error, right in zip(own, truth, strict=True)]
+    for what, error, limit in zip(("log-probabilities", "gradients"), errors, limits, strict=True):
+        if not error <= limit:
+            raise CheckError(f"{what} differ by {error:.2e}, at most {limit:.2e}")
+    return {"error": errors[0], "gradient_error": errors[1]}
+
+
+def one_by_one(model, examples: list[Example]) -> Tensor:
+    """Log-probabilities (N) by transformers alone, a sequence at a time, in the order of a pack's N axis."""
+    out = []
+    for ids, trained in (path for example in examples for tree in example.trees for path in sequences(tree)):
+        tokens = torch.from_numpy(ids)[None].to(model.device)
+        log_p = model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        out.append(
+            log_p.gather(1, tokens[0, 1:, None]).squeeze(1)[torch.from_numpy(trained[1:].copy()).to(model.device)]
+        )
+    return torch.cat(out)
+
+
+def backward(model, logprob_N: Tensor, weight_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-probabilities, and all gradients of their weighted sum in one vector; on the CPU, float32."""
+    (logprob_N * weight_N.to(logprob_N)).sum().backward()
+    grads = [p.grad.float().cpu().flatten() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return logprob_N.detach().float().cpu(), torch.cat(grads)
+
+
+def rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attention_inputs(setup: Setup, size: int) -> tuple[PackedMask, list[Tensor]]:
+    [whole] = pack(forest(), 256, pad_to=256)
+    torch.manual_seed(0)
+    qkv = [torch.randn(1, heads, 256, size).to(setup.device) for heads in (4, 2, 2)]
+    return PackedMask(whole.to(setup.device)), qkv
+
+
+def dense(mask: PackedMask, qkv: list[Tensor], window: int | None) -> Tensor:
+    given = [tensor.float() for tensor in qkv]
+    return torch.nn.functional.scaled_dot_product_attention(*given, mask.dense(window), enable_gqa=True)
+
+
+def flex_is_dense(setup: Setup, size: int) -> dict[str, float]:
+    """FlexAttention with the pack's blocks; where it is not compiled it has no backward."""
+    mask, qkv = attention_inputs(setup, size)
+    real = slice(0, mask.num_tokens)
+    worst = 0.0
+    for window in (None, 5):
+        got = flex_attention(*qkv, block_mask=mask.blocks(window), enable_gqa=True)
+        worst = max(worst, float((got - dense(mask, qkv, window))[:, :, real].abs().max()))
+    if not worst <= 1e-4:
+        raise CheckError(f"outputs differ by {worst:.2e}")
+    return {"error": worst}
+
+
+def flex_backward(setup: Setup, size: int) -> dict[str, float]:
+    """What a layer calls on a card, in bfloat16, forward and backward."""
+    mask, qkv = attention_inputs(setup, size)
+    given = [tensor.bfloat16().requires_grad_() for tensor in qkv]
+    real, worst = slice(0, mask.num_tokens), 0.0
+    for window in (None, 5):
+        out, _ = packed_attention(torch.nn.Identity(), *given, None, sliding_window=window, packed=mask)
+        got = out.transpose(1, 2)[:, :, real].float()
+        want = dense(mask, given, window)[:, :, real]
+        weight = torch.randn_like(want)
+        sides = [(o, *torch.autograd.grad((o * weight).sum(), given)) for o in (got, want)]
+        worst = max(worst, *(rms((a - b).float()) / rms(b.float()) for a, b in zip(*sides, strict=True)))
+    if not worst <= 0.02:
+        raise CheckError(f"outputs or gradients differ by {worst:.1%} (RMS)")
+    return {"error": worst}
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+DRAWN = Sampling(temperature=0.8, max_completion_length=14, num_generations=3, seed=3)
+
+
+def sharp_policy(setup: Setup):
+    policy = make("qwen3", use_sliding_window=False, layer_types=None, head_dim=16).to(setup.device)
+    policy.set_attn_implementation("packed")
+    lean(policy)
+    return policy
+
+
+def prompts_for(vocabulary: int) -> list[list[int]]:
+    torch.manual_seed(0)
+    return [torch.randint(3, vocabulary, (length,)).tolist() for length in (5, 11, 1, 6)]
+
+
+def differences(policy, sampling: Sampling) -> Tensor:
+    """Log-probabilities of drawn tokens, engine's less scorer's."""
+    prompts = prompts_for(policy.config.vocab_size)
+    engine = EmbeddedEngine(policy)
+    groups, found = engine.generate(prompts, sampling), []
+    engine.close()
+    for prompt, group in zip(prompts, groups, strict=True):
+        tree = Sample(prompt, children=tuple(Sample(completion.tokens, True) for completion in group))
+        [one] = pack([Example((tree,), 0)], 1 << 20)
+        with torch.no_grad():
+            scored = Scorer(policy)(one.to(policy.device), sampling.temperature).logprob_N.cpu()
+        found.append(torch.tensor([value for completion in group for value in completion.logprobs]) - scored)
+    return torch.cat(found)
+
+
+def engine_is_scorer(setup: Setup) -> dict[str, float]:
+    error = float(differences(sharp_policy(setup), DRAWN).abs().max())
+    if not error <= EXACT[setup.device.type][0]:
+        raise CheckError(f"log-probabilities differ by {error:.2e}")
+    return {"error": error}
+
+
+def engine_and_trainer(setup: Setup) -> dict[str, float]:
+    config = ModelConfig(path=str(model_folder(setup, "0.6B")), dtype="bfloat16")
+    policy = load_model(config, "lm", setup.dtype, setup.device)
+    difference = differences(policy, replace(DRAWN, temperature=1.0, max_completion_length=8 if setup.tiny else 128))
+    if not math.isfinite(rms(difference)):
+        raise CheckError("log-probabilities are not finite")
+    return {"rms": rms(difference), "error": float(difference.abs().max())}
+
+
+def graphs_change_nothing(setup: Setup) -> dict[str, float]:
+    policy = sharp_policy(setup)
+    prompts = prompts_for(policy.config.vocab_size)
+    sides = [EmbeddedEngine(policy, static=static).generate(prompts, DRAWN) for static in (True, False)]
+    one, two = ([c for group in side for c in group] for side in sides)
+    if [c.tokens for c in one] != [c.tokens for c in two]:
+        raise CheckError("other tokens are drawn")
+    logprobs = [torch.tensor([value for c in side for value in c.logprobs]) for side in (one, two)]
+    return {"error": float((logprobs[0] - logprobs[1]).abs().max())}

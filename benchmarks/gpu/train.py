@@ -1,0 +1,210 @@
+"""Part `train`: an update of SFT, DPO and GRPO at the shapes of Qwen3-0.6B, 1.7B and 4B and at 2k, 8k and 16k tokens.
+
+The policy, its optimizer, reference and packs are those of a run with ordinary settings (bfloat16; 4B: LoRA). Token ids
+are random, and every scored token has a gradient; rewards and data are not part of it. Of a step's tokens SFT has one
+sequence, DPO one pair (half of them its prompt), GRPO one prompt (an eighth) with eight completions, or with one where
+published numbers have one.
+
+Time is a step's: forward, backward and optimizer, the median of several after warm-up; memory the most that PyTorch has
+taken from the card. MFU counts useful work as benchmarks/run.py does, with attention, without what is computed again.
+At 8k a further step is profiled: the share of its time that each kind of kernel takes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from benchmarks.common import in_own_process
+from benchmarks.gpu.common import Case, Goal, NotRunError, Setup
+from benchmarks.gpu.kernels import kinds
+from benchmarks.gpu.shapes import PUBLISHED, model_folder, peak_flops
+from benchmarks.posttrain_side import counting
+from benchmarks.run import Sizes, useful_flops
+from posttrain.batch import Example, Pack, Sample
+from posttrain.config import dump, load
+from posttrain.memory import peak_memory, release_memory, reset_peak_memory
+from posttrain.optim.update import Objective, update
+from posttrain.recipes.job import Job
+from posttrain.recipes.probe import Step
+from posttrain.store.run import Run
+
+LENGTHS = {"2k": 2048, "8k": 8192, "16k": 16_384}
+TINY_LENGTH = 256
+COMPLETIONS = 8
+WARM_UPS, STEPS = 3, 5
+# The most telling first: time may end before the last.
+ORDER = [
+    ("sft", "0.6B", "8k"), ("sft", "0.6B", "16k"), ("dpo", "0.6B", "8k"), ("trl-dpo", "0.6B", "8k"),
+    ("grpo-lora", "4B", "8k"), ("grpo-one-lora", "4B", "16k"), ("grpo", "0.6B", "8k"), ("sft-lora", "4B", "8k"),
+    ("dpo-lora", "4B", "8k"), ("sft", "1.7B", "8k"), ("trl-sft", "0.6B", "8k"), ("dpo", "1.7B", "8k"),
+    ("grpo", "1.7B", "8k"), ("dpo", "0.6B", "16k"), ("grpo", "0.6B", "16k"), ("sft", "0.6B", "2k"),
+    ("dpo", "0.6B", "2k"), ("grpo", "0.6B", "2k"), ("sft", "1.7B", "16k"), ("sft-lora", "4B", "16k"),
+    ("dpo-lora", "4B", "16k"), ("grpo-lora", "4B", "16k"), ("dpo", "1.7B", "16k"), ("grpo", "1.7B", "16k"),
+    ("sft", "1.7B", "2k"), ("dpo", "1.7B", "2k"), ("grpo", "1.7B", "2k"), ("sft-lora", "4B", "2k"),
+    ("dpo-lora", "4B", "2k"), ("grpo-lora", "4B", "2k"),
+]  # fmt: skip
+TINY = [("sft", "0.6B", "8k"), ("dpo", "0.6B", "8k"), ("trl-dpo", "0.6B", "8k"), ("grpo-one-lora", "4B", "16k")]
+MFU_GOALS = {"0.6B": Goal("mfu", least=0.45), "4B": Goal("mfu", least=0.5)}  # at 8k
+SPEED_GOAL, TRL_GOAL = Goal("speed_ratio", least=1.5), Goal("trl_ratio", least=3.0)
+
+
+def cases(setup: Setup) -> Iterator[Case]:
+    measured: dict[str, dict[str, Any]] = {}
+    for method, size, length in TINY if setup.tiny else ORDER:
+        name = f"{method} {size} {length}"
+        if method.startswith("trl-"):
+            goals = (TRL_GOAL,) if method == "trl-dpo" else ()
+            yield Case(name, partial(beside, setup, name, measured), ("TRL",), goals)
+        else:
+            yield Case(name, partial(measure, setup, name, measured), (), goals_of(name))
+
+
+def goals_of(name: str) -> tuple[Goal, ...]:
+    method, size, length = name.split()
+    published = PUBLISHED.get(name)
+    if published is not None:
+        return SPEED_GOAL, Goal("memory_ratio", most=published.memory_share)
+    return (MFU_GOALS[size],) if length == "8k" and size in MFU_GOALS and method in ("sft", "sft-lora") else ()
+
+
+def settings(setup: Setup, name: str, folder: Path) -> list[str]:
+    """The run's settings as a user types them."""
+    method, size, _ = name.split()
+    length, kind = length_of(setup, name), method.partition("-")[0]
+    lora = ["model.lora.r=16", "model.lora.alpha=32", "model.lora.dropout=0"] if method.endswith("-lora") else []
+    online = ["method.beta=0", "rewards=[{type: length, target: 20}]", f"rollout.max_completion_length={length // 2}"]
+    return [
+        *lora,
+        f"output_dir={folder}",
+        f"model.path={model_folder(setup, size)}",
+        "model.dtype=bfloat16",
+        f"method.type={kind}",
+        *(online if kind == "grpo" else []),
+        "data.source=none.jsonl",
+        "data.template=none",
+        f"data.max_length={length // 2 if kind == 'dpo' else length}",
+        f"training.tokens_per_pack={length}",
+        f"devices.type={setup.device.type}",
+    ]
+
+
+def length_of(setup: Setup, name: str) -> int:
+    return TINY_LENGTH if setup.tiny else LENGTHS[name.split()[2]]
+
+
+def example(method: str, length: int, vocabulary: int) -> Example:
+    """One row of random tokens that fills a pack of so many."""
+    rng = np.random.default_rng(0)
+
+    def ids(count: int) -> np.ndarray:
+        return rng.integers(vocabulary, size=count)
+
+    def leaf(count: int) -> Sample:
+        return Sample(ids(count + 1), trained=True)  # the last token is not fed
+
+    if method.startswith("sft"):
+        return Example((leaf(length),), 0)
+    prompt, leaves = (length // 2, 2) if method.startswith("dpo") else (length // 8, COMPLETIONS)
+    leaves = 1 if "one" in method else leaves
+    each = (length - prompt) // leaves
+    return Example((Sample(ids(prompt), children=tuple(leaf(each) for _ in range(leaves))),), 0)
+
+
+class Update:
+    """A run's model, optimizer and packs, and its step."""
+
+    def __init__(self, setup: Setup, job: Job, name: str):
+        self.device, self.step = setup.device, Step(job)
+        self.config = AutoConfig.from_pretrained(job.model.path)
+        self.frozen = job.model.lora is not None
+        row = example(name.split()[0], length_of(setup, name), self.config.vocab_size)
+        self.packs: Sequence[Pack] = job.pack([row])
+
+    def share(self, pack: Pack):
+        pack = pack.to(self.device)
+        if self.step.reference is not None:
+            with torch.no_grad():
+                self.step.reference(pack)
+        return -self.step.scorer(pack).logprob_N.mean(), {}
+
+    def __call__(self) -> None:
+        """Forward, backward and the optimizer's step, at a learning rate of 0; it ends when the device is done."""
+        update(self.packs, Objective(self.share, 1), self.step.optimizer, 0.0)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def an_update(setup: Setup, name: str) -> Iterator[Update]:
+    with TemporaryDirectory(prefix="posttrain-") as folder:
+        config = load(None, settings(setup, name, Path(folder))).config
+        with Run.create(Path(folder) / "run", dump(config), {}) as run:
+            yield Update(setup, Job.start(config, config.models[0], run, None), name)
+
+
+def measure(setup: Setup, name: str, measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A step's numbers; they are put into `measured` too, for what stands beside them."""
+    with an_update(setup, name) as step:
+        with counting() as work:
+            step()
+        for _ in range(0 if setup.tiny else WARM_UPS):
+            step()
+        reset_peak_memory(setup.device)
+        seconds = []
+        for _ in range(1 if setup.tiny else STEPS):
+            began = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - began)
+        peak = torch.cuda.max_memory_reserved(setup.device) if setup.on_card else peak_memory(setup.device)
+        flops = useful_flops(work, step.frozen, Sizes.of(step.config))
+        profiled = kinds(step, setup.on_card) if " 8k" in name else None
+    took, tokens = statistics.median(seconds), sum(pack.num_tokens for pack in step.packs)
+    card = torch.cuda.get_device_name(setup.device) if setup.on_card else None
+    peak_rate = peak_flops(card)
+    numbers = {
+        "tokens": tokens,
+        "tokens_per_second": tokens / took,
+        "seconds_a_step": took,
+        "step_seconds": seconds,
+        "useful_tflops_per_second": flops / took / 1e12,
+        "mfu": None if peak_rate is None else flops / took / peak_rate,
+        "memory_gib": peak / 2**30,
+        "kernels": profiled,
+        "note": profiled and ", ".join(f"{kind} {share:.0%}" for kind, share in profiled.items()),
+    }
+    published = PUBLISHED.get(name)
+    if published is not None and setup.on_card:
+        numbers["speed_ratio"] = numbers["tokens_per_second"] / published.tokens_per_second
+        numbers["memory_ratio"] = numbers["memory_gib"] / published.memory_gib
+    measured[name] = numbers
+    return numbers
+
+
+def beside(setup: Setup, name: str, measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """TRL on the same row, in a process of its own; how many times as long it takes as we did."""
+    _, size, _ = name.split()
+    ours = measured.get(name.removeprefix("trl-"))
+    if ours is None:
+        raise NotRunError("nothing of ours was measured to stand beside it")
+    release_memory()
+    method, length = name.split()[0].removeprefix("trl-"), str(length_of(setup, name))
+    given = [method, "--model", str(model_folder(setup, size)), "--length", length, "--device", setup.device.type]
+    theirs = in_own_process("gpu.trl_side", *given, "--steps", "2" if setup.tiny else str(WARM_UPS + STEPS))
+    return {
+        **theirs,
+        "seconds_a_step": theirs["seconds"],
+        "tokens_per_second": ours["tokens"] / theirs["seconds"],
+        "trl_ratio": theirs["seconds"] / ours["seconds_a_step"],
+        "note": f"our memory ÷ theirs {ours['memory_gib'] / theirs['memory_gib']:.2f}",
+    }
