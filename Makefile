@@ -1,9 +1,10 @@
 # Two commands do all: `make quickstart` and `make test`. Both build .venv first when it is missing or out of date: the
 # quickstart with the packages that posttrain itself needs, the others with those of the tests and benchmarks too.
 PYTHON ?= python3
+OLD_PYTHON ?= $(PYTHON)
 BIN := .venv/bin
 
-.PHONY: quickstart test slow faults test-vllm check lint bench learn clean
+.PHONY: quickstart test slow faults test-vllm test-old check lint bench learn gpu wheels clean
 
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
@@ -32,6 +33,18 @@ build/vllm/.installed: pyproject.toml constraints-vllm.txt
 	build/vllm/bin/pip install --quiet --no-deps -e .
 	touch $@
 
+# The suite on the oldest torch and transformers that pyproject.toml allows, in an environment of their own. Where pip has
+# a CPU build of that torch it takes it; PyPI's is the CUDA build (6 GB with its libraries), which runs on a CPU as well.
+test-old: build/old/.installed
+	build/old/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+build/old/.installed: pyproject.toml constraints-old.txt
+	$(OLD_PYTHON) -m venv build/old
+	build/old/bin/pip install --quiet --upgrade pip
+	build/old/bin/pip install --quiet "$$(grep '^torch==' constraints-old.txt)"
+	build/old/bin/pip install --quiet -c constraints-old.txt -e '.[bench,dev]'
+	touch $@
+
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,6 +64,21 @@ build/trl-1.12: .venv/.installed-dev
 learn: .venv/.installed-dev
 	$(BIN)/python -m benchmarks.learn
 	$(BIN)/python -m benchmarks.learn_online
+
+# What this machine's card does (docs/gpu.md): with the Python that has PyTorch for it, .venv's where there is one, and
+# with the wheels that were brought along for what it lacks.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+gpu:
+	if ls build/wheels/*.whl >/dev/null 2>&1; then $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade \
+		--target build/gpu-site build/wheels/*.whl; fi
+	PYTHONPATH=build/gpu-site $(GPU_PYTHON) -m benchmarks.gpu
+
+# For a machine without a network: Python 3.12 on x86-64, whatever runs here.
+wheels:
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --dest build/wheels --python-version 3.12 \
+		--implementation cp $(foreach n,2_28 2_27 2_24 2_17 2014,--platform manylinux$(if $(findstring _,$n),_)$(n)_x86_64) \
+		-r benchmarks/gpu/wheels.txt
 
 # The exact versions of constraints.txt; torch first and by its exact version, so that no other package chooses a build.
 .venv/.installed: pyproject.toml constraints.txt

@@ -3,6 +3,7 @@
 import json
 import re
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from transformers import Qwen3Config
 
 from benchmarks.gpu import __main__ as kit
-from benchmarks.gpu import common, generate, kernels, learn, right, shapes, train
+from benchmarks.gpu import common, fits, generate, kernels, learn, right, shapes, train
 from benchmarks.gpu.common import Book, CardLostError, Case, CheckError, Goal, NotRunError, Setup
 from benchmarks.run import Sizes, useful_flops
 from posttrain.models import attention
@@ -304,3 +305,32 @@ def test_growth_is_of_the_last_third():
     from benchmarks.gpu.soak import growth
 
     assert growth([9, 9, 4, 5, 5, 4]) == 1.0 and growth([1, 1, 4, 4, 5, 6]) == 1.5
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[1] / "docs/gpu.md"
+
+
+def test_the_page_has_what_the_estimate_says():
+    """One row computed anew, and all rows there; `python -m benchmarks.gpu.fits` writes them."""
+    page = PAGE.read_text(encoding="utf-8")
+    shown = page.partition("<!-- fits -->\n")[2].partition("<!-- end -->")[0]
+    assert len(shown.strip().splitlines()) == 2 + len(fits.MODELS) * len(fits.METHODS)
+    assert fits.row("0.5B", "SFT, all weights") in shown
+
+
+def test_the_largest_pack_that_fits(monkeypatch):
+    """Peaks of 4, 8, 32 and 128 GiB: 0.95 · (24 - 1) = 21.85 GiB lie at 2048 + 6144 · 13.85 / 24 = 5593 tokens."""
+    monkeypatch.setattr(fits, "peaks", lambda model, method: [size << 30 for size in (4, 8, 32, 128)])
+    assert fits.longest("7B", "SFT, LoRA", 24) == 5 * 1024
+    assert fits.longest("7B", "SFT, LoRA", 8) == 1024 and fits.longest("7B", "SFT, LoRA", 5) == 0
+
+
+def test_the_page_lists_the_wheels():
+    lines = (PAGE.parents[1] / "benchmarks/gpu/wheels.txt").read_text().splitlines()
+    wanted = [line.replace("==", " ") for line in lines if not line.startswith("#")]
+    listed = re.findall(r"^\| ([\w.-]+ [\d.]+) \| ([\d.]+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(name for name, _ in listed) == sorted(wanted)
+    total = sum(float(size) for _, size in listed)
+    assert f"{len(listed)} wheels,\n{total:.1f} MiB in all" in PAGE.read_text(encoding="utf-8") and total < 60

@@ -12,7 +12,7 @@ import torch
 from test_equivalence import CONFIGS, IDS, forest
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from posttrain.batch import pack
+from posttrain.batch import Example, Sample, pack
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.data import prepare_run
@@ -124,6 +124,21 @@ def test_further_layers_keep_what_the_third_does(tmp_path, family, checkpointing
     print(f"{family}: {kept} kept, {working} more for a moment")
     assert kept == pytest.approx(all_kept, rel=0.03) and working == pytest.approx(all_working, rel=0.1)
     assert kept > packed.num_tokens * 32 * 4 * 5
+
+
+def test_a_gpu_keeps_no_weights_of_attention(tmp_path):
+    """FlexAttention's memory grows with a pair's tokens, not with their square, whatever its mask."""
+    CONFIG_MAPPING["qwen3"](**CONFIGS["qwen3"] | IDS | {"max_position_embeddings": 4096}).save_pretrained(tmp_path)
+    (tmp_path / "config.yaml").write_text(
+        f"{{model: {tmp_path}, method: dpo, data: {{source: none.jsonl}}, training: {{gradient_checkpointing: true}}}}"
+    )
+    config = load(tmp_path / "config.yaml").config
+    empty, found = empty_model(config, config.models[0]), []
+    for size in (512, 1024):
+        leaves = tuple(Sample([5] * (size // 4), True) for _ in range(2))
+        packs = pack([Example((Sample([5] * (size // 2), children=leaves),), 0)], size)
+        found.append(estimate(config, config.models[0], empty, packs, torch.device("cuda", 0)).parts["activations"])
+    assert 1.8 < found[1] / found[0] < 2.2
 
 
 def test_memory_comes_back_between_models(settings, tmp_path):

@@ -25,7 +25,7 @@ from posttrain.config import DPOMethod, KTOMethod, ModelConfig, OnlineMethod, Ru
 from posttrain.engines.embedded import MAX_ROWS
 from posttrain.engines.room import Room, cache_tokens, token_bytes
 from posttrain.models.attention import NAME as PACKED
-from posttrain.models.attention import PackedMask
+from posttrain.models.attention import How, PackedMask
 from posttrain.models.families import FAMILIES, backbone_of, base_of
 from posttrain.models.lean import lean
 from posttrain.models.load import compute_dtype, load_config, use_packed
@@ -153,7 +153,7 @@ def estimate(
         parts["reference"] = _reference(config, model, empty, width)
     if checkpointing is None:
         checkpointing = checkpoints_gradients(config, model, device)
-    kept, working = _activations(config, model, fullest, dtype, checkpointing)
+    kept, working = _activations(config, model, fullest, dtype, checkpointing, _masks_on(device))
     logits = 0 if config.method.type == "reward" else _logits(model, empty, fullest, width, device)
     # The head is done with its logits before the layers' backward begins.
     parts |= {"activations": kept + max(working - logits, 0), "logits": logits}
@@ -242,7 +242,12 @@ def _logits(
 
 
 def _activations(
-    config: RunConfig, model: ModelConfig, pack: Pack, dtype: torch.dtype, checkpointing: bool
+    config: RunConfig,
+    model: ModelConfig,
+    pack: Pack,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    masks: type[PackedMask] = PackedMask,
 ) -> tuple[int, int]:
     """Bytes that the backbone keeps of a pack for backward, and what it takes beyond that at most, for a moment."""
     settings = load_config(model)
@@ -251,18 +256,41 @@ def _activations(
         return _by_formula(settings, pack, dtype, checkpointing), 0
     depth = settings.num_hidden_layers
     if depth <= MORE:
-        return _simulate(config, model, pack, dtype, checkpointing, depth)
-    kept_few, _ = _simulate(config, model, pack, dtype, checkpointing, FEW)
-    kept, working = _simulate(config, model, pack, dtype, checkpointing, MORE)
+        return _simulate(config, model, pack, dtype, checkpointing, depth, masks)
+    kept_few, _ = _simulate(config, model, pack, dtype, checkpointing, FEW, masks)
+    kept, working = _simulate(config, model, pack, dtype, checkpointing, MORE, masks)
     return kept + (depth - MORE) * (kept - kept_few), working
 
 
+class _OneKernel(PackedMask):
+    """Attention as a GPU has it, where one kernel takes the whole pack and keeps no weights: for memory alone it does
+    not matter which keys are seen."""
+
+    def masks(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor | None]:
+        return []
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
+    ) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def _masks_on(device: torch.device) -> type[PackedMask]:
+    return _OneKernel if device.type == "cuda" else PackedMask
+
+
 def _simulate(
-    config: RunConfig, model: ModelConfig, pack: Pack, dtype: torch.dtype, checkpointing: bool, layers: int
+    config: RunConfig,
+    model: ModelConfig,
+    pack: Pack,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    layers: int,
+    masks: type[PackedMask] = PackedMask,
 ) -> tuple[int, int]:
     """The same for a model of so many layers, by forward and backward without memory."""
     read = pack.last_S if config.method.type == "reward" else pack.read_U
-    mask = PackedMask(pack, read)
+    mask = masks(pack, read)
     mask.masks(None, dtype)
     policy = empty_model(config, model, dtype, layers)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -274,6 +302,9 @@ def _simulate(
         if checkpointing:
             enable_gradient_checkpointing(policy)
         policy.train(config.method.dropout)
+        for module in policy.modules():
+            if hasattr(module, "layerdrop"):  # OPT of older transformers draws a number for each layer, and reads it
+                module.training = False
         for parameter in policy.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_forget)

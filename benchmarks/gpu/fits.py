@@ -1,0 +1,89 @@
+"""Which model, method and length fits which card, by posttrain's own estimate: `python -m benchmarks.gpu.fits`.
+
+Writes the table into docs/gpu.md. Weights are random, and none are made: shapes decide.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from benchmarks.common import put_table
+from benchmarks.gpu.shapes import CONFIGS
+from benchmarks.gpu.train import example
+from posttrain.batch import pack
+from posttrain.config import load
+from posttrain.recipes.estimate import empty_model, estimate
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/gpu.md"
+MODELS = ("0.5B", "1.5B", "4B", "7B", "14B", "32B")
+LORA = ["model.lora=true"]
+METHODS = {
+    "SFT, all weights": ("sft", []),
+    "SFT, LoRA": ("sft", LORA),
+    "SFT, QLoRA": ("sft", [*LORA, "model.load_in_4bit=true"]),
+    "DPO, LoRA": ("dpo", LORA),
+    "GRPO, LoRA": ("grpo", LORA),
+    "GRPO, all weights": ("grpo", []),
+}
+CUDA = torch.device("cuda", 0)
+CARDS = (8, 16, 24, 48, 80)  # GiB
+CONTEXT, USABLE = 1 << 30, 0.95  # what CUDA and its libraries take; of the rest, what fragments leave
+POINTS = (1024, 2048, 8192, 32_768)  # tokens of a pack that the estimate is asked for; in between it is interpolated
+STEP = 1024
+
+
+@cache
+def peaks(model: str, method: str) -> list[int]:
+    """Bytes at the peak of a step, for a row of each of POINTS tokens that fills a pack alone."""
+    kind, settings = METHODS[method]
+    with TemporaryDirectory() as folder:
+        CONFIGS[model].save_pretrained(folder)
+        return [peak(folder, kind, settings, tokens) for tokens in POINTS]
+
+
+def peak(folder: str, kind: str, settings: list[str], tokens: int) -> int:
+    online = ["rewards=[{type: length, target: 20}]", f"rollout.max_completion_length={tokens // 16}"]
+    given = [
+        f"model.path={folder}",
+        f"method.type={kind}",
+        *settings,
+        *(online if kind == "grpo" else []),
+        "data.source=none.jsonl",
+        "data.template=none",
+        f"data.max_length={tokens // 2}",
+        f"training.tokens_per_pack={tokens}",
+        "training.gradient_checkpointing=true",
+        "model.dtype=bfloat16",
+    ]
+    config = load(None, given).config
+    packs = pack([example(kind, tokens, 1000)], tokens)
+    return estimate(config, config.models[0], empty_model(config, config.models[0]), packs, CUDA).peak
+
+
+def longest(model: str, method: str, card: int) -> int:
+    """The most tokens of a pack that fit, a multiple of STEP; 0 where no such pack fits."""
+    room = USABLE * ((card << 30) - CONTEXT)
+    tokens = np.arange(STEP, POINTS[-1] + 1, STEP)
+    fitting = tokens[np.interp(tokens, POINTS, peaks(model, method)) <= room]
+    return int(fitting[-1]) if len(fitting) else 0
+
+
+def row(model: str, method: str) -> str:
+    lengths = [longest(model, method, card) for card in CARDS]
+    cells = ["–" if not length else f"{length // 1024}k" for length in lengths]
+    return f"| {model} | {method} | {' | '.join(cells)} |"
+
+
+def table() -> str:
+    head = f"| model | method | {' | '.join(f'{card} GB' for card in CARDS)} |"
+    rows = [row(model, method) for model in MODELS for method in METHODS]
+    return "\n".join([head, "|---" * (2 + len(CARDS)) + "|", *rows])
+
+
+if __name__ == "__main__":
+    put_table(PAGE, table(), "fits")
