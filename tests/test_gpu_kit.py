@@ -101,7 +101,7 @@ def test_generate_learn_and_soak(run):
     assert all(outcome == "ok" for part in written.values() for outcome in outcomes(part).values())
     assert written["generate"]["cases"]["16 rows"]["floor_ratio"] > 1
     learned = written["learn"]["cases"]["grpo of sums, bfloat16"]
-    assert 0 < learned["rms"] < 0.03 and len(learned["rewards"]) == learn.TINY_STEPS
+    assert 0 <= learned["rms"] < 0.03 and len(learned["rewards"]) == learn.TINY_STEPS
     assert set(learned["phases"]) == {*learn.PHASES, "the rest"} and all(s >= 0 for s in learned["phases"].values())
     soaked = written["soak"]["cases"]["sft, 6 steps"]
     assert len(soaked["host_bytes"]) == 6 and soaked["card_bytes"] == []
