@@ -67,6 +67,7 @@ NEED_CUDA = {
     "Flex = dense, backward, heads of 64",
     "graphs on = graphs off",
     "run with offloaded AdamW, pinned copies",
+    *(f"Triton = PyTorch, {family}, {dtype}" for family in right.KERNELS_OF for dtype in right.DTYPES),
 }
 
 
@@ -280,7 +281,7 @@ def test_rows_of_every_method_fill_their_packs(tiny):
 def test_bytes_of_generation_by_hand():
     """Of 3 tokens the second and third are steps: weights twice, one prompt of 5 twice, own keys of 1 and 2 tokens."""
     assert generate.floor_bytes(1000, 10, rows=4, groups=1, prompt=5, length=3) == 2 * (1000 + 50) + 4 * 10 * (1 + 2)
-    assert generate.token_bytes(shapes.CONFIGS["0.6B"], 2) == 2 * 28 * 8 * 128 * 2
+    assert generate.token_bytes(shapes.CONFIGS["0.6B"], torch.bfloat16) == 2 * 28 * 8 * 128 * 2
 
 
 @pytest.mark.parametrize(
@@ -322,7 +323,7 @@ def test_the_page_has_what_the_estimate_says():
 
 def test_the_largest_pack_that_fits(monkeypatch):
     """Peaks of 4, 8, 32 and 128 GiB: 0.95 · (24 - 1) = 21.85 GiB lie at 2048 + 6144 · 13.85 / 24 = 5593 tokens."""
-    monkeypatch.setattr(fits, "peaks", lambda model, method: [size << 30 for size in (4, 8, 32, 128)])
+    monkeypatch.setattr(fits, "peaks", lambda model, method, card: [size << 30 for size in (4, 8, 32, 128)])
     assert fits.longest("7B", "SFT, LoRA", 24) == 5 * 1024
     assert fits.longest("7B", "SFT, LoRA", 8) == 1024 and fits.longest("7B", "SFT, LoRA", 5) == 0
 

@@ -20,7 +20,8 @@ from posttrain.losses.reduce import sum_segments
 from posttrain.models.load import determinism, load_config
 from posttrain.recipes import estimate as estimates
 from posttrain.recipes import heaviest, loop
-from posttrain.recipes.estimate import checkpoints_gradients, empty_model, estimate
+from posttrain.recipes.activations import empty_model
+from posttrain.recipes.estimate import checkpoints_gradients, estimate
 from posttrain.recipes.heaviest import keeps_engine
 from posttrain.recipes.plan import plan
 from posttrain.rollout import Sampler

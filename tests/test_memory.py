@@ -17,10 +17,11 @@ from posttrain.cli import main
 from posttrain.config import load
 from posttrain.data import prepare_run
 from posttrain.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
-from posttrain.models.attention import width_step
+from posttrain.models.attention import PackedMask, width_step
 from posttrain.models.load import load_tokenizer
 from posttrain.models.matmul import multiplies_bfloat16
-from posttrain.recipes.estimate import _activations, _reference, _simulate, empty_model, estimate
+from posttrain.recipes.activations import _simulate, activations, empty_model
+from posttrain.recipes.estimate import _reference, estimate
 from posttrain.recipes.heaviest import heaviest_step
 from posttrain.recipes.probe import Step, largest, probe
 
@@ -119,8 +120,8 @@ def test_further_layers_keep_what_the_third_does(tmp_path, family, checkpointing
     file.write_text(f"model: {tmp_path}\nmethod: sft\ndata: {{source: none.jsonl}}\n")
     config = load(file).config
     [packed] = pack(forest(), 4096)
-    kept, working = _activations(config, config.models[0], packed, torch.float32, checkpointing)
-    all_kept, all_working = _simulate(config, config.models[0], packed, torch.float32, checkpointing, 5)
+    kept, working = activations(config, config.models[0], packed, torch.float32, checkpointing, on_gpu=False)
+    all_kept, all_working = _simulate(config, config.models[0], packed, torch.float32, checkpointing, 5, PackedMask)
     print(f"{family}: {kept} kept, {working} more for a moment")
     assert kept == pytest.approx(all_kept, rel=0.03) and working == pytest.approx(all_working, rel=0.1)
     assert kept > packed.num_tokens * 32 * 4 * 5
@@ -137,7 +138,7 @@ def test_a_gpu_keeps_no_weights_of_attention(tmp_path):
     for size in (512, 1024):
         leaves = tuple(Sample([5] * (size // 4), True) for _ in range(2))
         packs = pack([Example((Sample([5] * (size // 2), children=leaves),), 0)], size)
-        found.append(estimate(config, config.models[0], empty, packs, torch.device("cuda", 0)).parts["activations"])
+        found.append(estimate(config, config.models[0], empty, packs, torch.device("cuda", 0), card=80 << 30).parts["activations"])
     assert 1.8 < found[1] / found[0] < 2.2
 
 

@@ -5,6 +5,8 @@ Writes the table into docs/gpu.md. Weights are random, and none are made: shapes
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +19,8 @@ from benchmarks.gpu.shapes import CONFIGS
 from benchmarks.gpu.train import example
 from posttrain.batch import pack
 from posttrain.config import load
-from posttrain.recipes.estimate import empty_model, estimate
+from posttrain.recipes.activations import empty_model
+from posttrain.recipes.estimate import Estimate, estimate, generation
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/gpu.md"
 MODELS = ("0.5B", "1.5B", "4B", "7B", "14B", "32B")
@@ -37,16 +40,21 @@ POINTS = (1024, 2048, 8192, 32_768)  # tokens of a pack that the estimate is ask
 STEP = 1024
 
 
+def peaks(model: str, method: str, card: int) -> list[int]:
+    """Bytes at the peak of a step, for a row of each of POINTS tokens that fills a pack alone; the card in GiB."""
+    return [on_card(card << 30).peak for on_card in _steps(model, method)]
+
+
 @cache
-def peaks(model: str, method: str) -> list[int]:
-    """Bytes at the peak of a step, for a row of each of POINTS tokens that fills a pack alone."""
+def _steps(model: str, method: str) -> list[Callable[[int], Estimate]]:
+    """For each of POINTS the estimate by a card's bytes, on which generation alone depends."""
     kind, settings = METHODS[method]
     with TemporaryDirectory() as folder:
         CONFIGS[model].save_pretrained(folder)
-        return [peak(folder, kind, settings, tokens) for tokens in POINTS]
+        return [_step(folder, kind, settings, tokens) for tokens in POINTS]
 
 
-def peak(folder: str, kind: str, settings: list[str], tokens: int) -> int:
+def _step(folder: str, kind: str, settings: list[str], tokens: int) -> Callable[[int], Estimate]:
     online = ["rewards=[{type: length, target: 20}]", f"rollout.max_completion_length={tokens // 16}"]
     given = [
         f"model.path={folder}",
@@ -62,14 +70,22 @@ def peak(folder: str, kind: str, settings: list[str], tokens: int) -> int:
     ]
     config = load(None, given).config
     packs = pack([example(kind, tokens, 1000)], tokens)
-    return estimate(config, config.models[0], empty_model(config, config.models[0]), packs, CUDA).peak
+    [model] = config.models
+    found = estimate(config, model, empty_model(config, model), packs, CUDA, card=max(CARDS) << 30)
+    engines = {card << 30: generation(config, model, packs, CUDA, card << 30) for card in CARDS}
+
+    def on_card(size: int) -> Estimate:
+        engine = engines[size]
+        return replace(found, engine=engine, keeps_engine=found.resting + found.updating + engine <= size)
+
+    return on_card
 
 
 def longest(model: str, method: str, card: int) -> int:
     """The most tokens of a pack that fit, a multiple of STEP; 0 where no such pack fits."""
     room = USABLE * ((card << 30) - CONTEXT)
     tokens = np.arange(STEP, POINTS[-1] + 1, STEP)
-    fitting = tokens[np.interp(tokens, POINTS, peaks(model, method)) <= room]
+    fitting = tokens[np.interp(tokens, POINTS, peaks(model, method, card)) <= room]
     return int(fitting[-1]) if len(fitting) else 0
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
 
 from benchmarks.gpu.common import Case, Goal, Setup
 from benchmarks.gpu.shapes import model_folder
 from posttrain.config import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
+from posttrain.engines.room import token_bytes
 from posttrain.memory import peak_memory, reset_peak_memory
 from posttrain.models.load import load_model
 
@@ -55,11 +55,6 @@ def seconds_of(setup: Setup, work) -> float:
     return time.perf_counter() - began
 
 
-def token_bytes(config: PreTrainedConfig, width: int) -> int:
-    """Keys and values of one token in all layers."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * width
-
-
 def floor_bytes(weights: int, token: int, rows: int, groups: int, prompt: int, length: int) -> int:
     """What must be read for tokens 2 to `length` of every row: the first comes with the prompt."""
     own = rows * token * sum(range(1, length))
@@ -85,7 +80,7 @@ def measure(setup: Setup, rows: int) -> dict[str, Any]:
     peak = peak_memory(setup.device)
     engine.close()
     weights = sum(p.numel() * p.element_size() for p in policy.parameters())  # tied: the embedding is the head's
-    token = token_bytes(policy.config, setup.dtype.itemsize)
+    token = token_bytes(policy.config, setup.dtype)
     floor = floor_bytes(weights, token, rows, rows // EACH, prompt, length) / bandwidth(setup)
     return {
         "tokens_per_second": rows * length / whole,

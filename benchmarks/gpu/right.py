@@ -24,7 +24,9 @@ from benchmarks.gpu.shapes import model_folder
 from posttrain.batch import Example, Sample, pack, sequences
 from posttrain.config import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
+from posttrain.models import kernels
 from posttrain.models.attention import PackedMask, packed_attention
+from posttrain.models.elementwise import TORCH, Kernels
 from posttrain.models.families import FAMILIES
 from posttrain.models.lean import lean
 from posttrain.models.load import load_model
@@ -38,6 +40,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # In float32: nats of a log-probability, and shares of the largest gradient. A card sums in another order.
 EXACT = {"cpu": (1e-5, 1e-4), "cuda": (1e-3, 1e-3)}
 HEADS = (64, 96, 128, 256)
+KERNELS_OF = ("qwen3", "llama")
 RMS_GOAL = Goal("rms", most=0.03)
 
 
@@ -48,6 +51,10 @@ def cases(setup: Setup) -> Iterator[Case]:
     for size in HEADS[:1] if setup.tiny else HEADS:
         yield Case(f"Flex = dense, heads of {size}", partial(flex_is_dense, setup, size))
         yield Case(f"Flex = dense, backward, heads of {size}", partial(flex_backward, setup, size), ("CUDA",))
+    for family in KERNELS_OF:
+        for dtype in DTYPES:
+            name = f"Triton = PyTorch, {family}, {dtype}"
+            yield Case(name, partial(kernels_change_nothing, setup, family, dtype), ("CUDA",))
     yield Case("engine = scorer, float32", partial(engine_is_scorer, setup))
     yield Case("engine = scorer, 0.6B, bfloat16", partial(engine_and_trainer, setup), (), (RMS_GOAL,))
     yield Case("graphs on = graphs off", partial(graphs_change_nothing, setup), ("CUDA",))
@@ -103,6 +110,31 @@ def backward(model, logprob_N: Tensor, weight_N: Tensor) -> tuple[Tensor, Tensor
 
 def rms(values: Tensor) -> float:
     return float(values.square().mean().sqrt())
+
+
+def kernels_change_nothing(setup: Setup, family: str, dtype: str) -> dict[str, float]:
+    """Scores, gradients and drawn tokens by models/kernels and by PyTorch's operations, on one device."""
+    from posttrain.models.kernels import layers
+
+    [whole] = pack(forest(), 1000)
+    weight_N, found, drawn = torch.linspace(0.5, 1.5, len(whole.target_N)), [], []
+    for chains in (TORCH, Kernels.of(layers)):
+        model = make(family, use_sliding_window=False, layer_types=None, head_dim=16).to(setup.device, DTYPES[dtype])
+        model.set_attn_implementation("packed")
+        lean(model, chains)
+        if chains is not TORCH:
+            kernels.switch_on(model)
+        found.append(backward(model, Scorer(model)(whole.to(setup.device)).logprob_N, weight_N))
+        groups = EmbeddedEngine(model).generate(prompts_for(model.config.vocab_size), DRAWN)
+        drawn.append([completion.tokens for group in groups for completion in group])
+    errors = [rms(a - b) / rms(b) for b, a in zip(*found, strict=True)]
+    most = 1e-4 if dtype == "float32" else 0.03
+    for what, error in zip(("log-probabilities", "gradients"), errors, strict=True):
+        if not error <= most:
+            raise CheckError(f"{what} differ by {error:.1%} (RMS), at most {most:.1%}")
+    if dtype == "float32" and drawn[0] != drawn[1]:
+        raise CheckError("other tokens are drawn")
+    return {"error": errors[0], "gradient_error": errors[1]}
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from posttrain.batch import Example, Pack, Sample, pack
 from posttrain.config import OnlineMethod, RunConfig
 from posttrain.data import Prepared
 from posttrain.models.attention import width_step
-from posttrain.recipes.estimate import empty_model, estimate
+from posttrain.recipes.activations import empty_model
+from posttrain.recipes.estimate import estimate
 from posttrain.recipes.job import Job
 from posttrain.recipes.loop import epoch_order
 from posttrain.recipes.reference_free import pack_with_chosen_prompts, scores_prompts

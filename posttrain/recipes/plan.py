@@ -21,7 +21,8 @@ from posttrain.models.families import base_of, check_longest
 from posttrain.models.load import compute_dtype, device_of, load_tokenizer
 from posttrain.models.matmul import multiplies_bfloat16
 from posttrain.optim.schedules import warmup_count
-from posttrain.recipes.estimate import count, empty_model, estimate
+from posttrain.recipes.activations import empty_model
+from posttrain.recipes.estimate import count, estimate
 from posttrain.recipes.heaviest import first_epoch, heaviest_step, pack_rows
 from posttrain.recipes.job import data_of
 from posttrain.recipes.loop import total_steps

@@ -24,7 +24,8 @@ from posttrain.errors import ConfigError, ModelError, is_out_of_memory
 from posttrain.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
 from posttrain.models.attention import width_step
 from posttrain.models.load import take_device
-from posttrain.recipes.estimate import Estimate, empty_model, estimate, holds_reference
+from posttrain.recipes.activations import empty_model
+from posttrain.recipes.estimate import Estimate, estimate, holds_reference
 from posttrain.recipes.heaviest import heaviest_step
 from posttrain.recipes.job import Job
 from posttrain.recipes.reference import frozen_model
