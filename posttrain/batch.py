@@ -72,9 +72,7 @@ class Pack:
     group_S: torch.Tensor  # index of the example (in the list given to `pack`) that owns the sequence
     groups: tuple[int, ...]  # the same as `group_S`, wherever the pack is: a GPU need not be waited for
     tree_start: tuple[int, ...]  # physical start of every tree, and the end of the last
-    nodes: tuple[
-        tuple[int, int], ...
-    ]  # where each run of tokens begins that see the same earlier ones, and their `end`
+    nodes: tuple[tuple[int, int], ...]  # where each run of tokens begins that see the same before them, and their `end`
     longest: int  # most physical tokens of a sequence
 
     @property

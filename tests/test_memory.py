@@ -138,7 +138,11 @@ def test_a_gpu_keeps_no_weights_of_attention(tmp_path):
     for size in (512, 1024):
         leaves = tuple(Sample([5] * (size // 4), True) for _ in range(2))
         packs = pack([Example((Sample([5] * (size // 2), children=leaves),), 0)], size)
-        found.append(estimate(config, config.models[0], empty, packs, torch.device("cuda", 0), card=80 << 30).parts["activations"])
+        found.append(
+            estimate(config, config.models[0], empty, packs, torch.device("cuda", 0), card=80 << 30).parts[
+                "activations"
+            ]
+        )
     assert 1.8 < found[1] / found[0] < 2.2
 
 
