@@ -28,9 +28,10 @@ CPU = torch.device("cpu")
 def test_prompts_and_completions_have_one_budget():
     """1,024 prompts of 1,000 tokens would fill 112 GiB; and wherever one completion fits, the room is in the budget."""
     qwen = Qwen3Config(num_hidden_layers=28, num_key_value_heads=8, head_dim=128)
-    a_token = token_bytes(qwen, torch.bfloat16)
+    a_token = token_bytes(qwen, torch.bfloat16, torch.device("cuda", 0))
     assert a_token == 28 * 2 * 8 * 128 * 2
-    tokens = cache_tokens(qwen, torch.bfloat16, CPU, 20 << 30)
+    assert token_bytes(qwen, torch.bfloat16, CPU) == 2 * a_token  # float32 there
+    tokens = cache_tokens(qwen, torch.bfloat16, torch.device("cuda", 0), 20 << 30)
     room = Room.of(1024, 1, 1000, 512, max_rows=512, tokens=tokens)
     print(f"{room}: {room.tokens * a_token / 2**30:.1f} GiB")
     assert 19 << 30 < room.tokens * a_token <= 20 << 30
@@ -53,7 +54,7 @@ def test_the_budget_changes_no_token(monkeypatch, static):
     policy, prompts = policy_of("qwen3"), PROMPTS * 3
     rooms = []
     monkeypatch.setattr(Cache, "__init__", noting(Cache.__init__, rooms))
-    a_token = token_bytes(policy.config, torch.float32)
+    a_token = token_bytes(policy.config, torch.float32, CPU)
     sampling = replace(DRAWN, num_generations=5)
     want = EmbeddedEngine(policy).generate(prompts, sampling)
     for tokens in (4000, 400, 250, 60, 16 + 32):
@@ -85,7 +86,7 @@ def test_a_resumed_run_has_the_same_shapes(monkeypatch, budget):
     monkeypatch.setattr(
         StaticStepper, "step", lambda self, state, cache, shape: (shapes.append(shape), step(self, state, cache, shape))
     )
-    budget = budget and budget * token_bytes(policy.config, torch.float32)
+    budget = budget and budget * token_bytes(policy.config, torch.float32, CPU)
 
     def last_call(*earlier: tuple[list, Sampling]) -> tuple[list, list]:
         engine = EmbeddedEngine(policy, static=True, cache_bytes=budget)

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from posttrain import scoring
 from posttrain.batch import Example, Sample, pack, sequences
 from posttrain.errors import ModelError
+from posttrain.models import matmul
 from posttrain.models.attention import PackedMask, packed_attention
 from posttrain.models.elementwise import TORCH
 from posttrain.models.families import FAMILIES, check_positions
@@ -396,6 +397,24 @@ def test_packed_weights_multiply_alike(bias):
             x = torch.randn(shape)
             torch.testing.assert_close(linear(layer, x), layer(x))
     assert weight_of(layer) is layer.weight
+
+
+@pytest.mark.skipif(not PACKS or not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs oneDNN's bfloat16")
+def test_packed_bfloat16_weights_multiply_alike(monkeypatch):
+    """As where a processor multiplies in bfloat16; the head's stay in float32."""
+    monkeypatch.setattr(matmul, "PACKED_DTYPES", {torch.float32, torch.bfloat16})
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 320), torch.nn.Linear(320, 300)).bfloat16()
+    layer, head = model
+    assert isinstance(layer, torch.nn.Linear) and isinstance(head, torch.nn.Linear)
+    with torch.no_grad(), packed_weights(model, head):
+        assert weight_of(layer).is_mkldnn and weight_of(layer).dtype == torch.bfloat16
+        assert weight_of(head).is_mkldnn and weight_of(head).dtype == torch.float32
+        for rows in (1, 7, 8):
+            x = torch.randn(rows, 256).bfloat16()
+            got = linear(layer, x)
+            assert got.dtype == torch.bfloat16
+            torch.testing.assert_close(got, layer(x), rtol=1e-2, atol=1e-2)
 
 
 def test_the_last_mlp_takes_only_the_tokens_that_are_read():

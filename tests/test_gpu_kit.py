@@ -282,7 +282,7 @@ def test_rows_of_every_method_fill_their_packs(tiny):
 def test_bytes_of_generation_by_hand():
     """Of 3 tokens the second and third are steps: weights twice, one prompt of 5 twice, own keys of 1 and 2 tokens."""
     assert generate.floor_bytes(1000, 10, rows=4, groups=1, prompt=5, length=3) == 2 * (1000 + 50) + 4 * 10 * (1 + 2)
-    assert generate.token_bytes(shapes.CONFIGS["0.6B"], torch.bfloat16) == 2 * 28 * 8 * 128 * 2
+    assert generate.token_bytes(shapes.CONFIGS["0.6B"], torch.bfloat16, torch.device("cuda", 0)) == 2 * 28 * 8 * 128 * 2
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_the_engines_memory_is_counted(scratch_model, card):
     settings, rows = load_config(config.models[0]), config.training.batch_size * config.method.num_generations
     room = Room.of(config.training.batch_size, config.method.num_generations, 100, 300, max_rows=512, tokens=1 << 30)
     assert room.rows == min(rows, 512)
-    keys = room.tokens * token_bytes(settings, torch.float32)
+    keys = room.tokens * token_bytes(settings, torch.float32, torch.device("cpu"))
     assert keys <= on_cpu.engine <= keys + (1 << 28) and not on_cpu.keeps_engine
 
 

@@ -157,6 +157,7 @@ def test_a_whole_model(family):
 def test_attention_of_new_tokens(monkeypatch, turned, size, heads, each, window, softcap, dtype):
     """Prompts and completions of any lengths, rows out of use, keys in either layout; in one part and in several."""
     monkeypatch.setattr("posttrain.engines.cache.SMALL_HEAD", 1000 if turned else 0)
+    monkeypatch.setattr("posttrain.engines.cache.cache_dtype", lambda dtype, device: dtype)  # as on a GPU
     torch.manual_seed(0)
     lengths, ages, members = [70, 130, 3, 9], [5, 64, 140, 1], [2, 3, 1, 2]
     rows, live = 11, sum(members)  # and groups of an earlier call behind these

@@ -80,7 +80,7 @@ def measure(setup: Setup, rows: int) -> dict[str, Any]:
     peak = peak_memory(setup.device)
     engine.close()
     weights = sum(p.numel() * p.element_size() for p in policy.parameters())  # tied: the embedding is the head's
-    token = token_bytes(policy.config, setup.dtype)
+    token = token_bytes(policy.config, setup.dtype, setup.device)
     floor = floor_bytes(weights, token, rows, rows // EACH, prompt, length) / bandwidth(setup)
     return {
         "tokens_per_second": rows * length / whole,

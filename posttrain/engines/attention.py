@@ -130,11 +130,11 @@ class Decoding:
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         layer = self.cache.layer(module, key)
         rows, heads, size = query.shape[2], key.shape[1], query.shape[3]
-        query_RKrd = query[0].transpose(0, 1).reshape(rows, heads, -1, size)
-        layer.own_key[self.row_R, :, self.column_R] = key[0].transpose(0, 1)
-        layer.own_value[self.row_R, :, self.column_R] = value[0].transpose(0, 1)
+        query_RKrd = query[0].transpose(0, 1).reshape(rows, heads, -1, size).to(layer.own_key.dtype)
+        layer.own_key[self.row_R, :, self.column_R] = key[0].transpose(0, 1).to(layer.own_key.dtype)
+        layer.own_value[self.row_R, :, self.column_R] = value[0].transpose(0, 1).to(layer.own_key.dtype)
         if self.fused:
-            return self._fused(layer, query_RKrd, how).reshape(1, rows, -1, size).transpose(1, 2)
+            return self._fused(layer, query_RKrd, how).to(query.dtype).reshape(1, rows, -1, size).transpose(1, 2)
         out = None
         if query.device.type == "cpu" and not self.cache.still and index_of(module) not in self.cache.steep:
             out = _plain(*self._parts(layer, query_RKrd, how, shifted=False))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from posttrain.engines.room import Room
+from posttrain.engines.room import Room, cache_dtype
 
 SMALL_HEAD = 32  # of fewer numbers: keys lie number by number, which makes their products up to twice as fast on a CPU
 WIDTH_STEP = 48  # columns that a cache is widened by: fewer cost more moving, more leave larger gaps
@@ -30,7 +30,8 @@ class Layer:
 class Buffers:
     """Memory for the keys and values of so many tokens, layer by layer, allocated when a layer is first met.
 
-    Caches of several sizes can lie in it in turn. `finite` says that one may read what another has left there, so it
+    In float32 on a CPU, which has no products of 16 bits with float32 sums: they would be copied at every step. Caches
+    of several sizes can lie in it in turn. `finite` says that one may read what another has left there, so it
     begins as zeros.
     """
 
@@ -42,8 +43,8 @@ class Buffers:
         """The layer's memory for keys and for values, both flat; `key` (1, K, T, d) are some of its keys."""
         if index not in self.layers:
             size = self.tokens * key.shape[1] * key.shape[3]
-            new = key.new_zeros if self.finite else key.new_empty
-            self.layers[index] = new(size), new(size)
+            new, dtype = key.new_zeros if self.finite else key.new_empty, cache_dtype(key.dtype, key.device)
+            self.layers[index] = new(size, dtype=dtype), new(size, dtype=dtype)
         return self.layers[index]
 
 

@@ -68,15 +68,20 @@ def cache_tokens(config: PreTrainedConfig, dtype: torch.dtype, device: torch.dev
     if cache_bytes is None:
         on_gpu = device.type == "cuda"
         cache_bytes = torch.cuda.get_device_properties(device).total_memory // GPU_SHARE if on_gpu else CACHE_BYTES
-    return cache_bytes // token_bytes(config, dtype)
+    return cache_bytes // token_bytes(config, dtype, device)
 
 
-def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of the keys and values of a model that computes in `dtype`."""
+    return torch.float32 if device.type == "cpu" else dtype
+
+
+def token_bytes(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
     """What the keys and values of one token take in all layers."""
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * dtype.itemsize
+    return 2 * config.num_hidden_layers * heads * size * cache_dtype(dtype, device).itemsize
 
 
 def in_columns(length: int) -> int:

@@ -1,4 +1,4 @@
-"""x W^T in float32 on a CPU through oneDNN, which PyTorch carries beside MKL and uses for other dtypes only.
+"""x W^T on a CPU through oneDNN, which PyTorch carries beside MKL and uses by itself for dtypes other than float32.
 
 On an AMD EPYC the models' own shapes run 10 to 25 % faster this way (x W^T and its gradient by x; the gradient by W is
 as fast through MKL and stays there). On Intel's processors MKL is as fast or faster, a training step by 4 %, but not
@@ -47,6 +47,9 @@ def multiplies_bfloat16(capabilities: dict = CAPABILITIES) -> bool | None:
     return any(capabilities[name] for name in names) if all(name in capabilities for name in names) else None
 
 
+PACKED_DTYPES = {torch.float32, *([torch.bfloat16] if multiplies_bfloat16() else [])}  # others wait for no layout
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b without gradients: (..., K), (M, K), (M) -> (..., M)."""
     if weight.is_mkldnn:
@@ -86,11 +89,11 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 def is_for_onednn(weight: Tensor) -> bool:
     """Whether oneDNN is to multiply with this weight, given rows that suit it."""
-    return ONEDNN and _is_large(weight)
+    return ONEDNN and weight.dtype == torch.float32 and _is_large(weight)
 
 
 def _is_large(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= SMALL
+    return weight.device.type == "cpu" and weight.numel() >= SMALL
 
 
 def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
@@ -115,7 +118,9 @@ def packed_weights(model: nn.Module, head: nn.Linear) -> Iterator[int]:
     """
     weights = {m: m.weight.detach() for m in model.modules() if type(m) is nn.Linear and m is not head}
     weights[head] = float32_weight(head.weight.detach())
-    large = {layer: weight for layer, weight in weights.items() if PACKS and _is_large(weight)}
+    large = {
+        m: weight for m, weight in weights.items() if PACKS and weight.dtype in PACKED_DTYPES and _is_large(weight)
+    }
     if sum(weight.nbytes for weight in large.values()) > PACKED_BYTES:
         large = {}
     packed = {head: weights[head]} if weights[head].dtype != head.weight.dtype else {}

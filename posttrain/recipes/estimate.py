@@ -178,7 +178,7 @@ def generation(config: RunConfig, model: ModelConfig, packs: list[Pack], device:
     logits = min(
         CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]), room.rows * settings.get_text_config().vocab_size
     )
-    return room.tokens * token_bytes(settings, dtype) + DRAWN_LOGITS * 4 * logits
+    return room.tokens * token_bytes(settings, dtype, device) + DRAWN_LOGITS * 4 * logits
 
 
 def _reference(config: RunConfig, model: ModelConfig, empty: PreTrainedModel | PeftModel, width: int) -> int:
