@@ -62,6 +62,7 @@ def one_tree(init):
         init(self, whole, read)
         self.end_T = torch.full_like(self.end_T, whole.num_tokens)
         self.position_T = torch.arange(whole.num_tokens)
+        self._cuts = ((0, whole.num_tokens),)
 
     return broken
 
