@@ -74,9 +74,9 @@ class AtLengths(StoppingCriteria):
         return input_ids.shape[1] - self.start >= self.lengths
 
 
-def run_embedded(model: Path, prompts: list[list[int]], limits: list[list[int]]):
-    config = ModelConfig(path=str(model), dtype="float32")
-    policy = load_model(config, "lm", torch.float32, torch.device("cpu"))
+def run_embedded(model: Path, prompts: list[list[int]], limits: list[list[int]], dtype: str = "float32"):
+    config = ModelConfig(path=str(model), dtype=dtype)
+    policy = load_model(config, "lm", getattr(torch, dtype), torch.device("cpu"))
     engine = EmbeddedEngine(policy)
     sampling = Sampling(num_generations=len(limits[0]), max_completion_length=LIMIT)
 
@@ -145,11 +145,11 @@ def sides_of(name: str) -> list[str]:
     return [side for side in SIDES if side != "vllm-cpu" or (name in VLLM_WORK and VLLM_PYTHON.exists())]
 
 
-def one_side(side: str, name: str, model: Path) -> dict:
+def one_side(side: str, name: str, model: Path, dtype: str | None = None) -> dict:
     """Tokens a second of one side, after a small warm-up, in this process."""
     torch.set_num_threads(THREADS)
     prompts, limits = work(name, model)
-    generate = SIDES[side](model, prompts, limits)
+    generate = SIDES[side](model, prompts, limits, *([dtype] if dtype else []))
     generate(2)
     began = time.perf_counter()
     tokens = generate(len(prompts))
@@ -217,9 +217,10 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES)
     parser.add_argument("--work", choices=WORK)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the side `embedded`")
     given = parser.parse_args()
     if given.side:
-        print(json.dumps(one_side(given.side, given.work, given.model)))
+        print(json.dumps(one_side(given.side, given.work, given.model, given.dtype)))
         return
     with TemporaryDirectory() as folder:
         models = {"stories260K": SHARED / "models/stories260K", "bench": make_models(Path(folder))["policy"]}

@@ -1,7 +1,7 @@
 """Do the methods learn from rewards? Part of `make learn`. Writes results/learn_online.json and a table of the docs.
 
     sums      a small model taught to add, its output weights mixed with noise and made smaller until about 10 % of the
-              answers are right; every loss, and PPO
+              answers are right; every loss, and PPO; GRPO in bfloat16 too
     sort      the trained gpt-nano-sort, with so much noise on every weight that about 10 % are right
     stories   the trained stories260K, rewarded for stories that name a dog
     replies   the same model on HH prompts, rewarded by a reward model that is trained here on HH pairs
@@ -80,6 +80,7 @@ CASES = {
         SUMS | {"batch_size": 256, "learning_rate": 1e-3},
         above=0.8,
     ),
+    "grpo, bfloat16": Case("sums, bfloat16", _grpo(), SUMS, above=0.9),
     "sort": Case("sort", _grpo(), {"batch_size": 32, "max_steps": STEPS, "learning_rate": 4e-4}, above=0.95),
     "stories": Case(
         "stories",
@@ -126,6 +127,11 @@ def python(function: str) -> list[dict[str, Any]]:
 def sums_task(folder: Path, seed: int) -> dict[str, Any]:
     sums.make(folder, seed)
     return right_answers(folder, 24)
+
+
+def bfloat16_sums_task(folder: Path, seed: int) -> dict[str, Any]:
+    settings = sums_task(folder, seed)
+    return settings | {"model": {"path": settings["model"], "dtype": "bfloat16"}}
 
 
 def sort_task(folder: Path, seed: int) -> dict[str, Any]:
@@ -207,7 +213,13 @@ def replies_task(folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
-TASKS = {"sums": sums_task, "sort": sort_task, "stories": stories_task, "replies": replies_task}
+TASKS = {
+    "sums": sums_task,
+    "sums, bfloat16": bfloat16_sums_task,
+    "sort": sort_task,
+    "stories": stories_task,
+    "replies": replies_task,
+}
 
 
 def write(folder: Path, rows: Sequence[Mapping[str, str]], held_out: int) -> None:
@@ -298,9 +310,16 @@ def table(trials: Sequence[Trial]) -> str:
         ))  # fmt: skip
         wanted = f"> {case.above:.0%}" if case.above is not None else f"{case.gain:+g}, KL < {case.kl}"
         kl = " · ".join(f"{t.kl:.3f}" for t in mine if t.kl is not None)
-        method = name if case.task == "sums" else case.method["type"]
+        method = name if case.task.startswith("sums") else case.method["type"]
         lines.append(f"| {case.task} | {method} | {before} | {after} | {wanted} | {kl} |")
     return "\n".join(lines)
+
+
+def kept(anew: Sequence[str]) -> list[Trial]:
+    """The saved trials of other cases than those that ran anew, where their settings are still the same."""
+    saved = load_json(RESULTS)
+    same = {name for name in CASES if saved["settings"].get(name) == json.loads(json.dumps(SETTINGS[name]))}
+    return [Trial(**one) for one in saved["trials"] if one["name"] in same - {*anew}]
 
 
 def main() -> int:
@@ -321,9 +340,10 @@ def main() -> int:
             trials.append(done.result())
             print(trials[-1], flush=True)
     print(f"{len(trials)} trained models in {time.perf_counter() - began:.0f} s")
-    if arguments.cases == list(CASES) and tuple(arguments.seeds) == SEEDS:
-        save_trials(RESULTS, SETTINGS, trials)
-        put_table(PAGE, table(trials), "online")
+    if tuple(arguments.seeds) == SEEDS:
+        whole = trials + kept(arguments.cases)
+        save_trials(RESULTS, SETTINGS, whole)
+        put_table(PAGE, table(whole), "online")
     print(table(trials))
     return verdict(failures(trials))
 

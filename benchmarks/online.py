@@ -87,7 +87,9 @@ def characters(completions: Sequence[str], **_columns: object) -> list[float]:
 # --- posttrain --------------------------------------------------------------------------------------------------------
 
 
-def run_posttrain(method: str, models: dict[str, Path], lengths: list[list[list[int]]], folder: Path) -> dict:
+def run_posttrain(
+    method: str, models: dict[str, Path], lengths: list[list[list[int]]], folder: Path, dtype: str = "float32"
+) -> dict:
     from posttrain import recipes
     from posttrain.config import load
     from posttrain.engines import EmbeddedEngine
@@ -110,7 +112,7 @@ def run_posttrain(method: str, models: dict[str, Path], lengths: list[list[list[
     settings = {
         "name": "bench",
         "output_dir": str(folder),
-        "model": {"path": str(models["policy"]), "dtype": "float32"},
+        "model": {"path": str(models["policy"]), "dtype": dtype},
         "method": {
             "grpo": {"type": "grpo", "num_generations": n, "beta": 0.0},
             "ppo": {"type": "ppo", "num_generations": n, "num_ppo_epochs": 4, "num_minibatches": 1, "kl_coef": 0.05},
@@ -207,7 +209,7 @@ class Drawing:
         model.generate = at_lengths
 
 
-def run_trl_grpo(models: dict[str, Path], lengths: list[list[list[int]]], folder: Path) -> dict:
+def run_trl_grpo(models: dict[str, Path], lengths: list[list[list[int]]], folder: Path, dtype: str = "float32") -> dict:
     import trl
     from datasets import Dataset
 
@@ -222,7 +224,7 @@ def run_trl_grpo(models: dict[str, Path], lengths: list[list[list[int]]], folder
         learning_rate=1e-6,
         shuffle_dataset=False,
         **TRL_SETTINGS,
-        model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": dtype},
     )
     rows = Dataset.from_list([{"prompt": text} for text in prompts_of("grpo")])
     trainer = trl.GRPOTrainer(str(models["policy"]), characters, args=config, train_dataset=rows)
@@ -234,7 +236,8 @@ def run_trl_grpo(models: dict[str, Path], lengths: list[list[list[int]]], folder
     return {"seconds": seconds, "drawing_seconds": drawing.seconds, "mean_length": mean}
 
 
-def run_trl_ppo(models: dict[str, Path], lengths: list[list[list[int]]], folder: Path) -> dict:
+def run_trl_ppo(models: dict[str, Path], lengths: list[list[list[int]]], folder: Path, dtype: str = "float32") -> dict:
+    assert dtype == "float32", "measured for GRPO alone"
     sys.path.insert(0, str(TRL_WITH_PPO))
     from datasets import Dataset
     from trl.experimental.ppo import PPOConfig, PPOTrainer
@@ -285,16 +288,16 @@ def run_trl_ppo(models: dict[str, Path], lengths: list[list[list[int]]], folder:
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def one_side(side: str, method: str, models: Path) -> dict:
+def one_side(side: str, method: str, models: Path, dtype: str) -> dict:
     torch.set_num_threads(THREADS)
     made = make_models(models)
     lengths = draw_lengths(method, made["policy"])
     run: Callable[..., dict] = {"grpo": run_trl_grpo, "ppo": run_trl_ppo}[method]
     with TemporaryDirectory() as folder:
         if side == "posttrain":
-            found = run_posttrain(method, made, lengths, Path(folder))
+            found = run_posttrain(method, made, lengths, Path(folder), dtype)
         else:
-            found = run(made, lengths, Path(folder))
+            found = run(made, lengths, Path(folder), dtype)
     drawn = [length for step in lengths for group in step for length in group]
     if abs(found["mean_length"] - statistics.fmean(drawn)) > 1e-3:
         raise SystemExit(f"{side} drew {found['mean_length']} tokens a completion, not {statistics.fmean(drawn)}")
@@ -359,9 +362,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--side", choices=["posttrain", "trl"], help="one side in this process")
     parser.add_argument("--models", type=Path, help="with --side: folder of the random models")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="with --side; not of ppo")
     arguments = parser.parse_args()
     if arguments.side:
-        print(json.dumps(one_side(arguments.side, arguments.methods[0], arguments.models)))
+        print(json.dumps(one_side(arguments.side, arguments.methods[0], arguments.models, arguments.dtype)))
         return
     results = {}
     with TemporaryDirectory() as folder:

@@ -48,7 +48,7 @@ def settings(arguments: argparse.Namespace, folder: Path) -> list[str]:
         "name=bench",
         f"output_dir={folder}",
         f"model.path={make_models(arguments.models)['reward' if method == 'reward' else 'policy']}",
-        "model.dtype=float32",
+        f"model.dtype={arguments.dtype}",
         f"method.type={method.removesuffix('-lora')}",
         f"data.source={source}",
         "data.template=none",
@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--learning-rate", type=float, help="default: posttrain's for the method")
     parser.add_argument("--tokens-per-pack", type=int, help="default: by method")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     arguments = parser.parse_args()
     arguments.tokens_per_pack = arguments.tokens_per_pack or TOKENS_PER_PACK[arguments.method]
     torch.set_num_threads(THREADS)

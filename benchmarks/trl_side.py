@@ -92,7 +92,7 @@ def build(arguments: argparse.Namespace, folder: str, clock: Clock):
         raise SystemExit(f"--micro-batch {micro_batch} does not divide the batch of {BATCH_SIZE}")
     settings = {"max_length": MAX_LENGTH} | (SFT_MODES[arguments.sft_mode] if method == "sft" else {})
     if method != "orpo":
-        settings["model_init_kwargs"] = {"dtype": "float32"}
+        settings["model_init_kwargs"] = {"dtype": arguments.dtype}
     config = config_class(
         output_dir=folder,
         per_device_train_batch_size=micro_batch,
@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument(
         "--micro-batch", type=int, help="rows a forward, a divisor of the batch; the rest is accumulated"
     )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="not of orpo and dpo-lora")
     arguments = parser.parse_args()
     torch.set_num_threads(THREADS)
     print(json.dumps(measure(arguments)))
