@@ -20,7 +20,7 @@ from benchmarks.gpu.train import example
 from posttrain.batch import pack
 from posttrain.config import load
 from posttrain.recipes.activations import empty_model
-from posttrain.recipes.estimate import Estimate, estimate, generation
+from posttrain.recipes.estimate import SAFE, Estimate, estimate, generation
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/gpu.md"
 MODELS = ("0.5B", "1.5B", "4B", "7B", "14B", "32B")
@@ -76,7 +76,7 @@ def _step(folder: str, kind: str, settings: list[str], tokens: int) -> Callable[
 
     def on_card(size: int) -> Estimate:
         engine = engines[size]
-        return replace(found, engine=engine, keeps_engine=found.resting + found.updating + engine <= size)
+        return replace(found, engine=engine, keeps_engine=found.resting + found.updating + engine <= SAFE * size)
 
     return on_card
 

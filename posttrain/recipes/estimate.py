@@ -149,7 +149,7 @@ def estimate(
     updating = max(passing, parts["gradients"] + max(largest, beside))
     resting = sum(parts.values()) - passing - parts["gradients"]
     engine = generation(config, model, packs, device, card)
-    keeps = card is not None and resting + updating + engine <= card
+    keeps = card is not None and resting + updating + engine <= SAFE * card
     if engine:
         parts["engine" if keeps else "engine, between updates"] = engine
     return Estimate(parts, resting, updating, host, engine, keeps)
