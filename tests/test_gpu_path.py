@@ -3,6 +3,7 @@ what it takes of its memory, and which shapes and kernels it decides for."""
 
 import traceback
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from test_resume import settings, start
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import posttrain
 from posttrain.batch import Example, Pack, Sample, pack
 from posttrain.config import load
 from posttrain.config.schema import DevicesConfig
@@ -27,6 +29,7 @@ from posttrain.recipes.plan import plan
 from posttrain.rollout import Sampler
 
 GPU = torch.device("cuda", 0)
+PACKAGE = str(Path(posttrain.__file__).parent)
 # A GPU is waited for where these are asked of tensors on it: how many there are, or what one is.
 WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "bincount", "masked_select"}
 # And adds here in whatever order its threads come.
@@ -47,7 +50,7 @@ class Recording(TorchDispatchMode):
         )
         adds = name in ANY_ORDER and args[0].is_floating_point()
         if name in WAITS or adds or by_mask:
-            ours = [f for f in traceback.extract_stack() if "/posttrain/" in f.filename]
+            ours = [f for f in traceback.extract_stack() if f.filename.startswith(PACKAGE)]
             if not ours or ours[-1].name != "sum_segments":  # which looks at its arguments on a CPU alone
                 self.found.append(f"{name}{' by a mask' if by_mask else ''} at {ours[-1] if ours else 'backward'}")
         return func(*args, **(kwargs or {}))

@@ -46,7 +46,7 @@ def lean(model: PreTrainedModel, kernels: Kernels = TORCH) -> None:
 
     def mlp(self, x: Tensor) -> Tensor:
         gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
-        if kernels.gated_linear and _is_trained(down) and not torch.is_autocast_enabled(x.device.type):
+        if kernels.gated_linear is not None and _is_trained(down) and not torch.is_autocast_enabled(x.device.type):
             return kernels.gated_linear(gate, up, down.weight, down.bias)
         return down(kernels.swiglu(gate, up))
 
