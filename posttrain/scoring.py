@@ -161,7 +161,7 @@ def _row_states(model: nn.Module, pack: Pack, owner: torch.Tensor, index: torch.
 def scores_of(model: nn.Module, hidden_N: torch.Tensor, target_N: torch.Tensor, temperature: float) -> Scores:
     """The scores of targets from the hidden states (N, D) that predict them."""
     head, scale, cap = _head(model)
-    fused = kernels.are_on(base_of(model))
+    fused = kernels.are_on(base_of(model), head.weight)
     return Scores(*ChunkedScores.apply(hidden_N, head.weight, head.bias, target_N, temperature / scale, cap, fused))
 
 

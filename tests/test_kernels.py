@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -216,6 +217,12 @@ def test_which_models_take_them(monkeypatch):
     assert not takes_triton(model, cpu) and chains_for(model, cpu) is TORCH
     off = model.model_copy(update={"triton_kernels": False})
     assert not takes_triton(off, gpu) and chains_for(off, gpu) is TORCH
+    there = torch.nn.Module()
+    kernels.switch_on(there)
+    for dtype, on_gpu, on in ((torch.bfloat16, True, True), (torch.float32, True, False), (torch.float32, False, True)):
+        factor = SimpleNamespace(dtype=dtype, is_cuda=on_gpu)
+        assert kernels.are_on(there, factor) is on  # pyright: ignore[reportArgumentType]
+        assert not kernels.are_on(torch.nn.Module(), factor)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(flex, "lacking", lambda: "Triton is not installed")
     assert not takes_triton(model, gpu) and chains_for(model, gpu) is TORCH
 

@@ -107,9 +107,10 @@ class Stepper:
 
     def __init__(self, policy: nn.Module, sampling: Sampling, device: torch.device):
         self.policy, self.sampling, self.device = policy, sampling, device
-        self.backbone, self.fused = backbone_of(base_of(policy)), kernels.are_on(base_of(policy))
-        vocabulary = base_of(policy).get_output_embeddings().weight.shape[0]  # pyright: ignore
-        self.words_V = token_words(vocabulary, device)
+        base = base_of(policy)
+        head: nn.Linear = base.get_output_embeddings()  # pyright: ignore[reportAssignmentType]
+        self.backbone, self.fused = backbone_of(base), kernels.are_on(base, head.weight)
+        self.words_V = token_words(len(head.weight), device)
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
 
     def rounded(self, shape: Shape, room: Room) -> Shape:

@@ -214,7 +214,7 @@ def _logits(
     head = base_of(model).get_output_embeddings()
     assert isinstance(head, nn.Linear)
     scored, (vocabulary, hidden) = len(pack.target_N), head.weight.shape
-    if takes_triton(settings, device):
+    if takes_triton(settings, device) and width < 4:
         chunk = width * min(GRADIENT_ELEMENTS, scored * vocabulary)
     else:
         chunk = 3 * 4 * min(CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]), scored * vocabulary)

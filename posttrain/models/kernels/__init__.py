@@ -4,7 +4,8 @@ Each has a path in PyTorch with the same values, which tests hold it to through 
 loaded for a GPU takes them where Triton can compile; `model.triton_kernels: false` switches all of them off.
 """
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 MARK = "_posttrain_triton"
 
@@ -14,5 +15,6 @@ def switch_on(model: nn.Module) -> None:
     setattr(model, MARK, True)
 
 
-def are_on(model: nn.Module) -> bool:
-    return getattr(model, MARK, False)
+def are_on(model: nn.Module, factor: Tensor) -> bool:
+    """Whether they compute with a tensor like this one. Not in float32 on a GPU, where cuBLAS multiplies faster."""
+    return getattr(model, MARK, False) and not (factor.is_cuda and factor.dtype == torch.float32)

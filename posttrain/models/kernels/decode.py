@@ -204,7 +204,7 @@ def _attend(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # of products of 16 bits: without effect
         WIDE=knobs.runtime.interpret,  # Triton's interpreter multiplies no bfloat16
         QUERIES=queries,
-        COLUMNS=COLUMNS,
+        COLUMNS=COLUMNS if size <= 128 else COLUMNS // 2,  # shared memory of a card for games: 99 KB
         SIZE=max(16, triton.next_power_of_2(size)),
     )  # fmt: skip
     return out, highest, total
