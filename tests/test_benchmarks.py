@@ -20,6 +20,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_the_online_benchmark_measures_a_step(scratch_model, tmp_path):
     """In a process of its own, for its timers stay in place of what they measure."""
     root = Path(__file__).resolve().parents[1]

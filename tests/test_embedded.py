@@ -47,7 +47,7 @@ def test_prompts_and_completions_have_one_budget():
         )
 
 
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("static", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_budget_changes_no_token(monkeypatch, static):
     """From room for all to room for one completion at a time, groups divided; and the budget is kept."""
     monkeypatch.setattr("posttrain.engines.room.COLUMNS", 8)
@@ -209,7 +209,7 @@ def test_a_recording_is_replayed_with_what_it_was_made_with_only(monkeypatch):
     assert not count(), "another way of drawing has recordings of its own"
 
 
-@pytest.mark.parametrize("n", [3, 1])
+@pytest.mark.parametrize("n", [pytest.param(3, marks=pytest.mark.slow), 1])
 def test_one_compilation_serves_every_shape(monkeypatch, n):
     """Numbers of rows, groups and columns are symbols in what torch.compile makes."""
     torch._dynamo.reset()
