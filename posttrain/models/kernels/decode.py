@@ -206,5 +206,6 @@ def _attend(
         QUERIES=queries,
         COLUMNS=COLUMNS if size <= 128 else COLUMNS // 2,  # shared memory of a card for games: 99 KB
         SIZE=max(16, triton.next_power_of_2(size)),
+        num_stages=2,  # three would take 100 KB for heads of 256
     )  # fmt: skip
     return out, highest, total
