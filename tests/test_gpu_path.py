@@ -18,6 +18,7 @@ from posttrain.batch import Example, Pack, Sample, pack
 from posttrain.config import load
 from posttrain.config.schema import DevicesConfig
 from posttrain.engines.room import Room, token_bytes
+from posttrain.losses import reduce
 from posttrain.losses.reduce import sum_segments
 from posttrain.models.load import determinism, load_config
 from posttrain.recipes import estimate as estimates
@@ -25,6 +26,7 @@ from posttrain.recipes import heaviest, loop
 from posttrain.recipes.activations import empty_model
 from posttrain.recipes.estimate import checkpoints_gradients, estimate
 from posttrain.recipes.heaviest import keeps_engine
+from posttrain.recipes.online import evaluate
 from posttrain.recipes.plan import plan
 from posttrain.rollout import Sampler
 
@@ -123,6 +125,23 @@ def test_sums_of_neighbours():
     assert torch.autograd.gradcheck(lambda x: sum_segments(x, length), value)
     with pytest.raises(ValueError, match="lengths add up to 8, and there are 9 values"):
         sum_segments(value, torch.tensor([3, 5]))
+
+
+def test_sums_of_neighbours_where_pytorch_has_none(monkeypatch):
+    """As on an Apple GPU."""
+    monkeypatch.setattr(reduce, "HAVE_SEGMENTS", ())
+    monkeypatch.setattr(torch, "segment_reduce", None)
+    value, length = torch.arange(9.0), torch.tensor([3, 0, 5, 1])
+    assert sum_segments(value, length).tolist() == [3, 0, 25, 8]
+
+
+def test_an_evaluation_keeps_no_memory():
+    """It may draw more at a time than a step, for which the estimate has room beside an update."""
+    released = []
+    sample = SimpleNamespace(evaluation={}, engine=SimpleNamespace(release=lambda: released.append(True)))
+    loop_of = SimpleNamespace(evaluate_by=lambda measure: released.clear())
+    evaluate(loop_of, sample, None)  # pyright: ignore[reportArgumentType]
+    assert released == [True]
 
 
 def test_deterministic_algorithms_while_a_run_lasts(tmp_path, shared, scratch_model, monkeypatch):

@@ -78,6 +78,21 @@ def test_scores_without_logits(monkeypatch, dtype, size, words, dim, bias, softc
     assert want[2][::2].all() and (size == 1 or not want[2].all())
 
 
+@pytest.mark.parametrize("of", [0, 1])
+def test_gradients_of_plain_sums(of):
+    """Autograd hands the gradient of a sum on as one number that is repeated without a place of its own."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(70, 32, requires_grad=True), torch.randn(70, 32, requires_grad=True)
+    target = torch.randint(70, (70,))
+    got, want = (
+        torch.autograd.grad(
+            ChunkedScores.apply(hidden, weight, None, target, 1.0, None, fused)[of].sum(), (hidden, weight)
+        )
+        for fused in (True, False)
+    )
+    assert_near(got, want, 5e-6)
+
+
 def test_scores_of_nothing_and_of_what_is_no_number():
     weight, none = torch.randn(50, 8), torch.empty(0, dtype=torch.int64)
     assert [len(x) for x in scores.scores(torch.empty(0, 8), weight, None, none, 1.0, None)] == [0] * 4

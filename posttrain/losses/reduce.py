@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+HAVE_SEGMENTS = ("cpu", "cuda")  # devices for which PyTorch has sums of segments
+
 
 def global_mean(value: Tensor, count: int) -> Tensor:
     """This part's share of the step's mean: its sum over `count`, the tokens, pairs or sequences of the whole step.
@@ -22,6 +24,9 @@ def sum_segments(value_N: Tensor, length_S: Tensor) -> Tensor:
 
     In one order, so that a GPU too gives the same bits every time; its additions by index do not.
     """
+    if value_N.device.type not in HAVE_SEGMENTS:
+        sequence_N = torch.arange(len(length_S), device=length_S.device).repeat_interleave(length_S)
+        return value_N.new_zeros(len(length_S)).index_add(0, sequence_N, value_N)
     if not value_N.is_cuda and int(length_S.sum()) != len(value_N):  # a GPU would have to be waited for
         raise ValueError(f"lengths add up to {int(length_S.sum())}, and there are {len(value_N)} values")
     return torch.segment_reduce(value_N, "sum", lengths=length_S, unsafe=True)  # that is, unchecked: no wait for a GPU

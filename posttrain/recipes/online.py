@@ -155,3 +155,4 @@ def evaluate(loop: Loop, sample: Sampler, store: RolloutStore | None) -> None:
     loop.evaluate_by(
         lambda name, dataset: measure_drawn(loop, samplers[name], store, name, dataset) if name in samplers else {}
     )
+    sample.engine.release()  # an evaluation may have drawn more at a time than a step, which the estimate counts

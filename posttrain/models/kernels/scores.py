@@ -183,9 +183,11 @@ def logits_gradient(
 ) -> Tensor:
     """The gradient by h W^T + b, from those by what `scores` returns: (N, V), in the dtype of the weights."""
     hidden_ND, weight_VD = _rows(hidden_ND), _rows(weight_VD)
+    # Side by side: autograd's gradient of a sum is one number that stands for all.
+    grads = [None if grad_N is None else grad_N.contiguous() for grad_N in (grad_logprob_N, grad_entropy_N)]
     grad_NV = weight_VD.new_empty(len(hidden_ND), len(weight_VD))
     _gradient[triton.cdiv(len(hidden_ND), BLOCKS["ROWS"]), triton.cdiv(len(weight_VD), BLOCKS["WORDS"])](
-        hidden_ND, weight_VD, bias_V, target_N, log_z_N, entropy_N, grad_logprob_N, grad_entropy_N, grad_NV,
+        hidden_ND, weight_VD, bias_V, target_N, log_z_N, entropy_N, *grads, grad_NV,
         *_sizes(hidden_ND, weight_VD, temperature, softcap),
         HAS_LOGPROB=grad_logprob_N is not None, HAS_ENTROPY=grad_entropy_N is not None,
         **_constants(hidden_ND, bias_V, softcap),
