@@ -32,7 +32,7 @@ from benchmarks.common import (
     processors,
     put_table,
 )
-from posttrain.config.model import ModelConfig
+from posttrain.config.schema.model import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.models.load import load_model
 

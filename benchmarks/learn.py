@@ -28,12 +28,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import put_table
 from benchmarks.trials import save_trials, verdict
-from posttrain import functional, recipes
+from posttrain import functional, runner
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
 from posttrain.quickstart import Size, write_bare_demonstrations
-from posttrain.quickstart.answers import TAGS, ask, turns
 from posttrain.quickstart.model import make_model
+from posttrain.quickstart.replies import TAGS, ask, turns
 from posttrain.quickstart.stages import settings_files
 from posttrain.store.atomic import write_file
 from posttrain.store.files import load_json, save_rows
@@ -145,7 +145,7 @@ def train(file: Path | None, overrides: Sequence[str]) -> Mapping[str, Mapping[s
     """Train a configuration; its `results.json` has the evaluations at the start and at the end."""
     torch.set_num_threads(1)
     config = load(file, overrides).config
-    recipes.train(config)
+    runner.train(config)
     return load_json(Path(config.output_dir) / str(config.name) / "results.json")
 
 

@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks import sums
 from benchmarks.common import SHARED, put_table, split_transcripts
 from benchmarks.trials import save_trials, verdict
-from posttrain import recipes
+from posttrain import runner
 from posttrain.config import load
 from posttrain.store.files import load_json
 
@@ -253,7 +253,7 @@ def train(settings: Mapping[str, Any]) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{settings['name']}.json"
     file.write_text(json.dumps(settings))
-    recipes.train(load(file).config)
+    runner.train(load(file).config)
     return load_json(folder / settings["name"] / "results.json")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.common import add_results, in_own_process, put_table
-from posttrain import recipes
+from posttrain import runner
 from posttrain.config import load
 from posttrain.quickstart.model import make_model
 from posttrain.quickstart.stages import Size, settings_files
@@ -39,7 +39,7 @@ def train(folder: Path) -> dict[str, float]:
     settings = folder / "sft.yaml"
     settings.write_text(settings_files(folder, 0, Size())["sft"], encoding="utf-8")
     quiet = ["data.source=builtin:arithmetic", f"training.max_steps={STEPS}", "evaluation.eval_steps=-1"]
-    recipes.train(load(settings, [*quiet, "checkpoint.save_steps=100000"]).config)
+    runner.train(load(settings, [*quiet, "checkpoint.save_steps=100000"]).config)
     results = json.loads((folder / "sft" / "results.json").read_text())
     return {"seconds": results["train_runtime"], "loss": results["final"]["loss"]}
 

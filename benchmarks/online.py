@@ -90,7 +90,7 @@ def characters(completions: Sequence[str], **_columns: object) -> list[float]:
 def run_posttrain(
     method: str, models: dict[str, Path], lengths: list[list[list[int]]], folder: Path, dtype: str = "float32"
 ) -> dict:
-    from posttrain import recipes
+    from posttrain import runner
     from posttrain.config import load
     from posttrain.engines import EmbeddedEngine
     from posttrain.recipes.online import Step
@@ -138,7 +138,7 @@ def run_posttrain(
     }
     file = folder / "bench.json"
     file.write_text(json.dumps(settings))
-    recipes.train(load(file).config)
+    runner.train(load(file).config)
     results = json.loads((folder / "bench/results.json").read_text())
     lines = [json.loads(line) for line in (folder / "bench/metrics.jsonl").read_text().splitlines()]
     mean = statistics.fmean(line["completions/mean_length"] for line in lines)

@@ -29,7 +29,7 @@ from benchmarks.common import (
     rows_of,
     write_rows,
 )
-from posttrain import recipes
+from posttrain import runner
 from posttrain.config import load
 from posttrain.scoring import RewardScorer, Scorer
 
@@ -70,7 +70,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     with TemporaryDirectory() as folder:
         config = load(None, settings(arguments, Path(folder))).config
         with counting() as work:
-            recipes.train(config)
+            runner.train(config)
         run = Path(folder) / "bench"
         results = json.loads((run / "results.json").read_text())
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from benchmarks.common import SHARED
-from posttrain import recipes
+from posttrain import runner
 from posttrain.config import load
 
 SEEDS = (0, 1, 2)
@@ -47,7 +47,7 @@ def main() -> None:
     for seed in SEEDS:
         with TemporaryDirectory() as folder:
             overrides = [*SETTINGS, f"seed={seed}", "name=run", f"output_dir={folder}"]
-            recipes.train(load(None, overrides).config)
+            runner.train(load(None, overrides).config)
             measured = json.loads((Path(folder) / "run" / "results.json").read_text())
         accuracy = measured["final"]["eval_accuracy"]
         results.append(

@@ -15,10 +15,10 @@ import torch
 
 from benchmarks.common import THREADS, machine
 from benchmarks.posttrain_side import TOKENS_PER_PACK, settings
-from posttrain import recipes
+from posttrain import runner
 from posttrain.config import CheckpointConfig, load
+from posttrain.reports.listing import in_units, size_of
 from posttrain.store.files import save_json
-from posttrain.store.listing import in_units, size_of
 
 STEPS, EVERY = 12, 2
 GOAL = 0.02  # of the time that steps take
@@ -33,7 +33,7 @@ def measure(folder: Path) -> dict:
         learning_rate=None,
         tokens_per_pack=TOKENS_PER_PACK["dpo"],
     )
-    recipes.train(load(None, [*settings(arguments, folder), f"checkpoint.save_steps={EVERY}"]).config)
+    runner.train(load(None, [*settings(arguments, folder), f"checkpoint.save_steps={EVERY}"]).config)
     run = folder / "bench"
     saves = [float(s) for s in re.findall(r"saved checkpoint-\d+ in ([\d.]+) s", (run / "training.log").read_text())]
     step = json.loads((run / "results.json").read_text())["train_runtime"] / STEPS

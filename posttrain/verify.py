@@ -26,15 +26,15 @@ from typing import Literal
 
 from rich.console import Console
 
-from posttrain import recipes
+from posttrain import runner
 from posttrain.config import RunConfig, Stage, TrackingConfig
 from posttrain.console import PlainConsole
 from posttrain.errors import PosttrainError, RunError
+from posttrain.reports.progress import duration
 from posttrain.store.checkpoint import list_checkpoints
 from posttrain.store.compare import Comparison, compare_runs
 from posttrain.store.logs import ConsoleLog
 from posttrain.store.metrics import last_metrics
-from posttrain.store.progress import duration
 from posttrain.store.run import find_runs
 from posttrain.words import counted
 
@@ -42,7 +42,7 @@ POLL_S = 0.001
 SAVES = 10  # at least so many checkpoints in the run, so that a resume seldom begins at the start
 INSIDE_A_SAVE, WHILE_STARTING = 0.5, 0.15  # shares of the kills aimed so; the rest fall anywhere
 HALF_WRITTEN = re.compile(r"(checkpoint-\d+|best|final)\.(tmp|old)-\d+")
-PRELOADED = ["posttrain.recipes", "matplotlib.backends.backend_agg", "pandas"]  # what a run imports, sooner or later
+PRELOADED = ["posttrain.runner", "matplotlib.backends.backend_agg", "pandas"]  # what a run imports, sooner or later
 SHOWN = 10  # differences; there may be as many as there are tensors
 Train = Callable[..., int]
 Moment = Literal["starting", "anywhere", "saving"]
@@ -112,7 +112,7 @@ def verify_resume(
     folder: Path,
     kills: int,
     console: Console | None = None,
-    train: Train = recipes.train,
+    train: Train = runner.train,
 ) -> Outcome:
     """Train the stages in `folder/whole`, and with `kills` kills in `folder/killed`; compare the two.
 

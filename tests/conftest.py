@@ -60,15 +60,15 @@ def blank_pictures(request, monkeypatch) -> None:
     A file stays, so that the report, which takes the picture from there, does not draw it either.
     """
     if request.node.get_closest_marker("pictures") is None:
-        finish = import_module("posttrain.recipes.finish")
+        finish = import_module("posttrain.training.finish")
         monkeypatch.setattr(finish, "write_curves", lambda lines, path, title: path.write_bytes(b""))
 
 
 @pytest.fixture
 def power_cut(monkeypatch):
     """`with power_cut(step=5):` a run in it ends in an error after that step, as if the machine had gone off."""
-    from posttrain.recipes.loop import Loop
-    from posttrain.recipes.saving import Saver
+    from posttrain.training.loop import Loop
+    from posttrain.training.saving import Saver
 
     @contextmanager
     def cut(step: int):
@@ -105,7 +105,7 @@ def sums_home(tmp_path_factory) -> Path:
 def grading_pool():
     """One grading worker as in training; a deadline that a busy machine keeps."""
     from posttrain.grading.pool import Pool
-    from posttrain.rewards.known import RULES, modules_of
+    from posttrain.rewards.rules import RULES, modules_of
 
     with Pool(1, deadline=20.0, modules=modules_of(RULES)) as pool:
         yield pool

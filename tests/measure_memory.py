@@ -15,7 +15,7 @@ import datasets  # noqa: F401
 import matplotlib.pyplot  # noqa: F401
 import torch
 
-from posttrain import recipes
+from posttrain import runner
 from posttrain.config import load
 from posttrain.memory import memory_in_use, peak_memory, release_memory, reset_peak_memory
 
@@ -45,7 +45,7 @@ def main() -> None:
             release_memory()  # of what imports have left
             before = memory_in_use()
             reset_peak_memory(CPU)
-            recipes.train(load(file).config)
+            runner.train(load(file).config)
             print("peak", peak_memory(CPU) - before, flush=True)
             os._exit(0)
         os.waitpid(child, 0)

@@ -11,14 +11,14 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
-from posttrain import recipes
+from posttrain import runner
 from posttrain.config import ModelConfig, load
-from posttrain.config.model import LoraConfig
+from posttrain.config.schema.model import LoraConfig
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.load import base_settings, load_model
 from posttrain.models.lora import target_modules
 from posttrain.models.optional import is_4bit
-from posttrain.recipes.inputs import reference_settings
+from posttrain.training.inputs import reference_settings
 
 CPU = torch.device("cpu")
 LORA = {"r": 4, "alpha": 8, "dropout": 0.0, "target_modules": "all-linear"}
@@ -42,7 +42,7 @@ def settings(shared, scratch_model, tmp_path, method="dpo", **model) -> Path:
 
 def train(file: Path, *overrides: str, **options) -> Path:
     config = load(file, overrides).config
-    assert recipes.train(config, **options) == 0
+    assert runner.train(config, **options) == 0
     return Path(config.output_dir) / str(config.name)
 
 

@@ -359,7 +359,7 @@ def test_an_existing_run_folder_stays_as_it_is(refused, copied, capsys):
 
 OUT_OF_MEMORY = """
 import resource, sys
-from posttrain import recipes
+from posttrain import runner
 from posttrain.cli import main
 
 def limit_memory(config, **rest):  # so that threads and libraries get what they want, and a large tensor does not
@@ -368,7 +368,7 @@ def limit_memory(config, **rest):  # so that threads and libraries get what they
     resource.setrlimit(resource.RLIMIT_AS, (room, resource.getrlimit(resource.RLIMIT_AS)[1]))
     return train(config, **rest)
 
-train, recipes.train = recipes.train, limit_memory
+train, runner.train = runner.train, limit_memory
 sys.exit(main())
 """
 

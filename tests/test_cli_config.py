@@ -15,9 +15,9 @@ from posttrain.cli.errors import guarded
 from posttrain.cli.flags import plain, short_names
 from posttrain.cli.train import saved_config
 from posttrain.config import EvaluationDataset, SourceConfig, dump, load, preset_names
-from posttrain.config.fields import all_settings
-from posttrain.config.methods import METHOD_NAMES, METHODS
+from posttrain.config.reading.fields import all_settings
 from posttrain.config.render import EXAMPLES, REWARDS, STARTER, starter, with_reference
+from posttrain.config.schema.methods import METHOD_NAMES, METHODS
 from posttrain.errors import DataError, RunError
 
 ROOT = Path(__file__).parent.parent

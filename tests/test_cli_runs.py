@@ -12,8 +12,8 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.errors import RunError
+from posttrain.reports.listing import in_units, size_of, summarise
 from posttrain.store.folder import never_stepped
-from posttrain.store.listing import in_units, size_of, summarise
 from posttrain.store.rollouts import GIB, RolloutStore, StoredPrompt
 from posttrain.store.run import Run, find_runs
 

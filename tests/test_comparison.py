@@ -8,7 +8,7 @@ import pytest
 from test_online import EXACT
 
 from posttrain.cli import main
-from posttrain.store.comparison import Mean, read_entry
+from posttrain.reports.comparison import Mean, read_entry
 from posttrain.store.files import load_json
 from posttrain.store.rollouts import StoredRun
 

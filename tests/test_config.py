@@ -20,10 +20,10 @@ from posttrain.config import (
     load,
     preset_names,
 )
-from posttrain.config.base import is_name
-from posttrain.config.fields import all_settings, choices
-from posttrain.config.methods import METHOD_NAMES, METHODS
+from posttrain.config.reading.fields import all_settings, choices
 from posttrain.config.render import EXAMPLES
+from posttrain.config.schema.base import is_name
+from posttrain.config.schema.methods import METHOD_NAMES, METHODS
 from posttrain.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent / "posttrain"

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from posttrain.config import DPOMethod, load
-from posttrain.config.methods import F_DIVERGENCE_LOSSES, LABEL_SMOOTHING_LOSSES, METHOD_NAMES, PreferenceLoss
+from posttrain.config.schema.methods import F_DIVERGENCE_LOSSES, LABEL_SMOOTHING_LOSSES, METHOD_NAMES, PreferenceLoss
 from posttrain.errors import ConfigError
 from posttrain.losses import F_DIVERGENCES, PREFERENCE_LOSSES
 

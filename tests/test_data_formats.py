@@ -2,12 +2,12 @@
 
 import pytest
 
-from posttrain.config.data import TagsConfig
-from posttrain.data.answers import last_boxed
+from posttrain.config.schema.data import TagsConfig
 from posttrain.data.formats import FORMATS
 from posttrain.data.layouts import find_layout
 from posttrain.data.readers import read_files
 from posttrain.data.rows import RowError, messages_of, without_think
+from posttrain.data.solutions import last_boxed
 from posttrain.data.templates import Template
 from posttrain.errors import DataError
 

@@ -14,10 +14,10 @@ from data_tokenizer import CHATML, byte_tokenizer
 from test_data_sources import hub_cache
 
 from posttrain.cli import main
-from posttrain.config.data import DataConfig
-from posttrain.config.known import KNOWN, known_set
+from posttrain.config.schema.data import DataConfig
+from posttrain.config.schema.datasets import KNOWN, known_set
 from posttrain.data import prepare
-from posttrain.data.keep import keep
+from posttrain.data.download import keep
 from posttrain.data.sources import layout_of, splits_of
 from posttrain.errors import DataError
 
@@ -92,7 +92,7 @@ def test_every_known_set_is_read_with_its_columns(tmp_path):
     code = """
 import json, sys
 from data_tokenizer import byte_tokenizer
-from posttrain.config.data import DataConfig
+from posttrain.config.schema.data import DataConfig
 from posttrain.data import prepare
 from posttrain.errors import DataError
 tokenizer = byte_tokenizer()

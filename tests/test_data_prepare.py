@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from posttrain.batch import pack, sequences
 from posttrain.cli import main
-from posttrain.config.data import DataConfig
-from posttrain.config.evaluation import EvaluationDataset
+from posttrain.config.schema.data import DataConfig
+from posttrain.config.schema.evaluation import EvaluationDataset
 from posttrain.data import arithmetic_problems, cache, explore, prepare, reading
 from posttrain.data.lengths import Room
 from posttrain.data.report import Reading

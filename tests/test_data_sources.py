@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from data_tokenizer import CHATML, byte_tokenizer
 
-from posttrain.config.data import DataConfig
+from posttrain.config.schema.data import DataConfig
 from posttrain.data import prepare, streams
 from posttrain.data.readers import read_files
 from posttrain.data.sources import open_source

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain import idle
 from posttrain.cli import main
-from posttrain.config.data import DataConfig, TagsConfig
+from posttrain.config.schema.data import DataConfig, TagsConfig
 from posttrain.data import prepare, render
 from posttrain.data.render import Job, Process, rendering
 from posttrain.data.templates import choose_template

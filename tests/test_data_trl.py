@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from posttrain.config.data import DataConfig
+from posttrain.config.schema.data import DataConfig
 from posttrain.data import prepare
 from posttrain.data.readers import read_files
 from posttrain.recipes.kto import with_other_completions

@@ -28,7 +28,7 @@ import yaml
 from test_presets import LABELLED, LOCAL, PAIRS
 
 from posttrain.cli import main
-from posttrain.recipes.state import Saved, State
+from posttrain.training.state import Saved, State
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -233,7 +233,7 @@ def test_tagged_replies_are_read(sums_home, tmp_path):
     """Format, answer and reasoning of replies: what the first rule that looks at each says, and what stands before the
     end of the reasoning."""
     from posttrain.config import TagsConfig
-    from posttrain.config.rewards import RuleReward
+    from posttrain.config.schema.rewards import RuleReward
     from posttrain.rewards.compose import Completion, Rewards
 
     tags = TagsConfig()

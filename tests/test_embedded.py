@@ -11,7 +11,7 @@ from test_engines import DRAWN, PROMPTS, assert_trainers, policy_of, tokens_of, 
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoTokenizer, Qwen3Config
 
-from posttrain.config.model import ModelConfig
+from posttrain.config.schema.model import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.engines.cache import Cache
 from posttrain.engines.decode import Shape, State

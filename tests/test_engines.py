@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from vllm_stand_in import HAS_VLLM, VLLM_REFUSES, standing_in
 
 from posttrain.batch import Example, Sample, pack
-from posttrain.config.rollout import VllmConfig
+from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines import EmbeddedEngine, Sampling, TransformersEngine, make_engine
 from posttrain.engines.attention import Decoding
 from posttrain.engines.cache import Cache

@@ -24,8 +24,8 @@ from posttrain.models.elementwise import TORCH
 from posttrain.models.families import FAMILIES, check_positions
 from posttrain.models.lean import lean
 from posttrain.models.matmul import PACKS, is_for_onednn, linear, packed_weights, weight_of
-from posttrain.recipes.job import enable_gradient_checkpointing
 from posttrain.scoring import ChunkedScores, RewardScorer, Scorer
+from posttrain.training.job import enable_gradient_checkpointing
 
 VOCAB = 61
 SIZE = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, vocab_size=VOCAB)

@@ -10,7 +10,7 @@ from data_tokenizer import CHATML, byte_tokenizer
 from transformers import AutoTokenizer
 
 from posttrain.cli import main
-from posttrain.config.data import DataConfig
+from posttrain.config.schema.data import DataConfig
 from posttrain.data import prepare
 from posttrain.data.delimiter import delimiter_of
 from posttrain.data.explore import ASCII, nodes_of, tokens_text

@@ -20,14 +20,14 @@ from posttrain.engines import EmbeddedEngine
 from posttrain.errors import EngineError, RewardError, RunError, Stopped
 from posttrain.optim.adamw import AdamW
 from posttrain.recipes import ppo, sft
-from posttrain.recipes.loop import Loop
-from posttrain.recipes.resume import smaller_packs
-from posttrain.recipes.saving import Saver
 from posttrain.signals import handling
 from posttrain.store import rollouts
 from posttrain.store.checkpoint import list_checkpoints
 from posttrain.store.files import load_json
 from posttrain.store.run import Run, read_run
+from posttrain.training.loop import Loop
+from posttrain.training.resume import smaller_packs
+from posttrain.training.saving import Saver
 
 
 def names(folder) -> list[str]:

@@ -19,14 +19,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_resume import assert_same_run, numbers, settings, start
 
-from posttrain import recipes
+from posttrain import runner
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.errors import RunError, VitalSignError
-from posttrain.recipes import sft, stopping
-from posttrain.recipes.loop import Loop, State
+from posttrain.recipes import sft
 from posttrain.store import atomic, checkpoint
 from posttrain.store.checkpoint import list_checkpoints, newest_complete, verify
+from posttrain.training import stopping
+from posttrain.training.loop import Loop, State
 
 
 def run_facts(folder: Path) -> dict:
@@ -196,7 +197,7 @@ def test_what_does_not_belong_together_is_fallen_back_from(tmp_path, shared, scr
         assert verify(run / f"checkpoint-{step}") == []
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and ".log" not in path.name}
     with pytest.raises(RunError, match=rf"checkpoint-{last} is damaged .*in .* there are checkpoint-1, checkpoint-2"):
-        recipes.train(load(run / "config.yaml").config, resume=run / f"checkpoint-{last}")
+        runner.train(load(run / "config.yaml").config, resume=run / f"checkpoint-{last}")
     del before[run / "run.json"]  # it has the failure
     assert {path: path.read_bytes() for path in before} == before
 
@@ -403,7 +404,7 @@ def test_signals_in_any_phase(tmp_path, shared, scratch_model):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(sections | {"output_dir": str(folder)}))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["posttrain.recipes"])
+    context.set_forkserver_preload(["posttrain.runner"])
     generator, ended = random.Random(0), []
     while len(ended) < 16:
         arguments = ["train", str(folder / "config.json")]

@@ -4,7 +4,7 @@ import pytest
 
 from posttrain import functional as pf
 from posttrain.functional import rewards
-from posttrain.rewards.known import RULES
+from posttrain.rewards.rules import RULES
 
 RIGHT = {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
 WRONG = {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0}

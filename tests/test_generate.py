@@ -8,10 +8,10 @@ import yaml
 
 from posttrain.cli import main
 from posttrain.config import DataConfig
-from posttrain.config.rollout import RolloutConfig
+from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data.prompts import prompts_of
 from posttrain.data.readers import Record
-from posttrain.recipes.sampled import Measured, format_of, suggestions
+from posttrain.inspection.findings import Measured, format_of, suggestions
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 ROWS = {

@@ -16,19 +16,20 @@ from torch.utils._pytree import tree_leaves
 import posttrain
 from posttrain.batch import Example, Pack, Sample, pack
 from posttrain.config import load
-from posttrain.config.schema import DevicesConfig
+from posttrain.config.schema.run import DevicesConfig
 from posttrain.engines.room import Room, token_bytes
 from posttrain.losses import reduce
 from posttrain.losses.reduce import sum_segments
 from posttrain.models.load import determinism, load_config
-from posttrain.recipes import estimate as estimates
-from posttrain.recipes import heaviest, loop
-from posttrain.recipes.activations import empty_model
-from posttrain.recipes.estimate import checkpoints_gradients, estimate
-from posttrain.recipes.heaviest import keeps_engine
+from posttrain.planning import estimate as estimates
+from posttrain.planning import largest
+from posttrain.planning.activations import empty_model
+from posttrain.planning.estimate import checkpoints_gradients, estimate
+from posttrain.planning.largest import keeps_engine
+from posttrain.planning.plan import plan
 from posttrain.recipes.online import evaluate
-from posttrain.recipes.plan import plan
 from posttrain.rollout import Sampler
+from posttrain.training import loop
 
 GPU = torch.device("cuda", 0)
 PACKAGE = str(Path(posttrain.__file__).parent)
@@ -210,11 +211,11 @@ def test_a_plan_names_the_engines_memory(sums_home, capsys):
 def test_memory_is_given_back_before_updates_where_a_gpu_is_short_of_it(monkeypatch, caplog):
     """The decision, and what the sampler then does; the same completions come either way (test_embedded.py)."""
     job = SimpleNamespace(device=GPU, config=grpo("m"), model=None)
-    monkeypatch.setattr(heaviest, "heaviest_step", lambda *given: [])
-    monkeypatch.setattr(heaviest, "width_step", lambda *given: None)
-    monkeypatch.setattr(heaviest, "empty_model", lambda *given: None)
+    monkeypatch.setattr(largest, "heaviest_step", lambda *given: [])
+    monkeypatch.setattr(largest, "width_step", lambda *given: None)
+    monkeypatch.setattr(largest, "empty_model", lambda *given: None)
     for keeps in (True, False):
-        monkeypatch.setattr(heaviest, "estimate", lambda *given, keeps=keeps: SimpleNamespace(keeps_engine=keeps))
+        monkeypatch.setattr(largest, "estimate", lambda *given, keeps=keeps: SimpleNamespace(keeps_engine=keeps))
         assert keeps_engine(job, None) is keeps  # pyright: ignore[reportArgumentType]
     assert "no room for completions' keys and values" in caplog.text
     released = []

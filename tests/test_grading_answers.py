@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from posttrain.grading.extract import after_thinking, final_answer, first_number, last_box, last_number, marked_answer
 from posttrain.grading.numbers import read_number, same_number
 from posttrain.grading.verdict import Job
-from posttrain.rewards.known import RULES
+from posttrain.rewards.rules import RULES
 
 
 def boxed(gold: str, answer: str) -> Job:

@@ -21,8 +21,8 @@ from posttrain.grading import pool as pool_module
 from posttrain.grading.pool import Pool
 from posttrain.grading.process import WorkerProcess
 from posttrain.grading.verdict import Grade, Job, read_grade
-from posttrain.idle import Idle
-from posttrain.rewards.known import COMPARES_EXPRESSIONS, RULES, canary, modules_of, prove
+from posttrain.helpers import Idle
+from posttrain.rewards.rules import COMPARES_EXPRESSIONS, RULES, canary, modules_of, prove
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 GRACE_S = 0.5
@@ -401,7 +401,7 @@ def test_a_template_that_was_killed_is_replaced():
 @LINUX
 def test_no_worker_outlives_a_program_that_ends_in_peace():
     code = (
-        "from posttrain.grading.pool import Pool; from posttrain.rewards.known import modules_of\n"
+        "from posttrain.grading.pool import Pool; from posttrain.rewards.rules import modules_of\n"
         "with Pool(1, modules=modules_of(['math'])) as pool:\n"
         "    print(*(worker.pid for worker in pool._alive), flush=True)\n"
     )
@@ -440,7 +440,7 @@ def test_rules_without_expressions_do_without_the_algebra():
         "import dataclasses, io, sys\n"
         "from posttrain.config import TagsConfig\n"
         "from posttrain.grading.worker import grade\n"
-        "from posttrain.rewards.known import COMPARES_EXPRESSIONS, RULES, canary, modules_of\n"
+        "from posttrain.rewards.rules import COMPARES_EXPRESSIONS, RULES, canary, modules_of\n"
         "for name in RULES.keys() - COMPARES_EXPRESSIONS:\n"
         "    assert 'posttrain.grading.symbolic' not in modules_of([name])\n"
         "    for job, verdict in canary(name, TagsConfig()):\n"

@@ -9,9 +9,9 @@ from posttrain.cli import main
 from posttrain.cli.errors import UsageError
 from posttrain.cli.flags import plain, short_names
 from posttrain.config import load
-from posttrain.config.fields import all_settings, known_paths
-from posttrain.config.hints import HINTS, SYSTEMS, hint
-from posttrain.config.layers import ALIASES
+from posttrain.config.reading.fields import all_settings, known_paths
+from posttrain.config.reading.hints import HINTS, SYSTEMS, hint
+from posttrain.config.reading.layers import ALIASES
 from posttrain.config.render import with_reference
 from posttrain.errors import ConfigError
 

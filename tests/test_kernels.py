@@ -12,7 +12,7 @@ from test_engines import DRAWN, PROMPTS, assert_trainers, policy_of, tokens_of
 from test_equivalence import assert_close_gradients, forest, gradients, make
 
 from posttrain.batch import pack
-from posttrain.config.model import ModelConfig
+from posttrain.config.schema.model import ModelConfig
 from posttrain.engines import EmbeddedEngine
 from posttrain.engines.attention import Decoding
 from posttrain.engines.cache import Cache

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from posttrain import functional, recipes
+from posttrain import functional, runner
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
-from posttrain.quickstart.answers import TAGS, turns
 from posttrain.quickstart.model import make_model
+from posttrain.quickstart.replies import TAGS, turns
 from posttrain.store.files import load_json
 
 WORKED, BARE = f"{TAGS.reasoning_start}{{solution}}", TAGS.reasoning_start
@@ -72,7 +72,7 @@ def write(path: Path, rows: list[dict]) -> None:
 def train(home: Path, name: str, *settings: str) -> dict:
     """Train the model; returns results.json."""
     paths = [f"output_dir={home}", f"name={name}", f"model.path={home / 'model'}"]
-    recipes.train(load(None, [*COMMON, *paths, *settings]).config)
+    runner.train(load(None, [*COMMON, *paths, *settings]).config)
     return load_json(home / name / "results.json")
 
 

@@ -20,10 +20,10 @@ from posttrain.memory import available_memory, memory_in_use, peak_memory, relea
 from posttrain.models.attention import PackedMask, width_step
 from posttrain.models.load import load_tokenizer
 from posttrain.models.matmul import multiplies_bfloat16
-from posttrain.recipes.activations import _simulate, activations, empty_model
-from posttrain.recipes.estimate import _reference, estimate
-from posttrain.recipes.heaviest import heaviest_step
-from posttrain.recipes.probe import Step, largest, probe
+from posttrain.planning.activations import _simulate, activations, empty_model
+from posttrain.planning.estimate import _reference, estimate
+from posttrain.planning.largest import heaviest_step
+from posttrain.planning.probe import Step, largest, probe
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -156,12 +156,12 @@ def test_memory_comes_back_between_models(settings, tmp_path):
     file.write_text(json.dumps(sections))
     script = """
 import os, sys
-from posttrain import recipes
+from posttrain import runner
 from posttrain.config import load
 from posttrain.memory import memory_in_use
-from posttrain.recipes import Job
+from posttrain.training.job import Job
 os.fsync = lambda descriptor: None  # and no pictures, as in tests/conftest.py
-sys.modules["posttrain.recipes.finish"].write_curves = lambda lines, path, title: path.write_bytes(b"")
+sys.modules["posttrain.training.finish"].write_curves = lambda lines, path, title: path.write_bytes(b"")
 start, held = Job.start, []
 def noted(*arguments):
     held.append(memory_in_use())
@@ -170,7 +170,7 @@ def noted(*arguments):
         os._exit(0)
     return start(*arguments)
 Job.start = noted
-recipes.train(load(sys.argv[1]).config)
+runner.train(load(sys.argv[1]).config)
 """
     done = subprocess.run(
         [sys.executable, "-c", script, str(file)],
@@ -286,7 +286,7 @@ def test_plan_names_the_parts(settings, capsys):
     ],
 )  # fmt: skip
 def test_plan_says_which_dtype_the_processor_is_for(settings, monkeypatch, capsys, dtype, able, hint):
-    monkeypatch.setattr(sys.modules["posttrain.recipes.plan"], "multiplies_bfloat16", lambda: able)
+    monkeypatch.setattr(sys.modules["posttrain.planning.plan"], "multiplies_bfloat16", lambda: able)
     assert main(["plan", str(settings("planned", "dpo")), f"model.dtype={dtype}"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert ("this processor" in out) == (hint is not None) and (hint or "") in out

@@ -11,13 +11,13 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from test_stages import crash_at
 
-from posttrain import recipes
+from posttrain import runner
 from posttrain.cli import main
 from posttrain.config import ModelConfig, Stage, load
 from posttrain.errors import RunError
-from posttrain.recipes.inputs import content_of
 from posttrain.store.files import load_json
 from posttrain.store.run import read_run
+from posttrain.training.inputs import content_of
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def chain(folder: Path, sums_home: Path, pairs: Path) -> tuple[Stage, ...]:
 def whole(sums_home, pairs, tmp_path_factory) -> Path:
     """A chain that was never interrupted nor moved."""
     folder = tmp_path_factory.mktemp("whole")
-    recipes.train(chain(folder, sums_home, pairs))
+    runner.train(chain(folder, sums_home, pairs))
     return folder / "chain"
 
 
@@ -75,7 +75,7 @@ def test_a_moved_chain_goes_on_and_serves(tmp_path, sums_home, pairs, whole, mon
     with monkeypatch.context() as broken:
         crash_at(broken, "grpo", 1)
         with pytest.raises(KeyboardInterrupt):
-            recipes.train(stages)
+            runner.train(stages)
     moved = tmp_path / "elsewhere" / "renamed"
     moved.parent.mkdir()
     (tmp_path / "chain").rename(moved)
@@ -111,7 +111,7 @@ def test_a_model_that_changed_under_a_run_is_refused(tmp_path, whole, setting, c
     """With its old manifest beside the new weights, and with the old time of writing, as copying can leave it, too."""
     run = tmp_path / "chain"
     shutil.copytree(whole, run, symlinks=True)
-    assert recipes.train(load(run / "config.yaml").stages, resume=run) == 0  # nothing to do
+    assert runner.train(load(run / "config.yaml").stages, resume=run) == 0  # nothing to do
     facts = read_run(run / "grpo").provenance["models"]
     assert facts["rewards.0.path"]["from_here"] == "../reward/final" and facts[setting]["content"].startswith("sha256")
     file = run / f"{changed}.safetensors"
@@ -123,7 +123,7 @@ def test_a_model_that_changed_under_a_run_is_refused(tmp_path, whole, setting, c
     before = {path: path.read_bytes() for path in (run / "grpo").rglob("*") if path.is_file()}
     message = rf"grpo was trained with another model than .* is now \({setting}\).* Put the former model back"
     with pytest.raises(RunError, match=message):
-        recipes.train(load(run / "grpo/config.yaml").config, resume=run / "grpo")
+        runner.train(load(run / "grpo/config.yaml").config, resume=run / "grpo")
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -133,9 +133,9 @@ def test_a_model_that_is_gone_is_named_and_may_be_given_anew(tmp_path, whole, su
     shutil.copytree(sums_home / "model", model)
     gone = load(run / "config.yaml", ["training.max_steps=3", f"model.path={tmp_path / 'gone/model'}"]).config
     with pytest.raises(RunError, match=r"sft cannot be resumed: .*gone/model: no such folder.*models\.0\.path=\.\.\."):
-        recipes.train(gone, resume=run)
+        runner.train(gone, resume=run)
     moved = load(run / "config.yaml", ["training.max_steps=3", f"model.path={model}"]).config
-    assert recipes.train(moved, resume=run) == 0  # the same model at another place
+    assert runner.train(moved, resume=run) == 0  # the same model at another place
 
 
 def test_what_a_model_is(tmp_path, sums_home, monkeypatch):

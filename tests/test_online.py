@@ -15,7 +15,7 @@ import pytest
 import torch
 from test_resume import assert_same_run
 
-from posttrain import recipes
+from posttrain import runner
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.engines import EmbeddedEngine
@@ -54,7 +54,7 @@ def train(sums_home, tmp_path, method, *overrides, resume=False, **sections):
     if not settings["rewards"]:  # then nothing reads how completions are drawn
         del settings["rollout"]
     file.write_text(json.dumps(settings))
-    assert recipes.train(load(file, overrides).config, resume=resume) == 0
+    assert runner.train(load(file, overrides).config, resume=resume) == 0
     return tmp_path / "run"
 
 
@@ -335,7 +335,7 @@ def test_what_nothing_can_be_learned_from_is_said_at_once(sums_home, tmp_path, c
 
 
 def test_a_model_without_a_stop_token_is_said_at_the_start(sums_home, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("posttrain.recipes.drawn.stop_token_ids", lambda policy, tokenizer: ())
+    monkeypatch.setattr("posttrain.training.evaluation.stop_token_ids", lambda policy, tokenizer: ())
     with caplog.at_level("WARNING"):
         train(sums_home, tmp_path, {}, training={"max_steps": 1})
     assert "names a stop token, so that every completion runs to rollout.max_completion_length = 6" in caplog.text

@@ -11,10 +11,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from posttrain import recipes
+from posttrain import recipes, runner
 from posttrain.config import load
 from posttrain.errors import PosttrainError, RunError
-from posttrain.recipes.resume import memory_settings
+from posttrain.training.resume import memory_settings
 
 HH = {"format": "hh", "template": "none", "max_rows": 24, "max_length": 400}
 
@@ -25,7 +25,7 @@ def run(tmp_path: Path, *overrides: str, resume=False, overwrite=False, **sectio
     file = tmp_path / "config.json"
     file.write_text(json.dumps(settings))
     config = load(file, overrides).config
-    assert recipes.train(config, resume=resume, overwrite=overwrite) == 0
+    assert runner.train(config, resume=resume, overwrite=overwrite) == 0
     return tmp_path / config.name
 
 
@@ -87,7 +87,7 @@ def test_a_saved_config_replays_the_run(tmp_path, shared):
     settings = dpo(shared, shared / "models/stories260K")
     first = run(tmp_path, **settings)
     config = load(first / "config.yaml", ["name=again"]).config
-    assert recipes.train(config) == 0
+    assert runner.train(config) == 0
     assert metrics(first, "loss") == metrics(tmp_path / "again", "loss")
     a, b = weights(first / "final"), weights(tmp_path / "again/final")
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -264,10 +264,10 @@ def test_many_models_and_a_failure_in_between(tmp_path, shared, scratch_model):
     file = tmp_path / "c.json"
     file.write_text(json.dumps({"name": "many", "output_dir": str(tmp_path), "models": models, **sections}))
     with pytest.raises(PosttrainError, match="1 of 3 models failed: absent"):
-        recipes.train(load(file).config)
+        runner.train(load(file).config)
     states = {p.parent.name: json.loads(p.read_text())["state"] for p in (tmp_path / "many").glob("*/run.json")}
     assert states == {"stories260K": "finished", "absent": "failed", "tiny-qwen3": "finished"}
-    recipes.train(load(file).config, overwrite=True, model_index=2)
+    runner.train(load(file).config, overwrite=True, model_index=2)
 
 
 def test_what_is_said_of_a_step_is_what_is_logged(tmp_path, shared):
@@ -300,7 +300,7 @@ def test_out_of_memory_among_several_models_names_the_knobs(tmp_path, shared, mo
         json.dumps({"name": "many", "output_dir": str(tmp_path), "models": models, **sections})
     )
     with pytest.raises(PosttrainError, match="2 of 2 models failed"):
-        recipes.train(load(tmp_path / "c.json").config)
+        runner.train(load(tmp_path / "c.json").config)
     assert caplog.text.count("failed: out of memory\nLower training.tokens_per_pack (4,096), then data.max_length") == 2
 
 
@@ -369,8 +369,8 @@ def test_resuming_many_models_starts_those_never_reached(tmp_path, shared, scrat
     models = [{"path": str(shared / "models/stories260K")}, {"path": str(scratch_model)}]
     file = tmp_path / "c.json"
     file.write_text(json.dumps({"name": "many", "output_dir": str(tmp_path), "models": models, **sections}))
-    assert recipes.train(load(file).config, model_index=0) == 0
-    assert recipes.train(load(file).config, resume=True) == 0
+    assert runner.train(load(file).config, model_index=0) == 0
+    assert runner.train(load(file).config, resume=True) == 0
     assert (tmp_path / "many/tiny-qwen3/final/model.safetensors").exists()
 
 
@@ -433,7 +433,7 @@ def test_pad_token_of_a_reward_model_leaves_the_tokenizer_as_it_was(shared):
     """GPT-2 has one special token, its stop token: padding gets the id of a byte that no text has."""
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
-    from posttrain.recipes.job import set_pad_token
+    from posttrain.training.job import set_pad_token
 
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers/gpt2")
     model = GPT2ForSequenceClassification(GPT2Config(n_embd=8, n_layer=1, n_head=2, num_labels=1))

@@ -15,7 +15,7 @@ from test_recipes import dpo, metrics, run
 from posttrain.batch import Example, Sample, pack
 from posttrain.config import load
 from posttrain.losses import CONTRASTIVE_LOSSES, Pairs, contrastive, contrastive_metrics, odds_ratio, odds_ratio_metrics
-from posttrain.recipes.heaviest import pack_rows
+from posttrain.planning.largest import pack_rows
 from posttrain.recipes.reference_free import in_prompt, pack_with_chosen_prompts
 
 SETTINGS = {"beta": 0.5, "label_smoothing": 0.1, "simpo_gamma": 0.3, "alpha": 0.0}

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from posttrain import recipes
+from posttrain import runner
 from posttrain.config import load
 from posttrain.errors import RunError
-from posttrain.recipes.loop import Loop
-from posttrain.recipes.saving import Saver
 from posttrain.store.checkpoint import list_checkpoints
+from posttrain.training.loop import Loop
+from posttrain.training.saving import Saver
 
 CLOCK = ("time",)  # the only thing in a line of metrics that two equal runs may differ in
 
@@ -44,7 +44,7 @@ def start(folder: Path, sections: dict, *overrides: str, resume=False):
     file = folder / "config.json"
     folder.mkdir(exist_ok=True)
     file.write_text(json.dumps(sections | {"output_dir": str(folder)}))
-    return recipes.train(load(file, overrides).config, resume=resume)
+    return runner.train(load(file, overrides).config, resume=resume)
 
 
 def numbers(folder: Path) -> list[dict]:
@@ -141,8 +141,8 @@ def test_a_damaged_checkpoint_falls_back_one_and_a_missing_one_is_named(tmp_path
     assert numbers(run) == before
     config = load(run / "config.yaml").config
     with pytest.raises(RunError, match=r"no checkpoint .*checkpoint-3.*checkpoint-2, checkpoint-4"):
-        recipes.train(config, resume=run / "checkpoint-3")
-    assert recipes.train(config, resume=run) == 0
+        runner.train(config, resume=run / "checkpoint-3")
+    assert runner.train(config, resume=run) == 0
 
 
 # --- resuming with other intervals, with more steps, with nothing saved ---------------------------------------------

@@ -9,9 +9,9 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig, TagsConfig
-from posttrain.config.rewards import Reward, term_name
+from posttrain.config.schema.rewards import Reward, term_name
 from posttrain.errors import ModelError, RewardError
-from posttrain.recipes.score import score
+from posttrain.inspection.score import score
 from posttrain.rewards import maths, shaping, tagged
 from posttrain.rewards.compose import Completion, Rewards
 

@@ -12,16 +12,16 @@ from contextlib import closing
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from posttrain.config.rewards import PythonReward, Reward
+from posttrain.config.schema.rewards import PythonReward, Reward
 from posttrain.console import PlainConsole
 from posttrain.errors import RewardError
 from posttrain.progress import bar
-from posttrain.recipes.stopping import GivenUpError, Stop
 from posttrain.rewards import beside, python
 from posttrain.rewards.beside import OverdueError
 from posttrain.rewards.compose import Completion, Rewards
 from posttrain.rewards.python import RewardFunction
 from posttrain.store.logs import ConsoleLog, RunLog
+from posttrain.training.stopping import GivenUpError, Stop
 
 MODULE = """
 import asyncio, logging, sys, threading

@@ -15,12 +15,12 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.sums import EXACT_SETTINGS
-from posttrain import recipes
+from posttrain import runner
 from posttrain.cli import main
 from posttrain.config import PPOMethod, load
 from posttrain.errors import RunError
+from posttrain.inspection.receipt import _change, _completion, _texts, advantages_for
 from posttrain.losses import gae, normalized
-from posttrain.recipes.receipt import _change, _completion, _texts, advantages_for
 from posttrain.store import rollouts
 from posttrain.store.metrics import read_metrics
 from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout, StoredRun
@@ -248,7 +248,7 @@ def test_from_a_metric_down_to_the_tokens(sums_home, tmp_path, capsys, monkeypat
     paths = [f"output_dir={tmp_path}", f"model.path={sums_home / 'model'}", f"data.source={sums_home / 'train.jsonl'}"]
     settings = ["name=run", "method.type=grpo", "method.num_generations=4", "data.template=none", "data.max_length=24"]
     sizes = ["rollout.max_completion_length=6", "training.batch_size=4", "training.max_steps=3", EXACT_SETTINGS]
-    recipes.train(load(None, [*paths, *settings, *sizes, "tracking.logging_steps=1", "devices.type=cpu"]).config)
+    runner.train(load(None, [*paths, *settings, *sizes, "tracking.logging_steps=1", "devices.type=cpu"]).config)
     run = str(tmp_path / "run")
     rates = [line["learning_rate"] for line in read_metrics(tmp_path / "run") if "loss" in line]
     assert rates == pytest.approx([1e-6, 1e-6, 5e-7]), "the one step of warm-up has the whole rate, not 0"

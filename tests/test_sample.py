@@ -88,7 +88,9 @@ def test_the_text_and_the_rewards_are_those_of_training(scratch_model, tmp_path,
         prompts = {one["prompt_index"]: one["row"] for one in stored.prompts(1)}
         trained = {prompts[one["prompt_index"]]: (one["completion"], one["reward"]) for one in stored.rollouts(1)}
     shown = []
-    monkeypatch.setattr("posttrain.recipes.sample.show_completions", lambda drawn, show, console: shown.append(drawn))
+    monkeypatch.setattr(
+        "posttrain.inspection.sample.show_completions", lambda drawn, show, console: shown.append(drawn)
+    )
     asked = [str(scratch_model), "--config", "a.yaml", "--prompts", "2", "-n", "2"]
     assert main(["sample", *asked, "--stage", "one"]) == 0
     [drawn] = shown[0].values()

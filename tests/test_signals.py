@@ -8,8 +8,8 @@ import time
 import pytest
 
 from posttrain.errors import Stopped
-from posttrain.recipes.stopping import GivenUpError, LeaveAtOnceError, Stop
 from posttrain.signals import deferring, handling, leave
+from posttrain.training.stopping import GivenUpError, LeaveAtOnceError, Stop
 
 
 class Signalled:

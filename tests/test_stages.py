@@ -9,12 +9,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from posttrain import recipes
+from posttrain import runner
 from posttrain.cli import main
 from posttrain.config import Stage, dump, load
 from posttrain.errors import ConfigError, PosttrainError, RunError
-from posttrain.recipes.loop import Loop
-from posttrain.recipes.pipeline import Pipeline
+from posttrain.runner.pipeline import Pipeline
+from posttrain.training.loop import Loop
 
 COMMON = """name: chain
 model: gpt2
@@ -188,7 +188,7 @@ def first_line(folder: Path) -> dict:
 
 
 def test_each_stage_starts_from_the_one_it_names(tmp_path, shared, scratch_model, capsys):
-    assert recipes.train(chain(tmp_path, shared, scratch_model)) == 0
+    assert runner.train(chain(tmp_path, shared, scratch_model)) == 0
     run = tmp_path / "chain"
     assert states(run) == {"sft": "finished", "reward": "finished", "dpo": "finished"}
 
@@ -230,17 +230,17 @@ def crash_at(monkeypatch, method: str, step: int, error: type[BaseException] = K
 
 def test_going_on_at_stage_and_step(tmp_path, shared, scratch_model, monkeypatch):
     (tmp_path / "whole").mkdir()
-    recipes.train(chain(tmp_path / "whole", shared, scratch_model))
+    runner.train(chain(tmp_path / "whole", shared, scratch_model))
     stages = chain(tmp_path, shared, scratch_model)
     run = tmp_path / "chain"
     with monkeypatch.context() as broken:
         crash_at(broken, "reward", 1)
         with pytest.raises(KeyboardInterrupt):
-            recipes.train(stages)
+            runner.train(stages)
     assert states(run) == {"sft": "finished", "reward": "interrupted"}
     before = (run / "sft/final/manifest.json").stat().st_mtime_ns
     with pytest.raises(RunError, match=r"there are runs already in .*sft.*--resume.*--overwrite"):
-        recipes.train(stages)
+        runner.train(stages)
 
     # The folder of the whole run says it all: its config.yaml has the stages.
     assert main(["train", "--resume", str(run)]) == 0
@@ -255,11 +255,11 @@ def test_going_on_at_stage_and_step(tmp_path, shared, scratch_model, monkeypatch
     # A stage alone, extended; then one that builds on another that was trained anew is refused.
     longer = chain(tmp_path, shared, scratch_model, training={"batch_size": 4, "max_steps": 3, "learning_rate": 1e-3,
                    "warmup_steps": 0, "lr_scheduler_type": "cosine"})  # fmt: skip
-    assert recipes.train(longer, resume=run / "dpo/checkpoint-2") == 0
+    assert runner.train(longer, resume=run / "dpo/checkpoint-2") == 0
     assert json.loads((run / "dpo/results.json").read_text())["steps"] == 3
-    recipes.train(chain(tmp_path, shared, scratch_model, seed=1), overwrite=True, skip=("reward", "dpo"))
+    runner.train(chain(tmp_path, shared, scratch_model, seed=1), overwrite=True, skip=("reward", "dpo"))
     with pytest.raises(RunError, match=r"dpo was trained with another model than .*sft.final is now"):
-        recipes.train(stages, resume=True, skip=("sft", "reward"))
+        runner.train(stages, resume=True, skip=("sft", "reward"))
 
 
 def test_a_failed_stage_stops_what_builds_on_it_and_nothing_else(tmp_path, shared, scratch_model, monkeypatch, capsys):
@@ -284,7 +284,7 @@ def test_a_failed_stage_stops_what_builds_on_it_and_nothing_else(tmp_path, share
         broken.setattr(Loop, "update", fail)
         message = "1 of 6 runs failed: dpo of stories260K; not run because of that: more of stories260K"
         with pytest.raises(PosttrainError, match=message):
-            recipes.train(chained)
+            runner.train(chained)
     run = tmp_path / "chain"
     assert states(run) == {
         "stories260K/dpo": "failed", "stories260K/reward": "finished",
@@ -292,22 +292,22 @@ def test_a_failed_stage_stops_what_builds_on_it_and_nothing_else(tmp_path, share
     }  # fmt: skip
     table = capsys.readouterr().err
     assert "something in this model" in table and "needs dpo, which failed" in table
-    assert recipes.train(chained, resume=True) == 0
+    assert runner.train(chained, resume=True) == 0
     assert set(states(run).values()) == {"finished"} and "stories260K/more" in states(run)
 
 
 def test_skipping(tmp_path, shared, scratch_model):
     stages = chain(tmp_path, shared, scratch_model)
     with pytest.raises(ConfigError, match="--skip stf: there is no such stage; did you mean sft"):
-        recipes.train(stages, skip=["stf"])
+        runner.train(stages, skip=["stf"])
     with pytest.raises(RunError, match=r"--skip sft: reward of tiny-qwen3 starts from its final model"):
-        recipes.train(stages, skip=["sft"])
+        runner.train(stages, skip=["sft"])
     assert not (tmp_path / "chain/reward").exists()
-    recipes.train(stages, skip=["reward", "dpo"])
-    recipes.train(stages, skip=["sft", "reward"])
+    runner.train(stages, skip=["reward", "dpo"])
+    runner.train(stages, skip=["sft", "reward"])
     assert states(tmp_path / "chain") == {"sft": "finished", "dpo": "finished"}
     with pytest.raises(ConfigError, match="every stage is left out"):
-        recipes.train(stages, skip=["sft", "reward", "dpo"])
+        runner.train(stages, skip=["sft", "reward", "dpo"])
 
 
 def test_plan_and_explore_show_all_stages(tmp_path, shared, scratch_model, capsys, monkeypatch):

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from posttrain.errors import RunError
 from posttrain.progress import progress
-from posttrain.store.curves import _series, curves_png, write_curves
-from posttrain.store.headline import headlines
-from posttrain.store.progress import TrainingProgress, duration
-from posttrain.store.report import Facts, Picture, Table, Text, write_report
+from posttrain.reports.curves import _series, curves_png, write_curves
+from posttrain.reports.headline import headlines
+from posttrain.reports.progress import TrainingProgress, duration
+from posttrain.reports.report import Facts, Picture, Table, Text, write_report
 from posttrain.store.run import Run
 from posttrain.words import counted, model_name
 
@@ -224,7 +224,7 @@ def test_a_report_shows_the_curves_that_are_drawn_already(tmp_path, monkeypatch)
     with Run.create(tmp_path / "x", "name: x\n", {}) as run:
         run.log(1, {"loss": 1.0})
     drawn = []
-    monkeypatch.setattr("posttrain.store.report.curves_png", lambda metrics, title: drawn.append(title) or b"")
+    monkeypatch.setattr("posttrain.reports.report.curves_png", lambda metrics, title: drawn.append(title) or b"")
     write_report(run.folder, "x")
     assert len(drawn) == 1  # there is no curves.png
     write_curves(run.read_metrics(), run.folder / "curves.png", "x")

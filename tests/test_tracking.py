@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from posttrain import recipes
+from posttrain import runner
 from posttrain.cli import main
 from posttrain.config import dump, load
 from posttrain.errors import ConfigError
-from posttrain.recipes.loop import Loop
 from posttrain.store.run import Run
 from posttrain.store.tracking import Tracking, tagged, wandb_mode
+from posttrain.training.loop import Loop
 
 ALL = ["tensorboard", "wandb", "trackio"]
 
@@ -146,7 +146,7 @@ def test_every_tracker_has_what_the_run_folder_has(tmp_path, shared, scratch_mod
     """Also over a crash after step 3 and a resume from step 2: step 3 is trained twice and sent once."""
     caplog.set_level(logging.INFO, "posttrain")
     plain = training(tmp_path / "plain", shared, scratch_model, [])
-    recipes.train(plain)
+    runner.train(plain)
 
     config, update = training(tmp_path / "tracked", shared, scratch_model, ALL), Loop.update
 
@@ -158,8 +158,8 @@ def test_every_tracker_has_what_the_run_folder_has(tmp_path, shared, scratch_mod
     with monkeypatch.context() as broken:
         broken.setattr(Loop, "update", crash)
         with pytest.raises(KeyboardInterrupt):
-            recipes.train(config)
-    recipes.train(config, resume=True)
+            runner.train(config)
+    runner.train(config, resume=True)
 
     folder = tmp_path / "tracked/hh"
     expected = in_metrics(folder)

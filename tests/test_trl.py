@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.common import TRL_SETTINGS
-from posttrain import recipes
+from posttrain import runner
 from posttrain.config import load
 
 trl = pytest.importorskip("trl", reason="TRL is the oracle: pip install -e '.[bench]'")
@@ -61,7 +61,7 @@ def train_ours(
     }
     file = tmp_path / "ours.json"
     file.write_text(json.dumps(settings))
-    recipes.train(load(file).config)
+    runner.train(load(file).config)
     lines = [json.loads(line) for line in (tmp_path / "ours/metrics.jsonl").read_text().splitlines()]
     return tmp_path / "ours/final", [line["loss"] for line in lines]
 

@@ -12,7 +12,7 @@ from test_trl import pairs
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import TRL_SETTINGS
-from posttrain import recipes
+from posttrain import runner
 from posttrain.config import load
 from posttrain.engines import EmbeddedEngine
 
@@ -78,7 +78,7 @@ def train_ours(folder, model, prompts: list[str], monkeypatch, training=None, **
     }
     file = folder / "ours.json"
     file.write_text(json.dumps(settings))
-    assert recipes.train(load(file).config) == 0
+    assert runner.train(load(file).config) == 0
     return folder / "ours", drawn
 
 

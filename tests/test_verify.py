@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_resume import settings
 
-from posttrain import recipes
+from posttrain import runner
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.errors import RunError
@@ -181,7 +181,7 @@ def test_stages_are_killed_and_resumed_too(tmp_path, shared, scratch_model):
 def forgetful(stages, resume=False):
     """Training that does not take the optimizer's moments back when it goes on."""
     AdamW.load_state = lambda self, tensors: None
-    return recipes.train(stages, resume=resume)
+    return runner.train(stages, resume=resume)
 
 
 def failing(stages, resume=False):

@@ -13,7 +13,8 @@ from posttrain.batch import Example, Sample, pack
 from posttrain.errors import VitalSignError
 from posttrain.models import attention
 from posttrain.optim.adamw import AdamW
-from posttrain.recipes.vital import (
+from posttrain.scoring import RewardScorer, Scorer
+from posttrain.training.checks import (
     MovedWeights,
     check_margins,
     check_packing,
@@ -21,7 +22,6 @@ from posttrain.recipes.vital import (
     check_reward_packing,
     check_sampler,
 )
-from posttrain.scoring import RewardScorer, Scorer
 
 
 def packed_model(family="qwen3"):
@@ -158,7 +158,7 @@ def test_a_run_whose_reference_is_another_model_stops(tmp_path, shared, monkeypa
     """Through the recipe: the sign is read where the first update's margins are computed."""
     import json
 
-    from posttrain import recipes
+    from posttrain import runner
     from posttrain.config import load
     from posttrain.recipes import preference
 
@@ -178,7 +178,7 @@ def test_a_run_whose_reference_is_another_model_stops(tmp_path, shared, monkeypa
     }
     (tmp_path / "c.json").write_text(json.dumps(settings))
     with pytest.raises(VitalSignError, match="margins are not 0"):
-        recipes.train(load(tmp_path / "c.json").config)
+        runner.train(load(tmp_path / "c.json").config)
 
 
 def step(model, optimizer, rate=1e-3):

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from test_engines import DRAWN, PROMPTS, assert_trainers, policy_of, tokens_of, with_lora
 from vllm_stand_in import HAS_VLLM, NO_VLLM, Core, standing_in
 
-from posttrain.config.rollout import RolloutConfig, VllmConfig
+from posttrain.config.schema.rollout import RolloutConfig, VllmConfig
 from posttrain.engines import EmbeddedEngine, make_engine
 from posttrain.engines.vllm import core, server, wire
 from posttrain.engines.vllm.weights import fingerprint, weights_of

@@ -19,8 +19,8 @@ from benchmarks.gpu.shapes import CONFIGS
 from benchmarks.gpu.train import example
 from posttrain.batch import pack
 from posttrain.config import load
-from posttrain.recipes.activations import empty_model
-from posttrain.recipes.estimate import SAFE, Estimate, estimate, generation
+from posttrain.planning.activations import empty_model
+from posttrain.planning.estimate import SAFE, Estimate, estimate, generation
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/gpu.md"
 MODELS = ("0.5B", "1.5B", "4B", "7B", "14B", "32B")

@@ -19,13 +19,13 @@ import torch
 
 from benchmarks import sums
 from benchmarks.gpu.common import Case, CheckError, Goal, Setup, after_each
-from posttrain import recipes
+from posttrain import runner
 from posttrain.config import load
 from posttrain.engines import EmbeddedEngine
-from posttrain.recipes.loop import Loop
-from posttrain.recipes.saving import Saver
 from posttrain.rewards.compose import Rewards
 from posttrain.store.metrics import read_metrics
+from posttrain.training.loop import Loop
+from posttrain.training.saving import Saver
 
 STEPS, TINY_STEPS = 50, 2
 PART = 5  # steps whose rewards are compared with as many last ones
@@ -97,7 +97,7 @@ def measure(setup: Setup, dtype: str) -> dict[str, Any]:
         config = load(None, settings(setup, home, Path(folder), dtype, steps)).config
         began = time.perf_counter()
         with phases() as seconds:
-            recipes.train(config)
+            runner.train(config)
         whole = time.perf_counter() - began
         lines = [line for line in read_metrics(Path(folder) / "run") if "reward" in line]
     rewards = [line["reward"] for line in lines]

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.gpu.common import Case, CheckError, Setup
-from posttrain import recipes
+from posttrain import runner
 from posttrain.config import load
 from posttrain.data import arithmetic_problems
 from posttrain.quickstart import Size, quickstart
@@ -111,7 +111,7 @@ def run(setup: Setup, folder: Path, method: str, changes: Mapping[str, Any], ste
         **changes,
     }
     config = load(None, [f"{name}={json.dumps(value)}" for name, value in settings.items()]).config
-    recipes.train(config, resume=resume)
+    runner.train(config, resume=resume)
     return [line["loss"] for line in read_metrics(folder / "run") if "loss" in line]
 
 

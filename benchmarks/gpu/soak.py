@@ -19,10 +19,10 @@ import torch
 
 from benchmarks.gpu.common import Case, Goal, Setup, after_each
 from benchmarks.gpu.shapes import model_folder
-from posttrain import recipes
+from posttrain import runner
 from posttrain.config import load
 from posttrain.memory import memory_in_use
-from posttrain.recipes.loop import Loop
+from posttrain.training.loop import Loop
 
 STEPS, TINY_STEPS = 300, 6
 ROWS = 512
@@ -89,7 +89,7 @@ def measure(setup: Setup, method: str) -> dict[str, Any]:
     with TemporaryDirectory(prefix="posttrain-") as folder:
         config = load(None, settings(setup, method, Path(folder))).config
         with after_each(Loop, "updates", note):
-            recipes.train(config)
+            runner.train(config)
     return {
         "growth": max(growth(held) for held in (host, card) if held),
         "memory_gib": max(card or host) / 2**30,

@@ -35,9 +35,9 @@ from posttrain.batch import Example, Pack, Sample
 from posttrain.config import dump, load
 from posttrain.memory import peak_memory, release_memory, reset_peak_memory
 from posttrain.optim.update import Objective, update
-from posttrain.recipes.job import Job
-from posttrain.recipes.probe import Step
+from posttrain.planning.probe import Step
 from posttrain.store.run import Run
+from posttrain.training.job import Job
 
 LENGTHS = {"2k": 2048, "8k": 8192, "16k": 16_384}
 TINY_LENGTH = 256
@@ -150,7 +150,7 @@ def an_update(setup: Setup, name: str) -> Iterator[Update]:
     with TemporaryDirectory(prefix="posttrain-") as folder:
         config = load(None, settings(setup, name, Path(folder))).config
         with Run.create(Path(folder) / "run", dump(config), {}) as run:
-            yield Update(setup, Job.start(config, config.models[0], run, None), name)
+            yield Update(setup, Job.start(config, config.models[0], run, None, False), name)
 
 
 def measure(setup: Setup, name: str, measured: dict[str, dict[str, Any]]) -> dict[str, Any]:

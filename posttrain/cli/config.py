@@ -12,8 +12,8 @@ from posttrain.cli.flags import SettingsCommand, with_settings
 from posttrain.cli.settings import Config, Overrides, load_stages
 from posttrain.config import dump, preset_names
 from posttrain.config.editor import json_schema
-from posttrain.config.explain import did_you_mean
-from posttrain.config.presets import preset_summary
+from posttrain.config.reading.explain import did_you_mean
+from posttrain.config.reading.presets import preset_summary
 from posttrain.config.render import EXAMPLES, starter
 from posttrain.console import PlainConsole
 from posttrain.errors import ConfigError

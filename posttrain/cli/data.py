@@ -7,7 +7,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from posttrain.config.known import KNOWN, known_set, name_of
+from posttrain.config.schema.datasets import KNOWN, known_set, name_of
 from posttrain.console import PlainConsole
 from posttrain.errors import DataError
 from posttrain.terminal import say
@@ -43,7 +43,7 @@ def save(
         raise DataError(f"{source} is made on the spot and needs no saving")
     if folder.exists():
         raise DataError(f"{folder} is there already: choose another folder, or remove it first")
-    from posttrain.data.keep import keep  # imports torch, which takes seconds
+    from posttrain.data.download import keep  # imports torch, which takes seconds
 
     for done in keep(source, folder, split, max_rows):
         left_out = f", {done.malformed:,} malformed left out" if done.malformed else ""

@@ -15,8 +15,8 @@ def explore(config: Config = None, overrides: Overrides = None, rows: Rows = 3, 
     stages = load_stages(config, overrides, flags)
     from posttrain.console import PlainConsole  # these import torch, which takes seconds
     from posttrain.data import explore as show
-    from posttrain.recipes.job import data_of
-    from posttrain.recipes.plan import StageTokenizers
+    from posttrain.planning.plan import StageTokenizers
+    from posttrain.training.job import data_of
 
     console = PlainConsole()
     tokenizers = StageTokenizers(0)

@@ -14,11 +14,11 @@ from typer.core import TyperCommand
 
 from posttrain.cli.errors import UsageError
 from posttrain.config import preset_path
-from posttrain.config.evaluation import SAMPLING
-from posttrain.config.fields import Setting, all_settings, choices, options
-from posttrain.config.hints import hint
-from posttrain.config.load import FlagText
+from posttrain.config.reading.fields import Setting, all_settings, choices, options
+from posttrain.config.reading.hints import hint
+from posttrain.config.reading.load import FlagText
 from posttrain.config.render import HEADINGS, described, flow
+from posttrain.config.schema.evaluation import SAMPLING
 
 # Short names that the rule (the path without its section) would make obscure or ambiguous.
 SHORT = {"model.path": "model", "model.name": "model-name", "method.type": "method", "devices.type": "device"}

@@ -8,7 +8,7 @@ import typer
 from posttrain.cli.score import Dtype, Format, Overwrite, Template
 from posttrain.cli.settings import Device, devices_from_flag, from_flags
 from posttrain.config import DataConfig, ModelConfig
-from posttrain.config.rollout import RolloutConfig
+from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.terminal import say
 from posttrain.words import counted
 
@@ -65,8 +65,8 @@ def generate(
     )
     devices = devices_from_flag(device)
     data = from_flags(DataConfig, {"source": str(file), "format": format, "template": template or "none"})
+    from posttrain.inspection.generate import generate as generate_for
     from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
-    from posttrain.recipes.generate import generate as generate_for
 
     if template is None and load_tokenizer(model_settings).chat_template:
         data = data.model_copy(update={"template": "chat"})

@@ -9,9 +9,9 @@ from posttrain.cli.errors import UsageError
 from posttrain.cli.generate import Seed, Stop
 from posttrain.cli.settings import devices_from_flag, from_flags, rewards_from_flags
 from posttrain.config import DataConfig, ModelConfig, OnlineMethod, RunConfig, load
-from posttrain.config.explain import did_you_mean
-from posttrain.config.rollout import RolloutConfig
-from posttrain.store.listing import newest_model
+from posttrain.config.reading.explain import did_you_mean
+from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.reports.listing import newest_model
 
 Model = Annotated[
     str, typer.Argument(help="Hub id or folder: a causal model, a LoRA adapter, a checkpoint, or a run (its newest).")
@@ -105,9 +105,9 @@ def sample(
     data = _data(settings, file, {"format": format, "template": template})
     rewards = rewards_from_flags(reward) if reward else settings.rewards if settings else ()
     from posttrain.console import PlainConsole
+    from posttrain.inspection.sample import Setup
+    from posttrain.inspection.sample import sample as sample_from
     from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
-    from posttrain.recipes.sample import Setup
-    from posttrain.recipes.sample import sample as sample_from
 
     model_settings = _model(settings, path, dtype)
     if settings is None and template is None and load_tokenizer(model_settings).chat_template:
@@ -147,7 +147,7 @@ def _settings(model: str, folder: Path, config: str | None, stage: str | None) -
     saved = _saved_settings(folder)
     if saved is None:
         return None
-    from posttrain.recipes.inputs import located  # imports torch, which takes seconds
+    from posttrain.training.inputs import located  # imports torch, which takes seconds
 
     return located(load(saved).config, saved.parent if (saved.parent / "run.json").is_file() else saved.parents[1])
 

@@ -49,8 +49,8 @@ def score(
     flags = {"model.path": model, "model.dtype": dtype, "method.type": "sft", "data.source": str(file)}
     flags |= {"training.tokens_per_pack": max(tokens_per_pack, 2 * max_length)}
     config = load(None, overrides, flags).config
+    from posttrain.inspection.score import score as score_file
     from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
-    from posttrain.recipes.score import score as score_file
 
     if template is None:
         template = "chat" if load_tokenizer(config.models[0]).chat_template else "none"

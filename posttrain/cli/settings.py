@@ -10,11 +10,11 @@ from pydantic import ValidationError
 
 from posttrain.cli.errors import UsageError
 from posttrain.config import DevicesConfig, Stage, load
-from posttrain.config.base import Settings, SettingsConflict
-from posttrain.config.explain import explain, wrong_value
-from posttrain.config.fields import full
-from posttrain.config.files import parse_value
-from posttrain.config.rewards import Reward
+from posttrain.config.reading.explain import explain, wrong_value
+from posttrain.config.reading.fields import full
+from posttrain.config.reading.files import parse_value
+from posttrain.config.schema.base import Settings, SettingsConflict
+from posttrain.config.schema.rewards import Reward
 from posttrain.terminal import say
 
 Group = TypeVar("Group", bound=Settings)

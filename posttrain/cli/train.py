@@ -9,10 +9,10 @@ import typer
 
 from posttrain.cli.errors import Interrupted, UsageError
 from posttrain.cli.settings import Config, Overrides, load_stages, split_arguments
-from posttrain.config.explain import did_you_mean
-from posttrain.config.methods import METHOD_NAMES, METHODS
+from posttrain.config.reading.explain import did_you_mean
+from posttrain.config.schema.methods import METHOD_NAMES, METHODS
 from posttrain.errors import RunError
-from posttrain.store.progress import duration
+from posttrain.reports.progress import duration
 from posttrain.terminal import say
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what the run would do, and do nothing.")]
@@ -64,7 +64,7 @@ def train(
     if config is None and checkpoint is not None:  # saved settings have the methods as stages
         stages = load_stages(str(saved_config(checkpoint)), overrides, flags)
     elif compared:
-        from posttrain.recipes.comparison import methods_as_stages  # imports torch, which takes seconds
+        from posttrain.runner.comparison import methods_as_stages  # imports torch, which takes seconds
 
         stages = methods_as_stages(*split_arguments(config, overrides), flags, compared)
     else:
@@ -73,13 +73,15 @@ def train(
     if model_index is not None and not 0 <= model_index < len(models):
         raise UsageError(f"--model-index {model_index}: there are models 0 to {len(models) - 1}")
     began = time.monotonic()
-    from posttrain import recipes  # imports torch, which takes seconds
-
     if dry_run:
-        recipes.plan(stages, model_index=model_index, skip=skip or ())
+        from posttrain.planning.plan import plan as print_plan  # imports torch, which takes seconds
+
+        print_plan(stages, model_index=model_index, skip=skip or ())
         return 0
+    from posttrain import runner  # imports torch, which takes seconds
+
     try:
-        status = recipes.train(
+        status = runner.train(
             stages,
             resume=checkpoint or resume is not None,
             overwrite=overwrite,
@@ -120,10 +122,10 @@ def plan(
     if memory_limit is not None and not (probe and memory_limit > 0):
         raise UsageError("--memory-limit is for --probe, a number of GiB above 0")
     stages = load_stages(config, overrides, flags)
-    from posttrain import recipes  # imports torch, which takes seconds
+    from posttrain.planning.plan import plan as print_plan  # imports torch, which takes seconds
 
     limit = None if memory_limit is None else int(memory_limit * 2**30)
-    recipes.plan(stages, probed=probe, memory_limit=limit)
+    print_plan(stages, probed=probe, memory_limit=limit)
 
 
 def saved_config(checkpoint: Path) -> Path:

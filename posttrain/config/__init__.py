@@ -1,9 +1,11 @@
 """The settings of a run: the schema with every default, and reading them from files, presets, overrides and flags."""
 
-from posttrain.config.data import DataConfig, SourceConfig, TagsConfig, ValidationConfig
-from posttrain.config.evaluation import EvaluationConfig, EvaluationDataset
-from posttrain.config.load import Loaded, dump, find, load
-from posttrain.config.methods import (
+from posttrain.config.reading.load import Loaded, dump, find, load
+from posttrain.config.reading.presets import preset_names, preset_path
+from posttrain.config.reading.stages import Stage, check_skip
+from posttrain.config.schema.data import DataConfig, SourceConfig, TagsConfig, ValidationConfig
+from posttrain.config.schema.evaluation import EvaluationConfig, EvaluationDataset
+from posttrain.config.schema.methods import (
     CPOMethod,
     DPOMethod,
     KTOMethod,
@@ -13,8 +15,8 @@ from posttrain.config.methods import (
     SFTMethod,
     SimPOMethod,
 )
-from posttrain.config.model import LoraConfig, ModelConfig
-from posttrain.config.online import (
+from posttrain.config.schema.model import LoraConfig, ModelConfig
+from posttrain.config.schema.online import (
     GRPOMethod,
     OnlineMethod,
     PolicyGradientMethod,
@@ -22,9 +24,8 @@ from posttrain.config.online import (
     ReinforcePlusPlusMethod,
     RLOOMethod,
 )
-from posttrain.config.presets import preset_names, preset_path
-from posttrain.config.rollout import RolloutConfig
-from posttrain.config.schema import (
+from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.config.schema.run import (
     CheckpointConfig,
     DevicesConfig,
     RunConfig,
@@ -32,7 +33,6 @@ from posttrain.config.schema import (
     TrainingConfig,
     learning_rate,
 )
-from posttrain.config.stages import Stage, check_skip
 
 __all__ = [
     "CPOMethod",

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from posttrain.config.layers import ALIASES, ON_OFF
-from posttrain.config.methods import METHOD_NAMES, METHODS, PPO_NAMES
-from posttrain.config.schema import RunConfig
+from posttrain.config.reading.layers import ALIASES, ON_OFF
+from posttrain.config.schema.methods import METHOD_NAMES, METHODS, PPO_NAMES
+from posttrain.config.schema.run import RunConfig
 
 # pydantic writes a bound after a validator under its own name.
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}

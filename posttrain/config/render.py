@@ -7,9 +7,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from posttrain.config.data import SourceConfig
-from posttrain.config.evaluation import EvaluationDataset
-from posttrain.config.fields import (
+from posttrain.config.reading.fields import (
     Setting,
     all_settings,
     choices,
@@ -21,10 +19,12 @@ from posttrain.config.fields import (
     models_in,
     options,
 )
-from posttrain.config.files import write_yaml
-from posttrain.config.hints import SYSTEMS, hint
-from posttrain.config.methods import METHODS
-from posttrain.config.rewards import Reward, RewardTerm
+from posttrain.config.reading.files import write_yaml
+from posttrain.config.reading.hints import SYSTEMS, hint
+from posttrain.config.schema.data import SourceConfig
+from posttrain.config.schema.evaluation import EvaluationDataset
+from posttrain.config.schema.methods import METHODS
+from posttrain.config.schema.rewards import Reward, RewardTerm
 
 WIDTH = 110
 REWARDS = models_in(Reward)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from posttrain.data.answers import working_and_answer
 from posttrain.data.rows import (
     Fields,
     Row,
@@ -24,6 +23,7 @@ from posttrain.data.rows import (
     text_of,
     tools_of,
 )
+from posttrain.data.solutions import working_and_answer
 from posttrain.data.templates import Template
 from posttrain.errors import DataError
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from posttrain.config.base import Kind
-from posttrain.config.data import DataConfig
+from posttrain.config.schema.base import Kind
+from posttrain.config.schema.data import DataConfig
 from posttrain.data.dataset import Limits, Table
 from posttrain.errors import DataError
 

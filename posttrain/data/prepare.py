@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config.data import DataConfig
-from posttrain.config.evaluation import EvaluationDataset
-from posttrain.config.schema import RunConfig
+from posttrain.config.schema.data import DataConfig
+from posttrain.config.schema.evaluation import EvaluationDataset
+from posttrain.config.schema.run import RunConfig
 from posttrain.data import cache
 from posttrain.data.dataset import Dataset
 from posttrain.data.lengths import Room, evaluation_limits, longest_prompt, training_limits

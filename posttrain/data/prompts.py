@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config.data import DataConfig
+from posttrain.config.schema.data import DataConfig
 from posttrain.data import cache
 from posttrain.data.layouts import find_layout
 from posttrain.data.readers import Record

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config.base import Kind
-from posttrain.config.data import DataConfig
+from posttrain.config.schema.base import Kind
+from posttrain.config.schema.data import DataConfig
 from posttrain.data import cache
 from posttrain.data.dataset import Fitted, Limits, Table
 from posttrain.data.layouts import Layout, find_layout

@@ -16,7 +16,7 @@ from typing import IO, Any
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.errors import DataError
-from posttrain.idle import Idle
+from posttrain.helpers import Idle
 
 SECONDS = 2.0  # for one conversation
 STARTUP_SECONDS = 120.0

@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from posttrain.config.known import KNOWN, KnownSet, known_set
+from posttrain.config.schema.datasets import KNOWN, KnownSet, known_set
 from posttrain.data.readers import READERS, Record, read_files
 from posttrain.data.saved import read_manifest, saved_files
 from posttrain.data.tasks import TASKS, Compose

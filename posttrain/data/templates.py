@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config.data import TEMPLATES, DataConfig, TagsConfig
+from posttrain.config.schema.data import TEMPLATES, DataConfig, TagsConfig
 from posttrain.data.published import PUBLISHED, put_on
 from posttrain.errors import DataError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config.rollout import EngineName, VllmConfig
+from posttrain.config.schema.rollout import EngineName, VllmConfig
 from posttrain.engines.embedded import EmbeddedEngine
 from posttrain.engines.plain import TransformersEngine
 from posttrain.engines.protocol import Completion, Engine, Sampling

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from posttrain.grading.pool import DEADLINE_S, Pool
 from posttrain.grading.verdict import Job
-from posttrain.rewards.known import RULES, modules_of
+from posttrain.rewards.rules import RULES, modules_of
 
 PATIENT_S = 5 * DEADLINE_S  # the deadline of one comparison with `fast=False`
 Truth = str | int | float | Sequence[str | int | float]

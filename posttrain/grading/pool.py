@@ -28,7 +28,7 @@ from posttrain.errors import RewardError
 from posttrain.grading.process import Deadlines, WorkerProcess, worker_environment
 from posttrain.grading.template import CAN_FORK, Template
 from posttrain.grading.verdict import NON_VERDICTS, Grade, Job
-from posttrain.idle import Idle
+from posttrain.helpers import Idle
 
 log = logging.getLogger("posttrain")
 

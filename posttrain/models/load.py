@@ -23,8 +23,8 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from posttrain.config.model import ModelConfig
-from posttrain.config.schema import DevicesConfig
+from posttrain.config.schema.model import ModelConfig
+from posttrain.config.schema.run import DevicesConfig
 from posttrain.errors import ModelError, WeightsError
 from posttrain.hub import stay_offline_without_network
 from posttrain.models.attention import NAME as PACKED

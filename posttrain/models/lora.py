@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from posttrain.config.model import LoraConfig
+from posttrain.config.schema.model import LoraConfig
 from posttrain.errors import DamagedError, ModelError
 from posttrain.models.families import FAMILIES, backbone_of
 from posttrain.models.load import Head

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
-from posttrain.config.model import ModelConfig
+from posttrain.config.schema.model import ModelConfig
 from posttrain.errors import ModelError
 from posttrain.extras import need
 from posttrain.models import flex

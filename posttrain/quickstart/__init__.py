@@ -12,14 +12,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from posttrain import recipes
+from posttrain import runner
 from posttrain.config import load
 from posttrain.console import PlainConsole
 from posttrain.data import arithmetic_problems
 from posttrain.errors import RunError
-from posttrain.quickstart.answers import ask, make_pairs, rewards
 from posttrain.quickstart.measure import Measured, measure
 from posttrain.quickstart.model import make_model
+from posttrain.quickstart.replies import ask, make_pairs, rewards
 from posttrain.quickstart.show import Outcome, tell, write
 from posttrain.quickstart.stages import Size, settings_files
 from posttrain.store.atomic import write_file
@@ -50,7 +50,7 @@ def quickstart(
     def train(stage: str) -> Path:
         file = folder / f"{stage}.yaml"
         console.print(f"     posttrain train {file}", style="dim", soft_wrap=True)
-        recipes.train(load(file).config, overwrite=overwrite)
+        runner.train(load(file).config, overwrite=overwrite)
         return folder / stage / "final"
 
     head(1, "A model that knows nothing", "Random weights, and a tokenizer made on the spot.")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from posttrain.quickstart.answers import Reply
+from posttrain.quickstart.replies import Reply
 
 
 @dataclass(frozen=True, slots=True)

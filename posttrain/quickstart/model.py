@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3
 from posttrain.config import DataConfig
 from posttrain.data import arithmetic_problems
 from posttrain.data.templates import choose_template
-from posttrain.quickstart.answers import turns
+from posttrain.quickstart.replies import turns
 
 PAD, STOP = "<pad>", "<stop>"
 EXAMPLES = 1000  # texts that the tokenizer learns from

@@ -13,7 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import PercentFormatter
 
 from posttrain.quickstart.measure import Measured
-from posttrain.store.curves import COLOURS, GROUND, INK
+from posttrain.reports.curves import COLOURS, GROUND, INK
 
 # Stage -> its title, and the metric that is drawn
 STAGES = {

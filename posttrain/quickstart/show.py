@@ -14,14 +14,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.quickstart.answers import TAGS, Problem, Reply
 from posttrain.quickstart.measure import COLUMNS, Measured, paired, rows, telling
 from posttrain.quickstart.picture import STAGES, picture
-from posttrain.store import report
+from posttrain.quickstart.replies import TAGS, Problem, Reply
+from posttrain.reports import report
+from posttrain.reports.progress import duration
 from posttrain.store.atomic import write_file
 from posttrain.store.files import load_json, save_json, save_rows
 from posttrain.store.metrics import read_metrics
-from posttrain.store.progress import duration
 
 LONGEST = 60  # characters of a reply shown
 SHOWN = ("SFT", "DPO", "GRPO")  # models whose replies are shown

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from posttrain.batch import Pack
 from posttrain.config import GRPOMethod, PolicyGradientMethod, ReinforcePlusPlusMethod, RLOOMethod
+from posttrain.data import Prepared
 from posttrain.losses import (
     POLICY_LOSSES,
     Counts,
@@ -31,24 +32,22 @@ from posttrain.losses import (
     truncated_weights,
 )
 from posttrain.optim.update import Objective
-from posttrain.recipes.alarms import Alarms
-from posttrain.recipes.drawn import rollout_store, sampler_of
-from posttrain.recipes.heaviest import keeps_engine
-from posttrain.recipes.job import Job
-from posttrain.recipes.loop import Loop
 from posttrain.recipes.online import Step, evaluate, in_packs, look_at_sampler, minibatches, scored
-from posttrain.recipes.reference import token_reference
-from posttrain.recipes.vital import check_margins, check_packing, check_ratio
 from posttrain.rollout import Part
 from posttrain.scoring import Scorer
+from posttrain.training.alarms import Alarms
+from posttrain.training.checks import check_margins, check_packing, check_ratio
+from posttrain.training.evaluation import rollout_store, sampler_of
+from posttrain.training.job import Job
+from posttrain.training.loop import Loop
+from posttrain.training.reference import token_reference
 
 EPS = 1e-4  # beside the spread that advantages are divided by, as in TRL
 
 
-def train(job: Job) -> Loop:
+def train(job: Job, data: Prepared) -> Loop:
     method = job.config.method
     assert isinstance(method, PolicyGradientMethod)
-    data = job.data()
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     scorer = Scorer(policy)
@@ -126,7 +125,7 @@ def train(job: Job) -> Loop:
                 yield parts, objective_of(step, counts, first)
 
     loop = Loop(job, policy, optimizer, data)
-    with sampler_of(job, policy, data, keeps_engine(job, data)) as sample, rollout_store(job, loop) as store:
+    with sampler_of(job, policy, data, job.keeps_engine) as sample, rollout_store(job, loop) as store:
         alarms = Alarms(loop.state.memory)
         sample.engine.load(policy, loop.state.step)
         if loop.evaluation_due:

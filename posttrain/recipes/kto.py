@@ -23,11 +23,11 @@ from posttrain.config import KTOMethod
 from posttrain.data import Dataset, Prepared
 from posttrain.losses import RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
 from posttrain.optim.update import Objective
-from posttrain.recipes.job import Job
-from posttrain.recipes.loop import Loop, epoch_order, total_steps
-from posttrain.recipes.reference import Portion, make_reference, whole_sets
-from posttrain.recipes.vital import check_margins, check_packing
 from posttrain.scoring import Scorer
+from posttrain.training.checks import check_margins, check_packing
+from posttrain.training.job import Job
+from posttrain.training.loop import Loop, epoch_order, total_steps
+from posttrain.training.reference import Portion, make_reference, whole_sets
 
 log = logging.getLogger("posttrain")
 
@@ -43,10 +43,9 @@ class Levels:
     rewards: RunningMean | None = None  # BCO's, with this batch
 
 
-def train(job: Job) -> Loop:
+def train(job: Job, data: Prepared) -> Loop:
     method = job.config.method
     assert isinstance(method, KTOMethod)
-    data = job.data()
     advise_on_weights(method, data.train.labels)
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from posttrain.batch import Pack
 from posttrain.losses.reduce import sum_segments
-from posttrain.recipes.drawn import as_text, measure_drawn, parts_of
-from posttrain.recipes.job import Job
-from posttrain.recipes.loop import Loop
-from posttrain.recipes.vital import check_sampler
 from posttrain.rollout import Part, Rollout, Sampler
 from posttrain.store.rollouts import RolloutStore, StoredPrompt, StoredRollout
+from posttrain.training.checks import check_sampler
+from posttrain.training.evaluation import as_text, measure_drawn, parts_of
+from posttrain.training.job import Job
+from posttrain.training.loop import Loop
 
 
 def in_packs(job: Job, rollout: Rollout, chosen: Sequence[int] | Tensor) -> list[Part]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from posttrain.batch import Pack
 from posttrain.config import PPOMethod
+from posttrain.data import Prepared
 from posttrain.losses import (
     ReturnScale,
     adapted_kl_coef,
@@ -34,24 +35,22 @@ from posttrain.losses import (
     whitened,
 )
 from posttrain.optim.update import Objective
-from posttrain.recipes.alarms import Alarms
-from posttrain.recipes.drawn import rollout_store, sampler_of
-from posttrain.recipes.heaviest import keeps_engine
-from posttrain.recipes.job import Job
-from posttrain.recipes.loop import Loop
 from posttrain.recipes.online import Step, evaluate, in_packs, look_at_sampler, minibatches, scored
-from posttrain.recipes.reference import token_reference
-from posttrain.recipes.vital import check_margins, check_packing, check_ratio
 from posttrain.rollout import Part
 from posttrain.scoring import Scorer, ValueScorer
+from posttrain.training.alarms import Alarms
+from posttrain.training.checks import check_margins, check_packing, check_ratio
+from posttrain.training.evaluation import rollout_store, sampler_of
+from posttrain.training.job import Job
+from posttrain.training.loop import Loop
+from posttrain.training.reference import token_reference
 
 EPS = 1e-8  # beside the spread that advantages are divided by
 
 
-def train(job: Job) -> Loop:
+def train(job: Job, data: Prepared) -> Loop:
     method = job.config.method
     assert isinstance(method, PPOMethod)
-    data = job.data()
     actor_critic = ValueScorer.of(job.policy("lm"), job.checkpoint)
     optimizer = job.optimizer(actor_critic)
     policy = actor_critic.model
@@ -106,7 +105,7 @@ def train(job: Job) -> Loop:
                 yield parts, objective_of(step, int(step.rollout.length_S[chosen].sum()), len(chosen), first)
 
     loop = Loop(job, actor_critic, optimizer, data)
-    with sampler_of(job, policy, data, keeps_engine(job, data)) as sample, rollout_store(job, loop) as store:
+    with sampler_of(job, policy, data, job.keeps_engine) as sample, rollout_store(job, loop) as store:
         alarms, memory = Alarms(loop.state.memory), loop.state.memory
         sample.engine.load(policy, loop.state.step)
         if loop.evaluation_due:

@@ -16,19 +16,19 @@ import torch
 
 from posttrain.batch import Example, Pack
 from posttrain.config import DPOMethod
+from posttrain.data import Prepared
 from posttrain.losses import Pairs, couples_batch, loss_coefficients, preference_loss, preference_metrics
 from posttrain.optim.update import Objective
-from posttrain.recipes.job import Job
-from posttrain.recipes.loop import Loop
-from posttrain.recipes.reference import Reference, make_reference, no_reference, whole_sets
-from posttrain.recipes.vital import check_margins, check_packing
 from posttrain.scoring import Scorer
+from posttrain.training.checks import check_margins, check_packing
+from posttrain.training.job import Job
+from posttrain.training.loop import Loop
+from posttrain.training.reference import Reference, make_reference, no_reference, whole_sets
 
 
-def train(job: Job) -> Loop:
+def train(job: Job, data: Prepared) -> Loop:
     method = job.config.method
     assert isinstance(method, DPOMethod)
-    data = job.data()
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     scorer = Scorer(policy)

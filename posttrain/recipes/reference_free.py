@@ -16,21 +16,21 @@ import torch
 
 from posttrain.batch import Example, Pack, sent
 from posttrain.config import CPOMethod, ORPOMethod, SimPOMethod
-from posttrain.config.methods import AnyMethod
+from posttrain.config.schema.methods import AnyMethod
+from posttrain.data import Prepared
 from posttrain.losses import Pairs, contrastive, contrastive_metrics, odds_ratio, odds_ratio_metrics
 from posttrain.optim.update import Metrics, Objective
-from posttrain.recipes.job import Job
-from posttrain.recipes.loop import Loop
-from posttrain.recipes.vital import check_packing
 from posttrain.scoring import Scorer
+from posttrain.training.checks import check_packing
+from posttrain.training.job import Job
+from posttrain.training.loop import Loop
 
 
-def train(job: Job) -> Loop:
+def train(job: Job, data: Prepared) -> Loop:
     method = job.config.method
     assert isinstance(method, ORPOMethod | CPOMethod | SimPOMethod)
     nll_weight = 1.0 if isinstance(method, ORPOMethod) else method.cpo_alpha
     compare = comparison(method)
-    data = job.data()
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     scorer = Scorer(policy)

@@ -15,18 +15,18 @@ import torch
 
 from posttrain.batch import Example, Pack, sent
 from posttrain.config import RewardMethod
+from posttrain.data import Prepared
 from posttrain.losses import bradley_terry, global_mean, reward_metrics, reward_range
 from posttrain.optim.update import Objective
-from posttrain.recipes.job import Job
-from posttrain.recipes.loop import Loop
-from posttrain.recipes.vital import check_reward_packing
 from posttrain.scoring import RewardScorer
+from posttrain.training.checks import check_reward_packing
+from posttrain.training.job import Job
+from posttrain.training.loop import Loop
 
 
-def train(job: Job) -> Loop:
+def train(job: Job, data: Prepared) -> Loop:
     method = job.config.method
     assert isinstance(method, RewardMethod)
-    data = job.data()
     policy = job.policy("reward")
     optimizer = job.optimizer(policy)
     scorer = RewardScorer(policy)

@@ -9,16 +9,16 @@ where the data is tokenised (completion, assistant turns or all).
 from __future__ import annotations
 
 from posttrain.batch import Example, Pack
+from posttrain.data import Prepared
 from posttrain.losses import global_mean, nll
 from posttrain.optim.update import Objective
-from posttrain.recipes.job import Job
-from posttrain.recipes.loop import Loop
-from posttrain.recipes.vital import check_packing
 from posttrain.scoring import Scorer
+from posttrain.training.checks import check_packing
+from posttrain.training.job import Job
+from posttrain.training.loop import Loop
 
 
-def train(job: Job) -> Loop:
-    data = job.data()
+def train(job: Job, data: Prepared) -> Loop:
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     scorer = Scorer(policy)

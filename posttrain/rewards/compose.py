@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from posttrain.config import DevicesConfig, TagsConfig
-from posttrain.config.rewards import (
+from posttrain.config.schema.rewards import (
     LengthReward,
     ModelReward,
     OverlongReward,
@@ -30,8 +30,8 @@ from posttrain.grading.pool import DEADLINE_S, Pool
 from posttrain.grading.verdict import VERDICTS, Grade, Job
 from posttrain.rewards import shaping
 from posttrain.rewards.beside import OverdueError
-from posttrain.rewards.known import NEEDS_ANSWER, RULES, modules_of, options_of, prove
 from posttrain.rewards.python import RewardFunction
+from posttrain.rewards.rules import NEEDS_ANSWER, RULES, modules_of, options_of, prove
 from posttrain.words import counted
 
 log = logging.getLogger("posttrain")

@@ -22,8 +22,8 @@ from posttrain.errors import DataError, RewardError
 from posttrain.grading.pool import DEADLINE_S, Pool
 from posttrain.grading.verdict import VERDICTS, Grade, Job
 from posttrain.progress import progress
-from posttrain.rewards.known import NEEDS_ANSWER, RULES, modules_of, options_of, prove
 from posttrain.rewards.python import RewardFunction
+from posttrain.rewards.rules import NEEDS_ANSWER, RULES, modules_of, options_of, prove
 from posttrain.store.files import ready_to_write, save_rows
 from posttrain.words import counted
 

@@ -12,7 +12,7 @@ Training", Liu et al. 2025.)
 
 from __future__ import annotations
 
-from posttrain.grading.answers import LONGEST, is_readable, same_answer
+from posttrain.grading.equality import LONGEST, is_readable, same_answer
 from posttrain.grading.extract import (
     ANSWER,
     ANSWER_END,

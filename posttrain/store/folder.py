@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from posttrain.config import Stage
 from posttrain.errors import RunError
 from posttrain.store.atomic import LEFTOVER
 from posttrain.store.checkpoint import saved_step
@@ -114,3 +115,10 @@ def empty(folder: Path) -> None:
                 path.unlink()
     except OSError as error:
         raise RunError(f"cannot empty {folder}: {error}") from error
+
+
+def run_folder(root: Path, stage: Stage, model: int, several_stages: bool) -> Path:
+    """Where a model is trained at a stage."""
+    if len(stage.config.models) > 1:
+        root = root / stage.config.models[model].folder_name
+    return root / stage.name if several_stages else root

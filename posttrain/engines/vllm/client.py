@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from posttrain.config.rollout import VllmConfig
+from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.vllm import wire
 from posttrain.engines.vllm.core import VERSIONS, Drawn

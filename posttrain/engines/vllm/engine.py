@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.batch import Example, Sample, pack
-from posttrain.config.rollout import VllmConfig
+from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.embedded import evaluating
 from posttrain.engines.protocol import Completion, Request, Sampling, not_finite, requests
 from posttrain.engines.stops import StopTexts

@@ -1,0 +1,1 @@
+"""How settings are read: files, presets, inheritance, interpolation, overrides, flags, errors."""

@@ -1,0 +1,180 @@
+"""Pydantic's complaints as one line each: where it was written, which setting, what is wrong, what was meant."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+from posttrain.config.reading.fields import choices, expected, kinds_of, known_paths, models_in, step
+from posttrain.config.reading.files import KeyPath
+from posttrain.config.reading.hints import hint
+from posttrain.config.schema.base import SettingsConflict
+from posttrain.config.schema.methods import METHOD_NAMES, METHODS
+from posttrain.config.schema.run import RunConfig
+
+
+def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> list[str]:
+    """One line for each thing wrong with `values`, in the order of the settings."""
+    found: dict[KeyPath, str] = {}
+    for problem in error.errors(include_url=False):
+        for path, message in _messages(problem, values):
+            found.setdefault(path, message)
+    # A union complains once for each branch: the complaint about an entry inside says more than one about the whole.
+    paths = [p for p in found if not any(other != p and other[: len(p)] == p for other in found)]
+    paths = [p for p in paths if not (found[p].startswith("is missing") and _meant_elsewhere(p, found, values))]
+    paths.sort(key=lambda p: _line(_where(p, origins)))
+    return [f"{_where(path, origins)}{dotted(path, values)} {found[path]}" for path in paths]
+
+
+def _meant_elsewhere(path: KeyPath, found: Mapping[KeyPath, str], values: Mapping[str, Any]) -> bool:
+    """Is a missing setting the one that an unknown name beside it probably meant?"""
+    return any(f"did you mean {dotted(path, values)}?" in message for message in found.values())
+
+
+def _line(where: str) -> tuple[str, int]:
+    name, _, line = where.removesuffix(": ").rpartition(":")
+    return (name, int(line)) if line.isdecimal() else (where, 0)
+
+
+def _messages(problem: Any, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    path, annotation = _locate(problem["loc"], values)
+    conflict = problem.get("ctx", {}).get("error")
+    if problem["type"] == "extra_forbidden":
+        yield path, unknown(path, values)
+    elif problem["type"] == "missing":
+        yield path, "is missing" + _missing_hint(path)
+    elif isinstance(conflict, SettingsConflict):
+        for inner, message in conflict.problems:
+            keys = [int(key) if key.isdecimal() else key for key in inner.split(".") if key]
+            yield (*path, *keys), message
+    elif path == ("method",) and not isinstance(value_at(values, path), dict):
+        names = ", ".join(METHOD_NAMES)
+        yield path, f"is {show(problem['input'])}; it must be one of {names}, or a mapping with type and its settings"
+    elif problem["type"].startswith("union_tag"):
+        given = value_at(values, path).get("type")
+        words = METHOD_NAMES if path == ("method",) else kinds_of(annotation)
+        yield (*path, "type"), "is missing" if given is None else f"is {show(given)}; {did_you_mean(given, words)}"
+    else:
+        yield path, wrong_value(problem["input"], annotation)
+
+
+def _locate(loc: tuple[str | int, ...], values: Any) -> tuple[KeyPath, Any]:
+    """The key path of an error without pydantic's names for the branches of a union, and that setting's annotation."""
+    path: list[str | int] = []
+    node, annotation = values, RunConfig
+    for key in loc:
+        inner = step(annotation, key, node)
+        unknown_key = isinstance(node, dict) and key in node and models_in(annotation)
+        if inner is None and not unknown_key:
+            continue  # the name of a union's branch
+        path.append(key)
+        annotation = inner
+        node = _entry(node, key)
+    return tuple(path), annotation
+
+
+def _entry(node: Any, key: str | int) -> Any:
+    if isinstance(node, dict):
+        return node.get(key)
+    return node[key] if isinstance(node, list | tuple) and isinstance(key, int) and key < len(node) else None
+
+
+def value_at(values: Any, path: KeyPath) -> Any:
+    """The value at a path; None where there is none."""
+    for key in path:
+        values = _entry(values, key)
+    return values
+
+
+def _where(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
+    """Where the setting, or else the nearest heading above it, was written."""
+    for length in range(len(path), 0, -1):
+        if path[:length] in origins:
+            return f"{origins[path[:length]]}: "
+    return ""
+
+
+def dotted(path: KeyPath, values: Mapping[str, Any]) -> str:
+    """A path as people write it: the one model of `values` is `model`."""
+    models = values.get("models")
+    if path[:2] == ("models", 0) and isinstance(models, list) and len(models) == 1:
+        path = ("model", *path[2:])
+    return ".".join(map(str, path)) or "the configuration"
+
+
+def _missing_hint(path: KeyPath) -> str:
+    return {
+        ("models",): "; name one, e.g. `model: openai-community/gpt2`",
+        ("method",): f"; choose one of {', '.join(METHOD_NAMES)}, e.g. `method: sft`",
+        ("data",): "; say what to train on, e.g. `data: {source: rows.jsonl}`",
+        ("data", "source"): "; give a hub id, a file or a folder",
+    }.get(path, "")
+
+
+# --- unknown names --------------------------------------------------------------------------------------------------
+
+
+def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
+    """What to say about a key that does not exist: the nearest name, its section, or what there is."""
+    key, parent = str(path[-1]), path[:-1]
+    _, annotation = _locate(parent, values)
+    node = value_at(values, parent)
+    here = [name for model in models_in(annotation, node) for name in model.model_fields]
+    if not parent:
+        here.append("model")
+    prefix = dotted(parent, values) + "." if parent else ""
+    start = "is not a setting"
+    if parent == ("method",):
+        owners = [name for name, cls in METHODS.items() if key in cls.model_fields]
+        kind = node.get("type") if isinstance(node, dict) else None
+        start = f"is not a setting of {kind}"
+        if owners:
+            return f"{start}, but of {', '.join(owners)}"
+    told = hint(key)
+    if told is not None:
+        return f"{start}; {told}"
+    everywhere = known_paths()
+    if key in everywhere:
+        return f"{start}; did you mean {' or '.join(everywhere[key])}?"
+    near = get_close_matches(key, here, n=1, cutoff=0.6)
+    if near:
+        return f"{start}; did you mean {prefix}{near[0]}?"
+    elsewhere = get_close_matches(key, everywhere, n=1, cutoff=0.75)
+    if elsewhere:
+        return f"{start}; did you mean {' or '.join(everywhere[elsewhere[0]])}?"
+    return f"{start}; {prefix.rstrip('.') or 'a configuration'} has {', '.join(here)}"
+
+
+# --- values of the wrong kind ---------------------------------------------------------------------------------------
+
+
+def did_you_mean(given: Any, words: Iterable[str]) -> str:
+    """The nearest word, if one is near, and all there are."""
+    words = list(words)
+    near = get_close_matches(str(given).lower(), words, n=1, cutoff=0.6)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return f"{meant}it is one of {', '.join(words)}"
+
+
+def wrong_value(given: Any, annotation: Any) -> str:
+    """What is wrong with a value that its setting does not take, and what it takes."""
+    words = choices(annotation)
+    if words and isinstance(given, str):
+        return f"is {show(given)}; {did_you_mean(given, words)}"
+    return f"is {show(given)}; it must be {expected(annotation)}"
+
+
+def show(value: Any) -> str:
+    """A value in a message: short, and on one line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    text = str(value)
+    short = text if len(text) <= 60 else text[:57] + "..."
+    return repr(short) if isinstance(value, str) else short

@@ -1,0 +1,205 @@
+"""What the schema says about each setting: its path, default, description, and what it accepts, in words."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from posttrain.config.schema.base import PATTERNS, OnOff
+from posttrain.config.schema.methods import METHOD_NAMES, METHODS
+from posttrain.config.schema.model import ModelConfig
+from posttrain.config.schema.run import RunConfig
+
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. `path` is dotted, with `model.` for an entry of `models`; `methods` is () for those all have."""
+
+    path: str
+    annotation: Any
+    default: Any
+    required: bool
+    description: str
+    methods: tuple[str, ...] = ()
+
+    @property
+    def section(self) -> str:
+        """The first part of the path, or "run" for a setting outside every section."""
+        return self.path.split(".")[0] if "." in self.path else "run"
+
+    @property
+    def group(self) -> bool:
+        """Whether it stands for a mapping of further settings, such as model.lora."""
+        return bool(models_in(self.annotation))
+
+    @property
+    def switch(self) -> bool:
+        """Whether `true` and `false` are values of it."""
+        return bool in options(self.annotation) or OnOff in marks(self.annotation)
+
+
+def all_settings() -> list[Setting]:
+    """Every setting, in the order of the schema.
+
+    A method setting appears once for the methods that have it with the same values, default and description, and
+    again for those that have it otherwise.
+    """
+    kinds = Literal[*METHOD_NAMES]
+    kind = Setting("method.type", kinds, None, True, "The training method; ipo is dpo with the ipo loss.")
+    found: dict[str, Setting] = {}
+    for setting in _settings(RunConfig, ""):
+        if setting.path == kind.path:
+            found[kind.path] = kind
+            continue
+        key = repr((setting.path, setting.annotation, setting.default, setting.description))
+        old = found.get(key)
+        found[key] = setting if old is None else replace(old, methods=old.methods + setting.methods)
+    return list(found.values())
+
+
+def known_paths() -> dict[str, list[str]]:
+    """Every setting's last name -> the dotted paths that end in it."""
+    found: dict[str, list[str]] = {}
+    for setting in all_settings():
+        paths = found.setdefault(setting.path.rsplit(".", 1)[-1], [])
+        if setting.path not in paths:
+            paths.append(setting.path)
+    return found
+
+
+def _settings(model: type[BaseModel], prefix: str, method: str = "") -> Iterator[Setting]:
+    for name, info in model.model_fields.items():
+        path = f"{prefix}{'model' if not prefix and name == 'models' else name}"
+        inner = [ModelConfig] if path == "model" else models_in(full(info))
+        optional = type(None) in options(full(info))
+        if not inner or optional:
+            methods = (method,) if method else ()
+            default = None if info.is_required() else info.get_default()
+            yield Setting(path, full(info), default, info.is_required(), info.description or "", methods)
+        for cls in inner:
+            owner = next((name for name, owned in METHODS.items() if owned is cls), "")
+            yield from _settings(cls, f"{path}.", owner)
+
+
+def full(info: FieldInfo) -> Any:
+    """A field's annotation with the constraints that pydantic took apart."""
+    return Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
+
+
+def marks(annotation: Any) -> tuple[Any, ...]:
+    """What an annotation says of a setting beside its type: constraints, and OnOff."""
+    return get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+
+
+def options(annotation: Any, value: Any = None) -> list[Any]:
+    """The branches of a union, without their constraints; the one alone whose `type` the mapping `value` has."""
+    if get_origin(annotation) is Annotated:
+        return options(get_args(annotation)[0], value)
+    if get_origin(annotation) not in (Union, UnionType):
+        return [annotation]
+    branches = [option for branch in get_args(annotation) for option in options(branch, value)]
+    kind = value.get("type") if isinstance(value, dict) else None
+    named = [branch for branch in branches if kind is not None and kind in kinds_of(branch)]
+    return named or branches
+
+
+def kinds_of(annotation: Any) -> list[str]:
+    """The values of `type` that tell apart the groups of settings which `annotation` offers."""
+    types = (cls.model_fields["type"] for cls in models_in(annotation) if "type" in cls.model_fields)
+    return [kind for info in types for kind in get_args(info.annotation)]
+
+
+def models_in(annotation: Any, value: Any = None) -> list[type[BaseModel]]:
+    """The branches that are groups of settings."""
+    return [
+        option for option in options(annotation, value) if isinstance(option, type) and issubclass(option, BaseModel)
+    ]
+
+
+def step(annotation: Any, key: str | int, value: Any) -> Any:
+    """The annotation of the entry `key` inside a setting, or None where there is no such entry."""
+    for option in options(annotation, value):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            if key in option.model_fields:
+                return full(option.model_fields[str(key)])
+        elif get_origin(option) is tuple and isinstance(key, int):
+            return get_args(option)[0]
+        elif get_origin(option) is dict and isinstance(value, dict) and key in value:
+            return get_args(option)[1]
+    return None
+
+
+def choices(annotation: Any) -> list[str]:
+    """The values that may be written out, for a setting that takes one of a few words; otherwise empty."""
+    branches = options(annotation)
+    words = [str(word) for option in branches if get_origin(option) is Literal for word in get_args(option)]
+    others = [option for option in branches if get_origin(option) is not Literal and option not in (bool, type(None))]
+    if not words or others:
+        return []
+    return words + (["true", "false"] if bool in branches else []) + (["null"] if type(None) in branches else [])
+
+
+def list_choices(annotation: Any) -> list[str]:
+    """The words that a list may hold, for a setting that takes a list of words; otherwise empty."""
+    return [
+        word for option in options(annotation) if get_origin(option) is tuple for word in choices(get_args(option)[0])
+    ]
+
+
+def expected(annotation: Any) -> str:
+    """What a setting accepts, in words: "a whole number of 1 or more or null"."""
+    if get_origin(annotation) is Annotated:
+        base, *constraints = get_args(annotation)
+        words, bounds = expected(base), _bounds(constraints)
+        if OnOff in constraints:
+            return f"true or false or {words}"
+        if bounds and words.endswith(" or null"):
+            return f"{words.removesuffix(' or null')} {bounds} or null"
+        return f"{words} {bounds}".strip()
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(dict.fromkeys(expected(branch) for branch in get_args(annotation)))
+    if get_origin(annotation) is Literal:
+        return " or ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) is tuple and len(models_in(get_args(annotation)[0])) > 1:
+        return "a list of mappings, each with its type"
+    if get_origin(annotation) is tuple:
+        return f"a list of {_plural(get_args(annotation)[0])}"
+    if get_origin(annotation) is dict:
+        return "a mapping of names to text"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a mapping with {', '.join(annotation.model_fields)}"
+    return _WORDS[annotation]
+
+
+def _plural(annotation: Any) -> str:
+    words = expected(annotation)
+    for one, many in (("a whole number", "whole numbers"), ("a number", "numbers"), ("a mapping", "mappings")):
+        words = words.replace(one, many, 1) if words.startswith(one) else words
+    return words
+
+
+def _bounds(constraints: list[Any]) -> str:
+    words = []
+    for constraint in [c for item in constraints for c in (item.metadata if isinstance(item, FieldInfo) else [item])]:
+        pattern = getattr(constraint, "pattern", None)
+        if isinstance(constraint, Ge):
+            words.append(f"of {_number(constraint.ge)} or more")
+        elif isinstance(constraint, Gt):
+            words.append(f"above {_number(constraint.gt)}")
+        elif isinstance(constraint, Lt):
+            words.append(f"below {_number(constraint.lt)}")
+        elif isinstance(constraint, Le):
+            words.append(f"at most {_number(constraint.le)}")
+        elif pattern is not None:
+            words.append(PATTERNS[pattern])
+    return " and ".join(words)
+
+
+def _number(value: Any) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"

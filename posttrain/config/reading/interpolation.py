@@ -1,0 +1,156 @@
+"""`${a.b}` in a setting: the value of another one, which may be left at its default."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from posttrain.config.reading.files import KeyPath
+from posttrain.config.reading.layers import merge
+from posttrain.config.schema.run import RunConfig
+from posttrain.errors import ConfigError
+
+# What all ${...} of the settings may come to in all: names that double at every step would fill any memory.
+MOST_CHARACTERS = 1_000_000
+_REFERENCE = re.compile(r"(?P<slashes>\\*)\$\{(?P<name>[^{}$]*)\}")
+_OPENING = re.compile(r"(?P<slashes>\\*)\$\{")
+
+
+def interpolate(values: dict[str, Any], origins: Mapping[KeyPath, str]) -> dict[str, Any]:
+    r"""The values with every `${a.b}` replaced by the setting it names; `\${` is the text `${`.
+
+    A text that is one `${a.b}` and no more becomes that value, of whatever type. Raises ConfigError for what names no
+    setting, for settings that name one another in a circle, and above MOST_CHARACTERS.
+    """
+    if not any("${" in text for text in _texts(values)):
+        return values
+    return _Interpolation(values, origins).resolved((), values)
+
+
+class _Interpolation:
+    """One reading of the settings: each text is resolved once, however often it is named."""
+
+    def __init__(self, values: dict[str, Any], origins: Mapping[KeyPath, str]):
+        models = values.get("models")
+        one = {"model": models[0]} if isinstance(models, list) and len(models) == 1 else {}
+        self.tree = {**merge(_defaults(RunConfig), values), **one}
+        self.origins = origins
+        self.done: dict[KeyPath, Any] = {}
+        self.open: list[KeyPath] = []  # the texts that are being resolved, each for the one before it
+        self.left = MOST_CHARACTERS
+
+    def resolved(self, path: KeyPath, node: Any) -> Any:
+        """The value of a node, with all that it names."""
+        if isinstance(node, dict):
+            return {key: self.resolved((*path, key), value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [self.resolved((*path, index), value) for index, value in enumerate(node)]
+        if not isinstance(node, str) or "${" not in node:
+            return node
+        path = ("models", 0, *path[1:]) if path[:1] == ("model",) else path
+        if path not in self.done:
+            if path in self.open:
+                raise self.wrong(path, node, "settings name one another in a circle")
+            self.open.append(path)
+            try:
+                self.done[path] = self.text(path, node)
+            except RecursionError:
+                raise self.wrong(path, node, "settings name one another in too long a row") from None
+            self.open.pop()
+        return self.done[path]
+
+    def text(self, path: KeyPath, text: str) -> Any:
+        """A text with what it names in place of the names."""
+        whole = _REFERENCE.fullmatch(text)
+        if whole and not whole["slashes"]:
+            return self.spend(path, text, self.named(path, text, whole["name"]))
+        parts, at = [], 0
+        for opening in _OPENING.finditer(text):
+            if opening.start() < at:
+                continue
+            slashes = opening["slashes"]
+            parts += [text[at : opening.start()], slashes[: len(slashes) // 2]]
+            at = opening.end()
+            if len(slashes) % 2:
+                parts.append("${")
+                continue
+            reference = _REFERENCE.match(text, opening.start())
+            if reference is None:
+                raise self.wrong(path, text, "a ${ needs the name of one setting and a }")
+            parts.append(str(self.spend(path, text, self.named(path, text, reference["name"]))))
+            at = reference.end()
+        return "".join([*parts, text[at:]])
+
+    def named(self, path: KeyPath, text: str, name: str) -> Any:
+        """The resolved value of the setting that is named."""
+        if ":" in name:
+            raise self.wrong(path, text, "only settings can be named in ${...}, e.g. ${model.path}")
+        node: Any = self.tree
+        at: KeyPath = ()
+        for key in re.sub(r"\[(\w+)\]", r".\1", name.strip()).split("."):
+            if isinstance(node, str):
+                node = self.resolved(at, node)
+            try:
+                index, node = _entry(node, key)
+                at = (*at, index)
+            except (KeyError, IndexError, TypeError, ValueError):
+                raise self.wrong(path, text, f"there is no setting {name.strip() or 'without a name'}") from None
+        return self.resolved(at, node)
+
+    def spend(self, path: KeyPath, text: str, value: Any) -> Any:
+        """The value, counted. Raises ConfigError when the settings have come to too much."""
+        for leaf in _leaves(value):
+            self.left -= 1 + (len(leaf) if isinstance(leaf, str) else 0)
+            if self.left < 0:
+                raise self.wrong(path, text[:60], f"the ${{...}} come to more than {MOST_CHARACTERS:,} characters")
+        return value
+
+    def wrong(self, path: KeyPath, text: str, reason: str) -> ConfigError:
+        where = next((self.origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.origins), "settings")
+        return ConfigError(f"{where}: {text}: {reason}")
+
+
+def _entry(node: Any, key: str) -> tuple[str | int, Any]:
+    """The key as an index or a name, and what is there. Raises what Python does where there is nothing."""
+    if isinstance(node, list):
+        return int(key), node[int(key)]
+    return key, node[key]
+
+
+def escaped(node: Any) -> Any:
+    """Text with `${` written so that it is read back as it is."""
+    if isinstance(node, str):
+        return _OPENING.sub(lambda found: found["slashes"] * 2 + r"\${", node)
+    if isinstance(node, dict):
+        return {key: escaped(value) for key, value in node.items()}
+    return [escaped(value) for value in node] if isinstance(node, list) else node
+
+
+def _leaves(node: Any) -> Iterator[Any]:
+    entries = node.values() if isinstance(node, dict) else node if isinstance(node, list) else None
+    if entries is None:
+        yield node
+        return
+    for value in entries:
+        yield from _leaves(value)
+
+
+def _texts(node: Any) -> Iterator[str]:
+    return (leaf for leaf in _leaves(node) if isinstance(leaf, str))
+
+
+def _defaults(model: type[BaseModel]) -> dict[str, Any]:
+    """The defaults of all sections; a section with a required setting gives the defaults of its others."""
+    result: dict[str, Any] = {}
+    for name, info in model.model_fields.items():
+        default = info.get_default()
+        if isinstance(default, BaseModel):
+            result[name] = default.model_dump(mode="json")
+        elif not info.is_required():
+            result[name] = default
+        elif isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            result[name] = _defaults(info.annotation)
+    return result

@@ -1,0 +1,240 @@
+"""Layers of settings (preset, file, overrides, flags): their short forms spelt out, and one laid over the other."""
+
+from collections.abc import Collection, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.config.reading.files import KeyPath, Tree, parse_value
+from posttrain.config.schema.base import OnOff
+from posttrain.config.schema.methods import PPO_NAMES, spell_out
+from posttrain.config.schema.model import ModelConfig
+from posttrain.errors import ConfigError
+
+# Names that users of other systems know -> ours, within a section.
+ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
+    "models": {
+        "lora_r": ("lora", "r"),
+        "lora_alpha": ("lora", "alpha"),
+        "lora_dropout": ("lora", "dropout"),
+        "lora_target_modules": ("lora", "target_modules"),
+    },
+    "method": {
+        "kl_coef": ("beta",),
+        "group_size": ("num_generations",),
+        "cliprange": ("epsilon",),
+        "clip_ratio": ("epsilon",),
+        "n_minibatches": ("num_minibatches",),
+        "ppo_epochs": ("num_iterations",),
+    },
+}
+ON_OFF = frozenset(name for name, info in ModelConfig.model_fields.items() if OnOff in info.metadata)
+SECTIONS = ("data", "training", "evaluation", "checkpoint", "tracking", "devices", "rollout", "rewards")
+# A choice among alternatives: naming another one in an upper layer replaces what the lower layer chose.
+CHOICES: dict[KeyPath, tuple[str, ...]] = {("data", "validation"): ("ratio", "rows", "source")}
+
+
+@dataclass(slots=True)
+class Layers:
+    """Settings laid over one another: plain values with `models` always a list, where each came from, and notes."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[KeyPath, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def copy(self) -> "Layers":
+        """Layers of their own on top of the same ones below."""
+        return Layers(deepcopy(self.values), dict(self.origins), [])
+
+    def lay(self, layer: Tree, every_model: bool = False) -> None:
+        """Lay a tree over what is there. `model` merges with the one model there is.
+
+        `every_model` says what a `model` means where there are several: a change to each of them (overrides), or, if
+        false, all there is from now on (files).
+        """
+        layer = spell_out_layer(layer, self.notes)
+        values = dict(layer.values)
+        model = values.pop("model", None)
+        origins = {path: where for path, where in layer.origins.items() if path[:1] != ("model",)}
+        if model is not None:
+            count = self._lay_model(model, layer.origins.get(("model",), ""), every_model)
+            for index in range(count):
+                origins |= {("models", index, *p[1:]): w for p, w in layer.origins.items() if p[:1] == ("model",)}
+        self.values = merge(self.values, values)
+        self.origins |= origins
+        self._name_as_ppo()
+        self.origins = {path: at for path, at in self.origins.items() if len(path) == 1 or _is_there(self.values, path)}
+
+    def _name_as_ppo(self) -> None:
+        """Give PPO's settings its own names, which a layer that does not say the method cannot know."""
+        method = self.values.get("method")
+        if not isinstance(method, dict) or method.get("type") != "ppo":
+            return
+        self.values["method"] = spell_out(method)
+        for alias, name in PPO_NAMES.items():
+            if alias in method and ("method", alias) in self.origins:
+                self.origins["method", name] = self.origins["method", alias]
+
+    def _lay_model(self, model: dict[str, Any], where: str, every_model: bool) -> int:
+        models = self.values.get("models")
+        if not isinstance(models, list) or not models or (len(models) > 1 and not every_model):
+            models = [{}]
+        if len(models) > 1 and {"path", "name", "revision"} & set(model):
+            raise ConfigError(
+                f"{where}: there are {len(models)} models; say which: models.0.path=..., or "
+                f"replace the list: models=[...]"
+            )
+        # Short forms inside the list are spelt out already: every layer passes through spell_out_layer.
+        self.values["models"] = [merge(old, model) if isinstance(old, dict) else model for old in models]
+        return len(models)
+
+    def put(self, path: list[str], value: Any, where: str) -> None:
+        """Set an entry of a list, or inside one: `models.0.path`, `method.loss_weights.1`."""
+        node: Any = self.values
+        for depth, key in enumerate(path):
+            last = depth == len(path) - 1
+            if isinstance(node, list):
+                if not key.isdecimal() or int(key) >= len(node):
+                    raise ConfigError(f"{where}: {'.'.join(path[:depth])} has entries 0 to {len(node) - 1}, no {key}")
+                index: Any = int(key)
+            else:
+                index = key
+                if not last and not isinstance(node.get(key), dict | list):
+                    if path[depth + 1].isdecimal():
+                        raise ConfigError(
+                            f"{where}: {'.'.join(path[: depth + 1])} is not a list with entries to change"
+                        )
+                    node[key] = {}
+            if last:
+                node[index] = value
+            elif not isinstance(node[index], dict | list):
+                raise ConfigError(f"{where}: {'.'.join(path[: depth + 1])} has no settings inside it")
+            node = node[index]
+        at = tuple(int(part) if part.isdecimal() else part for part in path)
+        self.origins = {known: line for known, line in self.origins.items() if known[: len(at)] != at} | {at: where}
+
+
+def _is_there(values: Any, path: KeyPath) -> bool:
+    """Whether there is a value at a path; what an upper layer replaced has none."""
+    try:
+        for key in path:
+            values = values[key]
+    except (KeyError, IndexError, TypeError):
+        return False
+    return True
+
+
+def merge(lower: dict[str, Any], upper: dict[str, Any], path: KeyPath = ()) -> dict[str, Any]:
+    """Both mappings in one: mappings are merged, anything else (a list too) is replaced by the upper layer's."""
+    if path == ("method",) and upper.get("type", lower.get("type")) != lower.get("type") and "type" in lower:
+        return dict(upper)  # another method: the settings of the old one mean nothing to it
+    choice = CHOICES.get(path, ())
+    if any(upper.get(name) is not None and lower.get(name) is None for name in choice):
+        lower = {}
+    result = dict(lower)
+    for key, value in upper.items():
+        old = result.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            value = merge(old, value, (*path, key))
+        result[key] = value
+    return result
+
+
+def spell_out_layer(layer: Tree, notes: list[str]) -> Tree:
+    """The layer without short forms: text for a model or method, aliases, `ipo`, and sections left empty."""
+    values, origins = dict(layer.values), dict(layer.origins)
+    if "model" in values and "models" in values:
+        raise ConfigError(f"{origins.get(('models',), 'settings')}: both model and models are given; keep one")
+    for section in SECTIONS:
+        if section in values and values[section] is None:
+            del values[section]  # a heading with everything under it commented out
+    if "model" in values:
+        values["model"] = _spell_out_model(values["model"], ("model",), origins, notes)
+    if isinstance(values.get("models"), str | dict):
+        values["models"] = [values["models"]]
+    if isinstance(values.get("models"), list):
+        values["models"] = [
+            _spell_out_model(model, ("models", index), origins, notes) for index, model in enumerate(values["models"])
+        ]
+    method = values.get("method")
+    if isinstance(method, dict):
+        own = PPO_NAMES.values() if method.get("type") == "ppo" else ()
+        method = _rename(method, "method", ("method",), origins, notes, own)
+    if method is not None:
+        values["method"] = spell_out(method)
+    return Tree(values, origins)
+
+
+def _spell_out_model(model: Any, path: KeyPath, origins: dict[KeyPath, str], notes: list[str]) -> Any:
+    if isinstance(model, str):
+        return {"path": model}
+    if isinstance(model, dict):
+        model = {key: _on_or_off(value) if key in ON_OFF else value for key, value in model.items()}
+    return _rename(model, "models", path, origins, notes) if isinstance(model, dict) else model
+
+
+def _on_or_off(value: Any) -> Any:
+    """`true` is the group with its defaults, `false` is none."""
+    return ({} if value else None) if isinstance(value, bool) else value
+
+
+def _rename(
+    values: dict[str, Any],
+    section: str,
+    path: KeyPath,
+    origins: dict[KeyPath, str],
+    notes: list[str],
+    own: Collection[str] = (),
+) -> dict[str, Any]:
+    """The values under our names; those in `own` are aliases elsewhere, and names of a setting here."""
+    aliases = {alias: target for alias, target in ALIASES[section].items() if alias not in own}
+    result = {key: value for key, value in values.items() if key not in aliases}
+    for alias, target in aliases.items():
+        if alias not in values:
+            continue
+        where = origins.get((*path, alias), "settings")
+        dotted = ".".join(target)
+        node = result
+        for key in target[:-1]:
+            if not isinstance(node.get(key), dict | None):
+                raise ConfigError(
+                    f"{where}: {alias} means {dotted}, but {key} is given too and is no mapping; keep one"
+                )
+            node[key] = dict(node[key]) if isinstance(node.get(key), dict) else {}
+            node = node[key]
+        if target[-1] in node:
+            raise ConfigError(f"{where}: {alias} is another name of {dotted}, which is given too; keep one")
+        node[target[-1]] = values[alias]
+        origins[*path, *target] = where
+        notes.append(f"{where}: {alias} is read as {dotted}")
+    return result
+
+
+def override(layers: Layers, assignments: Sequence[tuple[str, Any, str]]) -> None:
+    """Lay assignments (dotted path, value or text to parse, where it was given) over the layers."""
+    nested = Layers()
+    indexed: list[tuple[list[str], Any, str]] = []
+    for dotted, raw, where in assignments:
+        path = dotted.split(".")
+        if not all(path):
+            raise ConfigError(f"{where}: {dotted!r} is not the path of a setting, such as training.max_steps")
+        tree = parse_value(raw, where) if isinstance(raw, str) else Tree({"value": raw}, {("value",): where})
+        value = tree.values["value"]
+        if any(part.isdecimal() for part in path):
+            indexed.append((path, value, where))
+            continue
+        prefix = tuple(path)
+        origins: dict[KeyPath, str] = {prefix[:n]: where for n in range(1, len(prefix) + 1)}
+        origins |= {(*prefix, *inner[1:]): where for inner in tree.origins}
+        for part in reversed(path):
+            value = {part: value}
+        piece = spell_out_layer(Tree(value, origins), layers.notes)
+        nested.values = merge(nested.values, piece.values)
+        nested.origins |= piece.origins
+    if nested.values:
+        layers.lay(Tree(nested.values, nested.origins), every_model=True)
+    for path, value, where in indexed:
+        layers.put(path, value, where)
+    if indexed:
+        done = spell_out_layer(Tree(layers.values, layers.origins), layers.notes)
+        layers.values, layers.origins = done.values, done.origins

@@ -1,0 +1,261 @@
+"""From a file or preset, overrides and flags to a RunConfig.
+
+Precedence: flag, override, file, what the file extends, default; within the file a stage over what stands above it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Self
+
+from pydantic import ValidationError
+
+from posttrain.config.reading.explain import did_you_mean, dotted, explain, show, value_at
+from posttrain.config.reading.files import Tree, read_settings, write_yaml
+from posttrain.config.reading.interpolation import escaped, interpolate
+from posttrain.config.reading.layers import Layers, override
+from posttrain.config.reading.presets import preset_names, preset_path
+from posttrain.config.reading.stages import (
+    WHOLE_RUN,
+    Stage,
+    in_order,
+    refuse_other_models,
+    split,
+    start_from,
+    take_init_from,
+)
+from posttrain.config.schema.run import RunConfig
+from posttrain.errors import ConfigError
+
+MOST_FILES = 100  # that one may extend: files that extend two each of the next double at every step
+Assignment = tuple[str, object, str]  # dotted path, value or text to parse, where it was given
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was read: the stages in the order they run (one without a name where there are none), notes for the log."""
+
+    stages: tuple[Stage, ...]
+    notes: list[str]
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings of a run without stages. Raises ConfigError where there are several."""
+        first, *others = self.stages
+        if others:
+            names = ", ".join(stage.name for stage in self.stages)
+            raise ConfigError(f"the settings have stages ({names}), and one set of settings is needed here")
+        return first.config
+
+
+class FlagText(str):
+    """The text of a flag; `flag` is the flag as it was typed, for messages to name."""
+
+    flag: str
+
+    def __new__(cls, text: str, flag: str) -> Self:
+        made = super().__new__(cls, text)
+        made.flag = flag
+        return made
+
+
+def load(source: Path | str | None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Loaded:
+    """Read and check a configuration.
+
+    `source` is a YAML or JSON file or the name of a preset; `overrides` are texts `a.b=c`; `flags` maps dotted paths to
+    values (text is parsed like the value of an override). Overrides and flags are laid over the settings of every
+    stage, those of the form `stages.NAME.a.b=c` over one; flags over overrides of either form. Raises ConfigError,
+    which lists everything that is wrong.
+    """
+    common, stages = Layers(), dict[str, list[Tree]]()
+    if source is not None:
+        for count, tree in enumerate(_chain(find(source))):
+            if count == MOST_FILES:
+                raise ConfigError(f"{source} extends more than {MOST_FILES} files, counted as often as they are named")
+            rest, own = split(tree)
+            common.lay(rest)
+            for name, layer in own.items():
+                stages.setdefault(name, []).append(layer)
+    given: list[Assignment] = [_assignment(text) for text in overrides]
+    flagged: list[Assignment] = [
+        (path, value, value.flag if isinstance(value, FlagText) else f"--{path.replace('_', '-')}")
+        for path, value in (flags or {}).items()
+    ]
+    if stages:
+        return _load_stages(common, stages, given, flagged)
+    for path, _, where in given + flagged:
+        if path.split(".")[0] == "stages":
+            raise ConfigError(f"{where}: the settings have no stages")
+    said = _lay_given(common, given, flagged)
+    result = _check(common)
+    if isinstance(result, RunConfig):
+        notes = [*common.notes, *said, *result.unread()]
+        return Loaded((Stage("", None, result),), list(dict.fromkeys(notes)))
+    raise _refusal(result)
+
+
+def _lay_given(
+    layers: Layers, given: list[Assignment], flagged: list[Assignment], own: Sequence[Tree] = ()
+) -> list[str]:
+    """Lay overrides and flags over the layers; a note for each flag that replaces another value of the user's.
+
+    That is one of an override, or of `own`, what a stage says of itself; the rest of a file is there to be replaced.
+    """
+    before = layers.copy()
+    override(before, given)
+    override(layers, [*given, *flagged])  # in one: `method.beta=1` and `--method dpo` belong together
+    override(layers, flagged)  # entries of lists by number were laid last, and flags go above them too
+    flags = {where for _, _, where in flagged}
+    explicit = {where for _, _, where in given} | {where for tree in own for where in tree.origins.values()}
+    notes: list[str] = []
+    for path, where in before.origins.items():
+        flag, old, new = layers.origins.get(path), value_at(before.values, path), value_at(layers.values, path)
+        if flag in flags and where in explicit and old != new and not isinstance(new, dict):
+            notes.append(f"{flag}: {dotted(path, layers.values)} is {show(new)}, not {show(old)} ({where})")
+    return notes
+
+
+def _load_stages(
+    common: Layers, trees: dict[str, list[Tree]], given: list[Assignment], flagged: list[Assignment]
+) -> Loaded:
+    """Each stage's settings over the common ones, and what was given on the command line over both."""
+    for_all, for_one = _by_stage(given, trees)
+    flags_for_all, flags_for_one = _by_stage(flagged, trees)
+    sources: dict[str, str | None] = {}
+    where: dict[str, str] = {}
+    configs: dict[str, RunConfig] = {}
+    notes, replaced, wrong = list(common.notes), dict[str, list[str]](), dict[str, list[str]]()
+    for name in trees:
+        trees[name], sources[name], where[name] = take_init_from(
+            [*trees[name], *for_one[name][0], *flags_for_one[name][0]]
+        )
+        layers = common.copy()
+        for tree in trees[name]:
+            layers.lay(tree, every_model=True)
+        given, flagged = for_all + for_one[name][1], flags_for_all + flags_for_one[name][1]
+        for line in _lay_given(layers, given, flagged, trees[name]):
+            replaced.setdefault(line, []).append(name)
+        notes += [note for note in layers.notes if note not in notes]
+        result = _check(layers)
+        if isinstance(result, RunConfig):
+            configs[name] = result
+            notes += [f"stage {name}: {line}" for line in result.unread()]
+        for line in [] if isinstance(result, RunConfig) else result:
+            wrong.setdefault(line, []).append(name)
+    if wrong:
+        raise _refusal(_with_stages(wrong, trees))
+    stages: dict[str, Stage] = {}
+    for name in in_order(sources, where):
+        config, source = configs[name], sources[name]
+        if source is not None:
+            config = start_from(config, stages[source].config, name, where[name])
+        stages[name] = Stage(name, source, config)
+    refuse_other_models(list(stages.values()))
+    return Loaded(tuple(stages.values()), notes + _with_stages(replaced, trees))
+
+
+def _with_stages(lines: Mapping[str, list[str]], stages: Sized) -> list[str]:
+    """Each line after the stages that it is about; what is so in every stage is so above them."""
+    return [line if len(at) == len(stages) else f"stage {', '.join(at)}: {line}" for line, at in lines.items()]
+
+
+def _by_stage(
+    given: list[Assignment], stages: Mapping[str, object]
+) -> tuple[list[Assignment], dict[str, tuple[list[Tree], list[Assignment]]]]:
+    """What was given for all stages; and for each one, its `init_from` as a tree and the rest."""
+    for_all: list[Assignment] = []
+    for_one: dict[str, tuple[list[Tree], list[Assignment]]] = {name: ([], []) for name in stages}
+    for path, value, where in given:
+        first, *rest = path.split(".")
+        if first != "stages":
+            for_all.append((path, value, where))
+        elif len(rest) < 2:
+            raise ConfigError(f"{where}: give one setting of a stage, such as stages.{next(iter(stages))}.seed=1")
+        elif rest[0] not in stages:
+            raise ConfigError(f"{where}: there is no stage {rest[0]}; {did_you_mean(rest[0], stages)}")
+        elif rest[1] in WHOLE_RUN:
+            raise ConfigError(f"{where}: {rest[1]} is of the whole run; write {rest[1]}=...")
+        elif rest[1:] == ["init_from"]:
+            for_one[rest[0]][0].append(Tree({"init_from": None if value == "null" else value}, {("init_from",): where}))
+        else:
+            for_one[rest[0]][1].append((".".join(rest[1:]), value, where))
+    return for_all, for_one
+
+
+def _check(layers: Layers) -> RunConfig | list[str]:
+    """The settings that the layers come to, or a line for everything that is wrong with them."""
+    values = interpolate(layers.values, layers.origins)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        return explain(error, values, layers.origins)
+
+
+def _refusal(lines: list[str]) -> ConfigError:
+    if len(lines) == 1:
+        return ConfigError(lines[0])
+    return ConfigError(f"{len(lines)} settings are wrong:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def dump(config: RunConfig | Sequence[Stage]) -> str:
+    """The whole configuration as YAML that `load` reads back to an equal one; what all stages share is said once."""
+    if isinstance(config, RunConfig):
+        return write_yaml(escaped(config.model_dump(mode="json")))
+    if len(config) == 1 and not config[0].name:
+        return dump(config[0].config)
+    each = {stage.name: stage.config.model_dump(mode="json") for stage in config}
+    first = each[config[0].name]
+    shared = {key: value for key, value in first.items() if all(values[key] == value for values in each.values())}
+    stages = {
+        stage.name: ({"init_from": stage.init_from} if stage.init_from else {})
+        | {key: value for key, value in each[stage.name].items() if key not in shared}
+        for stage in config
+    }
+    return write_yaml(escaped({**shared, "stages": stages}))
+
+
+def find(source: Path | str) -> Path:
+    """The file that `source` names: a path, or a preset. Raises ConfigError with the nearest names there are."""
+    path = Path(source)
+    if path.is_file():
+        return path
+    preset = preset_path(str(source))
+    if preset is not None:
+        return preset
+    if path.is_dir():
+        raise ConfigError(f"{source} is a folder; give a YAML or JSON file in it, or a preset")
+    beside = [p for p in path.parent.glob("*") if p.suffix in (".yaml", ".yml", ".json")]
+    stems = {p.stem: str(p) for p in beside} | {name: name for name in preset_names()}
+    near = [stems[stem] for stem in get_close_matches(path.stem, stems, n=3, cutoff=0.6)]
+    meant = f"; did you mean {' or '.join(near)}?" if near else ""
+    presets = "" if near else f"; presets are {', '.join(preset_names())}"
+    raise ConfigError(f"there is no file or preset {source}{meant}{presets}")
+
+
+def _chain(path: Path, seen: tuple[Path, ...] = ()) -> Iterator[Tree]:
+    """The file's settings, after those of every file it extends: the lowest layer first."""
+    if path.resolve() in seen:
+        raise ConfigError(" extends ".join(map(str, [*seen[seen.index(path.resolve()) :], path])) + ": a circle")
+    preset = preset_path(path.stem) == path
+    tree = read_settings(path, f"preset {path.stem}" if preset else str(path))
+    base = tree.values.pop("extends", None)
+    where = tree.origins.get(("extends",), str(path))
+    for name in base if isinstance(base, list) else [base] if base is not None else []:
+        if not isinstance(name, str):
+            raise ConfigError(f"{where}: extends takes a file or preset, or a list of them")
+        beside = path.parent / name
+        try:
+            found = beside if beside.is_file() else find(name) if preset_path(name) else find(beside)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: extends: {error}") from error
+        yield from _chain(found, (*seen, path.resolve()))
+    yield tree
+
+
+def _assignment(text: str) -> Assignment:
+    path, equals, value = text.partition("=")
+    if not equals or not path.strip():
+        hint = " (one configuration file is taken)" if text.endswith((".yaml", ".yml", ".json")) else ""
+        raise ConfigError(f"{text!r} is not an override such as training.max_steps=200{hint}")
+    return path.strip().removeprefix("--"), value.strip(), f"override {text}"

@@ -1,0 +1,147 @@
+"""`stages:` in a settings file: several runs in one, each with its own settings laid over the common ones."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.config.reading.explain import did_you_mean
+from posttrain.config.reading.files import KeyPath, Tree
+from posttrain.config.schema.base import NAME_BYTES, WORD, is_name
+from posttrain.config.schema.run import RunConfig
+from posttrain.errors import ConfigError
+
+# Entries of the folder that the stages' folders lie in: a stage of that name would be taken for one of them.
+RESERVED = ("best", "final", "base", "comparison")
+WHOLE_RUN = ("name", "output_dir", "extends", "stages")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a run, or all there is of a run without stages (its name is then empty).
+
+    `init_from` names the stage whose final model this one starts from; `config.models` are those of the first stage of
+    the line, in place of which the final models are trained.
+    """
+
+    name: str
+    init_from: str | None
+    config: RunConfig
+
+
+def check_skip(skip: Collection[str], stages: Sequence[Stage]) -> None:
+    """Raise ConfigError for a stage to skip that is not there."""
+    named = [stage.name for stage in stages if stage.name]
+    for name in skip:
+        if name not in named:
+            meant = did_you_mean(name, named) if named else "the settings have no stages"
+            raise ConfigError(f"--skip {name}: there is no such stage; {meant}")
+    if skip and set(named) <= set(skip):
+        raise ConfigError("--skip: every stage is left out; there is nothing to do")
+
+
+def split(tree: Tree) -> tuple[Tree, dict[str, Tree]]:
+    """A file's settings without its `stages`, and those of each stage."""
+    if "stages" not in tree.values:
+        return tree, {}
+    stages = tree.values["stages"]
+    where = tree.origins.get(("stages",), "settings")
+    if not isinstance(stages, dict) or not stages:
+        raise ConfigError(
+            f"{where}: stages is a mapping of names to settings, such as {{sft: {{method: sft}}, "
+            "dpo: {method: dpo, init_from: sft}}"
+        )
+    common = {key: value for key, value in tree.values.items() if key != "stages"}
+    origins = {path: at for path, at in tree.origins.items() if path[:1] != ("stages",)}
+    return Tree(common, origins), {name: _own(name, stages[name], tree.origins) for name in stages}
+
+
+def _own(name: str, values: Any, origins: Mapping[KeyPath, str]) -> Tree:
+    """The settings of one stage as a tree of its own."""
+    where = origins.get(("stages", name), "settings")
+    if not is_name(name, WORD) or name in RESERVED or name.startswith("checkpoint-"):
+        raise ConfigError(
+            f"{where}: a stage cannot be called {name!r}: its name is a folder's, of at most {NAME_BYTES} letters, "
+            f"digits, `_`, `-` and `.`, and none of {', '.join(RESERVED)} and checkpoint-…"
+        )
+    if not isinstance(values, dict | None):
+        raise ConfigError(f"{where}: the stage {name} must be a mapping of settings such as {{method: sft}}")
+    inner = {path[2:]: at for path, at in origins.items() if path[:2] == ("stages", name) and len(path) > 2}
+    for key in WHOLE_RUN:
+        if key in (values or {}):
+            raise ConfigError(f"{inner.get((key,), where)}: {key} is of the whole run; give it above the stages")
+    return Tree(dict(values or {}), {(): where, **inner})
+
+
+def take_init_from(trees: Sequence[Tree]) -> tuple[list[Tree], str | None, str]:
+    """A stage's trees without `init_from`, its value in the last that gives one, and where that was written."""
+    rest, init_from, where = [], None, trees[0].origins.get((), "settings")
+    for tree in trees:
+        if "init_from" in tree.values:
+            init_from, where = tree.values["init_from"], tree.origins.get(("init_from",), where)
+        values = {key: value for key, value in tree.values.items() if key != "init_from"}
+        rest.append(
+            Tree(values, {path: at for path, at in tree.origins.items() if path[:1] not in ((), ("init_from",))})
+        )
+    if not isinstance(init_from, str | None):
+        raise ConfigError(f"{where}: init_from is the name of one stage")
+    return rest, init_from, where
+
+
+def in_order(init_from: Mapping[str, str | None], where: Mapping[str, str]) -> list[str]:
+    """The stages in the order of the file, each after the one it starts from.
+
+    Raises ConfigError for an `init_from` that names no stage, and for stages that start from one another in a circle.
+    """
+    for name, source in init_from.items():
+        if source is not None and source not in init_from:
+            raise ConfigError(
+                f"{where[name]}: stage {name}: init_from names no stage: {source}; {did_you_mean(source, init_from)} "
+                "(another model is given by model.path)"
+            )
+    done: list[str] = []
+    for name in init_from:
+        line: list[str] = []
+        step: str | None = name
+        while step is not None and step not in done:
+            if step in line:
+                circle = [*line[line.index(step) :], step]
+                raise ConfigError(f"{where[step]}: stages start from one another in a circle: {' <- '.join(circle)}")
+            line.append(step)
+            step = init_from[step]
+        done += reversed(line)
+    return done
+
+
+def start_from(stage: RunConfig, source: RunConfig, name: str, where: str) -> RunConfig:
+    """The settings of a stage whose models are the final ones of another.
+
+    Raises ConfigError when the stage names other models: they would not be trained.
+    """
+    if source.method.type == "reward" and stage.method.type != "reward":
+        raise ConfigError(
+            f"{where}: stage {name} starts from a reward model, which writes no texts: {stage.method.type} needs a "
+            "language model (a reward is given to it under rewards, as {type: model, from: STAGE})"
+        )
+    own, theirs = [m.folder_name for m in stage.models], [m.folder_name for m in source.models]
+    if own != theirs:
+        raise ConfigError(
+            f"{where}: stage {name} starts from the final model of another stage and also has a model of its own "
+            f"({', '.join(own)} instead of {', '.join(theirs)}); leave out init_from or the model's path and name"
+        )
+    models = [
+        mine.model_copy(update={"path": old.path, "revision": old.revision, "name": old.name})
+        for mine, old in zip(stage.models, source.models, strict=True)
+    ]
+    return stage.model_copy(update={"models": tuple(models)})
+
+
+def refuse_other_models(stages: Sequence[Stage]) -> None:
+    """Raise ConfigError unless every stage has as many models as the first; where there are several, the same ones."""
+    first = [model.folder_name for model in stages[0].config.models]
+    for stage in stages[1:]:
+        own = [model.folder_name for model in stage.config.models]
+        if len(own) != len(first) or (len(own) > 1 and own != first):
+            raise ConfigError(
+                f"stage {stage.name} has the models {', '.join(own)} and stage {stages[0].name} {', '.join(first)}: "
+                "list all models above the stages; a stage changes their settings, e.g. with model: {lora: true}"
+            )

@@ -1,0 +1,1 @@
+"""What settings are: every setting with its type, default and description."""

@@ -1,0 +1,149 @@
+"""The settings of the data: what to train on, and how a row becomes tokens."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from posttrain.config.schema.base import PERCENTILE, Float, Int, Positive, Problems, Settings, Share, Text
+
+TEMPLATES = ("chat", "chatml", "llama3", "zephyr", "gemma", "tags", "r1_zero", "question_only", "alpaca", "none")
+Format = Literal[
+    "auto",
+    "preference",
+    "kto",
+    "prompt_completion",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "problem_answer",
+    "prompt",
+    "text",
+    "hh",
+]
+PAIR_FORMATS = frozenset({"auto", "preference", "hh", "sharegpt"})
+LABELLED_FORMATS = frozenset({"auto", "kto"})
+
+
+class SourceConfig(Settings):
+    """One part of a mixed training set."""
+
+    source: Text = Field(description="Known set, hub id, file, folder or `builtin:arithmetic`.")
+    split: Text = Field(default="train", description="Split of a hub data set.")
+    max_rows: Positive | None = Field(default=None, description="Use the first so many rows.")
+    weight: Annotated[Float, Field(gt=0)] = Field(
+        default=1.0, description="How often its rows appear: 2 twice, 0.5 every other."
+    )
+
+
+def _entry(value: Any) -> Any:
+    return {"source": value} if isinstance(value, str) else value
+
+
+SourceEntry = Annotated[SourceConfig, BeforeValidator(_entry, json_schema_input_type=Text | SourceConfig)]
+
+
+class ValidationConfig(Settings):
+    """Where the validation rows come from: one of `ratio`, `rows` and `source`."""
+
+    ratio: Share | None = Field(default=None, description="Share of the training rows to hold out.")
+    rows: Positive | None = Field(default=None, description="Number of training rows to hold out.")
+    source: Text | None = Field(default=None, description="Hub id, file or folder of other rows.")
+    split: Text = Field(default="test", description="Split of `source`.")
+    max_rows: Positive | None = Field(default=None, description="Use the first so many rows of `source`.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "ValidationConfig":
+        problems = Problems()
+        given = [name for name in ("ratio", "rows", "source") if getattr(self, name) is not None]
+        problems.check(
+            len(given) == 1,
+            given[-1] if given else "",
+            f"needs one of ratio, rows and source, not {' and '.join(given) or 'none'}",
+        )
+        problems.check(
+            self.source is not None or (self.max_rows is None and self.split == "test"),
+            "split" if self.split != "test" else "max_rows",
+            "goes with source only",
+        )
+        problems.report()
+        return self
+
+
+class TagsConfig(Settings):
+    """The tags of `template: tags`."""
+
+    reasoning_start: Text = Field(default="<start_working_out>", description="Before the reasoning.")
+    reasoning_end: Text = Field(default="<end_working_out>", description="After the reasoning.")
+    solution_start: Text = Field(default="<SOLUTION>", description="Before the answer.")
+    solution_end: Text = Field(default="</SOLUTION>", description="After the answer.")
+
+
+def check_template(problems: Problems, template: str) -> None:
+    """Note a template that is neither a name nor a file."""
+    problems.check(
+        template in TEMPLATES or template.endswith(".jinja"),
+        "template",
+        f"is {template!r}; it is one of {', '.join(TEMPLATES)}, or a file that ends in .jinja",
+    )
+
+
+class DataConfig(Settings):
+    """What to train on, and how a row becomes tokens."""
+
+    source: Text | Annotated[tuple[SourceEntry, ...], Field(min_length=1)] = Field(
+        description="Known set, hub id, file, folder, `builtin:...`, or a list of {source, split, max_rows, weight}."
+    )
+    split: Text = Field(default="train", description="Split of a hub data set.")
+    format: Format = Field(default="auto", description="How a row is laid out; auto: told by its columns.")
+    columns: dict[str, Text] = Field(default={}, description="The data's own names for columns, e.g. {chosen: better}.")
+    max_rows: Positive | None = Field(default=None, description="Use the first so many rows; 200 makes a quick test.")
+    skip_rows: Annotated[Int, Field(ge=0)] = Field(
+        default=0, description="Rows of the source to skip first, e.g. those that another stage trains on."
+    )
+    shuffle: bool = Field(default=True, description="false keeps the file's order.")
+    validation: ValidationConfig | None = Field(
+        default=None, description="Held-out rows: {ratio: 0.05}, {rows: 500} or {source: ..., split: test}."
+    )
+    template: Text = Field(
+        default="chat",
+        description="chat (the model's own), the name of another, none, or a .jinja file; saved with the model.",
+    )
+    tags: TagsConfig = Field(default=TagsConfig(), description="The tags of `template: tags`.")
+    system_prompt: str | None = Field(default=None, description="Put before every conversation that has none.")
+    strip_think: bool = Field(default=False, description="Remove <think>...</think> from completions.")
+    max_length: Positive = Field(default=1024, description="Tokens of prompt + completion.")
+    max_prompt_length: Literal["auto"] | Positive | Annotated[str, Field(pattern=PERCENTILE)] | None = Field(
+        default="auto",
+        description="Tokens of the prompt, or a percentile such as p90; auto: p90 for online methods, else null.",
+    )
+    overlong: Literal["drop", "truncate", "error"] = Field(
+        default="drop", description="Examples over the limits are dropped (and counted), truncated, or an error."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "DataConfig":
+        problems = Problems()
+        check_template(problems, self.template)
+        problems.check(
+            self.tags == TagsConfig() or self.template == "tags",
+            "tags",
+            f"are read by template: tags only, not by {self.template}",
+        )
+        problems.check(
+            not isinstance(self.max_prompt_length, int) or self.max_prompt_length < self.max_length,
+            "max_prompt_length",
+            f"is {self.max_prompt_length}, which leaves no room for a completion in max_length = {self.max_length}",
+        )
+        problems.check(
+            self.max_length >= 2, "max_length", "is 1; an example needs a token to predict from and a target"
+        )
+        problems.check(
+            isinstance(self.source, str) or self.split == "train",
+            "split",
+            "is given in each entry of source when source is a list",
+        )
+        problems.check(
+            isinstance(self.source, str) or self.skip_rows == 0, "skip_rows", "is for a single source, not for a list"
+        )
+        problems.report()
+        return self

@@ -1,0 +1,106 @@
+"""The settings of evaluation during training: how often, on which data, and how completions are sampled for it."""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from posttrain.config.schema.base import Float, Int, OneOrMore, Positive, Problems, Settings, Text, Word
+from posttrain.config.schema.data import Format, check_template
+from posttrain.config.schema.rewards import Reward, check_names
+from posttrain.config.schema.rollout import RolloutConfig
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "stop")
+
+
+class EvaluationDataset(Settings):
+    """A further data set to evaluate on. What is null is as for `data.validation`."""
+
+    name: Word = Field(description="In metric names: eval_{name}_loss.")
+    source: Text = Field(description="Known set, hub id, file or folder.")
+    split: Text = Field(default="test", description="Split of a hub data set.")
+    max_rows: Positive | None = Field(default=None, description="Use the first so many rows.")
+    format: Format | None = Field(default=None, description="How a row is laid out; null: data.format.")
+    columns: dict[str, Text] | None = Field(
+        default=None, description="The data's own names for columns; null: data.columns, none with a format here."
+    )
+    template: Text | None = Field(default=None, description="How a row becomes text; null: data.template.")
+    rewards: tuple[Reward, ...] | None = Field(
+        default=None, description="Rewards of the completions sampled for its prompts; null: those of the run."
+    )
+    num_batches: Positive | None = Field(default=None, description="Number of batches; null: evaluation.num_batches.")
+    with_replacement: bool | None = Field(
+        default=None, description="Rows sampled anew at every evaluation; null: evaluation.with_replacement."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "EvaluationDataset":
+        problems = Problems()
+        if self.template is not None:
+            check_template(problems, self.template)
+        check_names(problems, self.rewards or ())
+        problems.report()
+        return self
+
+
+class EvaluationConfig(Settings):
+    """Evaluation during training."""
+
+    eval_steps: Int = Field(default=100, description="Evaluate every so many steps; -1: never.")
+    at_start: bool = Field(default=True, description="Evaluate before the first step too.")
+    num_batches: Positive | None = Field(default=None, description="Evaluate on so many batches; null: on every row.")
+    with_replacement: bool = Field(
+        default=False, description="Sample the rows of num_batches anew at every evaluation; false: the first rows."
+    )
+    num_generations: Positive = Field(
+        default=1, description="Completions sampled for each validation prompt; above 1 their pass@k is measured."
+    )
+    temperature: Annotated[Float, Field(ge=0)] | None = Field(
+        default=None,
+        description="Temperature of these completions, 0: greedy; null: as rollout.temperature.",
+    )
+    top_p: Annotated[Float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="Nucleus of these; null: as rollout.top_p."
+    )
+    top_k: Annotated[Int, Field(ge=0)] | None = Field(
+        default=None, description="Likeliest tokens of these; null: as rollout.top_k."
+    )
+    min_p: Annotated[Float, Field(ge=0, le=1)] | None = Field(
+        default=None, description="Least share of these; null: as rollout.min_p."
+    )
+    max_completion_length: Positive | None = Field(
+        default=None, description="Longest of these; null: as the rollout's."
+    )
+    stop: Annotated[tuple[Text, ...], OneOrMore] | None = Field(
+        default=None, description="Texts that end these, beside the stop token; null: as rollout.stop."
+    )
+    datasets: tuple[EvaluationDataset, ...] = Field(
+        default=(), description="Further data sets, a list of {name, source, split, ...}."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "EvaluationConfig":
+        problems = Problems()
+        problems.check(
+            self.eval_steps == -1 or self.eval_steps >= 1,
+            "eval_steps",
+            f"is {self.eval_steps}; give 1 or more, or -1 for never",
+        )
+        named = [dataset.name for dataset in self.datasets]
+        problems.check(
+            len(set(named)) == len(named), "datasets", "have a name twice; metrics would overwrite each other"
+        )
+        anew = {"with_replacement": (self.with_replacement, self.num_batches)}
+        for index, dataset in enumerate(self.datasets):
+            own = dataset.with_replacement, dataset.num_batches or self.num_batches
+            anew[f"datasets.{index}.with_replacement"] = bool(own[0]), own[1]
+        for path, (wanted, batches) in anew.items():
+            problems.check(
+                not wanted or batches is not None, path, "is true, but num_batches is null: how many rows to sample?"
+            )
+        problems.report()
+        return self
+
+    def sampling(self, rollout: RolloutConfig) -> RolloutConfig:
+        """How completions are sampled for an evaluation: as in training but for what is set here."""
+        own = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        return rollout.model_copy(update=own)

@@ -1,0 +1,281 @@
+"""The settings of the methods that learn from completions of the policy itself: GRPO and its kin, and PPO."""
+
+from abc import abstractmethod
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.config.schema.base import Float, Int, MethodSettings, Place, Positive, Problems
+
+PolicyLossType = Literal[
+    "grpo",
+    "bnpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "no_baseline",
+    "reinforce_with_baseline",
+    "grpo_clip",
+]
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+class OnlineMethod(MethodSettings):
+    """What methods share that learn from completions of the policy itself, drawn and rewarded at every step."""
+
+    kind = "prompt"
+    warmup_from_zero = False
+
+    num_generations: Positive = Field(default=8, description="Completions of each prompt.")
+    num_minibatches: Positive = Field(
+        default=1, description="Parts that a step's prompts are divided into, each with an update of its own."
+    )
+    kl_estimator: KLEstimator = Field(default="k3", description="Estimate of the KL to the reference.")
+    entropy_coef: Annotated[Float, Field(ge=0)] = Field(
+        default=0.0, description="Weight of the entropy that is added to the objective."
+    )
+    mask_truncated_completions: bool = Field(
+        default=False, description="Leave completions that reached the length limit out of the loss."
+    )
+    importance_sampling_cap: Annotated[Float, Field(gt=0)] | None = Field(
+        default=3.0,
+        description="Tokens are weighed by trainer's over engine's probability, up to this; null: not at all.",
+    )
+    ref_model: Place | None = Field(
+        default=None, description="Hub id or folder of another reference; null: the model itself before training."
+    )
+
+    @property
+    @abstractmethod
+    def needs_reference(self) -> bool:
+        """Whether the KL to a reference has a weight."""
+
+    @property
+    @abstractmethod
+    def updates(self) -> int:
+        """Optimizer updates of a step."""
+
+    def _check_estimator(self, problems: Problems) -> None:
+        problems.check(
+            self.needs_reference or self.kl_estimator == type(self).model_fields["kl_estimator"].default,
+            "kl_estimator",
+            "is of the KL to a reference, which has the weight 0; leave it out",
+        )
+
+
+class PolicyGradientMethod(OnlineMethod):
+    """What GRPO, RLOO and REINFORCE++ share: rewards become advantages without a value model."""
+
+    learning_rates = (1e-6, 1e-5)
+
+    num_iterations: Positive = Field(default=1, description="How often a step's completions are trained on.")
+    beta: Annotated[Float, Field(ge=0)] = Field(
+        default=0.05, description="Weight of the KL to the reference; 0: there is no reference."
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        default="loss", description="Whether the KL is a term of the loss or taken off the reward."
+    )
+    epsilon: Annotated[Float, Field(gt=0)] = Field(
+        default=0.2, description="How far a ratio to the old policy may go below and above 1 before it is clipped."
+    )
+    epsilon_high: Annotated[Float, Field(gt=0)] | None = Field(
+        default=None, description="The same above 1 (clip-higher); of cispo the ratio's bound itself; null: epsilon."
+    )
+    resampling_rounds: Annotated[Int, Field(ge=0)] = Field(
+        default=0, description="Groups of equal rewards, which teach nothing, are drawn again up to so many times."
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.beta > 0
+
+    @property
+    def updates(self) -> int:
+        return self.num_iterations * self.num_minibatches
+
+    def _check_groups(self, problems: Problems, compares: bool, what: str) -> None:
+        problems.check(
+            not compares or self.num_generations > 1,
+            "num_generations",
+            f"is 1, but {what} compares a prompt's completions with one another; give 2 or more",
+        )
+        problems.check(
+            self.resampling_rounds == 0 or self.num_generations > 1,
+            "resampling_rounds",
+            "draws groups of equal rewards again, and a group of 1 has always equal rewards; leave it out",
+        )
+        problems.check(
+            self.ref_model is None or self.beta > 0, "ref_model", "names a reference, but beta is 0: nothing reads it"
+        )
+        problems.check(
+            self.beta > 0 or self.kl_in == type(self).model_fields["kl_in"].default,
+            "kl_in",
+            "is read with beta above 0 only, not with 0; leave it out",
+        )
+        self._check_estimator(problems)
+
+
+class GRPOMethod(PolicyGradientMethod):
+    """Group relative policy optimisation: a completion is compared with the others of its prompt."""
+
+    type: Literal["grpo"] = Field(default="grpo", description="Group relative policy optimisation.")
+    loss_type: PolicyLossType = Field(default="grpo", description="How tokens become a loss.")
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        default="group", description="What advantages are divided by: the group's or the step's spread, or nothing."
+    )
+    importance_sampling_level: Literal["token", "sequence"] | None = Field(
+        default=None, description="What has one ratio to the old policy; null: the loss's own, sequence for gspo."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "GRPOMethod":
+        problems = Problems()
+        raw = self.loss_type == "no_baseline"
+        plain = raw or self.loss_type == "reinforce_with_baseline"
+        self._check_groups(problems, not raw, f"loss_type: {self.loss_type}")
+        problems.check(
+            not raw or self.scale_rewards == "group", "scale_rewards", "is not read by no_baseline; leave it out"
+        )
+        problems.check(
+            self.importance_sampling_level is None or not plain,
+            "importance_sampling_level",
+            f"is not read by {self.loss_type}, which has no ratios; leave it out",
+        )
+        for name in ("epsilon", "epsilon_high"):
+            problems.check(
+                not plain or getattr(self, name) == type(self).model_fields[name].default,
+                name,
+                f"is not read by {self.loss_type}, which clips nothing; leave it out",
+            )
+        problems.check(
+            self.loss_type != "cispo" or self.epsilon_high is None or self.epsilon == 0.2,
+            "epsilon",
+            "is not read by cispo beside epsilon_high, which bounds the ratio; leave it out",
+        )
+        problems.check(
+            self.importance_sampling_level != "sequence" or self.loss_type != "cispo",
+            "importance_sampling_level",
+            "is sequence, but cispo weighs each token by its own ratio",
+        )
+        problems.check(
+            self.importance_sampling_level != "token" or self.loss_type != "gspo",
+            "importance_sampling_level",
+            "is token, but gspo is the loss with one ratio a sequence; loss_type: grpo has one a token",
+        )
+        problems.check(
+            not plain or self.updates == 1,
+            "num_minibatches" if self.num_minibatches > 1 else "num_iterations",
+            f"gives a step {self.updates} updates, but {self.loss_type} has no ratio that would correct for the "
+            "policy's moves between them; give 1, or another loss_type",
+        )
+        problems.report()
+        return self
+
+
+class RLOOMethod(PolicyGradientMethod):
+    """REINFORCE leave-one-out: a completion is compared with the mean of the others of its prompt."""
+
+    type: Literal["rloo"] = Field(default="rloo", description="REINFORCE leave-one-out.")
+    kl_estimator: KLEstimator = Field(default="k1", description="Estimate of the KL to the reference.")
+    kl_in: Literal["loss", "reward"] = Field(
+        default="reward", description="Whether the KL is a term of the loss or taken off the reward."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "RLOOMethod":
+        problems = Problems()
+        self._check_groups(problems, True, "rloo")
+        problems.report()
+        return self
+
+
+class ReinforcePlusPlusMethod(PolicyGradientMethod):
+    """REINFORCE++: each token's return, normalised over the whole step; no groups, no value model."""
+
+    type: Literal["reinforce_plus_plus"] = Field(
+        default="reinforce_plus_plus", description="REINFORCE with returns normalised over the step."
+    )
+    num_generations: Positive = Field(default=1, description="Completions of each prompt.")
+    kl_estimator: KLEstimator = Field(default="k1", description="Estimate of the KL to the reference.")
+    kl_in: Literal["loss", "reward"] = Field(
+        default="reward", description="Whether the KL is a term of the loss or taken off the reward."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "ReinforcePlusPlusMethod":
+        problems = Problems()
+        self._check_groups(problems, False, "")
+        problems.report()
+        return self
+
+
+class PPOMethod(OnlineMethod):
+    """Proximal policy optimisation: a value head says what was to be expected before each token."""
+
+    learning_rates = (3e-6, 3e-5)
+
+    type: Literal["ppo"] = Field(default="ppo", description="Proximal policy optimisation with a value head.")
+    num_generations: Positive = Field(default=1, description="Completions of each prompt.")
+    num_minibatches: Positive = Field(
+        default=2, description="Parts that a step's prompts are divided into, each with an update of its own."
+    )
+    num_ppo_epochs: Positive = Field(default=4, description="How often a step's completions are trained on.")
+    cliprange: Annotated[Float, Field(gt=0)] = Field(
+        default=0.2, description="How far a ratio to the old policy may go from 1 before it is clipped."
+    )
+    cliprange_value: Annotated[Float, Field(gt=0)] = Field(
+        default=0.2, description="How far an output of the value head may go from the old one before it is clipped."
+    )
+    vf_coef: Annotated[Float, Field(gt=0)] = Field(default=1.0, description="Weight of the value loss.")
+    normalize_returns: bool = Field(
+        default=True,
+        description="Running mean and spread of the returns as the unit of the value head; false: the rewards' own.",
+    )
+    whiten_rewards: bool = Field(
+        default=False, description="Rewards of the step's tokens are scaled to a spread of 1, their mean kept."
+    )
+    gamma: Annotated[Float, Field(gt=0, le=1)] = Field(default=1.0, description="Discount of later rewards, per token.")
+    lam: Annotated[Float, Field(ge=0, le=1)] = Field(
+        default=0.95, description="GAE's lambda: 0 trusts the values, 1 the rewards."
+    )
+    kl_coef: Annotated[Float, Field(ge=0)] = Field(
+        default=0.05, description="Weight of each token's KL to the reference in its reward; 0: no reference."
+    )
+    kl_estimator: KLEstimator = Field(default="k1", description="Estimate of the KL to the reference.")
+    target_kl: Annotated[Float, Field(gt=0)] | None = Field(
+        default=None, description="kl_coef follows this KL, in nats a completion; null: it stays as it is."
+    )
+    kl_horizon: Positive = Field(
+        default=10_000, description="Completions over which kl_coef follows target_kl; fewer: faster."
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef > 0
+
+    @property
+    def updates(self) -> int:
+        return self.num_ppo_epochs * self.num_minibatches
+
+    @model_validator(mode="after")
+    def _check(self) -> "PPOMethod":
+        problems = Problems()
+        problems.check(
+            self.target_kl is None or self.kl_coef > 0,
+            "target_kl",
+            "needs a kl_coef above 0 to begin with: it is multiplied, and 0 stays 0",
+        )
+        problems.check(
+            self.kl_horizon == 10_000 or self.target_kl is not None,
+            "kl_horizon",
+            "is read with target_kl only; leave it out",
+        )
+        problems.check(
+            self.ref_model is None or self.kl_coef > 0,
+            "ref_model",
+            "names a reference, but kl_coef is 0: nothing reads it",
+        )
+        self._check_estimator(problems)
+        problems.report()
+        return self

@@ -1,0 +1,121 @@
+"""The `rewards:` list of an online run: each entry's type, weight and settings. Imports no torch."""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from posttrain.config.schema.base import FUNCTION, Float, Int, Label, Place, Positive, Problems, Settings, Text
+
+RuleName = Literal[
+    "match_format_exactly",
+    "match_format_approximately",
+    "check_answer",
+    "check_numbers",
+    "math",
+    "gsm8k",
+    "r1_zero",
+    "question_only",
+]
+
+
+class RewardTerm(Settings):
+    """What every reward has."""
+
+    weight: Float = Field(default=1.0, description="The reward is multiplied by it; 0 only watches.")
+    name: Label | None = Field(default=None, description="Name in metrics and logs; null: the type.")
+
+
+class RuleReward(RewardTerm):
+    """A rule, graded in worker processes: tagged format, or a right answer."""
+
+    type: RuleName = Field(description="Which rule.")
+
+
+class LengthReward(RewardTerm):
+    """-|tokens - target| * scale (Aggarwal and Welleck 2025)."""
+
+    type: Literal["length"] = Field(description="Closeness to a length.")
+    target: Positive = Field(description="The length asked for, in tokens of the completion.")
+    scale: Annotated[Float, Field(gt=0)] = Field(default=0.0003, description="Lost for each token of difference.")
+
+
+class OverlongReward(RewardTerm):
+    """0, then down in a line to -1 over the last `cache` tokens (DAPO, Yu et al. 2025, eq. 13)."""
+
+    type: Literal["overlong"] = Field(description="Soft overlong punishment.")
+    cache: Positive = Field(description="Tokens over which the punishment grows.")
+    max_completion_length: Positive | None = Field(
+        default=None, description="From here on -1, in tokens; null: the rollout's."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "OverlongReward":
+        problems = Problems()
+        problems.check(
+            self.max_completion_length is None or self.cache <= self.max_completion_length,
+            "cache",
+            f"is {self.cache}, above max_completion_length, {self.max_completion_length}",
+        )
+        problems.report()
+        return self
+
+
+class RepetitionReward(RewardTerm):
+    """`max_penalty` times the share of n-grams of tokens that repeat an earlier one (Yeo et al. 2025)."""
+
+    type: Literal["repetition"] = Field(description="Repetition penalty.")
+    ngram_size: Positive = Field(default=3, description="Tokens of an n-gram.")
+    max_penalty: Annotated[Float, Field(le=0)] = Field(default=-1.0, description="Where everything repeats.")
+
+
+class ModelReward(RewardTerm):
+    """A trained reward model, by path or as an earlier stage's."""
+
+    model_config = ConfigDict(populate_by_name=True)
+    type: Literal["model"] = Field(description="A reward model.")
+    path: Place | None = Field(default=None, description="Hub id or folder.")
+    from_stage: Text | None = Field(default=None, alias="from", description="The stage that trains it.")
+    strip_thinking: bool = Field(default=False, description="Score the text behind the last </think> alone.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "ModelReward":
+        problems = Problems()
+        problems.check(
+            (self.path is None) != (self.from_stage is None),
+            "path",
+            "or `from`, the stage that trains the reward model: give one of the two",
+        )
+        problems.report()
+        return self
+
+
+class PythonReward(RewardTerm):
+    """A function of your own."""
+
+    type: Literal["python"] = Field(description="A Python function.")
+    function: Annotated[str, Field(pattern=FUNCTION)] = Field(description="module:function.")
+    timeout: Annotated[Float, Field(gt=0, le=86_400)] | None = Field(
+        default=None, description="Seconds that a call may take; after them its completions have no reward."
+    )
+    retries: Annotated[Int, Field(ge=0)] = Field(
+        default=0, description="Further calls after one that raises or takes too long."
+    )
+
+
+Reward = Annotated[
+    RuleReward | LengthReward | OverlongReward | RepetitionReward | ModelReward | PythonReward,
+    Field(discriminator="type"),
+]
+
+
+def term_name(reward: Reward) -> str:
+    """The name under which a reward's values are kept."""
+    return reward.name or reward.type
+
+
+def check_names(problems: Problems, rewards: Sequence[Reward]) -> None:
+    """Note rewards that would overwrite each other in metrics."""
+    named = [term_name(reward) for reward in rewards]
+    for index, name in enumerate(named):
+        problems.check(name not in named[:index], f"rewards.{index}.name", f"would be {name!r}, as an earlier reward's")

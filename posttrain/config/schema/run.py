@@ -1,0 +1,384 @@
+"""Every setting of a run, with its default and one line about it. The only source of both; imports no torch."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.config.schema.base import (
+    EVAL_METRIC,
+    Float,
+    Folder,
+    FolderName,
+    Int,
+    OneOrMore,
+    Positive,
+    Problems,
+    Settings,
+    is_name,
+)
+from posttrain.config.schema.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
+from posttrain.config.schema.evaluation import SAMPLING, EvaluationConfig
+from posttrain.config.schema.methods import Method
+from posttrain.config.schema.model import LORA_DROPOUT, ModelConfig
+from posttrain.config.schema.online import OnlineMethod
+from posttrain.config.schema.rewards import Reward, check_names
+from posttrain.config.schema.rollout import RolloutConfig
+
+WARMUP_STEPS = 0.03  # the default
+
+
+class TrainingConfig(Settings):
+    """The optimisation."""
+
+    batch_size: Positive = Field(default=16, description="Examples (pairs, prompts) per step, over all devices.")
+    tokens_per_pack: Positive = Field(
+        default=8192, description="The memory knob; accumulation follows from it and batch_size."
+    )
+    learning_rate: Annotated[Float, Field(ge=0)] | None = Field(
+        default=None, description="null: the method's own, for all weights or LoRA; its page in docs/ tells it."
+    )
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
+        default="cosine", description="How the learning rate changes; constant has no warm-up."
+    )
+    warmup_steps: Annotated[Float, Field(ge=0)] = Field(
+        default=WARMUP_STEPS,
+        description="Steps of warm-up, below 1 a share of all steps; it starts at rate 0, of online methods above 0.",
+    )
+    weight_decay: Annotated[Float, Field(ge=0)] = Field(default=0.0, description="AdamW's weight decay.")
+    adam_beta1: Annotated[Float, Field(ge=0, lt=1)] = Field(default=0.9, description="AdamW's beta1.")
+    adam_beta2: Annotated[Float, Field(ge=0, lt=1)] = Field(default=0.999, description="AdamW's beta2.")
+    adam_epsilon: Annotated[Float, Field(gt=0)] = Field(default=1e-8, description="AdamW's epsilon.")
+    max_grad_norm: Annotated[Float, Field(ge=0)] = Field(
+        default=1.0, description="Gradients are clipped to this norm; 0: never."
+    )
+    num_train_epochs: Annotated[Float, Field(gt=0)] = Field(default=1.0, description="Passes over the data.")
+    max_steps: Positive | None = Field(
+        default=None, description="Stop after so many steps, whatever num_train_epochs says."
+    )
+    optimizer: Literal["adamw", "adamw_8bit", "adamw_cpu_offload"] = Field(
+        default="adamw",
+        description="adamw_8bit: a byte for each moment; adamw_cpu_offload: all but the weights in CPU memory.",
+    )
+    gradient_checkpointing: Literal["auto"] | bool = Field(
+        default="auto", description="Recompute activations in the backward pass: slower, less memory."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainingConfig":
+        problems = Problems()
+        problems.check(
+            self.warmup_steps < 1 or self.warmup_steps == int(self.warmup_steps),
+            "warmup_steps",
+            f"is {self.warmup_steps}; give a share below 1, or a whole number of steps",
+        )
+        problems.report()
+        return self
+
+
+class CheckpointConfig(Settings):
+    """What is saved during training."""
+
+    save_steps: Positive = Field(default=500, description="Save a checkpoint every so many steps.")
+    save_total_limit: Positive | None = Field(default=2, description="Keep the newest so many checkpoints; null: all.")
+    best_metric: Annotated[str, Field(pattern=EVAL_METRIC)] | None = Field(
+        default="auto",
+        description="Metric that best/ is kept by, e.g. eval_loss; auto: eval_accuracy for reward models; null: none.",
+    )
+    early_stopping_patience: Positive | None = Field(
+        default=None, description="Stop after so many evaluations without a better best_metric."
+    )
+
+
+class TrackingConfig(Settings):
+    """What is written down, and where it is shown."""
+
+    logging_steps: Positive = Field(default=10, description="Log metrics every so many steps.")
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], OneOrMore] = Field(
+        default=(), description="Trackers that are given the metrics too: any of tensorboard, wandb, trackio."
+    )
+    logging_dir: Folder | None = Field(
+        default=None,
+        description="Folder of what tensorboard and wandb write, with one inside for each run; null: the run folder.",
+    )
+    project: FolderName = Field(default="posttrain", description="Project of the run in wandb and trackio.")
+    wandb_mode: Literal["auto", "online", "offline"] = Field(
+        default="auto", description="auto: WANDB_MODE, else online where there is a key, offline where there is none."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrackingConfig":
+        problems, named = Problems(), set(self.report_to)
+        problems.check(len(named) == len(self.report_to), "report_to", "names a tracker twice")
+        for field, readers in (
+            ("logging_dir", ("tensorboard", "wandb")),
+            ("project", ("wandb", "trackio")),
+            ("wandb_mode", ("wandb",)),
+        ):
+            problems.check(
+                field not in self.model_fields_set
+                or getattr(self, field) == type(self).model_fields[field].default
+                or not named.isdisjoint(readers),
+                field,
+                f"is read by {' and '.join(readers)}, which report_to does not name",
+            )
+        problems.report()
+        return self
+
+
+class DevicesConfig(Settings):
+    """Where to train."""
+
+    type: Literal["auto", "cpu", "cuda", "mps"] = Field(default="auto", description="auto: cuda, else mps, else cpu.")
+    ids: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(min_length=1)] | None = Field(
+        default=None, description="GPUs by number, e.g. [0]; null: as visible."
+    )
+    full_determinism: bool = Field(
+        default=False, description="On a GPU only kernels that give the same bits every time; slower."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "DevicesConfig":
+        problems = Problems()
+        problems.check(
+            self.ids is None or self.type in ("auto", "cuda"), "ids", f"number GPUs, but type is {self.type}"
+        )
+        problems.check(self.ids is None or len(set(self.ids)) == len(self.ids), "ids", "name a GPU twice")
+        problems.report()
+        return self
+
+
+class RunConfig(Settings):
+    """Every setting of a run."""
+
+    name: FolderName | None = Field(
+        default=None, description="Name of the run folder; null: {method}-{model}-{timestamp}."
+    )
+    output_dir: Folder = Field(default="runs", description="Run folders are made in this folder.")
+    seed: Annotated[Int, Field(ge=0, lt=2**32)] = Field(
+        default=0, description="Of shuffling, initialisation and dropout."
+    )
+    rewards: tuple[Reward, ...] = Field(
+        default=(),
+        description="What completions are worth, added up by weight: online methods learn it, others are evaluated.",
+    )
+    models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)] = Field(
+        description="The models to train, one after the other; `model:` is short for one."
+    )
+    method: Method = Field(description="The training method and its settings.")
+    data: DataConfig = Field(description="What to train on, and how a row becomes tokens.")
+    training: TrainingConfig = Field(default=TrainingConfig(), description="The optimisation.")
+    evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="Evaluation during training.")
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="What is saved during training.")
+    tracking: TrackingConfig = Field(default=TrackingConfig(), description="What is written down.")
+    devices: DevicesConfig = Field(default=DevicesConfig(), description="Where to train.")
+    rollout: RolloutConfig = Field(default=RolloutConfig(), description="How completions are drawn.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "RunConfig":
+        problems = Problems()
+        folders = [model.folder_name for model in self.models]
+        for index, folder in enumerate(folders):
+            problems.check(
+                is_name(folder),
+                f"models.{index}.path",
+                f"is {self.models[index].path!r}, whose last part cannot name a folder; give the model a name",
+            )
+            problems.check(
+                folder not in folders[:index],
+                f"models.{index}.path",
+                f"would use the same folder {folder!r} as an earlier model; give it a name",
+            )
+        for index, model in enumerate(self.models):
+            problems.check(
+                not model.load_in_4bit or model.lora is not None,
+                f"models.{index}.load_in_4bit",
+                "freezes the weights, so something else has to be trained: set model.lora, e.g. model.lora: true",
+            )
+        self._check_lengths(problems)
+        self._check_online(problems)
+        self._check_evaluation(problems)
+        problems.report()
+        return self
+
+    def unread(self) -> list[str]:
+        """What is set and not read, where it may yet be meant for other stages, or be overruled for once: no error."""
+        method, training, lines = self.method, self.training, []
+        if not method.dropout and any(m.lora and m.lora.dropout not in (0, LORA_DROPOUT) for m in self.models):
+            lines.append(f"model.lora.dropout is not read by {method.type}, which scores its policy with dropout off")
+        if training.lr_scheduler_type == "constant" and training.warmup_steps not in (0, WARMUP_STEPS):
+            lines.append("training.warmup_steps is not read: constant has no warm-up, constant_with_warmup has")
+        return lines
+
+    @property
+    def _has_validation(self) -> bool:
+        return self.data.validation is not None or bool(self.evaluation.datasets)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is something to evaluate on, and it is done."""
+        return self._has_validation and self.evaluation.eval_steps > 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether completions are sampled: in training, or in the evaluation of a method that learns without."""
+        rewarded = bool(self.rewards) or any(dataset.rewards for dataset in self.evaluation.datasets)
+        return isinstance(self.method, OnlineMethod) or rewarded
+
+    @property
+    def best_metric(self) -> str | None:
+        """The metric by which the best model is kept, if one is."""
+        if self.checkpoint.best_metric != "auto":
+            return self.checkpoint.best_metric
+        judged = self.method.type == "reward" and self.data.validation is not None and self.evaluates
+        return "eval_accuracy" if judged else None
+
+    @property
+    def completion_length(self) -> int:
+        """The most tokens that are drawn after a prompt of the data; 0 where the data has the completions."""
+        return self.rollout.max_completion_length if self.method.kind == "prompt" else 0
+
+    @property
+    def longest_example(self) -> int:
+        """The most tokens that an example may have: what a pack must have room for."""
+        return self.data.max_length * (2 if self.method.joins_completions else 1)
+
+    def _check_lengths(self, problems: Problems) -> None:
+        kind = self.method.kind
+        pairs = kind == "pair"
+        with_another = self.method.joins_completions and not pairs
+        needed = self.longest_example
+        what = "a pair" if pairs else "an example with another's completion" if with_another else "an example"
+        problems.check(
+            self.training.tokens_per_pack >= needed,
+            "training.tokens_per_pack",
+            f"is {self.training.tokens_per_pack}, but {what} may have {needed} tokens "
+            f"(data.max_length = {self.data.max_length}) and is never split; raise it, or lower data.max_length",
+        )
+        problems.check(
+            not with_another or self.training.batch_size > 1,
+            "training.batch_size",
+            "is 1, but loss_type: kto estimates the KL from the completions of other examples of the batch; "
+            "give 2 or more",
+        )
+        problems.check(
+            not pairs or self.data.format in PAIR_FORMATS,
+            "data.format",
+            f"is {self.data.format}, which has no chosen and rejected; {self.method.type} needs one of "
+            f"{', '.join(sorted(PAIR_FORMATS))}",
+        )
+        problems.check(
+            kind != "unpaired" or self.data.format in LABELLED_FORMATS,
+            "data.format",
+            f"is {self.data.format}, which has no labels; {self.method.type} needs kto (prompt, completion, label), or "
+            "auto",
+        )
+        problems.check(
+            kind == "unpaired" or self.data.format != "kto",
+            "data.format",
+            f"is kto, whose labels {self.method.type} does not read; to train on all completions alike say "
+            "prompt_completion or messages",
+        )
+        problems.check(
+            kind == "prompt" or self.data.format != "prompt",
+            "data.format",
+            f"is prompt, which has nothing that {self.method.type} could learn from: it needs completions",
+        )
+        problems.check(
+            self.method.type != "sft" or not self.method.completion_only_loss or self.data.format != "text",
+            "method.completion_only_loss",
+            "is true, but data.format: text has no prompt and completion",
+        )
+
+    def _check_online(self, problems: Problems) -> None:
+        method, rollout = self.method, self.rollout
+        online = isinstance(method, OnlineMethod)
+        if not self.samples:
+            problems.check(
+                rollout == RolloutConfig(),
+                "rollout",
+                f"is read where completions are drawn: by online methods, not by {method.type} unless rewards are set, "
+                "which evaluation then gives to completions",
+            )
+            return
+        problems.check(
+            bool(self.rewards) or not online,
+            "rewards",
+            "is empty; give at least one, e.g. rewards: [{type: math}]",
+        )
+        problems.check(
+            method.type != "reward",
+            "rewards" if self.rewards else "evaluation.datasets",
+            "are given to completions, and a reward model writes none; leave it out",
+        )
+        problems.check(
+            online or self.evaluates,
+            "rewards",
+            f"are given by {method.type} to completions of validation prompts: set data.validation, e.g. "
+            "{ratio: 0.05}, and evaluation.eval_steps above 0, or leave rewards out",
+        )
+        check_names(problems, self.rewards)
+        problems.check(
+            not online or rollout.temperature > 0,
+            "rollout.temperature",
+            f"is 0, which draws one completion only; {method.type} learns from what tells several apart",
+        )
+        own = self.evaluation.max_completion_length
+        lengths = {"rollout": rollout.max_completion_length if online or own is None else 0, "evaluation": own or 0}
+        for section, length in lengths.items():
+            problems.check(
+                length < self.data.max_length,
+                f"{section}.max_completion_length",
+                f"is {length}, which leaves no room for a prompt in data.max_length = {self.data.max_length}",
+            )
+        problems.check(
+            not isinstance(method, OnlineMethod) or method.num_minibatches <= self.training.batch_size,
+            "method.num_minibatches",
+            f"is {getattr(method, 'num_minibatches', 1)}, more than the {self.training.batch_size} prompts of a step "
+            "(training.batch_size); give no more than these",
+        )
+
+    def _check_evaluation(self, problems: Problems) -> None:
+        checkpoint = self.checkpoint
+        problems.check(
+            checkpoint.best_metric in ("auto", None) or self.evaluates,
+            "checkpoint.best_metric",
+            "needs an evaluation: set data.validation, e.g. {ratio: 0.05}, and evaluation.eval_steps above 0; "
+            "or set it to null",
+        )
+        problems.check(
+            checkpoint.early_stopping_patience is None or self.best_metric is not None,
+            "checkpoint.early_stopping_patience",
+            "needs checkpoint.best_metric: which metric should get better?",
+        )
+        problems.check(
+            self.evaluation.num_batches is None or self._has_validation,
+            "evaluation.num_batches",
+            "has nothing to evaluate on: set data.validation, e.g. {ratio: 0.05}",
+        )
+        evaluation, fields = self.evaluation, type(self.evaluation).model_fields
+        for name in ("num_generations", *SAMPLING):
+            problems.check(
+                (self.samples and self.evaluates) or getattr(evaluation, name) == fields[name].default,
+                f"evaluation.{name}",
+                "is read where completions are sampled for validation prompts: set rewards and data.validation",
+            )
+        problems.check(
+            evaluation.num_generations == 1 or evaluation.sampling(self.rollout).temperature > 0,
+            "evaluation.num_generations",
+            f"is {evaluation.num_generations}, but with temperature 0 all completions of a prompt are the same",
+        )
+        for index, dataset in enumerate(evaluation.datasets):
+            problems.check(
+                dataset.template != "chat" or self.data.template in ("chat", "none"),
+                f"evaluation.datasets.{index}.template",
+                f"is chat, the tokenizer's own, which data.template: {self.data.template} replaces; save that template "
+                "in a file, and name it here",
+            )
+
+
+def learning_rate(config: RunConfig, model: ModelConfig) -> float:
+    """The learning rate for this model: as set, or else the method's default for full fine-tuning or LoRA."""
+    if config.training.learning_rate is not None:
+        return config.training.learning_rate
+    full, lora = config.method.learning_rates
+    return full if model.lora is None else lora

@@ -1,0 +1,127 @@
+"""`posttrain generate`: completions of the prompts of a file, in its order, each row with all its fields."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from posttrain.config import DataConfig, DevicesConfig, ModelConfig
+from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.data.prompts import Prompt, prompts_of
+from posttrain.data.readers import read_files
+from posttrain.data.report import Malformed
+from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids, text_of
+from posttrain.models.families import positions_of
+from posttrain.models.load import compute_dtype, load_model, load_tokenizer, take_device
+from posttrain.progress import progress
+from posttrain.rollout import sampling_of
+from posttrain.store.files import ready_to_write, save_rows
+from posttrain.threads import sharing_cores
+
+log = logging.getLogger("posttrain")
+
+COMPLETIONS_AT_ONCE = 1024  # between two movements of the progress bar
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What came of a file."""
+
+    prompts: int
+    completions: int
+    tokens: int
+    truncated: int  # completions that the limit ended
+    seconds: float
+
+
+@sharing_cores()
+def generate(
+    model: ModelConfig,
+    file: Path,
+    output: Path,
+    data: DataConfig,
+    rollout: RolloutConfig,
+    devices: DevicesConfig,
+    num_generations: int,
+    seed: int,
+    overwrite: bool = False,
+) -> Generated:
+    """Draw completions for every row of `file` and write the rows with their `completions` to `output` as JSONL.
+
+    A completion has `text` (as rewards are given it: without special tokens), `token_ids`, `logprobs` and
+    `finish_reason`. A row without a usable prompt keeps its place, with `error`. A row's completions depend on the seed
+    and its number alone. What is read is never written to, an existing `output` with `overwrite` only.
+    """
+    ready_to_write(output, (file, Path(model.path)), overwrite)
+    device = take_device(devices)
+    tokenizer = load_tokenizer(model)
+    records = list(read_files((file,)))
+    prompts = prompts_of(records, data, tokenizer, str(file))
+    policy = load_model(model, "lm", compute_dtype(model, device), device)
+    sampling = sampling_of(rollout, num_generations, stop_token_ids(policy, tokenizer), seed)
+    prompts = [too_long(prompt, policy) or prompt for prompt in prompts]
+    good = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
+    with closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)) as engine:
+        began = time.perf_counter()
+        drawn = draw_all(engine, good, sampling, f"generating for {file.name}")
+        seconds = time.perf_counter() - began
+
+    rows = []
+    for record, prompt in zip(records, prompts, strict=True):
+        row: dict[str, Any] = dict(record.value or {})
+        if isinstance(prompt, Malformed):
+            row["error"] = prompt.reason
+        else:
+            row["completions"] = [as_json(done, sampling, tokenizer) for done in drawn[prompt.row]]
+        rows.append(row)
+    save_rows(output, rows)
+    if len(good) < len(records):
+        log.warning(
+            "%d of %d rows have no usable prompt: see their field `error`", len(records) - len(good), len(records)
+        )
+    found = [completion for group in drawn.values() for completion in group]
+    return Generated(
+        prompts=len(good),
+        completions=len(found),
+        tokens=sum(len(completion.tokens) for completion in found),
+        truncated=sum(completion.finish_reason == "length" for completion in found),
+        seconds=seconds,
+    )
+
+
+def too_long(prompt: Prompt | Malformed, policy: PreTrainedModel) -> Malformed | None:
+    """Why nothing can be drawn for a prompt of more tokens than the model has positions; else None."""
+    positions = positions_of(policy.config)
+    if not isinstance(prompt, Prompt) or positions is None or len(prompt.tokens) <= positions:
+        return None
+    reason = f"the prompt has {len(prompt.tokens):,} tokens and the model {positions:,} positions: it leaves no room"
+    return Malformed("", 0, reason, prompt.row)
+
+
+def draw_all(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> dict[int, list[Completion]]:
+    """The completions of each prompt, by its row; streams are by row, so that how rows are divided changes nothing."""
+    at_once = max(1, COMPLETIONS_AT_ONCE // sampling.num_generations)
+    drawn = {}
+    for start in progress(range(0, len(prompts), at_once), what):
+        some = prompts[start : start + at_once]
+        groups = engine.generate(
+            [p.tokens for p in some], sampling, seeds=[seed_of(sampling.seed, p.row) for p in some]
+        )
+        drawn |= {prompt.row: group for prompt, group in zip(some, groups, strict=True)}
+    return drawn
+
+
+def as_json(completion: Completion, sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return {
+        "text": text_of(completion, sampling.stop_token_ids, tokenizer),
+        "token_ids": completion.tokens,
+        "logprobs": completion.logprobs,
+        "finish_reason": completion.finish_reason,
+    }

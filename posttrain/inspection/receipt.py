@@ -1,0 +1,308 @@
+"""`posttrain rollouts`, `why` and `regrade`: from a step's metrics down to the tokens that made its gradient."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from posttrain import engines
+from posttrain.config import PolicyGradientMethod, PPOMethod, RunConfig, load
+from posttrain.config.schema.rewards import Reward
+from posttrain.data.pieces import pieces
+from posttrain.errors import PosttrainError, RunError
+from posttrain.losses import normalized
+from posttrain.models.load import load_tokenizer
+from posttrain.recipes.grpo import compared
+from posttrain.recipes.ppo import EPS
+from posttrain.rewards.compose import Completion, Rewards
+from posttrain.rollout import end_of, to_reward
+from posttrain.store.metrics import read_metrics
+from posttrain.store.rollouts import StoredRun
+from posttrain.terminal import visible
+from posttrain.training.inputs import located
+
+SHOWN = 60  # characters of a text in a table
+
+
+def show_rollouts(folder: Path, step: int | None, console: Console) -> None:
+    """All steps of a run in a line each, or the completions of one step."""
+    with StoredRun(folder) as stored:
+        if step is None:
+            table = _table("step", "prompts", "completions", "reward", "lowest", "highest", "left out", "truncated")
+            for line in stored.summary():
+                numbers = [line[name] for name in ("reward", "lowest", "highest")]
+                counts = [line[name] for name in ("step", "prompts", "completions")]
+                table.add_row(
+                    *map(str, counts), *map(_number, numbers), str(line["left_out"]), f"{line['truncated']:.0%}"
+                )
+            console.print(table)
+            return
+        _require(stored, step)
+        prompts = stored.prompts(step)
+        table = _table("prompt", "rollout", "reward", "advantage", "tokens", "ended by", "completion")
+        for one in stored.rollouts(step):
+            first = f"{one['prompt_index']}" if one["rollout_index"] == 0 else ""
+            if first:
+                table.add_section()
+                table.add_row(
+                    first, "", "", "", "", "", Text(_short(prompts[one["prompt_index"]]["prompt"]), style="dim")
+                )
+            cells = (_number(one["reward"]), _number(one["advantage"]), str(len(one["tokens"])), one["finish_reason"])
+            table.add_row("", str(one["rollout_index"]), *cells, Text(_short(one["completion"])))
+        console.print(table)
+
+
+def why(folder: Path, step: int, prompt: int | None, rollout: int | None, console: Console) -> None:
+    """The step's metrics and groups; with `prompt` a group's rewards by their parts; with `rollout` its tokens."""
+    with StoredRun(folder) as stored:
+        _require(stored, step)
+        if prompt is None:
+            _print_metrics(folder, step, console)
+            _print_groups(stored, step, console)
+            return
+        group = stored.rollouts(step, prompt)
+        if not group:
+            raise RunError(f"step {step} has no prompt {prompt}: its prompts are 0 to {len(stored.prompts(step)) - 1}")
+        asked = stored.prompts(step)[prompt]
+        if rollout is None:
+            console.print(Text(visible(f"row {asked['row']}: {asked['prompt']}"), style="dim"))
+            _print_parts(group, console)
+            return
+        if not 0 <= rollout < len(group):
+            raise RunError(f"prompt {prompt} of step {step} has the rollouts 0 to {len(group) - 1}, no {rollout}")
+        _print_tokens(group[rollout], _tokenizer(folder), console)
+
+
+def _print_metrics(folder: Path, step: int, console: Console) -> None:
+    """What was logged of the step: alone if every step is, else with the steps since the line before."""
+    lines = [line for line in read_metrics(folder) if line["step"] >= step and "loss" in line]
+    if not lines:
+        return
+    table = _table("metric", "value")
+    for name, value in lines[0].items():
+        if name not in ("step", "time"):
+            table.add_row(name, _number(value))
+    after = "" if lines[0]["step"] == step else f" (logged at step {lines[0]['step']}, with the steps before it)"
+    table.title = f"step {step}{after}"
+    console.print(table)
+
+
+def _print_groups(stored: StoredRun, step: int, console: Console) -> None:
+    table = _table("prompt", "row", "rewards", "largest advantage", "clipped", "largest ratio", "sum |A|")
+    for index, asked in enumerate(stored.prompts(step)):
+        group = stored.rollouts(step, index)
+        rewards = ", ".join(_number(one["reward"]) for one in group)
+        trained = [one for one in group if one["advantages"] is not None]
+        advantages = [one["advantage"] for one in trained]
+        clipped = sum(int(one["clipped"].sum()) for one in trained)
+        ratio = max((float(abs(one["new_logprobs"] - one["old_logprobs"]).max()) for one in trained), default=0.0)
+        weight = sum(float(abs(one["advantages"]).sum()) for one in trained)
+        largest = max(advantages, key=abs, default=None)
+        cells = (_number(largest), str(clipped), f"{math.exp(ratio):.4f}", f"{weight:.3g}")
+        table.add_row(str(index), str(asked["row"]), rewards, *cells)
+    console.print(table)
+
+
+def _print_parts(group: Sequence[Mapping[str, Any]], console: Console) -> None:
+    names = list(group[0]["parts"])
+    table = _table("rollout", "reward", "advantage", *names, "completion")
+    for one in group:
+        parts = [_part(one["parts"][name]) for name in names]
+        row = (str(one["rollout_index"]), _number(one["reward"]), _number(one["advantage"]), *parts)
+        table.add_row(*row, Text(_short(one["completion"])))
+    console.print(table)
+
+
+def _part(part: Mapping[str, Any]) -> str:
+    value = f"{part['weight']:g} x {_number(part['value'])}"
+    if part.get("verdict"):
+        value += f" {part['verdict']}"
+    return value + (f" ({part['extracted']})" if part.get("extracted") else "")
+
+
+def _print_tokens(one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, console: Console) -> None:
+    columns = {
+        "sampler_logprobs": "sampler",
+        "old_logprobs": "old",
+        "new_logprobs": "new",
+        "ref_logprobs": "ref",
+        "old_values": "value",
+        "returns": "return",
+        "advantages": "advantage",
+    }
+    there = [name for name in columns if one[name] is not None]
+    table = _table("", "token", *(columns[name] for name in there), "ratio", "clipped")
+    for place, text in enumerate(_texts(one["tokens"].tolist(), tokenizer)):
+        values = [f"{one[name][place]:+.4f}" for name in there]
+        ratio = clipped = "-"
+        if one["new_logprobs"] is not None:
+            ratio = f"{math.exp(float(one['new_logprobs'][place] - one['old_logprobs'][place])):.4f}"
+            clipped = "clipped" if one["clipped"][place] else ""
+        table.add_row(str(place), Text(text), *values, ratio, clipped)
+    console.print(table)
+
+
+def _texts(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> Iterator[str]:
+    """What to show of each token: of several that hold one character, the last has it, the others an ellipsis."""
+    if tokenizer is None:
+        yield from map(str, tokens)
+        return
+    for count, text in pieces(tokens, tokenizer):
+        yield from ["…"] * (count - 1) + [repr(text)[1:-1]]
+
+
+def regrade(
+    folder: Path, settings: Sequence[Reward], console: Console, step: int | None = None, limit: int = 50
+) -> int:
+    """Give the stored completions of a step, or of all, other rewards; list those whose advantage changes its sign.
+
+    Sign changes are counted apart from advantages that become 0 or were 0; the table has `limit` rows, sign changes
+    first. Returns how many change their sign.
+    """
+    config = _config(folder)
+    method, found, total = config.method, [], 0
+    if not isinstance(method, PolicyGradientMethod | PPOMethod):
+        raise RunError(f"{folder} is a run of {method.type}, which learns from no completions of its own")
+    most, tokenizer = config.rollout.max_completion_length, _tokenizer(folder)
+    if tokenizer is None:
+        console.print("The run's tokenizer is not there: rewards are not told which prompts open <think>.")
+    with (
+        StoredRun(folder) as stored,
+        Rewards(settings, tags=config.data.tags, devices=config.devices, max_completion_length=most) as rewards,
+    ):
+        if step is not None:
+            _require(stored, step)
+        for number in stored.steps() if step is None else [step]:
+            prompts, rollouts = stored.prompts(number), stored.rollouts(number)
+            graded = rewards([_completion(prompts[one["prompt_index"]], one, tokenizer) for one in rollouts]).totals
+            usable = [(one, new) for one, new in zip(rollouts, graded, strict=True) if None not in (one["reward"], new)]
+            usable = [(one, new) for one, new in usable if isinstance(method, PolicyGradientMethod) or _in_loss(one)]
+            made = [one for one, _ in usable]
+            old = advantages_for(method, made, [one["reward"] for one in made])
+            new = advantages_for(method, made, [new for _, new in usable])
+            total += len(usable)
+            for (one, reward), before, after in zip(usable, old, new, strict=True):
+                if (change := _change(before, after)) is not None:
+                    found.append((change, number, one, reward, before, after))
+    _print_changes(found, limit, console)
+    counts = Counter(change for change, *_ in found)
+    console.print(
+        f"{counts[SIGN]:,} of {total:,} advantages change their sign; besides, {counts[TO_ZERO]:,} become 0 and "
+        f"{counts[FROM_ZERO]:,} were 0"
+    )
+    if isinstance(method, PPOMethod) and method.whiten_rewards:
+        console.print("New advantages are approximate: method.whiten_rewards scaled the run's own rewards.")
+    return counts[SIGN]
+
+
+SIGN, TO_ZERO, FROM_ZERO = "sign", "to 0", "from 0"
+
+
+def _change(before: float, after: float) -> str | None:
+    if before * after < 0:
+        return SIGN
+    return None if (before == 0) == (after == 0) else TO_ZERO if after == 0 else FROM_ZERO
+
+
+def _print_changes(
+    found: Sequence[tuple[str, int, Mapping[str, Any], float, float, float]], limit: int, console: Console
+):
+    shown = sorted(found, key=lambda one: one[0] != SIGN)[:limit]  # sign changes first, else in their order
+    if shown:
+        table = _table("step", "prompt", "rollout", "change", "reward", "new", "A", "new A", "completion")
+        for change, number, one, reward, before, after in shown:
+            where = (number, one["prompt_index"], one["rollout_index"], change)
+            numbers = (one["reward"], reward, before, after)
+            table.add_row(*map(str, where), *map(_number, numbers), Text(_short(one["completion"])))
+        console.print(table)
+    if len(found) > len(shown):
+        console.print(f"and {len(found) - len(shown):,} more: --limit shows them")
+
+
+def advantages_for(
+    method: PolicyGradientMethod | PPOMethod, rollouts: Sequence[Mapping[str, Any]], rewards: Sequence[float | None]
+) -> list[float]:
+    """The advantage of each of a step's stored completions, had it been given this reward.
+
+    PPO's is the mean over the tokens. GAE is linear in the reward, so what it was (return less value) changes at a
+    token by the difference of the rewards times (gamma lam)^(tokens that follow); values stay those of the run.
+    """
+    if not rollouts:
+        return []
+    reward_S = torch.tensor(rewards, dtype=torch.float64)
+    if isinstance(method, PolicyGradientMethod):
+        return compared(method, reward_S, torch.tensor([one["prompt_index"] for one in rollouts])).tolist()
+    tokens = []
+    for one, reward in zip(rollouts, reward_S, strict=True):
+        was_N = torch.tensor(one["returns"] - one["old_values"], dtype=torch.float64)
+        following_N = torch.arange(len(was_N) - 1, -1, -1, dtype=torch.float64)
+        tokens.append(was_N + (reward - one["reward"]) * (method.gamma * method.lam) ** following_N)
+    normal_N = normalized(torch.cat(tokens), eps=EPS)
+    return [float(one.mean()) for one in normal_N.split([len(one) for one in tokens])]
+
+
+def _in_loss(one: Mapping[str, Any]) -> bool:
+    """Whether a completion of PPO was trained on, with the numbers that say how."""
+    if one["advantages"] is not None and one["returns"] is None:
+        raise RunError("this run's file is of an earlier version, without values and returns: PPO cannot be regraded")
+    return one["returns"] is not None
+
+
+def _completion(
+    prompt: Mapping[str, Any], one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> Completion:
+    """A stored completion as rewards were given it; without a tokenizer no prompt is known to open `<think>`."""
+    drawn = engines.Completion(one["tokens"].tolist(), [], one["finish_reason"], one["version"])
+    end = "" if tokenizer is None else end_of(prompt["tokens"], tokenizer)
+    return to_reward(drawn, one["completion"], end, prompt["facts"])
+
+
+def _require(stored: StoredRun, step: int) -> None:
+    steps = stored.steps()
+    if step not in steps:
+        there = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
+        raise RunError(
+            f"there are no rollouts of step {step}; there are {there} (rollout.max_database_gb drops old ones)"
+        )
+
+
+def _config(folder: Path) -> RunConfig:
+    return located(load(folder / "config.yaml").config, folder)
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The run's tokenizer; None where it is not there any more, and tokens are shown as numbers."""
+    model = _config(folder).models[0]
+    for path in (folder / "final", None):
+        try:
+            return load_tokenizer(model if path is None else model.model_copy(update={"path": str(path)}))
+        except PosttrainError:
+            continue
+    return None
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="bold")
+    for name in columns:
+        left = name in ("completion", "token", "metric", "rewards")
+        table.add_column(name, justify="left" if left else "right", overflow="fold")  # no number is cut short
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _short(text: str) -> str:
+    flat = visible(" ".join(text.split()))
+    return flat if len(flat) <= SHOWN else flat[: SHOWN - 1] + "…"

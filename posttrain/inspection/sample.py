@@ -1,0 +1,231 @@
+"""`posttrain sample`: a few completions of a model, drawn and rewarded as training would, and what they show."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from posttrain.config import DataConfig, DevicesConfig, ModelConfig
+from posttrain.config.schema.rewards import Reward
+from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.data.prompts import Prompt, prompts_of
+from posttrain.data.report import Malformed
+from posttrain.data.sources import open_source
+from posttrain.data.templates import choose_template
+from posttrain.data.tokencheck import completion_faults, prompt_faults, stop_faults
+from posttrain.engines import Completion, make_engine, stop_token_ids, text_of
+from posttrain.errors import DataError, RunError
+from posttrain.inspection.findings import (
+    Keeps,
+    Measured,
+    format_of,
+    measure,
+    over_temperatures,
+    shown_number,
+    table,
+    tags_of,
+)
+from posttrain.inspection.generate import draw_all, too_long
+from posttrain.models.load import compute_dtype, is_reward_model, load_model, load_tokenizer, take_device
+from posttrain.rewards import compose
+from posttrain.rollout import sampling_of, to_reward
+from posttrain.terminal import visible
+from posttrain.threads import sharing_cores
+
+SHOWN = 2_000  # characters of a text; the middle of a longer one is left out
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What to draw from, for which prompts, and how: the settings of training that bear on completions."""
+
+    model: ModelConfig
+    data: DataConfig
+    rewards: tuple[Reward, ...]
+    rollout: RolloutConfig
+    devices: DevicesConfig
+    longest_prompt: int | None  # tokens; training leaves out longer ones
+    seed: int  # of the rows of a built-in task
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The completions of one prompt at one temperature, with their texts and rewards (where there are any)."""
+
+    prompt: Prompt
+    completions: Sequence[Completion]
+    texts: Sequence[str]
+    rewards: Sequence[float | None] | None
+    parts: Sequence[str]  # of each reward: how it came about
+
+    def measure(self, keeps: Keeps | None) -> Measured:
+        return measure(self.prompt.row, self.completions, self.texts, keeps, self.rewards)
+
+
+@sharing_cores()
+def sample(
+    setup: Setup,
+    temperatures: Sequence[float],
+    num_prompts: int,
+    num_generations: int,
+    show: int,
+    seed: int,
+    console: Console,
+) -> dict[float, list[Measured]]:
+    """Draw and reward at each temperature; print `show` completions of every prompt, a table, and what it suggests.
+
+    The table has a line for each prompt, with several temperatures one for each of these. Faults of tokenisation are
+    told first.
+    """
+    if is_reward_model(setup.model):
+        raise RunError(f"{setup.model.path} is a reward model, which draws no completions: sample from a policy")
+    device, tokenizer = take_device(setup.devices), load_tokenizer(setup.model)
+    policy = load_model(setup.model, "lm", compute_dtype(setup.model, device), device)
+    rollout, stops = setup.rollout, stop_token_ids(policy, tokenizer)
+    prompts, unused = first_prompts(setup, policy, tokenizer, num_prompts)
+    sampling = sampling_of(rollout, num_generations, stops, seed)
+    drawn: dict[float, list[Drawn]] = {}
+    with (
+        rewards_of(setup) as rewards,
+        closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)) as engine,
+    ):
+        for temperature in temperatures:
+            found = draw_all(engine, prompts, replace(sampling, temperature=temperature), "sampling")
+            texts = {row: [text_of(one, stops, tokenizer) for one in group] for row, group in found.items()}
+            drawn[temperature] = rewarded(prompts, found, texts, rewards)
+
+    keeps = format_of(setup.data)
+    measured = {temperature: [one.measure(keeps) for one in group] for temperature, group in drawn.items()}
+    for malformed in unused:
+        console.print(Text(visible(f"not used: {malformed}")))
+    if str(given := setup.data.max_prompt_length).startswith("p"):
+        console.print(Text(f"data.max_prompt_length: {given} is not applied: training takes it of all its own prompts"))
+    show_completions(drawn, show, console)
+    console.print(table(measured, setup.model.path))
+    for fault in token_faults(setup, tokenizer, stops, prompts, list(itertools.chain(*drawn.values()))):
+        console.print(Text(visible(f"Tokenisation: {fault}")))
+    for line in over_temperatures(measured, rollout):
+        console.print(Text(line))
+    return measured
+
+
+def first_prompts(
+    setup: Setup, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int
+) -> tuple[list[Prompt], list[Malformed]]:
+    """The first usable prompts of the validation set, or else of the training set; and the rows between them.
+
+    Raises DataError where none of the first rows has any.
+    """
+    data, held, skip = setup.data, setup.data.validation, 0
+    if held is not None and held.source is not None:
+        source, split = held.source, held.split
+    elif isinstance(data.source, str):
+        source, split, skip = data.source, data.split, data.skip_rows
+    else:
+        source, split = data.source[0].source, data.source[0].split
+    rows = open_source(source, split, None, setup.seed, choose_template(data, tokenizer).compose).read()
+    records = list(itertools.islice(rows, skip, skip + 4 * count))  # some may be malformed
+    found: list[Prompt] = []
+    unused: list[Malformed] = []
+    for record, prompt in zip(records, prompts_of(records, data, tokenizer, source), strict=True):
+        wrong = prompt if isinstance(prompt, Malformed) else too_long(prompt, policy)
+        if isinstance(prompt, Prompt) and wrong is None and len(prompt.tokens) > (setup.longest_prompt or 1 << 62):
+            wrong = Malformed("", 0, f"{len(prompt.tokens):,} tokens, and training takes {setup.longest_prompt:,}", 0)
+        if wrong is not None:
+            unused.append(Malformed(record.file, record.line, wrong.reason, record.row))
+        elif isinstance(prompt, Prompt):
+            found.append(prompt)
+        if len(found) == count:
+            break
+    if not found:
+        raise DataError(f"none of the first {len(records)} rows of {source} has a usable prompt: {unused[0]}")
+    return found, unused
+
+
+@contextmanager
+def rewards_of(setup: Setup) -> Iterator[compose.Rewards | None]:
+    """The rewards as training makes them; None where there are none."""
+    if not setup.rewards:
+        yield None
+        return
+    limit = setup.rollout.max_completion_length
+    with compose.Rewards(
+        setup.rewards, tags=setup.data.tags, devices=setup.devices, max_completion_length=limit
+    ) as rewards:
+        yield rewards
+
+
+def rewarded(
+    prompts: Sequence[Prompt],
+    drawn: Mapping[int, Sequence[Completion]],
+    texts: Mapping[int, Sequence[str]],
+    rewards: compose.Rewards | None,
+) -> list[Drawn]:
+    """Each prompt's completions with their rewards."""
+    if rewards is None:
+        return [Drawn(prompt, drawn[prompt.row], texts[prompt.row], None, ()) for prompt in prompts]
+    result = rewards(
+        [
+            to_reward(completion, text, prompt.text, prompt.facts)
+            for prompt in prompts
+            for text, completion in zip(texts[prompt.row], drawn[prompt.row], strict=True)
+        ]
+    )
+    found, start = [], 0
+    for prompt in prompts:
+        places = range(start, start := start + len(drawn[prompt.row]))
+        sums = [
+            " + ".join(f"{part.weight:g} x {shown_number(part.values[place])} ({part.name})" for part in result.parts)
+            for place in places
+        ]
+        totals = [result.totals[place] for place in places]
+        found.append(Drawn(prompt, drawn[prompt.row], texts[prompt.row], totals, sums))
+    return found
+
+
+def token_faults(
+    setup: Setup,
+    tokenizer: PreTrainedTokenizerBase,
+    stops: tuple[int, ...],
+    prompts: Sequence[Prompt],
+    drawn: Sequence[Drawn],
+) -> list[str]:
+    """What is wrong with stop tokens, begin tokens and tags."""
+    completions = [
+        (one.prompt, [token for token in completion.tokens if token not in stops])
+        for one in drawn
+        for completion in one.completions
+    ]
+    return [
+        *stop_faults(tokenizer, stops, setup.rollout.stop, setup.data.template != "none"),
+        *prompt_faults(prompts, tokenizer),
+        *completion_faults([one for one in completions if one[1]], tags_of(setup.data), tokenizer),
+    ]
+
+
+def show_completions(drawn: Mapping[float, Sequence[Drawn]], show: int, console: Console) -> None:
+    """Every prompt as the model is given it, and the first completions of it at each temperature."""
+    for groups in zip(*drawn.values(), strict=True) if show else ():
+        prompt = groups[0].prompt
+        console.rule(f"row {prompt.row}, prompt of {len(prompt.tokens):,} tokens", align="left", characters="-")
+        console.print(Text(visible(_shortened(prompt.text)), style="dim"))
+        for temperature, one in zip(drawn, groups, strict=True):
+            at = f", temperature {temperature:g}" if len(drawn) > 1 else ""
+            for number, text in enumerate(one.texts[:show]):
+                worth = ""
+                if one.rewards is not None:
+                    worth = f", reward {shown_number(one.rewards[number])} = {one.parts[number]}"
+                console.rule(Text(visible(f"row {prompt.row}{at}{worth}")), align="left", characters="-")
+                console.print(Text(visible(_shortened(text))))
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= SHOWN:
+        return text
+    return f"{text[: SHOWN // 2]} ... {len(text) - SHOWN:,} characters ... {text[-SHOWN // 2 :]}"

@@ -1,0 +1,177 @@
+"""What autograd keeps of a pack, not by a formula: forward and backward of a few layers on tensors without memory.
+
+Two and three of the model's layers run in torch's FakeTensorMode, with its adapters, dropout and checkpointing; what
+would be kept is added up, and each further layer keeps what the third did.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+
+from posttrain.batch import Pack
+from posttrain.config import ModelConfig, RunConfig
+from posttrain.models.attention import NAME as PACKED
+from posttrain.models.attention import How, PackedMask
+from posttrain.models.checkpointing import enable_gradient_checkpointing
+from posttrain.models.families import FAMILIES, backbone_of, base_of
+from posttrain.models.lean import lean
+from posttrain.models.load import load_config, use_packed
+from posttrain.models.lora import add_lora
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+FEW, MORE = 2, 3  # layers that are looked at
+
+
+def empty_model(
+    config: RunConfig, model: ModelConfig, dtype: torch.dtype = torch.float32, layers: int | None = None
+) -> PreTrainedModel | PeftModel:
+    """The model with its adapters on the meta device: shapes without memory. Only so many layers if given."""
+    reward = config.method.type == "reward"
+    auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
+    settings = load_config(model)
+    if reward:
+        settings.num_labels = 1
+    if layers is not None:
+        settings.num_hidden_layers = layers
+        if getattr(settings, "layer_types", None):
+            settings.layer_types = settings.layer_types[:layers]
+    with torch.device("meta"):
+        empty = auto.from_config(settings, dtype=dtype, trust_remote_code=model.trust_remote_code)
+        return empty if model.lora is None else add_lora(empty, model.lora, "reward" if reward else "lm")
+
+
+def activations(
+    config: RunConfig, model: ModelConfig, pack: Pack, dtype: torch.dtype, checkpointing: bool, on_gpu: bool
+) -> tuple[int, int]:
+    """Bytes that the backbone keeps of a pack for backward, and what it takes beyond that at most, for a moment."""
+    settings = load_config(model)
+    family = FAMILIES.get(settings.model_type)
+    if family is None or not family.packed or model.attention not in ("auto", "packed"):
+        return _by_formula(settings, pack, dtype, checkpointing), 0
+    depth, masks = settings.num_hidden_layers, _OneKernel if on_gpu else PackedMask
+    if depth <= MORE:
+        return _simulate(config, model, pack, dtype, checkpointing, depth, masks)
+    kept_few, _ = _simulate(config, model, pack, dtype, checkpointing, FEW, masks)
+    kept, working = _simulate(config, model, pack, dtype, checkpointing, MORE, masks)
+    return kept + (depth - MORE) * (kept - kept_few), working
+
+
+class _OneKernel(PackedMask):
+    """Attention as a GPU has it, where one kernel takes the whole pack and keeps no weights: for memory alone it does
+    not matter which keys are seen."""
+
+    def masks(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor | None]:
+        return []
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How
+    ) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def _simulate(
+    config: RunConfig,
+    model: ModelConfig,
+    pack: Pack,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    layers: int,
+    masks: type[PackedMask],
+) -> tuple[int, int]:
+    """The same for a model of so many layers, by forward and backward without memory."""
+    read = pack.last_S if config.method.type == "reward" else pack.read_U
+    mask = masks(pack, read)
+    mask.masks(None, dtype)
+    policy = empty_model(config, model, dtype, layers)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        _on_cpu(policy)
+        base = base_of(policy)
+        if use_packed(model, base):
+            base.set_attn_implementation(PACKED)
+        lean(base)
+        if checkpointing:
+            enable_gradient_checkpointing(policy)
+        policy.train(config.method.dropout)
+        for module in policy.modules():
+            if hasattr(module, "layerdrop"):  # OPT of older transformers draws a number for each layer, and reads it
+                module.training = False
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_forget)
+        inputs: dict[str, Any] = {"input_ids": fake.from_tensor(pack.tokens_T)[None], "use_cache": False}
+        inputs |= {"position_ids": fake.from_tensor(pack.position_T)[None], "packed": mask}
+        with _Live(policy) as live:
+            hidden = backbone_of(base)(**inputs).last_hidden_state
+            kept = live.now
+            hidden.sum().backward()
+        return kept, live.peak - kept
+
+
+def _on_cpu(model: nn.Module) -> None:
+    """Replace meta tensors by fake ones of the CPU, for which torch chooses kernels as for real ones."""
+    replaced: dict[torch.Tensor, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in replaced:
+            twin = torch.empty_like(tensor, device="cpu", requires_grad=False)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            replaced[tensor] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
+        return replaced[tensor]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = fake(tensor)  # pyright: ignore[reportArgumentType]
+
+
+def _forget(parameter: torch.Tensor) -> None:
+    """Gradients of weights are a part of their own."""
+    parameter.grad = None
+
+
+class _Live(TorchDispatchMode):
+    """Adds up the bytes of all tensors made under it that are alive, now and at most; views of weights are not made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes and key not in self._weights:
+            self._sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+def _by_formula(settings: PreTrainedConfig, pack: Pack, dtype: torch.dtype, checkpointing: bool) -> int:
+    """For families that take packs as rows: about 16 hidden vectors and 4 of the MLP's a token and layer."""
+    hidden, depth = settings.hidden_size, settings.num_hidden_layers
+    mlp = getattr(settings, "intermediate_size", None) or getattr(settings, "n_inner", None) or 4 * hidden
+    tokens = pack.num_sequences * pack.longest
+    layer = (16 * hidden + 4 * mlp) * dtype.itemsize
+    return tokens * (layer + depth * hidden * dtype.itemsize if checkpointing else depth * layer)

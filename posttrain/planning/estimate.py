@@ -1,0 +1,223 @@
+"""The memory a step takes, by its parts, before anything is loaded.
+
+Weights, gradients, optimizer, reference and the engine's cache are counted from the model's shapes, activations by
+computing without memory (activations.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from posttrain.batch import Example, Pack, Sample, pack
+from posttrain.config import DPOMethod, KTOMethod, ModelConfig, OnlineMethod, RunConfig
+from posttrain.engines.embedded import MAX_ROWS
+from posttrain.engines.room import GPU_SHARE, Room, cache_tokens, token_bytes
+from posttrain.models.families import base_of
+from posttrain.models.load import compute_dtype, load_config
+from posttrain.models.matmul import ONEDNN, PACKS
+from posttrain.models.optional import takes_triton
+from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
+from posttrain.planning.activations import activations, empty_model
+from posttrain.scoring import CHUNK_ELEMENTS, GRADIENT_ELEMENTS
+from posttrain.training.inputs import reference_settings
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a code, a byte of scale for 64 weights, a float32 for 256 scales
+DRAWN_LOGITS = 4  # logits, exponentials, random words and what a filter sorts, each of a step's size
+SAFE = 0.75  # of a GPU's memory, as the estimate is within a quarter of the peak
+# What the heap of a C library loses in holes that no later tensor fits, as a share of what comes and goes in a step:
+# measured after twelve steps with glibc 2.36, where oneDNN multiplies (its buffers come and go too) and where MKL does
+# (models/matmul.py). With gradient checkpointing tensors are returned at once instead (posttrain.memory).
+HOLES = 0.4 if PACKS and not ONEDNN else 0.8
+# Tokenizer, data, kernels' code and workspaces, log and curves on a CPU.
+PROCESS = 50 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes by part and at the peak; `host` is in CPU memory beside a GPU. `allocator` is what a CPU's heap wastes.
+
+    `resting` is there all the time, `updating` during an update alone; that may be less than its parts, as gradients
+    come while activations go, so that with one pack a step the two are never whole at once. `engine` is what generation
+    takes beside the weights: beside an update too where `keeps_engine` is on, else given back before it, as on a CPU.
+    """
+
+    parts: dict[str, int]
+    resting: int
+    updating: int
+    host: int = 0
+    engine: int = 0
+    keeps_engine: bool = False
+
+    @property
+    def peak(self) -> int:
+        changing = self.updating + self.engine if self.keeps_engine else max(self.updating, self.engine)
+        return self.resting + changing
+
+
+def count(model: nn.Module) -> tuple[int, int]:
+    """All and trained parameters."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
+
+
+def holds_reference(config: RunConfig, model: ModelConfig) -> bool:
+    """Whether a second model lies in memory as the reference, rather than an adapter switched off or saved numbers."""
+    method = config.method
+    if isinstance(method, OnlineMethod):
+        return method.needs_reference and (model.lora is None or method.ref_model is not None)
+    if not isinstance(method, DPOMethod | KTOMethod) or method.precompute_ref_log_probs:
+        return False
+    if isinstance(method, DPOMethod) and not method.use_ref_model:
+        return False
+    return model.lora is None or method.ref_model is not None
+
+
+def checkpoints_gradients(config: RunConfig, model: ModelConfig, device: torch.device) -> bool:
+    """Whether layers are recomputed in backward: `auto` does so on a GPU where a full pack would not fit otherwise.
+
+    A function of settings, model and card, whatever the data: a resumed run on the same card decides alike.
+    """
+    wanted = config.training.gradient_checkpointing
+    if wanted != "auto" or device.type != "cuda":
+        return wanted is True
+    tokens = config.training.tokens_per_pack
+    whole = pack([Example((Sample(np.zeros(tokens, np.int64), trained=True),), row=0)], tokens)
+    peak = estimate(config, model, empty_model(config, model), whole, device, checkpointing=False).peak
+    return peak > SAFE * _memory_of(device)
+
+
+def estimate(
+    config: RunConfig,
+    model: ModelConfig,
+    empty: PreTrainedModel | PeftModel,
+    packs: list[Pack],
+    device: torch.device,
+    checkpointing: bool | None = None,
+    card: int | None = None,
+) -> Estimate:
+    """What a step of these packs, the fullest first, takes on `device`; `empty` has the model's shapes.
+
+    `checkpointing`: whether layers are recomputed; None: as the settings have it. `card`: bytes that the GPU has; None:
+    as the one that is there.
+    """
+    if device.type == "cuda" and card is None:
+        card = _memory_of(device)
+    fullest = packs[0]
+    dtype = compute_dtype(model, device)
+    width = dtype.itemsize
+    _, trained = count(empty)
+    kind = config.training.optimizer
+    offloaded = kind == "adamw_cpu_offload" and device.type == "cuda"
+    masters = 4 * trained if dtype != torch.float32 or offloaded else 0
+    weights = _weights(empty, width, model.load_in_4bit)
+    parts = {"weights": weights, "gradients": 4 * trained, "optimizer": masters + _moments(empty, kind)}
+    host = 0
+    if offloaded:  # with what travels, in the model's dtype
+        host = parts["gradients"] + parts["optimizer"] + width * trained
+        parts |= {"gradients": 0, "optimizer": 0}
+    if isinstance(config.method, OnlineMethod) and config.method.updates > 1:  # training/boundary.py
+        copied = 4 * trained + _moments(empty, kind)
+        if device.type == "cpu":
+            parts["copy of a step's start"] = copied
+        else:
+            host += copied
+    if holds_reference(config, model):
+        parts["reference"] = _reference(config, model, empty, width)
+    if checkpointing is None:
+        checkpointing = checkpoints_gradients(config, model, device)
+    kept, working = activations(config, model, fullest, dtype, checkpointing, device.type == "cuda")
+    logits = 0 if config.method.type == "reward" else _logits(model, empty, fullest, width, device)
+    # The head is done with its logits before the layers' backward begins.
+    parts |= {"activations": kept + max(working - logits, 0), "logits": logits}
+    passing = parts["activations"] + logits
+    if device.type == "cpu":
+        parts["process"] = PROCESS
+    if device.type == "cpu" and not checkpointing:
+        parts["allocator"] = int(HOLES * passing)
+    # Of the first pack, gradients come as activations go; each further pack is computed beside them.
+    largest = width * max((p.numel() for p in empty.parameters() if p.requires_grad), default=0)
+    beside = passing * max((len(other.tokens_T) for other in packs[1:]), default=0) // max(len(fullest.tokens_T), 1)
+    updating = max(passing, parts["gradients"] + max(largest, beside))
+    resting = sum(parts.values()) - passing - parts["gradients"]
+    engine = generation(config, model, packs, device, card)
+    keeps = card is not None and resting + updating + engine <= SAFE * card
+    if engine:
+        parts["engine" if keeps else "engine, between updates"] = engine
+    return Estimate(parts, resting, updating, host, engine, keeps)
+
+
+def _memory_of(gpu: torch.device) -> int:
+    return torch.cuda.get_device_properties(gpu).total_memory
+
+
+def generation(config: RunConfig, model: ModelConfig, packs: list[Pack], device: torch.device, card: int | None) -> int:
+    """What drawing a step's completions takes: keys and values, one token's logits of each and what is made of them."""
+    if not isinstance(config.method, OnlineMethod):
+        return 0
+    rollout, settings = config.rollout, load_config(model)
+    if rollout.engine == "vllm":
+        share = rollout.vllm.gpu_memory_utilization if rollout.vllm.base_url is None else 0
+        return int(share * card) if card is not None else 0
+    dtype = compute_dtype(model, device)
+    most, n = rollout.max_completion_length, config.method.num_generations
+    # A completion's last token is fed to no step.
+    longest = max(1, max(int(pack.position_T.max()) for pack in packs) + 2 - most)
+    tokens = cache_tokens(settings, dtype, device, None if card is None else card // GPU_SHARE)
+    room = Room.of(
+        config.training.batch_size, n, longest, most, max_rows=MAX_ROWS, tokens=tokens, static=device.type == "cuda"
+    )
+    logits = min(
+        CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]), room.rows * settings.get_text_config().vocab_size
+    )
+    return room.tokens * token_bytes(settings, dtype, device) + DRAWN_LOGITS * 4 * logits
+
+
+def _reference(config: RunConfig, model: ModelConfig, empty: PreTrainedModel | PeftModel, width: int) -> int:
+    """Bytes of the second model in memory."""
+    ref_model = getattr(config.method, "ref_model", None)
+    if ref_model is not None:
+        empty = empty_model(config, reference_settings(model, ref_model).model_copy(update={"lora": None}))
+    adapters = sum(p.numel() for name, p in empty.named_parameters() if "lora_" in name)
+    return _weights(empty, width, model.load_in_4bit) - width * adapters
+
+
+def _weights(model: PreTrainedModel | PeftModel, width: int, in_4bit: bool) -> int:
+    """Bytes of the weights, with those of the linear layers that bitsandbytes converts in 4 bits."""
+    converted: set[torch.Tensor] = set()
+    if in_4bit:
+        base = base_of(model)
+        layers = [m for name, m in base.named_modules() if isinstance(m, nn.Linear) and "lora_" not in name]
+        converted = {m.weight for m in layers if m is not base.get_output_embeddings() and m.out_features > 1}
+    return int(sum(p.numel() * (NF4_BYTES if p in converted else width) for p in model.parameters()))
+
+
+def _moments(model: nn.Module, kind: str) -> int:
+    """Bytes of AdamW's two moments: 4 each, or with `adamw_8bit` 1 each and a float32 scale for every block."""
+    small = eight_bit_names(model) if kind == "adamw_8bit" else set()
+    sizes = [(p.numel(), name in small) for name, p in model.named_parameters() if p.requires_grad]
+    return sum(2 * (n + 4 * -(-n // BLOCK)) if eight else 8 * n for n, eight in sizes)
+
+
+def _logits(
+    settings: ModelConfig, model: PreTrainedModel | PeftModel, pack: Pack, width: int, device: torch.device
+) -> int:
+    """The language-model head: a chunk's logits and their likes, scored hidden states, the gradient of its weight."""
+    head = base_of(model).get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    scored, (vocabulary, hidden) = len(pack.target_N), head.weight.shape
+    if takes_triton(settings, device) and width < 4:
+        chunk = width * min(GRADIENT_ELEMENTS, scored * vocabulary)
+    else:
+        chunk = 3 * 4 * min(CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]), scored * vocabulary)
+    wide = 4 * head.weight.numel() if device.type == "cpu" and width < 4 else 0  # models/matmul.py: float32_weight
+    gradient = 4 * head.weight.numel() if head.weight.requires_grad else 0
+    return chunk + wide + 2 * scored * hidden * width + gradient

@@ -1,0 +1,82 @@
+"""The step of a run that takes most memory, found from the lengths of its examples."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from posttrain.batch import Example, Pack, Sample, pack
+from posttrain.config import OnlineMethod, RunConfig
+from posttrain.data import Prepared
+from posttrain.models.attention import width_step
+from posttrain.planning.activations import empty_model
+from posttrain.planning.estimate import estimate
+from posttrain.recipes.reference_free import pack_with_chosen_prompts, scores_prompts
+from posttrain.training.job import Job
+from posttrain.training.loop import epoch_order
+
+log = logging.getLogger("posttrain")
+
+CANDIDATES = 8  # steps with most tokens; which of them fills a pack best is seen by packing
+
+
+def first_epoch(config: RunConfig, size: int) -> list[np.ndarray]:
+    """The rows of each step of the first epoch that the run will take, in the loop's order."""
+    order = epoch_order(config, size, 0)
+    batch = config.training.batch_size
+    steps = math.ceil(size / batch)
+    taken = min(steps, config.training.max_steps or steps)
+    return [order[step * batch : (step + 1) * batch] for step in range(taken)]
+
+
+def pack_rows(
+    config: RunConfig, data: Prepared, rows: np.ndarray, tokens_per_pack: int, pad_to: int | None = None
+) -> list[Pack]:
+    """The packs of a step, as its method's recipe lays them."""
+    examples = [data.train[int(row)] for row in rows]
+    if isinstance(config.method, OnlineMethod):
+        length = config.rollout.max_completion_length
+        examples = [e for one in examples for e in with_completions(one, config.method, length, tokens_per_pack)]
+    pack_of = partial(pack, tokens_per_pack=tokens_per_pack, keep_last=config.method.type == "reward", pad_to=pad_to)
+    return pack_with_chosen_prompts(pack_of, examples) if scores_prompts(config.method) else pack_of(examples)
+
+
+def with_completions(prompt: Example, method: OnlineMethod, length: int, tokens_per_pack: int) -> list[Example]:
+    """A prompt with completions as long as they may become, divided as a rollout divides them."""
+    tree = prompt.trees[0]
+    leaf = Sample(np.zeros(length, np.int64), trained=True)
+    each = max(1, (tokens_per_pack - len(tree.tokens)) // max(length - 1, 1))
+    whole, rest = divmod(method.num_generations, each)
+    counts = [each] * whole + [rest] * (rest > 0)
+    return [replace(prompt, trees=(replace(tree, children=(leaf,) * count),)) for count in counts]
+
+
+def heaviest_step(config: RunConfig, data: Prepared, tokens_per_pack: int, pad_to: int | None = None) -> list[Pack]:
+    """The packs of the first epoch's step with the fullest pack, that one first."""
+    steps = sorted(first_epoch(config, len(data.train)), key=lambda rows: -int(data.train.lengths[rows].sum()))
+    packed = [pack_rows(config, data, rows, tokens_per_pack, pad_to) for rows in steps[:CANDIDATES]]
+    heaviest = max(packed, key=lambda packs: max(map(_weight, packs)))
+    return sorted(heaviest, key=_weight, reverse=True)
+
+
+def keeps_engine(job: Job, data: Prepared) -> bool:
+    """Whether a GPU has room for what the engine keeps beside the heaviest update (planning/estimate.py)."""
+    if job.device.type != "cuda" or job.config.rollout.engine != "embedded":
+        return True  # nothing is kept there, or what its own settings say
+    size = job.config.training.tokens_per_pack
+    packs = heaviest_step(job.config, data, size, width_step(job.device, size))
+    found = estimate(job.config, job.model, empty_model(job.config, job.model), packs, job.device)
+    if not found.keeps_engine:
+        log.warning(
+            "the GPU has no room for completions' keys and values beside an update: they are made anew every step, "
+            "which takes time; a smaller training.tokens_per_pack leaves room"
+        )
+    return found.keeps_engine
+
+
+def _weight(pack: Pack) -> tuple[int, int]:
+    return len(pack.tokens_T), len(pack.target_N)

@@ -1,0 +1,162 @@
+"""Before a run: examples, tokens, packs, steps, and the memory it will take. Loads tokenizer and data, no weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.config import ModelConfig, OnlineMethod, RunConfig, Stage, check_skip, learning_rate
+from posttrain.console import PlainConsole
+from posttrain.data import Prepared, longest_sequence
+from posttrain.models.attention import width_step
+from posttrain.models.families import base_of, check_longest
+from posttrain.models.load import compute_dtype, device_of, load_tokenizer
+from posttrain.models.matmul import multiplies_bfloat16
+from posttrain.optim.schedules import warmup_count
+from posttrain.planning.activations import empty_model
+from posttrain.planning.estimate import count, estimate
+from posttrain.planning.largest import first_epoch, heaviest_step, pack_rows
+from posttrain.planning.probe import probe
+from posttrain.store.folder import run_folder
+from posttrain.training.job import data_of
+from posttrain.training.loop import total_steps
+from posttrain.words import counted
+
+STEPS_LOOKED_AT = 50
+
+
+class StageTokenizers:
+    """The tokenizer that each stage of one model meets: with the template that the stage it starts from has put on it.
+
+    Before a run there is no `final/` to load it from.
+    """
+
+    def __init__(self, model: int):
+        self._model = model
+        self._of: dict[str, PreTrainedTokenizerBase] = {}
+
+    def of(self, stage: Stage) -> PreTrainedTokenizerBase:
+        """A tokenizer for the stage, to prepare its data with; stages come in their order."""
+        source = self._of.get(stage.init_from or "") if stage.init_from else None
+        found = deepcopy(source) if source else load_tokenizer(stage.config.models[self._model])
+        self._of[stage.name] = found
+        return found
+
+    def skip(self, stage: Stage) -> None:
+        """Take the tokenizer that the finished stage has saved, or else the model's own."""
+        config, model = stage.config, stage.config.models[self._model]
+        root = Path(config.output_dir).expanduser() / (config.name or "")
+        final = run_folder(root, stage, self._model, several_stages=True) / "final"
+        if config.name and final.is_dir():
+            self._of[stage.name] = load_tokenizer(model.model_copy(update={"path": str(final), "revision": None}))
+
+
+def plan(
+    config: RunConfig | Sequence[Stage],
+    console: Console | None = None,
+    *,
+    model_index: int | None = None,
+    skip: Collection[str] = (),
+    probed: bool = False,
+    memory_limit: int | None = None,
+) -> None:
+    """Print, for every model at every stage, what training it will do and take.
+
+    With `probed`, also the largest tokens_per_pack that fits in `memory_limit` bytes, or in what is free.
+    """
+    console = console or PlainConsole()
+    stages = (Stage("", None, config),) if isinstance(config, RunConfig) else config
+    check_skip(skip, stages)
+    for index in range(len(stages[0].config.models)) if model_index is None else [model_index]:
+        tokenizers = StageTokenizers(index)
+        for stage in stages:
+            if stage.name in skip:
+                tokenizers.skip(stage)
+                continue
+            config, model = stage.config, stage.config.models[index]
+            data = data_of(config, model, tokenizers.of(stage))
+            table = _table(stage, model, data)
+            if probed:
+                table.add_row("fits", str(probe(config, model, data, memory_limit)))
+            console.print(table)
+
+
+DTYPE_HINTS: dict[tuple[torch.dtype, bool | None], str] = {
+    (torch.float32, True): "this processor multiplies in bfloat16 faster: model.dtype=bfloat16",
+    (torch.bfloat16, False): "this processor has no instructions for bfloat16: model.dtype=float32 is faster",
+}
+
+
+def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
+    config = stage.config
+    device = device_of(config.devices)
+    method = config.method
+    empty = empty_model(config, model)
+    check_longest(base_of(empty).config, longest_sequence(config, data))
+    total, trained = count(empty)
+    training = config.training
+    per_epoch = math.ceil(len(data.train) / training.batch_size)
+    steps = total_steps(config, len(data.train))
+    packs, tokens, targets_seen = _sampled_steps(config, data)
+    heaviest = heaviest_step(config, data, training.tokens_per_pack, width_step(device, training.tokens_per_pack))
+    memory = estimate(config, model, empty, heaviest, device)
+
+    title = f"{method.type} of {model.folder_name}"
+    if stage.name:
+        title = f"stage {stage.name}: {title}" + (f", from {stage.init_from}" if stage.init_from else "")
+    table = Table(title=title, show_header=False, title_justify="left", box=None)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    dtype = compute_dtype(model, device)
+    table.add_row("device", f"{device}, {str(dtype).removeprefix('torch.')}")
+    if device.type == "cpu" and (hint := DTYPE_HINTS.get((dtype, multiplies_bfloat16()))):
+        table.add_row("", hint)
+    table.add_row("parameters", f"{total:,}, of them trained {trained:,} ({trained / total:.1%})")
+    for line in data.report.lines():
+        table.add_row("data", line)
+    for name, dataset in data.validation.items():
+        table.add_row("validation", f"{name}: {counted(len(dataset), 'example')}")
+    unit = {"pair": "pair", "prompt": "prompt"}.get(method.kind, "example")
+    table.add_row(
+        "a step",
+        f"{counted(training.batch_size, unit)}, about {tokens:,.0f} tokens ({targets_seen:,.0f} scored) "
+        f"in {packs:.1f} packs",
+    )
+    if isinstance(method, OnlineMethod):
+        most, n = config.rollout.max_completion_length, training.batch_size * method.num_generations
+        table.add_row(
+            "a rollout",
+            f"{counted(n, 'completion')} of up to {counted(most, 'token')}, then {counted(method.updates, 'update')}",
+        )
+        table.add_row(
+            "in all", f"up to {counted(steps * n, 'completion')}, {counted(steps * method.updates, 'update')}"
+        )
+    table.add_row("steps", f"{steps:,} ({steps / per_epoch:.2f} epochs of {per_epoch:,})")
+    table.add_row("tokens in all", f"about {steps * tokens:,.0f}")
+    warmup = warmup_count(training.warmup_steps, steps)
+    rate = learning_rate(config, model)
+    table.add_row("learning rate", f"{rate:.1e}, {training.lr_scheduler_type}, {counted(warmup, 'step')} of warm-up")
+    table.add_row("memory", f"about {memory.peak / 2**30:.2f} GiB at the peak, above the program's own")
+    for part, size in memory.parts.items():
+        table.add_row("", f"{part} {size / 2**30:.2f} GiB")
+    if memory.host:
+        table.add_row("", f"and {memory.host / 2**30:.2f} GiB of CPU memory")
+    return table
+
+
+def _sampled_steps(config: RunConfig, data: Prepared) -> tuple[float, float, float]:
+    """Mean packs, tokens and scored tokens of a step, over some batches drawn as training draws them."""
+    counts = []
+    for rows in first_epoch(config, len(data.train))[:STEPS_LOOKED_AT]:
+        packs = pack_rows(config, data, rows, config.training.tokens_per_pack)
+        tokens = sum(p.num_tokens for p in packs)
+        counts.append((len(packs), tokens, sum(len(p.target_N) for p in packs)))
+    return tuple(np.mean(counts, axis=0))  # pyright: ignore[reportReturnType]

@@ -1,0 +1,240 @@
+"""The largest `tokens_per_pack` that fits, found by taking real steps with the run's own model, optimizer and data.
+
+On a GPU a size that is too large runs out of memory, which does no harm there. In main memory that would slow the whole
+machine down or end the process, so there a size's peak is measured and compared with a limit, and what is foreseen to
+be above the limit is not tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from rich.console import Console
+
+from posttrain.batch import Pack
+from posttrain.config import DPOMethod, KTOMethod, ModelConfig, OnlineMethod, RunConfig, dump
+from posttrain.console import PlainConsole
+from posttrain.data import Prepared
+from posttrain.errors import ConfigError, ModelError, is_out_of_memory
+from posttrain.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
+from posttrain.models.attention import width_step
+from posttrain.models.load import take_device
+from posttrain.planning.activations import empty_model
+from posttrain.planning.estimate import Estimate, checkpoints_gradients, estimate, holds_reference
+from posttrain.planning.largest import heaviest_step
+from posttrain.scoring import RewardScorer, Scorer
+from posttrain.store.run import Run
+from posttrain.training.job import Job
+from posttrain.training.reference import frozen_model
+
+PRECISION = 16  # the answer is found to a sixteenth
+MULTIPLE = 64  # sizes in between are multiples of this
+MARGIN = 1.25  # the estimate is not above this times the truth
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The largest size that fits in `limit` bytes, its peak, and the smallest size found not to (None: all fit)."""
+
+    tokens_per_pack: int
+    peak: int
+    limit: int
+    too_large: int | None
+
+    def __str__(self) -> str:
+        rest = "no step has more" if self.too_large is None else f"{self.too_large:,} does not fit"
+        held = f"{self.peak / GIB:.2f} of {self.limit / GIB:.2f} GiB at the peak"
+        return f"tokens_per_pack {self.tokens_per_pack:,}: {held}; {rest}"
+
+
+def probe(
+    config: RunConfig, model: ModelConfig, data: Prepared, limit: int | None = None, console: Console | None = None
+) -> Probed:
+    """Try sizes between the least that the settings allow and the tokens of the heaviest step.
+
+    `limit` is what the process may hold, in bytes, of the memory it computes in; None is all that is free. Raises
+    ModelError when not even the least size fits.
+    """
+    device = take_device(config.devices)
+    if device.type == "cuda" and config.training.gradient_checkpointing == "auto":  # as the largest packs will have it
+        training = config.training.model_copy(update={"gradient_checkpointing": True})
+        config = config.model_copy(update={"training": training})
+    release_memory()
+    trials = Trials(config, model, data, device, limit, console or PlainConsole(stderr=True))
+    low = config.longest_example
+    high = max(low, trials.most_tokens())
+    if trials.before + trials.estimated(low).peak / MARGIN > trials.limit:
+        good, bad = None, low
+    else:
+        with trials.loaded():
+            good, bad = largest(trials.fits, low, high)
+    if good is None:
+        raise ModelError(
+            f"{model.path}: not even tokens_per_pack {low:,} fits in {trials.limit / GIB:.2f} GiB, and it is the least "
+            f"for data.max_length {config.data.max_length:,}: lower that, set training.gradient_checkpointing=true or "
+            "another training.optimizer, or train adapters only with model.lora=true"
+        )
+    return Probed(good, trials.peaks[good], trials.limit, bad)
+
+
+def largest(fits: Callable[[int], bool], low: int, high: int) -> tuple[int | None, int | None]:
+    """The largest size from `low` to `high` that fits, and the smallest found not to; None where there is none.
+
+    By doubling, then by halving the gap, until it is a sixteenth of the size.
+    """
+    if not fits(low):
+        return None, low
+    good, bad = low, None
+    while good < high and (bad is None or bad - good > max(good // PRECISION, MULTIPLE)):
+        size = min(2 * good, high) if bad is None else (good + bad) // 2 // MULTIPLE * MULTIPLE
+        if size <= good:  # between two multiples
+            break
+        if fits(size):
+            good = size
+        else:
+            bad = size
+    return good, bad
+
+
+class Trials:
+    """Steps of growing packs. `peaks` are the bytes that each size took that fitted."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: ModelConfig,
+        data: Prepared,
+        device: torch.device,
+        limit: int | None,
+        console: Console,
+    ):
+        self.config, self.model, self.data, self.device, self.console = config, model, data, device, console
+        self.before = 0 if device.type == "cuda" else memory_in_use()
+        self.limit = limit or self._free()
+        self.peaks: dict[int, int] = {}
+        self._empty = empty_model(config, model)
+        self._estimates: dict[int, Estimate] = {}
+        self._step: Step | None = None
+
+    def _free(self) -> int:
+        free = available_memory(self.device)
+        if free is None:
+            raise ConfigError("--probe: this system does not say how much memory is free: give --memory-limit")
+        return self.before + free
+
+    def packs(self, size: int) -> list[Pack]:
+        """The heaviest step's two fullest packs; the second is computed beside the gradients of the first."""
+        return heaviest_step(self.config, self.data, size, width_step(self.device, size))[:2]
+
+    def most_tokens(self) -> int:
+        """Tokens of the step that has most."""
+        return max(pack.num_tokens for pack in heaviest_step(self.config, self.data, 1 << 62))
+
+    def estimated(self, size: int) -> Estimate:
+        """What the estimate has a run take with packs of this size."""
+        if size not in self._estimates:
+            self._estimates[size] = estimate(self.config, self.model, self._empty, self.packs(size), self.device)
+        return self._estimates[size]
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """The model and all that a run holds beside it, in memory; on a GPU no more than the limit can be taken."""
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / total), self.device)
+        try:
+            with (
+                TemporaryDirectory(prefix="posttrain-") as folder,
+                Run.create(Path(folder) / "run", dump(self.config), {}) as run,
+            ):
+                recompute = checkpoints_gradients(self.config, self.model, self.device)
+                self._step = Step(Job.start(self.config, self.model, run, None, recompute))
+                yield
+        finally:
+            self._step = None
+            release_memory()
+            if self.device.type == "cuda":
+                torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+
+    def fits(self, size: int) -> bool:
+        """Whether a step of packs of this size stays within the limit."""
+        assert self._step is not None
+        if self.device.type != "cuda" and self.peaks and self.foreseen(size) > self.limit:
+            self.console.print(f"tokens_per_pack {size:,}: not tried, would take {self.foreseen(size) / GIB:.2f} GiB")
+            return False
+        packs = self.packs(size)
+        release_memory()
+        reset_peak_memory(self.device)
+        peak = None
+        try:
+            for _ in range(1 if self.peaks else 2):  # the optimizer's moments come with the first step
+                self._step.take(packs)
+            peak = self._peak()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        # Out of the except block: the error's frames, and the tensors in them, are gone.
+        self._step.forget()
+        if peak is not None:
+            peak = self._with_engine(peak, size)
+        if peak is None or peak > self.limit:
+            self.console.print(f"tokens_per_pack {size:,}: does not fit")
+            return False
+        self.console.print(f"tokens_per_pack {size:,}: {peak / GIB:.2f} GiB at the peak")
+        self.peaks[size] = peak
+        return True
+
+    def _peak(self) -> int:
+        """On a GPU with what torch holds beside tensors: that, too, must fit."""
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.max_memory_reserved(self.device) if on_gpu else peak_memory(self.device)
+
+    def _with_engine(self, peak: int, size: int) -> int:
+        """The peak of an update, with what generation takes beside it or before it: that is not tried, but counted."""
+        found = self.estimated(size)
+        if found.keeps_engine:
+            return peak + found.engine
+        held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else memory_in_use()
+        return max(peak, held + found.engine)
+
+    def foreseen(self, size: int) -> int:
+        """The peak of the largest size that fitted, and what the estimate adds to it."""
+        known = max(self.peaks)
+        return self.peaks[known] + self.estimated(size).peak - self.estimated(known).peak
+
+
+class Step:
+    """What a run holds in memory, and a step of it that changes no weight: its learning rate is 0."""
+
+    def __init__(self, job: Job):
+        self.device, self.reward = job.device, job.config.method.type == "reward"
+        policy = job.policy("reward" if self.reward else "lm")
+        policy.train(job.config.method.dropout)
+        self.optimizer = job.optimizer(policy)
+        self.scorer = RewardScorer(policy) if self.reward else Scorer(policy)
+        self.reference: Scorer | None = None
+        method = job.config.method
+        if holds_reference(job.config, job.model):
+            assert isinstance(method, DPOMethod | KTOMethod | OnlineMethod) and isinstance(self.scorer, Scorer)
+            self.reference = frozen_model(job, method.ref_model, self.scorer)
+
+    def take(self, packs: list[Pack]) -> None:
+        """Forward and backward of each pack, then the optimizer's step, after which its moments are there."""
+        for pack in packs:
+            pack = pack.to(self.device)
+            if self.reference is not None:
+                with torch.no_grad():
+                    self.reference(pack)
+            scores = self.scorer(pack)
+            (scores if isinstance(scores, torch.Tensor) else scores.logprob_N).sum().backward()
+        self.optimizer.step(0.0)
+
+    def forget(self) -> None:
+        """Drop the gradients that a step which did not come to its end has left."""
+        self.optimizer.forget()

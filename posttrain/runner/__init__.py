@@ -1,0 +1,107 @@
+"""Run a configuration: every model at every stage, resumed where asked, several methods compared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from posttrain.config import RunConfig, Stage
+from posttrain.errors import RunError, is_out_of_memory
+from posttrain.output import enduring
+from posttrain.runner.comparison import compare
+from posttrain.runner.one import train_one
+from posttrain.runner.pipeline import Pipeline, Task
+from posttrain.store.checkpoint import named_checkpoint
+from posttrain.store.tracking import require_trackers
+from posttrain.training.inputs import is_whole_run, located
+from posttrain.training.resume import memory_settings, run_folder_of, saved_settings, smaller_packs
+from posttrain.training.state import problems_of
+
+__all__ = ["train"]
+
+
+def train(
+    config: RunConfig | Sequence[Stage],
+    *,
+    resume: bool | Path = False,
+    overwrite: bool = False,
+    model_index: int | None = None,
+    skip: Collection[str] = (),
+    compared: bool = False,
+) -> int:
+    """Train every model of the configuration at every stage in turn; the exit status is 0 when all of them finished.
+
+    `resume` goes on where the run stopped: finished stages are left as they are, a begun one goes on from its newest
+    checkpoint. As a path it names the folder of the whole run, or one run folder or checkpoint in it to go on with
+    alone. A run that fails does not keep others from their turn that do not build on it; a single one raises its error.
+    `compared` says that the stages are methods to be compared at the end (comparison.py). A closed pipe or terminal
+    ends nothing: `training.log` has what was said.
+    """
+    with enduring():
+        return _train(config, resume, overwrite, model_index, skip, compared)
+
+
+def _train(
+    config: RunConfig | Sequence[Stage],
+    resume: bool | Path,
+    overwrite: bool,
+    model_index: int | None,
+    skip: Collection[str],
+    compared: bool,
+) -> int:
+    stages = (Stage("", None, config),) if isinstance(config, RunConfig) else tuple(config)
+    for stage in stages:
+        require_trackers(stage.config.tracking)
+    if isinstance(resume, Path) and not is_whole_run(resume):
+        return _resume_one(stages, resume)
+    first, name = stages[0].config, stages[0].config.name
+    folder = Path(first.output_dir).expanduser()
+    if isinstance(resume, Path):
+        folder, name = resume.parent, resume.name
+    if name is None and (resume or skip):
+        option = "--resume" if resume else "--skip"
+        raise RunError(f"{option} needs to know the run: set name in the config, or give its folder to --resume")
+    if name is None:
+        kinds = "comparison" if compared else "-".join(stage.name or stage.config.method.type for stage in stages)
+        name = f"{kinds}-{first.models[model_index or 0].folder_name}-{datetime.now():%Y%m%d-%H%M%S}"
+    runs = Pipeline.of(stages, folder / name, skip, model_index)
+
+    def train_task(task: Task, resume: bool, overwrite: bool) -> None:
+        with _out_of_memory_is_answered(task.config, runs.root):
+            train_one(task.config, task.folder, None, resume, overwrite, task.start_facts())
+
+    try:
+        return runs.run(train_task, bool(resume), overwrite)
+    finally:
+        if compared and not isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
+            compare(folder / name, stages)
+
+
+@contextmanager
+def _out_of_memory_is_answered(config: RunConfig, folder: Path) -> Iterator[None]:
+    """Tell who runs out of memory the command that goes on with less of it; `folder` is what it resumes."""
+    try:
+        yield
+    except BaseException as error:
+        if is_out_of_memory(error):
+            error.add_note(memory_settings(config))
+            error.add_note(smaller_packs(config, folder))
+        raise
+
+
+def _resume_one(stages: Sequence[Stage], path: Path) -> int:
+    """Go on with the one run whose folder or checkpoint is given."""
+    folder = run_folder_of(path)
+    levels = (len(stages) > 1) + (len(stages[0].config.models) > 1)
+    root = folder if not levels else folder.absolute().parents[levels - 1]
+    tasks = [task for task in Pipeline.of(stages, root).tasks if task.folder.absolute() == folder.absolute()]
+    if not tasks:
+        raise RunError(f"{folder} is a run of a model or stage that the given config does not have")
+    settings = located(saved_settings(folder, tasks[0].config), folder)
+    named = named_checkpoint(path, problems_of) if path != folder else None
+    with _out_of_memory_is_answered(settings, folder):
+        train_one(settings, folder, named, True, False, tasks[0].start_facts())
+    return 0

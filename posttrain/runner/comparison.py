@@ -1,0 +1,80 @@
+"""`train CONFIG --method all`: every method that the data can serve, from the same start, under one budget, compared.
+
+The budget is the settings' own: the same prompts or examples in the same order, `training.batch_size` of them a step,
+the same number of steps, seed and validation prompts. What a method is worth is the reward of what it writes there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from posttrain.config import RunConfig, Stage, load
+from posttrain.console import PlainConsole
+from posttrain.errors import ConfigError, DataError
+from posttrain.models.load import load_tokenizer
+from posttrain.reports.comparison import write_comparison
+from posttrain.store.files import load_json
+from posttrain.store.folder import run_folder
+from posttrain.training.job import data_of
+
+log = logging.getLogger("posttrain")
+
+
+def methods_as_stages(
+    config: str | None, overrides: Sequence[str], flags: Mapping[str, str], names: Sequence[str]
+) -> tuple[Stage, ...]:
+    """The settings with each method in turn, as stages that build on none; those left out are said.
+
+    A method is left out when its settings or the data do not allow it. Raises ConfigError when fewer than two are left,
+    or with what is wrong for all of them.
+    """
+    stages: list[Stage] = []
+    refused: dict[str, str] = {}
+    for name in names:
+        try:
+            loaded = load(config, overrides, {**flags, "method.type": name})
+            settings = loaded.config
+            _check_comparable(settings)
+            data_of(settings, settings.models[0], load_tokenizer(settings.models[0]))
+        except (ConfigError, DataError) as error:
+            refused[name] = str(error)
+            continue
+        stages.append(Stage(name, None, settings))
+    reasons = list(dict.fromkeys(refused.values()))
+    if not stages and len(reasons) == 1:
+        raise ConfigError(reasons[0])
+    if len(stages) < 2:
+        told = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
+        raise ConfigError(f"--method: there are not two methods to compare:{told}")
+    for name, reason in refused.items():
+        log.warning("left out of the comparison: %s: %s", name, " ".join(reason.split()))
+    return tuple(stages)
+
+
+def _check_comparable(config: RunConfig) -> None:
+    """Raise ConfigError where the runs would leave nothing to compare."""
+    if not (config.rewards and config.evaluates and config.rollout.save):
+        raise ConfigError(
+            "methods are compared by the rewards of what they write: set rewards, data.validation, e.g. {rows: 100}, "
+            "and evaluation.eval_steps above 0, and leave rollout.save true"
+        )
+
+
+def compare(root: Path, stages: Sequence[Stage]) -> None:
+    """Write `comparison/` of every model in the run's folder, and print its table. Runs that failed are left out."""
+    models = stages[0].config.models
+    for index, model in enumerate(models):
+        folders = {stage.name: run_folder(root, stage, index, several_stages=True) for stage in stages}
+        finished = {name: folder for name, folder in folders.items() if _is_finished(folder)}
+        if not finished:
+            continue
+        folder = root / "comparison" / (model.folder_name if len(models) > 1 else "")
+        shown = write_comparison(folder, finished)
+        PlainConsole().print(shown)
+        log.info("compared: %s", folder / "comparison.png")
+
+
+def _is_finished(folder: Path) -> bool:
+    return (folder / "run.json").is_file() and load_json(folder / "run.json").get("state") == "finished"

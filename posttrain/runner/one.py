@@ -1,0 +1,125 @@
+"""One run: one model, one method, one folder, from the start or from a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.config import RunConfig, dump
+from posttrain.errors import DamagedError, RunError, Stopped, reason_of
+from posttrain.memory import release_memory
+from posttrain.models.load import determinism, take_device
+from posttrain.planning.estimate import checkpoints_gradients
+from posttrain.planning.largest import keeps_engine
+from posttrain.recipes import RECIPES
+from posttrain.signals import handling, leave
+from posttrain.store.checkpoint import has_saved, newest_complete, saved_step, unusable
+from posttrain.store.run import Run
+from posttrain.store.tracking import Tracking
+from posttrain.threads import sharing_cores
+from posttrain.training.finish import finish
+from posttrain.training.inputs import models_read, refuse_other_models
+from posttrain.training.job import Job
+from posttrain.training.resume import refuse_changes, refuse_fewer_steps, report_lost
+from posttrain.training.state import problems_of
+
+log = logging.getLogger("posttrain")
+
+
+@sharing_cores()
+def train_one(
+    config: RunConfig,
+    folder: Path,
+    checkpoint: Path | None,
+    resume: bool,
+    overwrite: bool = False,
+    start_facts: Mapping[str, Any] | None = None,
+) -> None:
+    """Train the one model of `config` in `folder`, from the start or, with `resume`, from a checkpoint.
+
+    A run that was stopped before its first checkpoint begins anew; a `best` that it has is set aside. A checkpoint that
+    turns out to be damaged while it is loaded gives way to the one before it, unless it is the one asked for.
+    """
+    release_memory()  # of the model before
+    facts = {"seed": config.seed, "threads": torch.get_num_threads(), **(start_facts or {})}
+    named, rejected = checkpoint, dict[str, str]()
+    said: list[str] = []
+    models: dict[str, dict[str, str]] = {}
+
+    def choose_checkpoint() -> None:
+        nonlocal checkpoint, said, models
+        if named is None:
+            checkpoint, said = _newest(folder, rejected)
+        if checkpoint is not None:
+            refuse_changes(checkpoint, config)
+            refuse_fewer_steps(checkpoint, config)
+            models = models or refuse_other_models(folder, config)
+
+    run = (
+        Run.open(folder, choose_checkpoint) if resume else Run.create(folder, dump(config), facts, overwrite=overwrite)
+    )
+    with handling(leave, signal.SIGTERM), determinism(config.devices), run, _exits_are_failures():
+        while True:
+            for line in said:
+                log.warning(line)
+            try:
+                return _train_from(checkpoint, config, run, {**facts, "models": models}, resume)
+            except DamagedError as error:
+                assert checkpoint is not None  # nothing else raises it
+                if checkpoint == named:
+                    raise unusable(checkpoint, [str(error)]) from error
+                rejected[checkpoint.name] = str(error)
+            release_memory()
+            choose_checkpoint()
+
+
+def _train_from(checkpoint: Path | None, config: RunConfig, run: Run, facts: Mapping[str, Any], resume: bool) -> None:
+    """Train to the end, from the start or from a checkpoint. Raises DamagedError for a bad one, all left as it was."""
+    step = saved_step(checkpoint) if checkpoint else -1  # 0 is the evaluation before training
+    lines = run.read_metrics()
+    logged = [line for line in lines if line["step"] > step]
+    for line in report_lost(run.folder, checkpoint, config, lines) if checkpoint else ():
+        log.warning(line)
+    if resume and checkpoint is None:
+        run.begin_anew(facts)
+    if resume:
+        run.write_config(dump(config))
+    run.add_provenance({"models": facts["models"] or models_read(config, run.folder)})
+    with Tracking(config, run, logged):
+        model = config.models[0]
+        recompute = checkpoints_gradients(config, model, take_device(config.devices))
+        job = Job.start(config, model, run, checkpoint, recompute)
+        data = job.data()
+        job = replace(job, keeps_engine=keeps_engine(job, data))
+        loop = RECIPES[config.method.type](job, data)
+        loop.save_final()
+        finish(job, loop)
+
+
+def _newest(folder: Path, rejected: Mapping[str, str]) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, None for a run that was stopped before its first one; and what there is to say.
+
+    `rejected` has what is wrong with those that were tried.
+    """
+    if not has_saved(folder):
+        return None, [f"{folder} has no checkpoint yet: it is begun anew"]
+    checkpoint, skipped = newest_complete(folder, problems_of, rejected)
+    return checkpoint, [f"{reason}: falling back to {checkpoint.name}" for reason in skipped]
+
+
+@contextmanager
+def _exits_are_failures() -> Iterator[None]:
+    """`sys.exit` in a reward, or in any code that a run calls, is a failure of the run; a signal's end is its own."""
+    try:
+        yield
+    except SystemExit as error:
+        if isinstance(error, Stopped):
+            raise
+        raise RunError(f"{reason_of(error)}: code that a run calls must raise an error instead") from error

@@ -1,0 +1,262 @@
+"""Several runs in turn: which ones a configuration comes to, in which order, and what follows when one fails.
+
+A run is one model at one stage, in a folder of its own: {output_dir}/{name}/[{model}/][{stage}/], a level only where
+there are several. A stage that starts from another one is given that one's `final/` as its model; an adapter there is
+merged where the stage needs a whole model.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from rich.table import Table
+
+from posttrain.config import RunConfig, Stage, check_skip, dump, load
+from posttrain.config.schema.rewards import ModelReward, Reward
+from posttrain.console import PlainConsole
+from posttrain.errors import ConfigError, PosttrainError, RunError, is_out_of_memory, message_of
+from posttrain.reports.headline import headlines
+from posttrain.reports.progress import duration
+from posttrain.store.atomic import write_file
+from posttrain.store.checkpoint import verify
+from posttrain.store.files import load_json
+from posttrain.store.folder import never_stepped, run_folder
+from posttrain.store.provenance import redact
+from posttrain.store.run import read_run
+from posttrain.training.inputs import refuse_other_models
+from posttrain.training.resume import refuse_changes
+
+log = logging.getLogger("posttrain")
+
+FINISHED, EARLIER, SKIPPED, FAILED, NOT_RUN, STOPPED = (
+    "finished",
+    "finished before",
+    "skipped",
+    "failed",
+    "not run",
+    "stopped",
+)
+
+
+@dataclass(slots=True)
+class Task:
+    """One model at one stage. `config` has the one model, with the path of the model it starts from."""
+
+    model: str
+    stage: str
+    config: RunConfig
+    folder: Path
+    source: Task | None
+    skip: bool
+    outcome: str = NOT_RUN
+    note: str = ""
+    seconds: float = 0.0
+
+    @property
+    def title(self) -> str:
+        return f"{self.stage} of {self.model}" if self.stage else self.model
+
+    @property
+    def final(self) -> Path:
+        return self.folder / "final"
+
+    def start_facts(self) -> dict[str, Any]:
+        """For run.json: which stage this run starts from."""
+        return {} if self.source is None else {"init_from": {"stage": self.source.stage}}
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """All runs of a configuration, in the order they are made: model by model, stage by stage."""
+
+    root: Path
+    stages: tuple[Stage, ...]
+    tasks: list[Task] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        stages: Sequence[Stage],
+        root: Path,
+        skip: Collection[str] = (),
+        model_index: int | None = None,
+    ) -> Pipeline:
+        """The runs in the folder `root`. Raises ConfigError for a stage or model that is not there."""
+        check_skip(skip, stages)
+        models = stages[0].config.models
+        if model_index is not None and not 0 <= model_index < len(models):
+            raise ConfigError(f"--model-index {model_index}: the config has models 0 to {len(models) - 1}")
+        line = cls(root, tuple(stages))
+        for index in range(len(models)) if model_index is None else [model_index]:
+            line._add_model(index, skip)
+        return line
+
+    def _add_model(self, index: int, skip: Collection[str]) -> None:
+        done: dict[str, Task] = {}
+        for stage in self.stages:
+            model = stage.config.models[index]
+            folder = run_folder(self.root, stage, index, several_stages=len(self.stages) > 1)
+            source = done[stage.init_from] if stage.init_from else None
+            name = model.folder_name
+            if source is not None:
+                model = model.model_copy(update={"name": name, "path": str(source.final), "revision": None})
+            config = _with_paths(stage.config, done, stage.name)
+            config = config.model_copy(update={"models": (model,), "name": self.root.name})
+            done[stage.name] = Task(name, stage.name, config, folder, source, stage.name in skip)
+            self.tasks.append(done[stage.name])
+
+    @property
+    def active(self) -> list[Task]:
+        return [task for task in self.tasks if not task.skip]
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one run and no more, also without `--skip` and `--model-index`."""
+        return len(self.stages) == 1 and len(self.stages[0].config.models) == 1
+
+    def check(self, resume: bool, overwrite: bool) -> None:
+        """Before hours of training: the models of skipped stages are there, and the folders are free."""
+        for task in self.active:
+            if task.source is not None and task.source.skip:
+                if problems := verify(task.source.final):
+                    raise RunError(
+                        f"--skip {task.source.stage}: {task.title} starts from its final model, and "
+                        f"{task.source.final} cannot be used ({'; '.join(problems)}): train that stage first"
+                    )
+                log.info("%s starts from %s", task.title, task.source.final)
+        begun = [task.folder for task in self.active if (task.folder / "run.json").exists()]
+        taken = [str(folder) for folder in begun if not never_stepped(folder)]
+        if taken and not self.alone and not resume and not overwrite:
+            skip = ", leave stages out (--skip)" if len(self.stages) > 1 else ""
+            raise RunError(
+                f"there are runs already in {', '.join(taken)}: go on with them (--resume), replace them "
+                f"(--overwrite){skip}, or choose another name"
+            )
+
+    def save_config(self) -> None:
+        """The whole configuration, beside the runs' folders: what `--resume FOLDER` starts from."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        stages = [Stage(s.name, s.init_from, s.config.model_copy(update={"name": self.root.name})) for s in self.stages]
+        write_file(self.root / "config.yaml", redact(dump(stages)))
+
+    def run(self, train_one: Callable[[Task, bool, bool], None], resume: bool, overwrite: bool) -> int:
+        """Make every run with `train_one(task, resume, overwrite)`; a table at the end says what became of each.
+
+        A run that fails does not keep other models from their turn, nor stages that do not build on it. Raises
+        PosttrainError at the end when any failed; where there is one run to make, its own error.
+        """
+        self.check(resume, overwrite)
+        if not self.alone:
+            self.save_config()
+        try:
+            for number, task in enumerate(self.active, start=1):
+                if len(self.active) > 1:
+                    log.info("%s (%d of %d)", task.title, number, len(self.active))
+                self._run_one(task, train_one, resume, overwrite)
+        finally:
+            if len(self.tasks) > 1:
+                PlainConsole(stderr=True).print(self.table())
+        failed = [task for task in self.active if task.outcome == FAILED]
+        if failed:
+            waiting = [task.title for task in self.active if task.outcome == NOT_RUN]
+            what = "runs" if len(self.stages) > 1 else "models"
+            rest = f"; not run because of that: {', '.join(waiting)}" if waiting else ""
+            raise PosttrainError(
+                f"{len(failed)} of {len(self.active)} {what} failed: "
+                f"{', '.join(task.title for task in failed)}{rest} (see the messages above)"
+            )
+        return 0
+
+    def _run_one(
+        self, task: Task, train_one: Callable[[Task, bool, bool], None], resume: bool, overwrite: bool
+    ) -> None:
+        source = task.source
+        if source is not None and not source.skip and source.outcome not in (FINISHED, EARLIER):
+            task.note = f"needs {source.stage}, which {'failed' if source.outcome == FAILED else 'was not run'}"
+            log.warning("%s is not run: it %s", task.title, task.note)
+            return
+        began = time.perf_counter()
+        task.outcome = STOPPED
+        try:
+            # Those that an interruption kept from their turn begin now.
+            begun = resume and (self.alone or (task.folder / "run.json").exists())
+            if begun and not self.alone and is_finished(task):
+                task.outcome = EARLIER
+                log.info("%s is finished already", task.title)
+                return
+            train_one(task, begun, overwrite)
+            task.outcome = FINISHED
+        except Exception as error:
+            reason = message_of(error)
+            task.outcome, task.note = FAILED, " ".join(reason.split())
+            if len(self.active) == 1:
+                raise
+            expected = isinstance(error, PosttrainError) or is_out_of_memory(error)
+            log.error("%s failed: %s", task.title, reason, exc_info=not expected)
+        finally:
+            task.seconds = time.perf_counter() - began
+
+    def table(self) -> Table:
+        """What became of every run."""
+        table = Table(title=str(self.root), title_justify="left", title_style="bold", box=None, pad_edge=False)
+        for name in ("run", "outcome", "steps", "time", ""):
+            table.add_column(name, justify="right" if name in ("steps", "time") else "left", overflow="fold")
+        for task in self.tasks:
+            steps, note = "", task.note
+            results = task.folder / "results.json"
+            if task.outcome in (FINISHED, EARLIER) and results.is_file():
+                facts = load_json(results)
+                steps, note = str(facts["steps"]), _measured(facts)
+            seconds = duration(task.seconds) if task.outcome in (FINISHED, FAILED, STOPPED) else ""
+            outcome = SKIPPED if task.skip else task.outcome
+            table.add_row(task.title, outcome, steps, seconds, shorten(note, 160, placeholder=" …"))
+        return table
+
+
+def _with_paths(config: RunConfig, done: Mapping[str, Task], stage: str) -> RunConfig:
+    """The settings with the folders of the reward models that earlier stages train."""
+
+    def filled(rewards: Sequence[Reward] | None) -> tuple[Reward, ...] | None:
+        return None if rewards is None else tuple(_with_path(reward, done, stage) for reward in rewards)
+
+    sets = tuple(one.model_copy(update={"rewards": filled(one.rewards)}) for one in config.evaluation.datasets)
+    evaluation = config.evaluation.model_copy(update={"datasets": sets})
+    return config.model_copy(update={"rewards": filled(config.rewards), "evaluation": evaluation})
+
+
+def _with_path(reward: Reward, done: Mapping[str, Task], stage: str) -> Reward:
+    """A reward with the folder of the reward model that an earlier stage trains; others as they are."""
+    if not isinstance(reward, ModelReward) or reward.from_stage is None:
+        return reward
+    source = done.get(reward.from_stage)
+    if source is None or source.config.method.type != "reward":
+        trained = [name for name, task in done.items() if task.config.method.type == "reward"]
+        raise ConfigError(
+            f"stage {stage}: rewards: {reward.from_stage} is no earlier stage that trains a reward model; there is "
+            f"{', '.join(trained) or 'none'} (one made elsewhere is given by its path)"
+            if stage
+            else f"rewards: from: {reward.from_stage} names a stage, and there are none: give the model's path"
+        )
+    return reward.model_copy(update={"path": str(source.final), "from_stage": None})
+
+
+def _measured(results: dict[str, Any]) -> str:
+    """The method's own numbers at the end, and the loss."""
+    found = headlines(results["method"], results["final"])
+    return "  ".join(f"{name} {value:.4g}" for name, value in found.items())
+
+
+def is_finished(task: Task) -> bool:
+    """Whether the run is done with these settings, its final model whole. Raises RunError for other settings."""
+    if read_run(task.folder).state != "finished" or verify(task.final):
+        return False
+    refuse_changes(task.folder, task.config)
+    refuse_other_models(task.folder, task.config)
+    saved, given = load(task.folder / "config.yaml").config.training, task.config.training
+    return (saved.max_steps, saved.num_train_epochs) == (given.max_steps, given.num_train_epochs)

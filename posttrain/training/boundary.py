@@ -1,0 +1,78 @@
+"""The state of a run at the end of its last finished step, and the way back to it from the middle of the next one.
+
+Where a run fails, that state is what is saved, so that the resumed run makes the failed step anew, to the bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from posttrain.memory import available_memory
+from posttrain.optim.adamw import AdamW
+from posttrain.store.files import rng_state
+from posttrain.training.state import State
+
+log = logging.getLogger("posttrain")
+
+
+class Boundary:
+    """What the last finished step left: the loop's numbers, the random generators, and a way back to the weights.
+
+    Numbers and generators are copied at every step. Weights and moments need no copy where a step is one update:
+    forward, backward and the checks before the update leave them alone. Where a step has several, `keep` copies them to
+    main memory before the first.
+    """
+
+    state: State
+    rng: tuple[dict[str, torch.Tensor], dict[str, Any]]
+
+    def __init__(self, optimizer: AdamW):
+        self._optimizer = optimizer
+        self._copies: dict[str, torch.Tensor] = {}
+        self._kept_at: int | None = None  # the step whose weights and moments the copies are
+        self._has_room: bool | None = None
+
+    def mark(self, state: State) -> None:
+        """A step, or its evaluation, is finished."""
+        self.state, self.rng = state.copy(), rng_state()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy weights and moments: several updates follow. Without room for it, that is said once."""
+        tensors = self._optimizer.state() | {f"{name}|master": m for name, m in self._optimizer.masters.items()}
+        if self._has_room is None:
+            self._has_room = self._look_for_room()
+        if not self._has_room:
+            return
+        self._kept_at = None
+        for name, tensor in tensors.items():
+            if name not in self._copies:
+                self._copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._copies[name].copy_(tensor, non_blocking=True)
+        self._kept_at = self.state.step
+
+    def go_back(self) -> bool:
+        """Give weights, moments and gradients back what they were at the last mark. False where they have moved since
+        and there is no copy."""
+        self._optimizer.forget()
+        if self._optimizer.updates == self.state.updates:
+            return True
+        if self._kept_at != self.state.step:
+            return False
+        self._optimizer.load_state(self._copies)
+        return True
+
+    def _look_for_room(self) -> bool:
+        values = sum(master.numel() for master in self._optimizer.masters.values())
+        size, free = 3 * 4 * values, available_memory(torch.device("cpu"))  # masters and two moments, float32
+        if free is None or free > 2 * size:
+            return True
+        log.warning(
+            "too little main memory (%.1f GiB free) to keep a copy of weights and moments (%.1f GiB) while a step "
+            "makes its updates: a failure among them costs the steps since the last checkpoint",
+            free / 2**30, size / 2**30,
+        )  # fmt: skip
+        return False

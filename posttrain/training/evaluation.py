@@ -1,0 +1,238 @@
+"""Evaluation by generation: completions of the validation prompts, sampled and rewarded, also for offline methods.
+
+Completions are sampled with the same random numbers at every evaluation, so that two evaluations of the same rows
+differ by their weights alone. Nothing here touches the generators of training.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from posttrain.batch import Example
+from posttrain.config import OnlineMethod, RolloutConfig, RunConfig
+from posttrain.config.schema.rewards import Reward
+from posttrain.data import Dataset, Prepared
+from posttrain.data.published import own_stop
+from posttrain.engines import make_engine, stop_token_ids
+from posttrain.grading.extract import THINK_END
+from posttrain.progress import progress
+from posttrain.rewards.compose import Rewards
+from posttrain.rewards.pass_at_k import passes
+from posttrain.rewards.rules import TAGGED
+from posttrain.rollout import Rollout, Sampler, joined
+from posttrain.store.checkpoint import saved_step
+from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation
+from posttrain.training.job import Job
+
+if TYPE_CHECKING:
+    from posttrain.training.loop import Loop
+
+log = logging.getLogger("posttrain")
+
+
+class _Parts:
+    """What samples and rewards completions, made as it is asked for and given back by `resources`."""
+
+    def __init__(self, resources: ExitStack, job: Job, policy: nn.Module, data: Prepared):
+        self._resources, self._job, rollout = resources, job, job.config.rollout
+        self._stops = stop_token_ids(policy, job.tokenizer)
+        online = isinstance(job.config.method, OnlineMethod)
+        used = rollout if online else job.config.evaluation.sampling(rollout)
+        if not self._stops and not used.stop:
+            log.warning(
+                "neither the model nor its tokenizer names a stop token, so that every completion runs to "
+                "%s.max_completion_length = %d: set the tokenizer's eos_token, or rollout.stop",
+                "rollout" if used.max_completion_length == rollout.max_completion_length else "evaluation",
+                used.max_completion_length,
+            )
+        prompts = (data.train, *data.validation.values()) if online else data.prompts.values()
+        longest = max((dataset.longest for dataset in prompts), default=1)
+        self.engine = resources.enter_context(
+            closing(
+                make_engine(
+                    rollout.engine,
+                    policy,
+                    job.tokenizer,
+                    vllm=rollout.vllm,
+                    longest_prompt=longest,
+                )
+            )
+        )
+        self.rewards = self._rewards(job.config.rewards)
+
+    def sampler(
+        self, rewards: Rewards, settings: RolloutConfig, template: str | None = None, keeps: bool = True
+    ) -> Sampler:
+        """One that stops where the run's own completions end, and at the stop token of another `template`."""
+        tokenizer, stop = self._job.tokenizer, own_stop(template)
+        stops = {*self._stops} if stop is None else {*self._stops, tokenizer.get_vocab()[stop]}
+        ends, seed = tuple(sorted(stops)), self._job.config.seed
+        return Sampler(self.engine, rewards, tokenizer, settings, stop_token_ids=ends, seed=seed, keeps=keeps)
+
+    def of_sets(self) -> dict[str, Sampler]:
+        """A sampler for each validation set whose completions have rewards: the run's, or the set's own."""
+        config, made = self._job.config, {}
+        if not config.evaluates:
+            return made
+        settings = config.evaluation.sampling(config.rollout)
+        if config.data.validation is not None and self.rewards is not None:
+            made["validation"] = self.sampler(self.rewards, settings)
+        for dataset in config.evaluation.datasets:
+            rewards = self.rewards if dataset.rewards is None else self._rewards(dataset.rewards)
+            if rewards is not None:
+                made[dataset.name] = self.sampler(rewards, settings, dataset.template)
+        return made
+
+    def _rewards(self, settings: Sequence[Reward]) -> Rewards | None:
+        config = self._job.config
+        if not settings:
+            return None
+        rewards = Rewards(
+            settings,
+            tags=config.data.tags,
+            devices=config.devices,
+            max_completion_length=config.rollout.max_completion_length,
+        )
+        return self._resources.enter_context(rewards)
+
+
+@contextmanager
+def sampler_of(job: Job, policy: nn.Module, data: Prepared, keeps: bool) -> Iterator[Sampler]:
+    """The engine and the rewards that the settings ask for; rules are proven, and models loaded, here.
+
+    Where `keeps` is off the engine gives its memory back after each rollout.
+    """
+    with ExitStack() as resources:
+        parts = _Parts(resources, job, policy, data)
+        assert parts.rewards is not None  # the settings of online methods have some
+        sampler = parts.sampler(parts.rewards, job.config.rollout, keeps=keeps)
+        sampler.evaluation = parts.of_sets()
+        yield sampler
+
+
+@contextmanager
+def rollout_store(job: Job, loop: Loop) -> Iterator[RolloutStore | None]:
+    """`rollouts.sqlite` of the run, from the step that it stands at; None where the settings keep none."""
+    settings = job.config.rollout
+    if not settings.save:
+        yield None
+        return
+    after = -1 if job.checkpoint is None else saved_step(job.checkpoint)
+    store = RolloutStore(job.run.folder, int(settings.max_database_gb * GIB), after, job.checkpoint)
+    loop.saver.rollouts = store
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def measure_drawn(
+    loop: Loop, sample: Sampler, store: RolloutStore | None, name: str, prompts: Dataset
+) -> dict[str, float]:
+    """Sample and reward completions of the prompts of a validation set; what they are worth, by name."""
+    config = loop.job.config
+    n = config.evaluation.num_generations
+    rows, chunk = loop.evaluated_rows(name, prompts), max(1, 8 * loop.batch_size // n)
+    rollouts: list[Rollout] = []
+    for start in progress(range(0, len(rows), chunk), f"evaluating {name}"):
+        some = [prompts[int(index)] for index in rows[start : start + chunk]]
+        with loop.drawing(evaluating=True):
+            rollouts.append(sample(f"evaluation {name} {start}", some, n, version=loop.state.step))
+    rollout = joined(rollouts)
+    if store is not None:
+        store.add_evaluation(loop.state.step, name, evaluated(rollout))
+    found = {key: value for key, value in rollout.metrics().items() if key != "resampled_groups"}
+    found |= sample.rewards.accuracies(rollout.rewarded) | reasoning(config, sample, name, rollout)
+    answers = sample.rewards.right(rollout.rewarded).get("answer")
+    if n > 1 and answers is not None:
+        found |= passes([answers[first : first + n] for first in range(0, len(answers), n)], n)
+    return found
+
+
+def reasoning(config: RunConfig, sample: Sampler, name: str, rollout: Rollout) -> dict[str, float]:
+    """The share of completions with any text before the end of their reasoning, and the mean length of it in tokens.
+
+    Empty where neither the template nor a reward has a mark for that end.
+    """
+    kinds = {reward.type for reward in sample.rewards.settings}
+    own = next((dataset.template for dataset in config.evaluation.datasets if dataset.name == name), None)
+    tagged = (own or config.data.template) == "tags" or bool(kinds & TAGGED)
+    end = THINK_END if "r1_zero" in kinds else config.data.tags.reasoning_end if tagged else None
+    if end is None:
+        return {}
+    texts = [text.partition(end)[0].strip() for text in rollout.texts if end in text]
+    lengths = [len(sample.tokenizer(text, add_special_tokens=False).input_ids) for text in texts if text]
+    share = len(lengths) / len(rollout.texts)
+    return {"reasoning_share": share} | ({"reasoning_length": fmean(lengths)} if lengths else {})
+
+
+def parts_of(rollout: Rollout, index: int) -> dict[str, dict[str, object]]:
+    """Each reward of a completion: its value and weight, and of rules the verdict and what it rests on."""
+    found: dict[str, dict[str, object]] = {}
+    for part in rollout.rewarded.parts:
+        one: dict[str, object] = {"value": part.values[index], "weight": part.weight}
+        if part.grades is not None:
+            grade = part.grades[index]
+            one |= {"verdict": grade.verdict, "extracted": grade.extracted, "reason": grade.reason}
+        elif not part.counts(index):
+            one["verdict"] = "timeout"
+        found[part.name] = one
+    return found
+
+
+def as_text(prompt: Example) -> str:
+    """What was asked, for people to read: the text, or the content of the last message."""
+    asked = (prompt.facts or {}).get("prompt", "")
+    return asked if isinstance(asked, str) else str(asked[-1].get("content", ""))
+
+
+def evaluated(rollout: Rollout) -> list[StoredEvaluation]:
+    return [
+        StoredEvaluation(
+            rollout.prompts[group].row,
+            as_text(rollout.prompts[group]),
+            rollout.texts[index],
+            rollout.rewarded.totals[index],
+            completion.finish_reason,
+            parts_of(rollout, index),
+            completion.tokens,
+        )
+        for index, (group, completion) in enumerate(zip(rollout.group_S.tolist(), rollout.completions, strict=True))
+    ]
+
+
+class Drawn:
+    """Evaluation by generation of a method that samples nothing itself: where a validation set has rewards, the run's
+    or its own, every evaluation also samples and rewards completions of its prompts. Engine and graders start with the
+    first one."""
+
+    def __init__(self, loop: Loop):
+        self._loop, self._resources = loop, ExitStack()
+        self._parts: tuple[dict[str, Sampler], RolloutStore | None] | None = None
+
+    def __call__(self, name: str) -> Mapping[str, float]:
+        """What the completions of this validation set are worth; nothing where it has no rewards."""
+        loop, job = self._loop, self._loop.job
+        if not job.config.samples:
+            return {}
+        if self._parts is None:
+            samplers = _Parts(self._resources, job, loop.policy, loop.data).of_sets()
+            store = self._resources.enter_context(rollout_store(job, loop))
+            self._parts = samplers, store
+        samplers, store = self._parts
+        if name not in samplers:
+            return {}
+        samplers[name].engine.load(loop.policy, loop.state.step)
+        found = measure_drawn(loop, samplers[name], store, name, loop.data.prompts[name])
+        samplers[name].engine.release()
+        return found
+
+    def close(self) -> None:
+        self._resources.close()
+        self._parts = None

@@ -1,0 +1,224 @@
+"""What a recipe starts from: one model's settings, its run folder, its device; and the parts it builds from them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from posttrain.batch import Example, Pack, pack
+from posttrain.config import learning_rate
+from posttrain.config.schema.model import LoraConfig, ModelConfig
+from posttrain.config.schema.run import RunConfig
+from posttrain.data import Prepared, prepare_run
+from posttrain.data.published import own_stop
+from posttrain.engines.stops import stop_token_ids
+from posttrain.errors import DamagedError, WeightsError
+from posttrain.memory import reset_peak_memory, return_tensors_at_once
+from posttrain.models.attention import width_step
+from posttrain.models.checkpointing import enable_gradient_checkpointing
+from posttrain.models.families import base_of, check_positions, positions_of
+from posttrain.models.load import (
+    BASE,
+    Head,
+    compute_dtype,
+    is_adapter,
+    load_config,
+    load_model,
+    load_tokenizer,
+    take_device,
+)
+from posttrain.models.lora import add_lora, load_lora
+from posttrain.optim.adamw import AdamW
+from posttrain.optim.adamw_8bit import AdamW8bit
+from posttrain.optim.offload import AdamWCPUOffload
+from posttrain.store.run import Run
+from posttrain.training.inputs import is_inside
+
+log = logging.getLogger("posttrain")
+
+MANY_DROPPED = 0.1  # of the rows: above it, that is a warning
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One model to train. A resumed run continues from `checkpoint`.
+
+    The last two follow from the estimate of the memory (posttrain/planning): whether backward recomputes each layer's
+    activations, and whether the engine keeps its keys and values between rollouts.
+    """
+
+    config: RunConfig
+    model: ModelConfig
+    run: Run
+    device: torch.device
+    dtype: torch.dtype
+    tokenizer: PreTrainedTokenizerBase
+    checkpoint: Path | None
+    gradient_checkpointing: bool
+    keeps_engine: bool = True
+
+    @classmethod
+    def start(
+        cls, config: RunConfig, model: ModelConfig, run: Run, checkpoint: Path | None, gradient_checkpointing: bool
+    ) -> Job:
+        """Seed every generator, choose the device, load the tokenizer."""
+        random.seed(config.seed)
+        np.random.seed(config.seed)
+        torch.manual_seed(config.seed)
+        device = take_device(config.devices)
+        reset_peak_memory(device)
+        dtype, tokenizer = compute_dtype(model, device), load_tokenizer(model)
+        return cls(config, model, run, device, dtype, tokenizer, checkpoint, gradient_checkpointing)
+
+    def data(self) -> Prepared:
+        """The training and validation sets, tokenised (or found in the cache); what was dropped goes to the log."""
+        prepared = data_of(self.config, self.model, self.tokenizer)
+        self.run.add_provenance({"dataset_fingerprint": prepared.fingerprint})
+        for report in prepared.reports.values():
+            for line in report.lines():
+                log.info(line)
+            if report.overlong_dropped > MANY_DROPPED * report.read:
+                log.warning(
+                    "%s: %s of %s rows are dropped for their length: see data.max_length and data.overlong",
+                    report.name, f"{report.overlong_dropped:,}", f"{report.read:,}",
+                )  # fmt: skip
+        return prepared
+
+    def policy(self, head: Head) -> nn.Module:
+        """The model to train, as published or as the checkpoint has it; in evaluation mode, trained weights marked.
+
+        Full fine-tuning loads float32, so that the optimizer's masters are exact; `optimizer` makes it `dtype`.
+        Raises DamagedError when the checkpoint's weights are not those of the model.
+        """
+        policy: nn.Module = self._whole(head) if self.model.lora is None else self._adapted(self.model.lora, head)
+        check_positions(base_of(policy).config, self.config.data.max_length)
+        if head == "reward":
+            set_pad_token(base_of(policy), self.tokenizer)
+        elif own_stop(self.config.data.template) is not None:
+            stop_at(base_of(policy), self.tokenizer)
+        if self.device.type == "cuda" and self.config.training.gradient_checkpointing == "auto":
+            how = "on" if self.gradient_checkpointing else "off"
+            log.info("gradient checkpointing is %s, by the memory that a full pack takes", how)
+        if self.gradient_checkpointing:
+            enable_gradient_checkpointing(policy)
+            return_tensors_at_once()
+        return policy.eval()
+
+    def _whole(self, head: Head) -> PreTrainedModel:
+        source = self.model if self.checkpoint is None else self.saved(self.checkpoint)
+        try:
+            return load_model(source, head, torch.float32, self.device, stay=self.offloads())
+        except WeightsError as error:
+            if self.checkpoint is None:
+                raise
+            raise DamagedError(str(error)) from error
+
+    def _adapted(self, lora: LoraConfig, head: Head) -> nn.Module:
+        source = self._base(head)
+        base = load_model(source, head, self.dtype, self.device)
+        if self.checkpoint is None:
+            return add_lora(base, lora, head, source.revision)
+        return load_lora(base, self.checkpoint)
+
+    def _base(self, head: Head) -> ModelConfig:
+        """What new adapters go on: a model that lies in `base/` of the run folder if it is none of the user's own.
+
+        An adapter folder becomes a model of its own there, for them to name. To the model of an earlier stage a link
+        leads from there, relative, so that it is found where the whole run was moved.
+        """
+        folder = self.run.folder.resolve() / BASE
+        if not is_adapter(self.model):
+            place = Path(self.model.path)
+            if not is_inside(place, self.run.folder):
+                return self.model
+            if not folder.exists():
+                try:
+                    folder.unlink(missing_ok=True)  # a link that leads nowhere any more
+                    folder.symlink_to(os.path.relpath(place.resolve(), folder.parent))
+                except OSError as error:
+                    log.info("%s: no links here (%s): the adapters name %s itself", folder, error.strerror, place)
+                    return self.model
+            return self.saved(folder)
+        if not folder.exists():
+            whole = self.model.model_copy(update={"load_in_4bit": False, "use_liger_kernel": False})
+            with torch.random.fork_rng(devices=[]):  # a run that finds `base/` must draw the same adapters
+                merged = load_model(whole, head, torch.float32, torch.device("cpu"))
+            self.run.save_model(folder, 0, merged.save_pretrained)
+        return self.saved(folder)
+
+    def optimizer(self, policy: nn.Module) -> AdamW:
+        """The optimizer over the policy's trained weights, which from now on compute in `dtype` on `device`."""
+        training = self.config.training
+        settings = {
+            "betas": (training.adam_beta1, training.adam_beta2),
+            "eps": training.adam_epsilon,
+            "weight_decay": training.weight_decay,
+            "max_grad_norm": training.max_grad_norm,
+        }
+        if training.optimizer == "adamw_8bit":
+            return AdamW8bit(policy, self.dtype, **settings)
+        if self.offloads():
+            return AdamWCPUOffload(policy, self.dtype, device=self.device, **settings)
+        return AdamW(policy, self.dtype, **settings)
+
+    def offloads(self) -> bool:
+        """Whether the optimizer lies in CPU memory apart from the model; on a CPU the plain one is that already."""
+        return self.config.training.optimizer == "adamw_cpu_offload" and self.device.type == "cuda"
+
+    def pack(self, examples: Sequence[Example], keep_last: bool = False) -> list[Pack]:
+        """A batch's packs, on a GPU of one of a few widths."""
+        tokens = self.config.training.tokens_per_pack
+        return pack(examples, tokens, keep_last, pad_to=width_step(self.device, tokens))
+
+    def learning_rate(self) -> float:
+        return learning_rate(self.config, self.model)
+
+    def saved(self, folder: Path) -> ModelConfig:
+        """This model's settings with the weights of a folder of our own making."""
+        return self.model.model_copy(update={"path": str(folder), "revision": None})
+
+
+def data_of(config: RunConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Prepared:
+    """The data of a run for one of its models, whose positions limit the prompts that completions follow."""
+    positions = positions_of(load_config(model)) if config.samples else None
+    return prepare_run(config, tokenizer, positions=positions)
+
+
+def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let transformers find a row's last token, whose hidden state the reward head reads, in a padded batch.
+
+    It takes the last token that is not padding, so padding must not look like the end of a completion. Where the
+    tokenizer has no other special token, an id that no text produces serves; the tokenizer itself stays as it is.
+    """
+    special = [tokenizer.pad_token, *tokenizer.all_special_tokens]
+    token = next((str(token) for token in special if token not in (None, tokenizer.eos_token)), None)
+    if token is None:
+        model.config.pad_token_id = _unreachable_id(tokenizer)
+    else:
+        tokenizer.pad_token = token
+        model.config.pad_token_id = tokenizer.pad_token_id
+
+
+def stop_at(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let transformers' `generate` stop where completions end here, at the stop token that a template brought too."""
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = list(stop_token_ids(model, tokenizer))
+
+
+def _unreachable_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token of a byte that UTF-8 never has, in a byte-level vocabulary (GPT-2's and its heirs')."""
+    vocabulary = tokenizer.get_vocab()
+    for byte in (0xC0, 0xC1, *range(0xF5, 0x100)):
+        id = vocabulary.get(chr(byte))
+        if id is not None and tokenizer.decode([id]) == "\ufffd":
+            return id
+    return None

@@ -1,0 +1,344 @@
+"""What every recipe's loop shares: the order of the data, logging, evaluation, checkpoints, stopping, resuming.
+
+A recipe owns the `for`; the loop says which examples come next and does, after each step, what the settings ask for.
+Everything that decides the next step is in the checkpoint, so that a resumed run goes on to the bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import TypeVar
+
+import numpy as np
+from torch import nn
+
+from posttrain.batch import Example, Pack
+from posttrain.config import OnlineMethod, RunConfig
+from posttrain.data import Dataset, Prepared, longest_sequence
+from posttrain.errors import RunError, VitalSignError
+from posttrain.memory import return_free_pages
+from posttrain.models.families import base_of, check_longest
+from posttrain.optim.adamw import AdamW
+from posttrain.optim.update import HasTokens, Objective, over_batches, over_updates, update
+from posttrain.progress import progress
+from posttrain.reports.progress import TrainingProgress
+from posttrain.training.checks import MovedWeights
+from posttrain.training.evaluation import Drawn
+from posttrain.training.job import Job
+from posttrain.training.resume import learning_rate_at, say_how_the_schedule_changed
+from posttrain.training.saving import Saver
+from posttrain.training.state import State
+from posttrain.training.stopping import GivenUpError, Stop
+
+log = logging.getLogger("posttrain")
+
+MAX_SKIPPED_IN_A_ROW = 5
+Batch = TypeVar("Batch", bound=HasTokens)
+ObjectiveOf = Callable[[list[Example]], tuple[list[Pack], Objective]]
+
+
+def total_steps(config: RunConfig, rows: int) -> int:
+    """Optimizer steps of a run over so many training examples."""
+    training = config.training
+    return training.max_steps or math.ceil(training.num_train_epochs * math.ceil(rows / training.batch_size))
+
+
+def epoch_order(config: RunConfig, rows: int, epoch: int) -> np.ndarray:
+    """A pure function of seed and epoch, so that a resumed run needs no data position but the step."""
+    return np.random.default_rng([config.seed, epoch]).permutation(rows) if config.data.shuffle else np.arange(rows)
+
+
+def _fullest_apart(packs: Iterable[Batch]) -> Iterator[Batch]:
+    """The packs. Free pages go back after the first, the fullest: its gradients tear what others would fill."""
+    for number, pack in enumerate(packs):
+        if number == 1:
+            return_free_pages()
+        yield pack
+
+
+class Loop:
+    """The steps of one run over `data.train`."""
+
+    def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared):
+        self.job, self.policy, self.optimizer, self.data = job, policy, optimizer, data
+        check_longest(base_of(getattr(policy, "model", policy)).config, longest_sequence(job.config, data))
+        training = job.config.training
+        self.batch_size = training.batch_size
+        self.steps_per_epoch = math.ceil(len(data.train) / self.batch_size)
+        self.total = total_steps(job.config, len(data.train))
+        if len(data.train) < self.batch_size:
+            log.warning(
+                "the training data has %d examples, fewer than training.batch_size = %d: every step takes them all",
+                len(data.train), self.batch_size,
+            )  # fmt: skip
+        self.peak_rate = job.learning_rate()
+        self.state = State()
+        self._stop = Stop()
+        self._rows = np.empty(0, int)  # of the step under way
+        self._order: tuple[int, np.ndarray] | None = None
+        self._moved: MovedWeights | None = None
+        self._drawn = Drawn(self)
+        self.saver = Saver(job, policy, optimizer, data, self.total)
+        if job.checkpoint is not None:
+            self.state, total = self.saver.restore(job.checkpoint)
+            log.info("resumed from %s at step %d of %d", job.checkpoint.name, self.state.step, self.total)
+            say_how_the_schedule_changed(job.config, self.peak_rate, self.state.step, total, self.total)
+        self.saver.mark(self.state)
+        job.run.on_failure(self.saver.save_after)
+        self.progress = TrainingProgress(
+            self.total,
+            start_step=self.state.step,
+            logging_steps=job.config.tracking.logging_steps,
+            shown=("loss", "mean_token_accuracy", "rewards/margins", "accuracy", "reward"),
+        )
+
+    # Steps
+
+    def steps(self) -> Iterator[tuple[int, list[Example]]]:
+        """Each step's number, from 1, and its examples. After the body of the step: log, save, stop when asked."""
+        first = self.state.step + 1
+        self.policy.train(self.job.config.method.dropout)
+        self._moved = MovedWeights(self.policy, self.optimizer)
+        if self.state.window and self._is_logged(self.state.step):
+            self._log()  # the line in whose writing the run had failed
+        self.saver.mark(self.state)
+        with self.progress, self._stop.listening(), closing(self._drawn):
+            for step in range(first, self.total + 1):
+                if self._patience_is_over():
+                    name, best = self.job.config.best_metric, self.state.best
+                    log.info(
+                        "stopped early: %s is no better than %s. best/ has that model, final/ the last", name, best
+                    )
+                    break
+                began = time.perf_counter()
+                yield step, self._examples(step)
+                self.state.seconds += time.perf_counter() - began
+                self._after_step()
+            if self.state.window:
+                self._log()
+                self.save_checkpoint()
+
+    def _examples(self, step: int) -> list[Example]:
+        epoch, batch = divmod(step - 1, self.steps_per_epoch)
+        order = self._epoch_order(epoch)
+        self._rows = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+        return [self.data.train[int(row)] for row in self._rows]
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, epoch_order(self.job.config, len(self.data.train), epoch)
+        return self._order[1]
+
+    def update(self, packs: list[Pack], objective: Objective) -> None:
+        """One optimizer step at the schedule's learning rate. A step that is not finite is skipped and counted."""
+        self.updates([(packs, objective)])
+
+    def updates(
+        self,
+        parts: Iterable[tuple[Sequence[Batch], Objective[Batch]]],
+        measure: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None,
+    ) -> None:
+        """The optimizer steps that make up a step, at its learning rate. One that is not finite is skipped and counted.
+
+        Of the metrics the step has the means over its updates, of those named `min_…` and `max_…` the extremes;
+        `measure`, which is given them, says what is logged beside them, and does what else the step is to leave behind.
+        """
+        state, step, tokens = self.state, self.state.step + 1, 0
+        method = self.job.config.method
+        made: list[dict[str, float]] = []
+        if isinstance(method, OnlineMethod) and method.updates > 1:
+            self.saver.keep()
+        for packs, objective in parts:
+            coming = self._while_patient(packs)
+            if isinstance(method, OnlineMethod):
+                coming = _fullest_apart(coming)
+            done = update(coming, objective, self.optimizer, self.rate(step))
+            tokens += sum(pack.num_tokens for pack in packs)
+            if not done.applied:
+                self._count_skipped(step, done.metrics)
+                continue
+            state.skipped_in_a_row = 0
+            made.append(done.metrics)
+            if self._moved is not None and self.rate(step) > 0 and done.metrics["grad_norm"] > 0:
+                self._moved.check(self.rate(step), done.metrics["grad_norm"])
+                self._moved = None
+        metrics = over_updates(made)
+        if measure is not None:
+            metrics |= measure(metrics)
+        for name, value in metrics.items():
+            state.window[name] = state.window.get(name, 0.0) + value
+            state.window_steps[name] = state.window_steps.get(name, 0) + 1
+        state.updates += len(made)
+        state.step, state.evaluated = step, False
+        state.num_tokens += tokens
+        state.order = zlib.crc32(self._rows.astype("<i8").tobytes(), state.order)
+        self.saver.mark(state)
+        if self._is_logged(step):
+            metrics = self._log()
+        self.progress.step(step, tokens, metrics)
+
+    def _while_patient(self, packs: Sequence[Batch]) -> Iterator[Batch]:
+        """The packs of an update. One far from done some seconds after a signal is given up, as if never begun."""
+        for pack in packs:
+            if self._stop.overdue:
+                self._give_up("takes too long to finish")
+            yield pack
+
+    @contextmanager
+    def drawing(self, evaluating: bool = False) -> Iterator[None]:
+        """While completions are drawn and scored: nothing is changed yet, so a signal gives that up at once."""
+        return_free_pages()
+        try:
+            with self._stop.giving_up():
+                yield
+                return_free_pages()
+        except GivenUpError:
+            self._give_up("" if evaluating else "takes too long to finish")
+
+    def _give_up(self, why: str = "") -> None:
+        """Leave for a signal in the middle of a step, or of an evaluation, as if it had never begun."""
+        if why:
+            log.warning("step %d %s: it is given up", self.state.step + 1, why)
+        self.saver.save_finished()
+        self._stop.leave_if_asked()
+
+    def rate(self, step: int) -> float:
+        return learning_rate_at(self.job.config, self.peak_rate, step - 1, self.total)
+
+    def _count_skipped(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.state.skipped += 1
+        self.state.skipped_in_a_row += 1
+        bad = ", ".join(name for name, value in metrics.items() if not math.isfinite(value))
+        log.warning("step %d skipped, weights unchanged: not finite: %s", step, bad)
+        if self.state.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise VitalSignError(
+                f"{MAX_SKIPPED_IN_A_ROW} steps in a row were not finite ({bad}), the last is step {step}: "
+                "lower training.learning_rate, or look for broken rows with `posttrain explore`"
+            )
+
+    def _after_step(self) -> None:
+        state, every = self.state, self.job.config.checkpoint.save_steps
+        if self.saver.rollouts is not None:
+            self.saver.rollouts.check()
+        if self._patience_is_over() and state.window:  # it is the last step: nothing will be left to log
+            self._log()
+        if state.step % every == 0 or state.step == self.total or self._patience_is_over() or self._stop.asked:
+            self.save_checkpoint()
+        self._stop.leave_if_asked()
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.job.config.tracking.logging_steps == 0 or step == self.total
+
+    def _log(self) -> dict[str, float]:
+        """A line of the means since the last one."""
+        state = self.state
+        metrics = {name: value / state.window_steps[name] for name, value in state.window.items()}  # none: all skipped
+        metrics |= {
+            "learning_rate": self.rate(state.step),
+            "epoch": state.step / self.steps_per_epoch,
+            "num_tokens": state.num_tokens,
+        }
+        if isinstance(self.job.config.method, OnlineMethod):
+            metrics["num_updates"] = state.updates
+            metrics |= {name: count for name, count in state.memory.items() if name.startswith("alarms/")}
+        if state.skipped:
+            metrics["skipped_steps"] = state.skipped
+        self.job.run.log(state.step, metrics)
+        state.window, state.window_steps = {}, {}
+        self.saver.mark(state)  # a failure from here on goes on behind this line
+        return metrics
+
+    # Evaluation
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether this step (0 is before training) is to be evaluated and has not been yet."""
+        settings, step = self.job.config.evaluation, self.state.step
+        if settings.eval_steps == -1 or not self.data.validation or self.state.evaluated:
+            return False
+        if step == 0:
+            return settings.at_start
+        return step % settings.eval_steps == 0 or step == self.total
+
+    def evaluate(self, objective_of: ObjectiveOf) -> dict[str, float]:
+        """Measure every validation set without gradients, log it, keep the model if it is the best so far."""
+
+        def measure(name: str, dataset: Dataset) -> dict[str, float]:
+            found = over_batches(self._batches(objective_of, name, dataset))
+            return {**found, **self._drawn(name)}
+
+        return self.evaluate_by(measure)
+
+    def evaluate_by(self, measure: Callable[[str, Dataset], Mapping[str, float]]) -> dict[str, float]:
+        """The same with a measurement of the method's own, given each set's name and the part to look at."""
+        self.policy.eval()
+        metrics = {"epoch": self.state.step / self.steps_per_epoch}
+        for name, dataset in self.data.validation.items():
+            prefix = "eval_" if name == "validation" else f"eval_{name}_"
+            metrics |= {f"{prefix}{key}": value for key, value in measure(name, dataset).items()}
+        self.policy.train(self.job.config.method.dropout)
+        self.state.evaluated = True
+        self.job.run.log(self.state.step, metrics)
+        self.progress.validation(self.state.step, metrics)
+        self._keep_best(metrics)
+        self.saver.mark(self.state)
+        return metrics
+
+    def evaluated_rows(self, name: str, dataset: Dataset) -> np.ndarray:
+        """The rows of a validation set to look at: all, the first ones, or ones sampled with replacement.
+
+        The last are a function of seed, step and name, so that a resumed run looks at the same.
+        """
+        common = self.job.config.evaluation
+        own = next((entry for entry in common.datasets if entry.name == name), common)
+        batches = own.num_batches or common.num_batches
+        if batches is None:
+            return np.arange(len(dataset))
+        if not (common.with_replacement if own.with_replacement is None else own.with_replacement):
+            return np.arange(min(len(dataset), batches * self.batch_size))
+        key = [self.job.config.seed, self.state.step, zlib.crc32(name.encode())]
+        return np.random.default_rng(key).integers(len(dataset), size=batches * self.batch_size)
+
+    def _batches(
+        self, objective_of: ObjectiveOf, name: str, dataset: Dataset
+    ) -> Iterator[tuple[list[Pack], Objective[Pack]]]:
+        """The batches of a validation set. A signal ends the run after the one under way."""
+        rows = self.evaluated_rows(name, dataset)
+        for start in progress(range(0, len(rows), self.batch_size), f"evaluating {name}"):
+            yield objective_of([dataset[int(row)] for row in rows[start : start + self.batch_size]])
+            if self._stop.asked:
+                self._give_up()
+
+    def _keep_best(self, metrics: Mapping[str, float]) -> None:
+        name = self.job.config.best_metric
+        if name is None:
+            return
+        if name not in metrics:
+            raise RunError(f"checkpoint.best_metric is {name}, but the evaluation gives {', '.join(sorted(metrics))}")
+        value, best = metrics[name], self.state.best
+        if not math.isfinite(value):
+            log.warning("step %d: %s is not finite, so it is not the best", self.state.step, name)
+        elif best is None or (value < best if name.endswith("loss") else value > best):
+            self.state.best, self.state.evaluations_since_best = value, 0
+            self.job.run.save_model(self.job.run.best, self.state.step, self.saver.write_model)
+            return
+        self.state.evaluations_since_best += 1
+
+    def _patience_is_over(self) -> bool:
+        patience = self.job.config.checkpoint.early_stopping_patience
+        return patience is not None and self.state.evaluations_since_best >= patience
+
+    # Saving, stopping, resuming
+
+    def save_checkpoint(self) -> None:
+        """The model, the optimizer, the generators and where the loop stands; whole or not at all."""
+        self.saver.save(self.state)
+
+    def save_final(self) -> None:
+        """`final/`: the model as transformers or PEFT load it, with its tokenizer and template."""
+        self.job.run.save_model(self.job.run.final, self.state.step, self.saver.write_model)

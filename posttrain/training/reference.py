@@ -1,0 +1,175 @@
+"""The reference of preference methods: the policy with its adapter off, a frozen copy, or precomputed numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from posttrain.batch import Example, Pack, sent, sequences
+from posttrain.config import DPOMethod, KTOMethod
+from posttrain.data import Dataset, Prepared
+from posttrain.data.cache import default_folder
+from posttrain.errors import ModelError, RunError
+from posttrain.models.families import base_of, is_adapted
+from posttrain.models.load import load_model
+from posttrain.progress import progress
+from posttrain.scoring import Scorer
+from posttrain.store.checkpoint import save_folder, verify
+from posttrain.store.files import load_tensors, save_tensors
+from posttrain.training.checks import fingerprints
+from posttrain.training.inputs import reference_settings
+from posttrain.training.job import Job
+
+log = logging.getLogger("posttrain")
+
+# The log-probabilities (S) of the sequences of a pack of these examples under the reference.
+Reference = Callable[[Pack, list[Example]], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Examples that the reference is to score beforehand, batch by batch, and their name in the cache."""
+
+    name: str
+    batches: Callable[[], Iterator[list[Example]]]
+    count: int  # of batches
+
+
+def make_reference(
+    job: Job, method: DPOMethod | KTOMethod, policy: Scorer, data: Prepared, portions: Sequence[Portion]
+) -> Reference:
+    """The reference that the settings ask for; when it is precomputed, the numbers of the examples in `portions`."""
+    frozen, score_tokens = token_reference(job, method.ref_model, policy)
+
+    def score(pack: Pack) -> torch.Tensor:
+        return pack.sum_by_sequence(score_tokens(pack))
+
+    if not method.precompute_ref_log_probs:
+        return lambda pack, examples: score(pack)
+    key = _key(job, frozen, data)
+    tables = [_precomputed(job, score, portion, f"{key}-{portion.name}") for portion in portions]
+    return Known.of(tables)
+
+
+def token_reference(
+    job: Job, ref_model: str | None, policy: Scorer, temperature: float = 1.0
+) -> tuple[Scorer, Callable[[Pack], torch.Tensor]]:
+    """The reference and what it gives to a pack: the log-probability of each scored token (N), without gradients.
+
+    It is another model, or the policy's own as it was before training: the same with its adapter off, or a frozen copy.
+    """
+    if ref_model is None and is_adapted(policy.model):
+        frozen, adapter = policy, policy.model
+    else:
+        frozen, adapter = frozen_model(job, ref_model, policy), None
+
+    @torch.no_grad()
+    def score(pack: Pack) -> torch.Tensor:
+        with adapter.disable_adapter() if adapter else nullcontext():
+            return frozen(pack, temperature).logprob_N
+
+    return frozen, score
+
+
+def no_reference(pack: Pack, examples: list[Example]) -> torch.Tensor:
+    """Log-probabilities of 0 (S)."""
+    return torch.zeros(pack.num_sequences, device=pack.tokens_T.device)
+
+
+def whole_sets(job: Job, data: Prepared) -> list[Portion]:
+    """The training and validation sets as they are, in batches of examples of similar length."""
+    size = job.config.training.batch_size
+
+    def portion(name: str, dataset: Dataset) -> Portion:
+        order = np.argsort(-dataset.lengths, kind="stable")
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        return Portion(name, lambda: ([dataset[int(row)] for row in rows] for rows in batches), len(batches))
+
+    return [portion(name, dataset) for name, dataset in {"train": data.train, **data.validation}.items()]
+
+
+def frozen_model(job: Job, ref_model: str | None, policy: Scorer) -> Scorer:
+    """Another model, or the policy's own as it was before training, without gradients."""
+    source = reference_settings(job.model, ref_model)
+    model = load_model(source, "lm", job.dtype, job.device).requires_grad_(False)
+    ours, theirs = base_of(policy.model).config.vocab_size, model.config.vocab_size
+    if ours != theirs:
+        raise ModelError(f"method.ref_model {source.path} has {theirs} token ids, the policy {ours}: they must agree")
+    return Scorer(model)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Log-probabilities by what was scored: a number of each sequence's tokens and targets -> nats."""
+
+    keys: np.ndarray  # (K,) uint64, ascending
+    logprobs: np.ndarray  # (K,) float32
+
+    @classmethod
+    def of(cls, tables: Sequence[dict[str, torch.Tensor]]) -> Known:
+        keys = np.concatenate([table["key"].numpy().view(np.uint64) for table in tables])
+        keys, first = np.unique(keys, return_index=True)
+        return cls(keys, np.concatenate([table["logprob"].numpy() for table in tables])[first])
+
+    def __call__(self, pack: Pack, examples: list[Example]) -> torch.Tensor:
+        wanted = sequence_keys(pack, examples)
+        at = np.searchsorted(self.keys, wanted)
+        assert (self.keys[at] == wanted).all(), "a sequence that was not among those to be precomputed"
+        return sent(torch.from_numpy(self.logprobs[at]), pack.tokens_T.device)
+
+
+def sequence_keys(pack: Pack, examples: list[Example]) -> np.ndarray:
+    """A 64-bit number (S) of the tokens and targets of each sequence of a pack: the same sequence, the same number."""
+    groups = dict.fromkeys(pack.groups)
+    keys = [
+        hashlib.blake2b(np.asarray(ids, np.int32).tobytes() + trained.tobytes(), digest_size=8).digest()
+        for group in groups
+        for tree in examples[group].trees
+        for ids, trained in sequences(tree)
+    ]
+    return np.frombuffer(b"".join(keys), np.uint64)
+
+
+def _precomputed(
+    job: Job, score: Callable[[Pack], torch.Tensor], portion: Portion, key: str
+) -> dict[str, torch.Tensor]:
+    """The numbers of a portion: keys (as int64) and log-probabilities; from the cache where it has them."""
+    folder = default_folder() / "reference" / key
+    if not verify(folder):
+        return load_tensors(folder / "logprob.safetensors")
+    log.info("computing the reference's log-probabilities of %s, %d batches", portion.name, portion.count)
+    keys, logprobs = [], []
+    for examples in progress(portion.batches(), "reference log-probabilities", portion.count):
+        for pack in job.pack(examples):
+            keys.append(sequence_keys(pack, examples))
+            logprobs.append(score(pack.to(job.device)).cpu())
+    tensors = {"key": torch.from_numpy(np.concatenate(keys).view(np.int64)), "logprob": torch.cat(logprobs)}
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        save_folder(folder, 0, lambda temporary: save_tensors(temporary / "logprob.safetensors", tensors))
+    except (OSError, RunError) as error:
+        log.warning("the reference's log-probabilities could not be cached, and are used all the same: %s", error)
+    return tensors
+
+
+def _key(job: Job, frozen: Scorer, data: Prepared) -> str:
+    """Names the cached numbers by what they depend on: the data as tokens, the reference's weights, the arithmetic."""
+    facts = (
+        "by sequence",
+        data.fingerprint,
+        job.config.seed,
+        str(job.dtype),
+        job.device.type,
+        sorted(fingerprints(_weights(frozen)).items()),
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+def _weights(scorer: Scorer) -> dict[str, torch.Tensor]:
+    return {name: p for name, p in scorer.named_parameters() if "lora_" not in name}

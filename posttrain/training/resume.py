@@ -1,0 +1,174 @@
+"""What a resumed run may change, and where it goes on from."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import OnlineMethod, RunConfig, load
+from posttrain.errors import RunError
+from posttrain.optim.schedules import schedule, warmup_count
+from posttrain.store.checkpoint import saved_step
+from posttrain.store.files import flat
+from posttrain.store.metrics import NAME as METRICS
+from posttrain.store.provenance import redact
+from posttrain.store.rollouts import NAME as ROLLOUTS
+from posttrain.training.inputs import recorded
+from posttrain.training.state import Saved
+
+log = logging.getLogger("posttrain")
+
+# How long to train, how often to log, save and evaluate; where the folder lies; what computes, in which portions.
+CHANGEABLE = (
+    "name",
+    "output_dir",
+    "training.max_steps",
+    "training.num_train_epochs",
+    "training.tokens_per_pack",
+    "training.gradient_checkpointing",
+    "evaluation.eval_steps",
+    "evaluation.at_start",
+    "evaluation.num_batches",
+    "checkpoint",
+    "tracking",
+    "devices",
+)
+
+
+def run_folder_of(path: Path) -> Path:
+    """The run folder that `path` is, or that the checkpoint `path` lies in."""
+    for folder in (path, path.parent):
+        if (folder / "run.json").is_file():
+            return folder
+    raise RunError(f"{path} is neither a run folder nor a checkpoint in one")
+
+
+def saved_settings(folder: Path, given: RunConfig) -> RunConfig:
+    """The settings to go on with in `folder`: those given, for the model that the folder is of."""
+    saved = load(folder / "config.yaml").config
+    name = saved.models[0].folder_name
+    mine = [model for model in given.models if model.folder_name == name]
+    if not mine:
+        raise RunError(f"{folder} is a run of the model {name}, which the given config does not have")
+    return given.model_copy(update={"models": (mine[0],), "name": saved.name, "output_dir": saved.output_dir})
+
+
+def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
+    """Raise RunError when the settings differ from the checkpoint's in anything that would make another run of it.
+
+    Models that the run is known to have read may lie elsewhere: they are compared by their content.
+    """
+    by_content = recorded(run_folder_of(checkpoint))
+    saved = flat(load(checkpoint / "config.yaml").config.model_dump(mode="json"), lists=True)
+    given = flat(redact(config.model_dump(mode="json")), lists=True)
+    changed = [
+        f"{path}: {saved.get(path)} -> {given.get(path)}"
+        for path in sorted(saved.keys() | given.keys())
+        if saved.get(path) != given.get(path) and not _may_change(path) and path not in by_content
+    ]
+    if changed:
+        raise RunError(
+            f"{checkpoint} was made with other settings ({'; '.join(changed)}). A resumed run may change step and "
+            "epoch counts, logging, saving and evaluation intervals, and what a step takes of memory "
+            "(training.tokens_per_pack, training.gradient_checkpointing); for anything else start a new run"
+        )
+
+
+def refuse_fewer_steps(checkpoint: Path, config: RunConfig) -> None:
+    """Raise RunError when a checkpoint is beyond the steps that are asked for."""
+    step, limit = saved_step(checkpoint), config.training.max_steps
+    if limit is not None and step > limit:
+        raise RunError(
+            f"{checkpoint} is at step {step}, beyond training.max_steps = {limit}: give more, or start a new run"
+        )
+
+
+def report_lost(folder: Path, checkpoint: Path, config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What is to be said of files that a run up to this checkpoint had written and that are not there.
+
+    `lines` are the metrics that there are.
+    """
+    state = Saved.read(checkpoint).loop
+    unlogged = max(state.window_steps.values(), default=0) + state.skipped
+    if not (folder / METRICS).exists() and state.step > unlogged:
+        yield (
+            f"{folder / METRICS} is missing: the metrics up to step {state.step} are lost; curves and report will "
+            "begin after it. Training does not need them"
+        )
+    names = {name for line in lines if line["step"] <= state.step for name in line}
+    rewarded = any(name.startswith("eval_") and name.endswith("reward") for name in names)
+    drawn = state.step > 0 if isinstance(config.method, OnlineMethod) else rewarded
+    if config.rollout.save and drawn and not (folder / ROLLOUTS).exists():
+        yield (
+            f"{folder / ROLLOUTS} is missing: the completions up to step {state.step} are lost, and `posttrain "
+            "rollouts`, `why` and `regrade` will know later ones only. Training does not need them"
+        )
+
+
+def memory_settings(config: RunConfig) -> str:
+    """Which settings lower the memory of a run of this method, with their values, the first to be tried first."""
+    method, training = config.method, config.training
+    lower = [f"training.tokens_per_pack ({training.tokens_per_pack:,})"]
+    if isinstance(method, OnlineMethod):
+        lower.append(f"rollout.max_completion_length ({config.rollout.max_completion_length:,})")
+        lower.append(f"method.num_generations ({method.num_generations:,})")
+    lower.append(f"data.max_length ({config.data.max_length:,})")
+    lower.append(f"training.batch_size ({training.batch_size:,})")
+    others = []
+    if training.gradient_checkpointing is not True:
+        others.append("set training.gradient_checkpointing=true")
+    if any(model.lora is None for model in config.models):
+        others.append("train adapters only (model.lora=true)")
+    if any(reward.type == "model" for reward in config.rewards):
+        others.append("take a smaller reward model")
+    rest = f"; or {', or '.join(others)}" if others else ""
+    return f"Lower {', then '.join(lower)}{rest}"
+
+
+def smaller_packs(config: RunConfig, folder: Path) -> str:
+    """What to do when memory was too small: the command that resumes `folder` with half of the tokens in a pack.
+
+    A pack must have room for the longest example; where it has no more than that, layers are recomputed in backward.
+    """
+    now, least = config.training.tokens_per_pack, config.longest_example
+    command = ["posttrain", "train", "--resume", str(folder)]
+    if now > least:
+        command += ["--tokens-per-pack", str(max(now // 2, least))]
+    elif config.training.gradient_checkpointing is not True:
+        command += ["--gradient-checkpointing", "true"]
+    else:
+        return "packs are as small as data.max_length lets them be: a run that fits needs another data.max_length"
+    return f"To go on with less: {shlex.join(command)}"
+
+
+def _may_change(path: str) -> bool:
+    return any(path == allowed or path.startswith(f"{allowed}.") for allowed in CHANGEABLE)
+
+
+def learning_rate_at(config: RunConfig, peak: float, step: int, total: int) -> float:
+    """The learning rate of a run of `total` steps after `step` of them, `peak` being its highest."""
+    training = config.training
+    return peak * schedule(
+        training.lr_scheduler_type,
+        step,
+        total,
+        warmup_count(training.warmup_steps, total),
+        from_zero=config.method.warmup_from_zero,
+    )
+
+
+def say_how_the_schedule_changed(config: RunConfig, peak: float, step: int, before: int, total: int) -> None:
+    """A schedule is stretched over the steps there are now; the steps already made keep the rates they had."""
+    if before == total or step >= total:
+        return
+    old = learning_rate_at(config, peak, min(step, before), before)
+    new = learning_rate_at(config, peak, step, total)
+    if new != old:
+        log.warning(
+            "%d steps in all instead of %d: the %s schedule is stretched, the learning rate of step %d is %.2e "
+            "instead of %.2e. This is not what a run of %d steps from the start would have done",
+            total, before, config.training.lr_scheduler_type, step + 1, new, old, total,
+        )  # fmt: skip

@@ -1,0 +1,136 @@
+"""What a checkpoint of a run holds, when there is one more than the settings ask for, and what a resumed run takes from
+it."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.config import load
+from posttrain.data import Prepared
+from posttrain.errors import DamagedError, RunError, is_out_of_memory
+from posttrain.memory import release_memory
+from posttrain.optim.adamw import AdamW
+from posttrain.store.files import load_tensors, restore_rng, rng_state, save_json, save_tensors
+from posttrain.store.logs import QUIET_LOGGER
+from posttrain.store.rollouts import RolloutStore
+from posttrain.training.boundary import Boundary
+from posttrain.training.checks import check_finite
+from posttrain.training.job import Job
+from posttrain.training.state import Saved, State
+from posttrain.training.stopping import LeaveAtOnceError
+
+log = logging.getLogger("posttrain")
+Generators = tuple[dict[str, torch.Tensor], dict[str, Any]]
+
+
+class Saver:
+    """Writes a run's checkpoints and models, and restores a run from a checkpoint."""
+
+    def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared, total: int):
+        self._job, self._policy, self._optimizer, self._data, self._total = job, policy, optimizer, data, total
+        self.rollouts: RolloutStore | None = None  # of the methods that have one
+        self._boundary = Boundary(optimizer)
+        self._newest = 0  # the step of the last checkpoint
+
+    def save(self, state: State) -> None:
+        """Save the run as it is now: the model, the optimizer, the generators, where the loop stands; whole or not at
+        all, and once the rollouts up to here are on disk. Raises RunError, VitalSignError for broken weights."""
+        if self.rollouts is not None:
+            self.rollouts.flush()
+        self._write(state, rng_state())
+
+    def mark(self, state: State) -> None:
+        """A step, or its evaluation, is finished: what `save_finished` goes back to."""
+        self._boundary.mark(state)
+
+    def keep(self) -> None:
+        """A step of several updates begins."""
+        self._boundary.keep()
+
+    def save_finished(self) -> None:
+        """Save the run as it was at the last mark, if there is no checkpoint of it; the run cannot go on after that.
+
+        Rollouts that could not be written go into the checkpoint. Where the weights have moved since and there is no
+        way back, that is said, and nothing is saved.
+        """
+        state = self._boundary.state
+        if state.step <= self._newest:
+            return
+        if self._boundary.go_back():
+            self._write(state, self._boundary.rng)
+            log.info("saved checkpoint-%d: the run as it was after step %d", state.step, state.step)
+        else:
+            log.warning(
+                "step %d was cut short when it had moved the weights: the run is saved as it was after step %d",
+                state.step + 1, self._newest,
+            )  # fmt: skip
+
+    def save_after(self, error: BaseException) -> None:
+        """The same after a failure, unless it is a second Ctrl-C. Raises what prevents it."""
+        if isinstance(error, LeaveAtOnceError):
+            return
+        if is_out_of_memory(error):
+            traceback.clear_frames(error.__traceback__)  # they hold what there was no room for
+            release_memory()
+        self.save_finished()
+
+    def _write(self, state: State, rng: Generators) -> None:
+        began = time.perf_counter()
+        check_finite(self._optimizer.masters, state.step)
+        generators, rng_facts = rng
+
+        def write(folder: Path) -> None:
+            self.write_model(folder)
+            tensors = self._optimizer.state()
+            save_tensors(folder / "optimizer.safetensors", tensors)
+            save_tensors(folder / "rng.safetensors", generators)
+            facts = Saved(state, rng_facts, self._data.fingerprint, self._total, len(tensors))
+            save_json(folder / "state.json", facts.as_json())
+            (folder / "config.yaml").write_text(self._job.run.config_yaml, encoding="utf-8")
+            if self.rollouts is not None:
+                self.rollouts.save_unwritten(folder, state.step)
+
+        saved = self._job.run.save_checkpoint(state.step, write, self._job.config.checkpoint.save_total_limit)
+        self._newest = state.step
+        seconds = time.perf_counter() - began
+        state.save_seconds += seconds
+        logging.getLogger(QUIET_LOGGER).info("saved %s in %.3f s", saved.name, seconds)
+
+    def restore(self, checkpoint: Path) -> tuple[State, int]:
+        """Give the optimizer and the generators their states, and set the run folder back to the checkpoint: last, when
+        nothing can be amiss. Returns where the loop stood, and the steps it was to make.
+
+        Raises RunError when the data is another, DamagedError when the checkpoint is no good.
+        """
+        saved = Saved.read(checkpoint)
+        if saved.data != self._data.fingerprint:
+            raise RunError(
+                f"{checkpoint}: the training data is not what this run began with (another file, split, template or "
+                "tokenizer: give it back), or this version of posttrain reads it otherwise than the one that began the "
+                "run (its version is in run.json): go on with that one, or start a new run"
+            )
+        tensors = load_tensors(checkpoint / "optimizer.safetensors")
+        if saved.tensors not in (None, len(tensors)):
+            raise DamagedError(f"optimizer.safetensors: it has {len(tensors)} tensors, saved were {saved.tensors}")
+        self._optimizer.load_state(tensors)
+        restore_rng(load_tensors(checkpoint / "rng.safetensors"), saved.rng)
+        state = saved.loop
+        self._job.run.rewind(state.step, state.evaluated)
+        metric = load(checkpoint / "config.yaml").config.best_metric
+        future = state.best is not None and not self._job.run.best.exists()
+        if future or metric != self._job.config.best_metric:
+            state.best, state.evaluations_since_best = None, 0  # of another metric, or of a future given up
+        self._newest = state.step
+        return state, saved.total
+
+    def write_model(self, folder: Path) -> None:
+        """The model as transformers or PEFT load it, with its tokenizer and template."""
+        self._policy.save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+        self._job.tokenizer.save_pretrained(folder)
