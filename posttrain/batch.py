@@ -88,6 +88,20 @@ class Pack:
         """Sum a value per scored token over each sequence: (N) -> (S), floating point."""
         return sum_segments(value_N, self.length_S)
 
+    def pairs(self, value_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A value per sequence as those of chosen and of rejected completions (P each): a pair's stand side by side."""
+        return value_S[0::2], value_S[1::2]
+
+    @property
+    def pair_groups(self) -> tuple[int, ...]:
+        """The example that owns each pair."""
+        return self.groups[0::2]
+
+    @property
+    def is_chosen_N(self) -> torch.Tensor:
+        """Whether a scored token belongs to a pair's chosen completion, bool."""
+        return self.sequence_N % 2 == 0
+
     def with_targets(self, kept_N: torch.Tensor) -> Pack:
         """The same pack with these of its targets alone: bool (N)."""
         source_N, sequence_N = self.source_N[kept_N], self.sequence_N[kept_N]

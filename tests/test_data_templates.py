@@ -8,7 +8,7 @@ import pytest
 from data_tokenizer import CHATML, byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from posttrain import idle
+from posttrain import helpers
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig, TagsConfig
 from posttrain.data import prepare, render
@@ -126,7 +126,7 @@ def test_rendering_is_that_of_transformers(shared):
 def test_a_process_renders_again_unless_it_owes_an_answer(monkeypatch):
     plain, endless = byte_tokenizer("{{ messages[0].content }}"), byte_tokenizer(HOSTILE["loops"][0])
     job = Job([{"role": "user", "content": "a"}])
-    monkeypatch.setattr(render, "_idle", idle.Idle())
+    monkeypatch.setattr(render, "_idle", helpers.Idle())
     started = []
     monkeypatch.setattr(render, "Process", lambda: started.append(Process()) or started[-1])
 
@@ -149,7 +149,7 @@ def test_a_process_renders_again_unless_it_owes_an_answer(monkeypatch):
     with pytest.raises(KeyError), rendering(plain):
         raise KeyError
     assert not started[2].is_free
-    monkeypatch.setattr(idle, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(helpers, "IDLE_SECONDS", 0.01)
     assert text(plain) == "a" and len(started) == 4
     for _ in range(500):
         if not started[3].is_free:

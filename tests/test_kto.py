@@ -10,7 +10,8 @@ import torch
 from test_recipes import metrics, run, weights
 
 from posttrain.batch import Example, Sample, pack
-from posttrain.config import KTOMethod, methods
+from posttrain.config import KTOMethod
+from posttrain.config.schema import methods
 from posttrain.losses import UNPAIRED_LOSSES, RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
 from posttrain.recipes.kto import advise_on_weights, keep_other, with_other_completions
 

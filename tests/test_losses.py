@@ -399,7 +399,7 @@ def test_names_and_weights_are_checked():
 
 
 def test_configuration_knows_these_losses_and_what_they_read():
-    from posttrain.config import methods
+    from posttrain.config.schema import methods
 
     readers = {
         key: {n for n, loss in PREFERENCE_LOSSES.items() if key in loss.reads} for key in ("score", "label_smoothing")

@@ -20,7 +20,7 @@ from posttrain.cli import main
 from posttrain.config import load
 from posttrain.engines import EmbeddedEngine
 from posttrain.errors import ConfigError, DataError, RewardError, RunError, VitalSignError
-from posttrain.recipes.online import minibatches
+from posttrain.recipes.online import divided
 from posttrain.rollout import Sampler
 from posttrain.store import rollouts
 from posttrain.store.checkpoint import saved_step, verify
@@ -363,11 +363,11 @@ def test_minibatches_are_whole_groups_and_count_what_is_masked():
     """Of 4 prompts with 2 completions each, the last prompt's are all cut off."""
     rollout = SimpleNamespace(group_S=torch.arange(4).repeat_interleave(2), prompts=[None] * 4)
     step: Any = SimpleNamespace(rollout=rollout, counted_S=torch.arange(8), in_loss_S=torch.tensor([0, 1, 3, 4, 5]))
-    [(chosen, counted)] = minibatches(step, 1, (0,))
+    [(chosen, counted)] = divided(step, 1, (0,))
     assert chosen.tolist() == [0, 1, 3, 4, 5] and counted == 8
-    parts = minibatches(step, 4, (0,))
+    parts = divided(step, 4, (0,))
     assert sorted((chosen.tolist(), counted) for chosen, counted in parts) == [([0, 1], 2), ([3], 2), ([4, 5], 2)]
-    assert sum(counted for _, counted in minibatches(step, 2, (0,))) == 8
+    assert sum(counted for _, counted in divided(step, 2, (0,))) == 8
 
 
 def test_groups_without_spread_teach_nothing_and_raise_an_alarm(sums_home, tmp_path):

@@ -289,7 +289,7 @@ def test_dropout_is_on_where_a_policy_is_not_compared(tmp_path, shared, method, 
 
 
 def test_out_of_memory_among_several_models_names_the_knobs(tmp_path, shared, monkeypatch, caplog):
-    def train(job):
+    def train(job, data):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
     monkeypatch.setitem(recipes.RECIPES, "dpo", train)

@@ -99,7 +99,7 @@ def test_unknown_name_is_an_error():
 
 
 def test_configuration_knows_these_losses():
-    from posttrain.config import methods
+    from posttrain.config.schema import methods
 
     assert get_args(methods.ContrastiveLoss) == CONTRASTIVE_LOSSES
 

@@ -19,8 +19,9 @@ from posttrain import runner
 from posttrain.cli import main
 from posttrain.config import PPOMethod, load
 from posttrain.errors import RunError
-from posttrain.inspection.receipt import _change, _completion, _texts, advantages_for
+from posttrain.inspection.receipt import _change, _completion, _texts
 from posttrain.losses import gae, normalized
+from posttrain.recipes import ppo
 from posttrain.store import rollouts
 from posttrain.store.metrics import read_metrics
 from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout, StoredRun
@@ -237,7 +238,7 @@ def test_advantages_under_other_rewards():
     for given in (rewards.tolist(), others):
         normal_N = normalized(estimated(given)[0].double(), eps=1e-8)
         expected = [float(one.mean()) for one in normal_N.split(lengths)]
-        assert advantages_for(method, stored, given) == pytest.approx(expected, abs=1e-5)
+        assert ppo.regraded(method, stored, given) == pytest.approx(expected, abs=1e-5)
     changes = [(1.0, -2.0), (-1.0, 0.0), (0.0, 1.0), (1.0, 2.0), (0.0, 0.0)]
     assert [_change(*pair) for pair in changes] == ["sign", "to 0", "from 0", None, None]
 

@@ -8,7 +8,7 @@ import typer
 from posttrain.cli.errors import UsageError
 from posttrain.cli.generate import Seed, Stop
 from posttrain.cli.settings import devices_from_flag, from_flags, rewards_from_flags
-from posttrain.config import DataConfig, ModelConfig, OnlineMethod, RunConfig, load
+from posttrain.config import DataConfig, ModelConfig, RunConfig, load
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.reports.listing import newest_model
@@ -192,7 +192,7 @@ def _model(settings: RunConfig | None, path: str, dtype: str | None) -> ModelCon
 
 def _longest_prompt(settings: RunConfig | None) -> int | None:
     """The tokens of the longest prompt that an online method takes; None where there is no such limit."""
-    if settings is None or not isinstance(settings.method, OnlineMethod):
+    if settings is None or not settings.method.samples_completions:
         return None
     room, most = settings.data.max_length - settings.completion_length, settings.data.max_prompt_length
     return min(room, most) if isinstance(most, int) else room

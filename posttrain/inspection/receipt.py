@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -16,14 +15,12 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from posttrain import engines
-from posttrain.config import PolicyGradientMethod, PPOMethod, RunConfig, load
+from posttrain.config import RunConfig, load
 from posttrain.config.schema.rewards import Reward
 from posttrain.data.pieces import pieces
 from posttrain.errors import PosttrainError, RunError
-from posttrain.losses import normalized
 from posttrain.models.load import load_tokenizer
-from posttrain.recipes.grpo import compared
-from posttrain.recipes.ppo import EPS
+from posttrain.recipes import REGRADED
 from posttrain.rewards.compose import Completion, Rewards
 from posttrain.rollout import end_of, to_reward
 from posttrain.store.metrics import read_metrics
@@ -171,7 +168,8 @@ def regrade(
     """
     config = _config(folder)
     method, found, total = config.method, [], 0
-    if not isinstance(method, PolicyGradientMethod | PPOMethod):
+    regraded = REGRADED.get(method.type)
+    if regraded is None:
         raise RunError(f"{folder} is a run of {method.type}, which learns from no completions of its own")
     most, tokenizer = config.rollout.max_completion_length, _tokenizer(folder)
     if tokenizer is None:
@@ -186,12 +184,13 @@ def regrade(
             prompts, rollouts = stored.prompts(number), stored.rollouts(number)
             graded = rewards([_completion(prompts[one["prompt_index"]], one, tokenizer) for one in rollouts]).totals
             usable = [(one, new) for one, new in zip(rollouts, graded, strict=True) if None not in (one["reward"], new)]
-            usable = [(one, new) for one, new in usable if isinstance(method, PolicyGradientMethod) or _in_loss(one)]
             made = [one for one, _ in usable]
-            old = advantages_for(method, made, [one["reward"] for one in made])
-            new = advantages_for(method, made, [new for _, new in usable])
-            total += len(usable)
+            old = regraded(method, made, [one["reward"] for one in made])
+            new = regraded(method, made, [new for _, new in usable])
             for (one, reward), before, after in zip(usable, old, new, strict=True):
+                if before is None or after is None:
+                    continue
+                total += 1
                 if (change := _change(before, after)) is not None:
                     found.append((change, number, one, reward, before, after))
     _print_changes(found, limit, console)
@@ -200,7 +199,7 @@ def regrade(
         f"{counts[SIGN]:,} of {total:,} advantages change their sign; besides, {counts[TO_ZERO]:,} become 0 and "
         f"{counts[FROM_ZERO]:,} were 0"
     )
-    if isinstance(method, PPOMethod) and method.whiten_rewards:
+    if not method.regrades_exactly:
         console.print("New advantages are approximate: method.whiten_rewards scaled the run's own rewards.")
     return counts[SIGN]
 
@@ -227,35 +226,6 @@ def _print_changes(
         console.print(table)
     if len(found) > len(shown):
         console.print(f"and {len(found) - len(shown):,} more: --limit shows them")
-
-
-def advantages_for(
-    method: PolicyGradientMethod | PPOMethod, rollouts: Sequence[Mapping[str, Any]], rewards: Sequence[float | None]
-) -> list[float]:
-    """The advantage of each of a step's stored completions, had it been given this reward.
-
-    PPO's is the mean over the tokens. GAE is linear in the reward, so what it was (return less value) changes at a
-    token by the difference of the rewards times (gamma lam)^(tokens that follow); values stay those of the run.
-    """
-    if not rollouts:
-        return []
-    reward_S = torch.tensor(rewards, dtype=torch.float64)
-    if isinstance(method, PolicyGradientMethod):
-        return compared(method, reward_S, torch.tensor([one["prompt_index"] for one in rollouts])).tolist()
-    tokens = []
-    for one, reward in zip(rollouts, reward_S, strict=True):
-        was_N = torch.tensor(one["returns"] - one["old_values"], dtype=torch.float64)
-        following_N = torch.arange(len(was_N) - 1, -1, -1, dtype=torch.float64)
-        tokens.append(was_N + (reward - one["reward"]) * (method.gamma * method.lam) ** following_N)
-    normal_N = normalized(torch.cat(tokens), eps=EPS)
-    return [float(one.mean()) for one in normal_N.split([len(one) for one in tokens])]
-
-
-def _in_loss(one: Mapping[str, Any]) -> bool:
-    """Whether a completion of PPO was trained on, with the numbers that say how."""
-    if one["advantages"] is not None and one["returns"] is None:
-        raise RunError("this run's file is of an earlier version, without values and returns: PPO cannot be regraded")
-    return one["returns"] is not None
 
 
 def _completion(

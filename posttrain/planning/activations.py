@@ -36,7 +36,7 @@ def empty_model(
     config: RunConfig, model: ModelConfig, dtype: torch.dtype = torch.float32, layers: int | None = None
 ) -> PreTrainedModel | PeftModel:
     """The model with its adapters on the meta device: shapes without memory. Only so many layers if given."""
-    reward = config.method.type == "reward"
+    reward = config.method.head == "reward"
     auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
     settings = load_config(model)
     if reward:
@@ -89,7 +89,7 @@ def _simulate(
     masks: type[PackedMask],
 ) -> tuple[int, int]:
     """The same for a model of so many layers, by forward and backward without memory."""
-    read = pack.last_S if config.method.type == "reward" else pack.read_U
+    read = pack.last_S if config.method.head == "reward" else pack.read_U
     mask = masks(pack, read)
     mask.masks(None, dtype)
     policy = empty_model(config, model, dtype, layers)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from posttrain.batch import Example, Pack, Sample, pack
-from posttrain.config import DPOMethod, KTOMethod, ModelConfig, OnlineMethod, RunConfig
+from posttrain.config import ModelConfig, RunConfig
 from posttrain.engines.embedded import MAX_ROWS
 from posttrain.engines.room import GPU_SHARE, Room, cache_tokens, token_bytes
 from posttrain.models.families import base_of
@@ -72,13 +72,7 @@ def count(model: nn.Module) -> tuple[int, int]:
 def holds_reference(config: RunConfig, model: ModelConfig) -> bool:
     """Whether a second model lies in memory as the reference, rather than an adapter switched off or saved numbers."""
     method = config.method
-    if isinstance(method, OnlineMethod):
-        return method.needs_reference and (model.lora is None or method.ref_model is not None)
-    if not isinstance(method, DPOMethod | KTOMethod) or method.precompute_ref_log_probs:
-        return False
-    if isinstance(method, DPOMethod) and not method.use_ref_model:
-        return False
-    return model.lora is None or method.ref_model is not None
+    return method.scores_reference and (model.lora is None or method.reference_path is not None)
 
 
 def checkpoints_gradients(config: RunConfig, model: ModelConfig, device: torch.device) -> bool:
@@ -124,7 +118,7 @@ def estimate(
     if offloaded:  # with what travels, in the model's dtype
         host = parts["gradients"] + parts["optimizer"] + width * trained
         parts |= {"gradients": 0, "optimizer": 0}
-    if isinstance(config.method, OnlineMethod) and config.method.updates > 1:  # training/boundary.py
+    if config.method.updates > 1:  # training/boundary.py
         copied = 4 * trained + _moments(empty, kind)
         if device.type == "cpu":
             parts["copy of a step's start"] = copied
@@ -135,7 +129,7 @@ def estimate(
     if checkpointing is None:
         checkpointing = checkpoints_gradients(config, model, device)
     kept, working = activations(config, model, fullest, dtype, checkpointing, device.type == "cuda")
-    logits = 0 if config.method.type == "reward" else _logits(model, empty, fullest, width, device)
+    logits = 0 if config.method.head == "reward" else _logits(model, empty, fullest, width, device)
     # The head is done with its logits before the layers' backward begins.
     parts |= {"activations": kept + max(working - logits, 0), "logits": logits}
     passing = parts["activations"] + logits
@@ -160,15 +154,15 @@ def _memory_of(gpu: torch.device) -> int:
 
 
 def generation(config: RunConfig, model: ModelConfig, packs: list[Pack], device: torch.device, card: int | None) -> int:
-    """What drawing a step's completions takes: keys and values, one token's logits of each and what is made of them."""
-    if not isinstance(config.method, OnlineMethod):
+    """What sampling a step's completions takes: keys and values, and each one's logits of a token."""
+    if not config.method.samples_completions:
         return 0
     rollout, settings = config.rollout, load_config(model)
     if rollout.engine == "vllm":
         share = rollout.vllm.gpu_memory_utilization if rollout.vllm.base_url is None else 0
         return int(share * card) if card is not None else 0
     dtype = compute_dtype(model, device)
-    most, n = rollout.max_completion_length, config.method.num_generations
+    most, n = rollout.max_completion_length, config.method.completions_per_prompt
     # A completion's last token is fed to no step.
     longest = max(1, max(int(pack.position_T.max()) for pack in packs) + 2 - most)
     tokens = cache_tokens(settings, dtype, device, None if card is None else card // GPU_SHARE)

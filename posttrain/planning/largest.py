@@ -10,14 +10,14 @@ from functools import partial
 import numpy as np
 
 from posttrain.batch import Example, Pack, Sample, pack
-from posttrain.config import OnlineMethod, RunConfig
+from posttrain.config import RunConfig
 from posttrain.data import Prepared
 from posttrain.models.attention import width_step
 from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import estimate
 from posttrain.recipes.reference_free import pack_with_chosen_prompts, scores_prompts
 from posttrain.training.job import Job
-from posttrain.training.loop import epoch_order
+from posttrain.training.schedule import epoch_order
 
 log = logging.getLogger("posttrain")
 
@@ -38,19 +38,24 @@ def pack_rows(
 ) -> list[Pack]:
     """The packs of a step, as its method's recipe lays them."""
     examples = [data.train[int(row)] for row in rows]
-    if isinstance(config.method, OnlineMethod):
+    if config.method.samples_completions:
         length = config.rollout.max_completion_length
-        examples = [e for one in examples for e in with_completions(one, config.method, length, tokens_per_pack)]
-    pack_of = partial(pack, tokens_per_pack=tokens_per_pack, keep_last=config.method.type == "reward", pad_to=pad_to)
+        examples = [
+            e
+            for one in examples
+            for e in with_completions(one, config.method.completions_per_prompt, length, tokens_per_pack)
+        ]
+    keep_last = config.method.head == "reward"
+    pack_of = partial(pack, tokens_per_pack=tokens_per_pack, keep_last=keep_last, pad_to=pad_to)
     return pack_with_chosen_prompts(pack_of, examples) if scores_prompts(config.method) else pack_of(examples)
 
 
-def with_completions(prompt: Example, method: OnlineMethod, length: int, tokens_per_pack: int) -> list[Example]:
+def with_completions(prompt: Example, n: int, length: int, tokens_per_pack: int) -> list[Example]:
     """A prompt with completions as long as they may become, divided as a rollout divides them."""
     tree = prompt.trees[0]
     leaf = Sample(np.zeros(length, np.int64), trained=True)
     each = max(1, (tokens_per_pack - len(tree.tokens)) // max(length - 1, 1))
-    whole, rest = divmod(method.num_generations, each)
+    whole, rest = divmod(n, each)
     counts = [each] * whole + [rest] * (rest > 0)
     return [replace(prompt, trees=(replace(tree, children=(leaf,) * count),)) for count in counts]
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config import ModelConfig, OnlineMethod, RunConfig, Stage, check_skip, learning_rate
+from posttrain.config import ModelConfig, RunConfig, Stage, check_skip, learning_rate
 from posttrain.console import PlainConsole
 from posttrain.data import Prepared, longest_sequence
 from posttrain.models.attention import width_step
@@ -27,7 +27,7 @@ from posttrain.planning.largest import first_epoch, heaviest_step, pack_rows
 from posttrain.planning.probe import probe
 from posttrain.store.folder import run_folder
 from posttrain.training.job import data_of
-from posttrain.training.loop import total_steps
+from posttrain.training.schedule import total_steps
 from posttrain.words import counted
 
 STEPS_LOOKED_AT = 50
@@ -130,8 +130,8 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
         f"{counted(training.batch_size, unit)}, about {tokens:,.0f} tokens ({targets_seen:,.0f} scored) "
         f"in {packs:.1f} packs",
     )
-    if isinstance(method, OnlineMethod):
-        most, n = config.rollout.max_completion_length, training.batch_size * method.num_generations
+    if method.samples_completions:
+        most, n = config.rollout.max_completion_length, training.batch_size * method.completions_per_prompt
         table.add_row(
             "a rollout",
             f"{counted(n, 'completion')} of up to {counted(most, 'token')}, then {counted(method.updates, 'update')}",

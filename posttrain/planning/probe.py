@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from posttrain.batch import Pack
-from posttrain.config import DPOMethod, KTOMethod, ModelConfig, OnlineMethod, RunConfig, dump
+from posttrain.config import ModelConfig, RunConfig, dump
 from posttrain.console import PlainConsole
 from posttrain.data import Prepared
 from posttrain.errors import ConfigError, ModelError, is_out_of_memory
@@ -213,7 +213,7 @@ class Step:
     """What a run holds in memory, and a step of it that changes no weight: its learning rate is 0."""
 
     def __init__(self, job: Job):
-        self.device, self.reward = job.device, job.config.method.type == "reward"
+        self.device, self.reward = job.device, job.config.method.head == "reward"
         policy = job.policy("reward" if self.reward else "lm")
         policy.train(job.config.method.dropout)
         self.optimizer = job.optimizer(policy)
@@ -221,8 +221,8 @@ class Step:
         self.reference: Scorer | None = None
         method = job.config.method
         if holds_reference(job.config, job.model):
-            assert isinstance(method, DPOMethod | KTOMethod | OnlineMethod) and isinstance(self.scorer, Scorer)
-            self.reference = frozen_model(job, method.ref_model, self.scorer)
+            assert isinstance(self.scorer, Scorer)
+            self.reference = frozen_model(job, method.reference_path, self.scorer)
 
     def take(self, packs: list[Pack]) -> None:
         """Forward and backward of each pack, then the optimizer's step, after which its moments are there."""

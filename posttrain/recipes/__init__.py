@@ -9,7 +9,7 @@ from posttrain.recipes import grpo, kto, ppo, preference, reference_free, reward
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 
-__all__ = ["RECIPES"]
+__all__ = ["RECIPES", "REGRADED"]
 
 RECIPES: dict[str, Callable[[Job, Prepared], Loop]] = {
     "sft": sft.train,
@@ -23,4 +23,12 @@ RECIPES: dict[str, Callable[[Job, Prepared], Loop]] = {
     "grpo": grpo.train,
     "rloo": grpo.train,
     "reinforce_plus_plus": grpo.train,
+}
+
+# Of methods that store their completions: the advantages of a step's, had other rewards been given.
+REGRADED: dict[str, Callable[..., list[float | None]]] = {
+    "ppo": ppo.regraded,
+    "grpo": grpo.regraded,
+    "rloo": grpo.regraded,
+    "reinforce_plus_plus": grpo.regraded,
 }

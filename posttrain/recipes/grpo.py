@@ -10,8 +10,9 @@ is one rollout of batch_size prompts, then num_iterations x num_minibatches upda
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,129 +32,118 @@ from posttrain.losses import (
     token_weights,
     truncated_weights,
 )
+from posttrain.losses.policy import Level
 from posttrain.optim.update import Objective
-from posttrain.recipes.online import Step, evaluate, in_packs, look_at_sampler, minibatches, scored
+from posttrain.recipes.online import Minibatch, Step, look_at_sampler, minibatches, online, scored
 from posttrain.rollout import Part
 from posttrain.scoring import Scorer
-from posttrain.training.alarms import Alarms
 from posttrain.training.checks import check_margins, check_packing, check_ratio
-from posttrain.training.evaluation import rollout_store, sampler_of
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 from posttrain.training.reference import token_reference
 
+AnyMethod = GRPOMethod | RLOOMethod | ReinforcePlusPlusMethod
 EPS = 1e-4  # beside the spread that advantages are divided by, as in TRL
 
 
 def train(job: Job, data: Prepared) -> Loop:
     method = job.config.method
-    assert isinstance(method, PolicyGradientMethod)
+    assert isinstance(method, AnyMethod)
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     scorer = Scorer(policy)
     temperature = job.config.rollout.temperature
     reference = token_reference(job, method.ref_model, scorer, temperature)[1] if method.needs_reference else None
-    loss = POLICY_LOSSES[method.loss_type if isinstance(method, GRPOMethod) else method.type]
-    level = method.importance_sampling_level if isinstance(method, GRPOMethod) else None
-    kl_in_loss, kl_in_reward = (reference is not None and method.kl_in == where for where in ("loss", "reward"))
+    loop = Loop(job, policy, optimizer, data)
 
     def logprobs(pack: Pack) -> Tensor:
         return scorer(pack, temperature).logprob_N
 
-    def objective_of(step: Step, counts: Counts, first: bool) -> Objective[Part]:
-        def share(part: Part):
-            part = part.to(job.device)
-            pack, at_N = part.pack, part.token_N
-            scores = scorer(pack, temperature)
-            if step.old_R is None:
-                step.trainer_R[at_N] = scores.logprob_N.detach()
-            old_N = step.trainer_R[at_N]
-            if first:
-                check_ratio(scores.logprob_N.detach() - old_N, job.dtype)
-            advantage_N = step.advantage_R[at_N]
-            length_S = pack.length_S
-            loss_N, clipped_N = policy_loss(
-                loss,
-                scores.logprob_N,
-                old_N,
-                advantage_N,
-                pack.sequence_N,
-                length_S,
-                level=level,
-                epsilon=method.epsilon,
-                epsilon_high=method.epsilon_high,
-            )
-            step.new_R[at_N], step.clipped_R[at_N] = scores.logprob_N.detach(), clipped_N
-            if method.importance_sampling_cap is not None:
-                loss_N = loss_N * truncated_weights(old_N, step.sampler_R[at_N], cap=method.importance_sampling_cap)
-            metrics = {
-                "entropy": scores.entropy_N.detach().sum() / counts.tokens,
-                "clip_ratio/low_mean": (clipped_N & (advantage_N < 0)).sum() / counts.tokens,
-                "clip_ratio/high_mean": (clipped_N & (advantage_N > 0)).sum() / counts.tokens,
-                "max_ratio": (scores.logprob_N.detach() - old_N).amax().exp(),
-            }
-            if step.reference_R is not None:
-                reference_N = step.reference_R[at_N]
-                kl_N = kl_penalty(scores.logprob_N, reference_N, estimator=method.kl_estimator)
-                metrics["kl"] = kl_N.detach().sum() / counts.tokens
-                if kl_in_loss:
-                    loss_N = loss_N + method.beta * kl_N
-                if first and method.ref_model is None:
-                    check_margins(pack.sum_by_sequence(old_N - reference_N), length_S, job.dtype)
-            if method.entropy_coef:
-                loss_N = loss_N - method.entropy_coef * scores.entropy_N
-            return (token_weights(loss.average, length_S, pack.sequence_N, counts) * loss_N).sum(), metrics
+    with online(job, loop, policy, data) as run:
 
-        return Objective(share, counts.sequences, check=partial(look_at_sampler, job, sample, step))
+        def updates(number: int, step: Step) -> Iterator[tuple[Sequence[Part], Objective[Part]]]:
+            check = partial(look_at_sampler, job, run.sample, step)
+            for minibatch in minibatches(job, step, number):
+                surrogate = Surrogate(job, method, scorer, step, minibatch)
+                yield minibatch.parts, Objective(surrogate, minibatch.counted, check=check)
 
-    def updates_of(step: Step, number: int) -> Iterator[tuple[list[Part], Objective[Part]]]:
-        """Every update of a step, minibatch by minibatch; the rollout is packed once where there is one."""
-        rollout = step.rollout
-        tokens = int(rollout.length_S[step.in_loss_S].sum())
-        for iteration in range(method.num_iterations):
-            key = (job.config.seed, number, iteration)
-            made = minibatches(step, method.num_minibatches, key)
-            for place, (chosen, counted) in enumerate(made):
-                counts = Counts(
-                    sequences=counted,
-                    tokens=int(rollout.length_S[chosen].sum()),
-                    rollout_tokens=tokens / len(made),
-                    max_length=job.config.rollout.max_completion_length,
-                )
-                parts = step.parts if method.num_minibatches == 1 else in_packs(job, rollout, chosen)
-                first = number == 1 and iteration == place == 0
-                yield parts, objective_of(step, counts, first)
-
-    loop = Loop(job, policy, optimizer, data)
-    with sampler_of(job, policy, data, job.keeps_engine) as sample, rollout_store(job, loop) as store:
-        alarms = Alarms(loop.state.memory)
-        sample.engine.load(policy, loop.state.step)
-        if loop.evaluation_due:
-            evaluate(loop, sample, store)
-        for number, prompts in loop.steps():
-            with loop.drawing():
-                rollout = sample(number, prompts, method.num_generations, method.resampling_rounds, number - 1)
+        for number, prompts in run.steps():
+            with loop.interruption.sampling():
+                rollout = run.sample(number, prompts, method.num_generations, method.resampling_rounds, number - 1)
                 step = Step(job, rollout, method.mask_truncated_completions)
-                if method.updates > 1 or kl_in_reward:
+                if method.updates > 1 or (reference is not None and method.kl_in == "reward"):
                     step.trainer_R = step.old_R = scored(job, rollout, step.parts, logprobs)[:, 0]
                 if reference is not None:
                     step.reference_R = scored(job, rollout, step.parts, reference)[:, 0]
                 step.advantage_R = advantages(method, step).to(job.device)
                 if number == 1 and step.parts:
                     check_packing(scorer, rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack)
-
-            def measure(metrics: Mapping[str, float], step=step, number=number) -> dict[str, float]:
-                found = step.rollout.metrics() | (step.signs or {})
-                alarms.look(number, {**metrics, **found})
-                if store is not None:
-                    store.add(number, number / loop.steps_per_epoch, *step.stored())
-                return found
-
-            loop.updates(updates_of(step, number), measure)
-            sample.engine.load(policy, number)
-            if loop.evaluation_due:
-                evaluate(loop, sample, store)
+            run.update(number, step, updates(number, step))
     return loop
+
+
+class Surrogate:
+    """The clipped surrogate of a minibatch: given a pack of it, its share of the loss, and its metrics."""
+
+    def __init__(self, job: Job, method: AnyMethod, scorer: Scorer, step: Step, minibatch: Minibatch):
+        self.job, self.method, self.scorer, self.step, self.minibatch = job, method, scorer, step, minibatch
+        self.loss = POLICY_LOSSES[method.loss_type if isinstance(method, GRPOMethod) else method.type]
+        self.level: Level | None = method.importance_sampling_level if isinstance(method, GRPOMethod) else None
+        length_S = step.rollout.length_S
+        self.counts = Counts(
+            sequences=minibatch.counted,
+            tokens=int(length_S[minibatch.chosen].sum()),
+            rollout_tokens=int(length_S[step.in_loss_S].sum()) / minibatch.number,
+            max_length=job.config.rollout.max_completion_length,
+        )
+
+    def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
+        method, step, tokens = self.method, self.step, self.counts.tokens
+        part = part.to(self.job.device)
+        pack, at_N = part.pack, part.token_N
+        scores = self.scorer(pack, self.job.config.rollout.temperature)
+        new_N = scores.logprob_N.detach()
+        if step.old_R is None:
+            step.trainer_R[at_N] = new_N
+        old_N, advantage_N = step.trainer_R[at_N], step.advantage_R[at_N]
+        loss_N, clipped_N = policy_loss(
+            self.loss,
+            scores.logprob_N,
+            old_N,
+            advantage_N,
+            pack.sequence_N,
+            pack.length_S,
+            level=self.level,
+            epsilon=method.epsilon,
+            epsilon_high=method.epsilon_high,
+        )
+        step.new_R[at_N], step.clipped_R[at_N] = new_N, clipped_N
+        if method.importance_sampling_cap is not None:
+            loss_N = loss_N * truncated_weights(old_N, step.sampler_R[at_N], cap=method.importance_sampling_cap)
+        metrics = {
+            "entropy": scores.entropy_N.detach().sum() / tokens,
+            "clip_ratio/low_mean": (clipped_N & (advantage_N < 0)).sum() / tokens,
+            "clip_ratio/high_mean": (clipped_N & (advantage_N > 0)).sum() / tokens,
+            "max_ratio": (new_N - old_N).amax().exp(),
+        }
+        if step.reference_R is not None:
+            kl_N = kl_penalty(scores.logprob_N, step.reference_R[at_N], estimator=method.kl_estimator)
+            metrics["kl"] = kl_N.detach().sum() / tokens
+            if method.kl_in == "loss":
+                loss_N = loss_N + method.beta * kl_N
+        if method.entropy_coef:
+            loss_N = loss_N - method.entropy_coef * scores.entropy_N
+        if self.minibatch.is_first:
+            self.check(pack, new_N, at_N)
+        return (token_weights(self.loss.average, pack.length_S, pack.sequence_N, self.counts) * loss_N).sum(), metrics
+
+    def check(self, pack: Pack, new_N: Tensor, at_N: Tensor) -> None:
+        """Before the run's first update the ratio to the old policy is 1, and the KL to the initial policy is 0."""
+        step, dtype = self.step, self.job.dtype
+        old_N = step.trainer_R[at_N]
+        check_ratio(new_N - old_N, dtype)
+        if step.reference_R is not None and self.method.ref_model is None:
+            check_margins(pack.sum_by_sequence(old_N - step.reference_R[at_N]), pack.length_S, dtype)
 
 
 def advantages(method: PolicyGradientMethod, step: Step) -> Tensor:
@@ -185,3 +175,11 @@ def compared(method: PolicyGradientMethod, reward_S: Tensor, group_S: Tensor) ->
         return leave_one_out(reward_S, group_S)
     scale = method.scale_rewards if isinstance(method, GRPOMethod) else "none"
     return group_advantages(reward_S, group_S, scale_rewards=scale, eps=EPS)
+
+
+def regraded(
+    method: PolicyGradientMethod, rollouts: Sequence[Mapping[str, Any]], rewards: Sequence[float]
+) -> list[float | None]:
+    """The advantage of each of a step's stored completions, had it been given this reward."""
+    group_S = torch.tensor([one["prompt_index"] for one in rollouts])
+    return compared(method, torch.tensor(rewards, dtype=torch.float64), group_S).tolist() if rollouts else []

@@ -26,8 +26,9 @@ from posttrain.optim.update import Objective
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_margins, check_packing
 from posttrain.training.job import Job
-from posttrain.training.loop import Loop, epoch_order, total_steps
+from posttrain.training.loop import Loop
 from posttrain.training.reference import Portion, make_reference, whole_sets
+from posttrain.training.schedule import epoch_order, total_steps
 
 log = logging.getLogger("posttrain")
 

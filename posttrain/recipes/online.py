@@ -1,19 +1,32 @@
-"""What the recipes that learn from completions share: a step with its numbers, minibatches, evaluation, vital signs."""
+"""What the recipes that learn from completions share: sample, score, update, then log, store and load the new weights.
+
+with online(job, loop, policy, data) as run:
+    for number, prompts in run.steps():
+        with loop.interruption.sampling():
+            step = Step(job, run.sample(number, prompts, ...), ...)     and its log-probabilities and advantages
+        run.update(number, step, updates)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from posttrain.batch import Pack
+from posttrain.batch import Example, Pack
+from posttrain.config import OnlineMethod
+from posttrain.data import Dataset, Prepared
 from posttrain.losses.reduce import sum_segments
+from posttrain.optim.update import Objective
 from posttrain.rollout import Part, Rollout, Sampler
 from posttrain.store.rollouts import RolloutStore, StoredPrompt, StoredRollout
+from posttrain.training.alarms import Alarms
 from posttrain.training.checks import check_sampler
-from posttrain.training.evaluation import as_text, measure_drawn, parts_of
+from posttrain.training.evaluation import as_text, measure_completions, parts_of, rollout_store, sampler_of
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 
@@ -98,7 +111,29 @@ def scored(job: Job, rollout: Rollout, parts: Sequence[Part], of: Callable[[Pack
     return found
 
 
-def minibatches(step: Step, count: int, key: Sequence[int]) -> list[tuple[Tensor, int]]:
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """The completions of one update, and how many completions of its groups count, those outside the loss included."""
+
+    parts: Sequence[Part]
+    chosen: Tensor  # places in the rollout
+    counted: int
+    number: int  # minibatches of the epoch
+    is_first: bool  # of the run
+
+
+def minibatches(job: Job, step: Step, number: int) -> Iterator[Minibatch]:
+    """Every update of step `number`, epoch by epoch; packed once where there is one minibatch."""
+    method = job.config.method
+    assert isinstance(method, OnlineMethod)
+    for epoch in range(method.epochs):
+        made = divided(step, method.num_minibatches, (job.config.seed, number, epoch))
+        for place, (chosen, counted) in enumerate(made):
+            parts = step.parts if method.num_minibatches == 1 else in_packs(job, step.rollout, chosen)
+            yield Minibatch(parts, chosen, counted, len(made), is_first=number == 1 and epoch == place == 0)
+
+
+def divided(step: Step, count: int, key: Sequence[int]) -> list[tuple[Tensor, int]]:
     """The completions in the loss in `count` parts of whole groups, in an order drawn from `key`.
 
     With each part, how many completions of its groups count, those left out of the loss among them. A part with nothing
@@ -149,10 +184,61 @@ def look_at_sampler(job: Job, sample: Sampler, step: Step) -> None:
         check_sampler(trainer_N - sampler_N, job.dtype, job.config.rollout.engine)
 
 
+class Online:
+    """A run that samples: its engine and rewards, its stored rollouts, its alarms."""
+
+    def __init__(self, loop: Loop, policy: nn.Module, sample: Sampler, store: RolloutStore | None):
+        self.sample = sample
+        self._loop, self._policy, self._store = loop, policy, store
+        self._alarms = Alarms(loop.state.memory)
+
+    def steps(self) -> Iterator[tuple[int, list[Example]]]:
+        """Each step's number and prompts. After the body of a step the engine has its weights; evaluated where due."""
+        self._load()
+        for number, prompts in self._loop.steps():
+            yield number, prompts
+            self._load()
+
+    def _load(self) -> None:
+        self.sample.engine.load(self._policy, self._loop.state.step)
+        if self._loop.evaluation_due:
+            evaluate(self._loop, self.sample, self._store)
+
+    def update(
+        self,
+        number: int,
+        step: Step,
+        updates: Iterable[tuple[Sequence[Part], Objective[Part]]],
+        found: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """The updates of a step; then its metrics, with those that the method `found`, its alarms and its rollouts."""
+        loop, store = self._loop, self._store
+
+        def measure(metrics: Mapping[str, float]) -> dict[str, float]:
+            more = {**step.rollout.metrics(), **(step.signs or {}), **found()}
+            self._alarms.look(number, {**metrics, **more})
+            if store is not None:
+                store.add(number, number / loop.steps_per_epoch, *step.stored())
+            return more
+
+        loop.updates(updates, measure)
+
+
+@contextmanager
+def online(job: Job, loop: Loop, policy: nn.Module, data: Prepared) -> Iterator[Online]:
+    """The engine, the rewards and the store of the rollouts, as the settings ask for them."""
+    with sampler_of(job, policy, data, job.keeps_engine) as sample, rollout_store(job, loop.saver) as store:
+        yield Online(loop, policy, sample, store)
+
+
 def evaluate(loop: Loop, sample: Sampler, store: RolloutStore | None) -> None:
-    """Completions of the validation prompts, sampled and rewarded as the settings ask."""
-    samplers = sample.evaluation
-    loop.evaluate_by(
-        lambda name, dataset: measure_drawn(loop, samplers[name], store, name, dataset) if name in samplers else {}
-    )
-    sample.engine.release()  # an evaluation may have drawn more at a time than a step, which the estimate counts
+    """Sample and reward completions of the validation prompts."""
+
+    def measure(name: str, dataset: Dataset) -> Mapping[str, float]:
+        sampler, sampling = sample.evaluation.get(name), loop.interruption.sampling
+        if sampler is None:
+            return {}
+        return measure_completions(loop.job.config, sampler, store, name, dataset, loop.state.step, sampling)
+
+    loop.evaluate_by(measure)
+    sample.engine.release()  # an evaluation may have sampled more at a time than a step, which the estimate counts

@@ -12,9 +12,10 @@ over tokens. Dropout is off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from posttrain.batch import Pack
 from posttrain.config import PPOMethod
 from posttrain.data import Prepared
+from posttrain.errors import RunError
 from posttrain.losses import (
     ReturnScale,
     adapted_kl_coef,
@@ -35,12 +37,10 @@ from posttrain.losses import (
     whitened,
 )
 from posttrain.optim.update import Objective
-from posttrain.recipes.online import Step, evaluate, in_packs, look_at_sampler, minibatches, scored
+from posttrain.recipes.online import Minibatch, Step, look_at_sampler, minibatches, online, scored
 from posttrain.rollout import Part
 from posttrain.scoring import Scorer, ValueScorer
-from posttrain.training.alarms import Alarms
 from posttrain.training.checks import check_margins, check_packing, check_ratio
-from posttrain.training.evaluation import rollout_store, sampler_of
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 from posttrain.training.reference import token_reference
@@ -54,97 +54,91 @@ def train(job: Job, data: Prepared) -> Loop:
     actor_critic = ValueScorer.of(job.policy("lm"), job.checkpoint)
     optimizer = job.optimizer(actor_critic)
     policy = actor_critic.model
-    temperature = job.config.rollout.temperature
-    reference = None
-    if method.needs_reference:
-        _, reference = token_reference(job, method.ref_model, Scorer(policy), temperature)
+    scorer, temperature = Scorer(policy), job.config.rollout.temperature
+    reference = token_reference(job, method.ref_model, scorer, temperature)[1] if method.needs_reference else None
+    loop = Loop(job, actor_critic, optimizer, data)
+    memory = loop.state.memory
 
     def logprobs_and_outputs(pack: Pack) -> Tensor:
         scores, output_N = actor_critic(pack, temperature)
         return torch.stack([scores.logprob_N, output_N], dim=1)
 
-    def objective_of(step: PPOStep, tokens: int, sequences: int, first: bool) -> Objective[Part]:
-        def share(part: Part):
-            part = part.to(job.device)
-            at_N = part.token_N
-            scores, output_N = actor_critic(part.pack, temperature)
-            old_N, advantage_N = step.trainer_R[at_N], step.advantage_R[at_N]
-            if first:
-                check_ratio(scores.logprob_N.detach() - old_N, job.dtype)
-            policy_N, clipped_N = grpo_clip(scores.logprob_N, old_N, advantage_N, epsilon=method.cliprange)
-            step.new_R[at_N], step.clipped_R[at_N] = scores.logprob_N.detach(), clipped_N
-            if method.importance_sampling_cap is not None:
-                policy_N = policy_N * truncated_weights(old_N, step.sampler_R[at_N], cap=method.importance_sampling_cap)
-            value_loss_N, value_clipped_N = value_loss(
-                output_N,
-                step.output_R[at_N],
-                step.scale.outputs(step.return_R[at_N]),
-                cliprange_value=method.cliprange_value,
-            )
-            loss_N = policy_N + method.vf_coef * value_loss_N - method.entropy_coef * scores.entropy_N
-            change_N = (scores.logprob_N - old_N).detach()
-            means = {
-                "loss/policy": policy_N,
-                "loss/value": value_loss_N,
-                "entropy": scores.entropy_N,
-                "clip_ratio": clipped_N.float(),
-                "value_clip_ratio": value_clipped_N.float(),
-                "approx_kl": 0.5 * change_N**2,  # from the old policy, as in TRL
-            }
-            metrics = {name: value_N.detach().sum() / tokens for name, value_N in means.items()}
-            return loss_N.sum() / tokens, metrics | {"max_ratio": change_N.amax().exp()}
+    with online(job, loop, policy, data) as run:
 
-        return Objective(share, sequences, check=partial(look_at_sampler, job, sample, step))
+        def updates(number: int, step: PPOStep) -> Iterator[tuple[Sequence[Part], Objective[Part]]]:
+            check = partial(look_at_sampler, job, run.sample, step)
+            for minibatch in minibatches(job, step, number):
+                share = ActorCriticLoss(job, method, actor_critic, step, minibatch)
+                yield minibatch.parts, Objective(share, len(minibatch.chosen), check=check)
 
-    def updates_of(step: PPOStep, number: int) -> Iterator[tuple[list[Part], Objective[Part]]]:
-        for epoch in range(method.num_ppo_epochs):
-            key = (job.config.seed, number, epoch)
-            for place, (chosen, _) in enumerate(minibatches(step, method.num_minibatches, key)):
-                parts = step.parts if method.num_minibatches == 1 else in_packs(job, step.rollout, chosen)
-                first = number == 1 and epoch == place == 0
-                yield parts, objective_of(step, int(step.rollout.length_S[chosen].sum()), len(chosen), first)
-
-    loop = Loop(job, actor_critic, optimizer, data)
-    with sampler_of(job, policy, data, job.keeps_engine) as sample, rollout_store(job, loop) as store:
-        alarms, memory = Alarms(loop.state.memory), loop.state.memory
-        sample.engine.load(policy, loop.state.step)
-        if loop.evaluation_due:
-            evaluate(loop, sample, store)
-        for number, prompts in loop.steps():
-            with loop.drawing():
-                rollout = sample(number, prompts, method.num_generations, version=number - 1)
+        for number, prompts in run.steps():
+            with loop.interruption.sampling():
+                rollout = run.sample(number, prompts, method.num_generations, version=number - 1)
                 step = PPOStep(job, rollout, method.mask_truncated_completions)
                 step.trainer_R, step.output_R = scored(job, rollout, step.parts, logprobs_and_outputs, 2).unbind(1)
                 if reference is not None:
                     step.reference_R = scored(job, rollout, step.parts, reference)[:, 0]
                 if number == 1 and step.parts:
-                    check_packing(Scorer(policy), rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack)
+                    check_packing(scorer, rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack)
                     if step.reference_R is not None and method.ref_model is None:
                         logratio_S = step.sums(step.trainer_R - step.reference_R)
                         check_margins(logratio_S, rollout.length_S.to(job.device), job.dtype)
                 kl_coef = memory.get("kl_coef", method.kl_coef)
                 estimate_advantages(method, step, kl_coef, scale_in(memory))
-
-            def measure(metrics: Mapping[str, float], step=step, number=number, kl_coef=kl_coef) -> dict[str, float]:
-                found = step.rollout.metrics() | values_seen(step) | (step.signs or {})
-                memory.update({f"returns/{name}": float(value) for name, value in asdict(step.scale).items()})
-                if step.kl_S is not None:
-                    found |= {"kl": step.kl_S.mean().item(), "kl_coef": kl_coef}
-                    if method.target_kl is not None:
-                        memory["kl_coef"] = adapted_kl_coef(
-                            kl_coef, found["kl"], target=method.target_kl, horizon=method.kl_horizon,
-                            completions=len(step.kl_S),
-                        )  # fmt: skip
-                alarms.look(number, {**metrics, **found})
-                if store is not None:
-                    store.add(number, number / loop.steps_per_epoch, *step.stored())
-                return found
-
-            loop.updates(updates_of(step, number), measure)
-            sample.engine.load(policy, number)
-            if loop.evaluation_due:
-                evaluate(loop, sample, store)
+            run.update(number, step, updates(number, step), partial(finish_step, method, step, memory, kl_coef))
     return loop
+
+
+class ActorCriticLoss:
+    """PPO's loss of a minibatch: given a pack of it, its share of the loss, and its metrics."""
+
+    def __init__(self, job: Job, method: PPOMethod, actor_critic: ValueScorer, step: PPOStep, minibatch: Minibatch):
+        self.job, self.method, self.actor_critic, self.step = job, method, actor_critic, step
+        self.is_first, self.tokens = minibatch.is_first, int(step.rollout.length_S[minibatch.chosen].sum())
+
+    def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
+        method, step = self.method, self.step
+        part = part.to(self.job.device)
+        at_N = part.token_N
+        scores, output_N = self.actor_critic(part.pack, self.job.config.rollout.temperature)
+        old_N, advantage_N = step.trainer_R[at_N], step.advantage_R[at_N]
+        change_N = scores.logprob_N.detach() - old_N
+        if self.is_first:
+            check_ratio(change_N, self.job.dtype)
+        policy_N, clipped_N = grpo_clip(scores.logprob_N, old_N, advantage_N, epsilon=method.cliprange)
+        step.new_R[at_N], step.clipped_R[at_N] = scores.logprob_N.detach(), clipped_N
+        if method.importance_sampling_cap is not None:
+            policy_N = policy_N * truncated_weights(old_N, step.sampler_R[at_N], cap=method.importance_sampling_cap)
+        value_loss_N, value_clipped_N = value_loss(
+            output_N,
+            step.output_R[at_N],
+            step.scale.outputs(step.return_R[at_N]),
+            cliprange_value=method.cliprange_value,
+        )
+        loss_N = policy_N + method.vf_coef * value_loss_N - method.entropy_coef * scores.entropy_N
+        means = {
+            "loss/policy": policy_N,
+            "loss/value": value_loss_N,
+            "entropy": scores.entropy_N,
+            "clip_ratio": clipped_N.float(),
+            "value_clip_ratio": value_clipped_N.float(),
+            "approx_kl": 0.5 * change_N**2,  # from the old policy, as in TRL
+        }
+        metrics = {name: value_N.detach().sum() / self.tokens for name, value_N in means.items()}
+        return loss_N.sum() / self.tokens, metrics | {"max_ratio": change_N.amax().exp()}
+
+
+def finish_step(method: PPOMethod, step: PPOStep, memory: dict[str, float], kl_coef: float) -> dict[str, float]:
+    """The step's own metrics; the scale of its returns and the next KL coefficient go to the `memory`."""
+    found = values_seen(step)
+    memory.update({f"returns/{name}": float(value) for name, value in asdict(step.scale).items()})
+    if step.kl_S is not None:
+        found |= {"kl": step.kl_S.mean().item(), "kl_coef": kl_coef}
+        if method.target_kl is not None:
+            memory["kl_coef"] = adapted_kl_coef(
+                kl_coef, found["kl"], target=method.target_kl, horizon=method.kl_horizon, completions=len(step.kl_S)
+            )
+    return found
 
 
 class PPOStep(Step):
@@ -204,3 +198,27 @@ def values_seen(step: PPOStep) -> dict[str, float]:
         return {}
     explained = 1 - (return_N - value_N).var() / return_N.var()
     return {"value": value_N.mean().item(), "explained_variance": explained.item()}
+
+
+def regraded(method: PPOMethod, rollouts: Sequence[Mapping[str, Any]], rewards: Sequence[float]) -> list[float | None]:
+    """The mean advantage of each of a step's stored completions, had it been given this reward; None outside the loss.
+
+    GAE is linear in the reward, so what it was (return less value) changes at a token by the difference of the rewards
+    times (gamma lam)^(tokens that follow); values stay those of the run. Raises RunError for a file without them.
+    """
+    tokens = []
+    for one, reward in zip(rollouts, rewards, strict=True):
+        if one["returns"] is None:
+            if one["advantages"] is not None:
+                raise RunError(
+                    "this run's file is of an earlier version, without values and returns: PPO cannot be regraded"
+                )
+            continue
+        was_N = torch.tensor(one["returns"] - one["old_values"], dtype=torch.float64)
+        following_N = torch.arange(len(was_N) - 1, -1, -1, dtype=torch.float64)
+        tokens.append(was_N + (reward - one["reward"]) * (method.gamma * method.lam) ** following_N)
+    if not tokens:
+        return [None] * len(rollouts)
+    normal_N = normalized(torch.cat(tokens), eps=EPS)
+    means = iter(normal_N.split([len(one) for one in tokens]))
+    return [None if one["returns"] is None else float(next(means).mean()) for one in rollouts]

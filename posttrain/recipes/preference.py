@@ -38,7 +38,7 @@ def train(job: Job, data: Prepared) -> Loop:
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
-        chosen_tokens = sum(int(pack.length_S[0::2].sum()) for pack in packs)
+        chosen_tokens = sum(int(pack.pairs(pack.length_S)[0].sum()) for pack in packs)
         tokens = sum(len(pack.target_N) for pack in packs)
         loss_of = partial(
             preference_loss,
@@ -64,7 +64,7 @@ def train(job: Job, data: Prepared) -> Loop:
             pairs = pairs_of(pack, logprob_S, reference_S)
             metrics = {k: v / len(examples) for k, v in preference_metrics(pairs, method.beta).items()}
             metrics["entropy"] = scores.entropy_N.detach().sum() / tokens
-            metrics["mean_token_accuracy"] = (scores.top1_N * (pack.sequence_N % 2 == 0)).sum() / chosen_tokens
+            metrics["mean_token_accuracy"] = (scores.top1_N * pack.is_chosen_N).sum() / chosen_tokens
             return loss_of(pairs).sum() / len(examples), metrics
 
         return packs, Objective(share, len(examples), {"entropy": tokens, "mean_token_accuracy": chosen_tokens})
@@ -83,16 +83,8 @@ def train(job: Job, data: Prepared) -> Loop:
 
 
 def pairs_of(pack: Pack, policy_S: torch.Tensor, reference_S: torch.Tensor) -> Pairs:
-    """A pack's sequences as pairs: they come as chosen, rejected, chosen, rejected …"""
-    length_S = pack.length_S
-    return Pairs(
-        chosen_P=policy_S[0::2],
-        rejected_P=policy_S[1::2],
-        ref_chosen_P=reference_S[0::2],
-        ref_rejected_P=reference_S[1::2],
-        chosen_length_P=length_S[0::2],
-        rejected_length_P=length_S[1::2],
-    )
+    """A pack's pairs with the log-probabilities of policy and reference, and their lengths."""
+    return Pairs(*pack.pairs(policy_S), *pack.pairs(reference_S), *pack.pairs(pack.length_S))
 
 
 @torch.no_grad()

@@ -37,14 +37,14 @@ def train(job: Job, data: Prepared) -> Loop:
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = pack_with_chosen_prompts(job.pack, examples) if scores_prompts(method) else job.pack(examples)
-        likely = sum(int((pack.sequence_N % 2 == 0).sum()) for pack in packs)  # tokens of the likelihood term
+        likely = sum(int(pack.is_chosen_N.sum()) for pack in packs)  # tokens of the likelihood term
         tokens = sum(int((~in_prompt(pack, examples)).sum()) for pack in packs)
 
         def share(pack: Pack):
             completion_N = sent(~in_prompt(pack, examples), job.device)
             pack = pack.to(job.device)
             scores = scorer(pack)
-            is_chosen_N = pack.sequence_N % 2 == 0
+            is_chosen_N = pack.is_chosen_N
             pairs = pairs_of(pack, scores.logprob_N * completion_N, completion_N)
             loss_P, sums = compare(pairs)
             nll = -(scores.logprob_N * is_chosen_N).sum() / likely
@@ -89,10 +89,11 @@ def comparison(method: ORPOMethod | CPOMethod | SimPOMethod) -> Callable[[Pairs]
 
 
 def pairs_of(pack: Pack, logprob_N: torch.Tensor, completion_N: torch.Tensor) -> Pairs:
-    """A pack's sequences as pairs; they come as chosen, rejected, chosen … The reference's log-probabilities are 0."""
+    """A pack's pairs with their log-probabilities, the reference's 0, and their lengths."""
     logprob_S, length_S = pack.sum_by_sequence(logprob_N), pack.sum_by_sequence(completion_N.float())
-    none_P = torch.zeros_like(logprob_S[0::2])
-    return Pairs(logprob_S[0::2], logprob_S[1::2], none_P, none_P, length_S[0::2], length_S[1::2])
+    chosen_P, rejected_P = pack.pairs(logprob_S)
+    none_P = torch.zeros_like(chosen_P)
+    return Pairs(chosen_P, rejected_P, none_P, none_P, *pack.pairs(length_S))
 
 
 def scores_prompts(method: AnyMethod) -> bool:
@@ -107,7 +108,7 @@ def pack_with_chosen_prompts(pack_of: Callable[[list[Example]], list[Pack]], exa
     ]
     packs = []
     for pack in pack_of(marked):
-        kept_N = ~in_prompt(pack, examples) | (pack.sequence_N % 2 == 0)
+        kept_N = ~in_prompt(pack, examples) | pack.is_chosen_N
         packs.append(pack.with_targets(kept_N))
     return packs
 
@@ -115,6 +116,6 @@ def pack_with_chosen_prompts(pack_of: Callable[[list[Example]], list[Pack]], exa
 def in_prompt(pack: Pack, examples: list[Example]) -> torch.Tensor:
     """Which targets (N) belong to a prompt and not to a completion; on the pack's own device."""
     prompts = [[len(tree.tokens) for tree in example.trees for _ in tree.children] for example in examples]
-    prompt_S = torch.tensor([length for group in pack.groups[0::2] for length in prompts[group]])
+    prompt_S = torch.tensor([length for group in pack.pair_groups for length in prompts[group]])
     depth_N = pack.position_T[pack.source_N] + 1  # the target's own position
     return depth_N < prompt_S.to(depth_N.device)[pack.sequence_N]

@@ -37,7 +37,7 @@ def train(job: Job, data: Prepared) -> Loop:
         def share(pack: Pack):
             pack = pack.to(job.device)
             reward_S = scorer(pack)
-            chosen_P, rejected_P = reward_S[0::2], reward_S[1::2]
+            chosen_P, rejected_P = pack.pairs(reward_S)
             tie_P = ties(pack, examples)
             loss_P = bradley_terry(
                 chosen_P, rejected_P, margins(pack, examples), method.center_rewards_coefficient, tie_P
@@ -65,13 +65,13 @@ def train(job: Job, data: Prepared) -> Loop:
 
 def ties(pack: Pack, examples: list[Example]) -> torch.Tensor | None:
     """Which pairs (P) of a pack are ties; None where none is."""
-    values = [examples[group].tie for group in pack.groups[0::2]]
+    values = [examples[group].tie for group in pack.pair_groups]
     return sent(torch.tensor(values), pack.tokens_T.device) if any(values) else None
 
 
 def margins(pack: Pack, examples: list[Example]) -> torch.Tensor | None:
     """The margins (P) of a pack's pairs, 0 for a row without one; None where no row has any."""
-    values = [examples[group].margin for group in pack.groups[0::2]]
+    values = [examples[group].margin for group in pack.pair_groups]
     if all(value is None for value in values):
         return None
     return sent(torch.tensor([value or 0.0 for value in values]), pack.tokens_T.device)

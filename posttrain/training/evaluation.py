@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import nn
 
 from posttrain.batch import Example
-from posttrain.config import OnlineMethod, RolloutConfig, RunConfig
+from posttrain.config import RolloutConfig, RunConfig
 from posttrain.config.schema.rewards import Reward
 from posttrain.data import Dataset, Prepared
 from posttrain.data.published import own_stop
@@ -29,20 +29,25 @@ from posttrain.rollout import Rollout, Sampler, joined
 from posttrain.store.checkpoint import saved_step
 from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation
 from posttrain.training.job import Job
-
-if TYPE_CHECKING:
-    from posttrain.training.loop import Loop
+from posttrain.training.saving import Saver
+from posttrain.training.schedule import evaluated_rows
 
 log = logging.getLogger("posttrain")
 
 
-class _Parts:
+class Sampling(Protocol):
+    """Opens the block in which completions are sampled, where a signal abandons the work at once."""
+
+    def __call__(self, evaluating: bool = False) -> AbstractContextManager[None]: ...
+
+
+class _Samplers:
     """What samples and rewards completions, made as it is asked for and given back by `resources`."""
 
     def __init__(self, resources: ExitStack, job: Job, policy: nn.Module, data: Prepared):
         self._resources, self._job, rollout = resources, job, job.config.rollout
         self._stops = stop_token_ids(policy, job.tokenizer)
-        online = isinstance(job.config.method, OnlineMethod)
+        online = job.config.method.samples_completions
         used = rollout if online else job.config.evaluation.sampling(rollout)
         if not self._stops and not used.stop:
             log.warning(
@@ -109,7 +114,7 @@ def sampler_of(job: Job, policy: nn.Module, data: Prepared, keeps: bool) -> Iter
     Where `keeps` is off the engine gives its memory back after each rollout.
     """
     with ExitStack() as resources:
-        parts = _Parts(resources, job, policy, data)
+        parts = _Samplers(resources, job, policy, data)
         assert parts.rewards is not None  # the settings of online methods have some
         sampler = parts.sampler(parts.rewards, job.config.rollout, keeps=keeps)
         sampler.evaluation = parts.of_sets()
@@ -117,7 +122,7 @@ def sampler_of(job: Job, policy: nn.Module, data: Prepared, keeps: bool) -> Iter
 
 
 @contextmanager
-def rollout_store(job: Job, loop: Loop) -> Iterator[RolloutStore | None]:
+def rollout_store(job: Job, saver: Saver) -> Iterator[RolloutStore | None]:
     """`rollouts.sqlite` of the run, from the step that it stands at; None where the settings keep none."""
     settings = job.config.rollout
     if not settings.save:
@@ -125,28 +130,33 @@ def rollout_store(job: Job, loop: Loop) -> Iterator[RolloutStore | None]:
         return
     after = -1 if job.checkpoint is None else saved_step(job.checkpoint)
     store = RolloutStore(job.run.folder, int(settings.max_database_gb * GIB), after, job.checkpoint)
-    loop.saver.rollouts = store
+    saver.rollouts = store
     try:
         yield store
     finally:
         store.close()
 
 
-def measure_drawn(
-    loop: Loop, sample: Sampler, store: RolloutStore | None, name: str, prompts: Dataset
+def measure_completions(
+    config: RunConfig,
+    sample: Sampler,
+    store: RolloutStore | None,
+    name: str,
+    prompts: Dataset,
+    step: int,
+    sampling: Sampling,
 ) -> dict[str, float]:
-    """Sample and reward completions of the prompts of a validation set; what they are worth, by name."""
-    config = loop.job.config
-    n = config.evaluation.num_generations
-    rows, chunk = loop.evaluated_rows(name, prompts), max(1, 8 * loop.batch_size // n)
+    """Sample and reward completions of the prompts of a validation set: the metrics, by name."""
+    n, batch = config.evaluation.num_generations, config.training.batch_size
+    rows, chunk = evaluated_rows(config, step, name, len(prompts)), max(1, 8 * batch // n)
     rollouts: list[Rollout] = []
     for start in progress(range(0, len(rows), chunk), f"evaluating {name}"):
         some = [prompts[int(index)] for index in rows[start : start + chunk]]
-        with loop.drawing(evaluating=True):
-            rollouts.append(sample(f"evaluation {name} {start}", some, n, version=loop.state.step))
+        with sampling(evaluating=True):
+            rollouts.append(sample(f"evaluation {name} {start}", some, n, version=step))
     rollout = joined(rollouts)
     if store is not None:
-        store.add_evaluation(loop.state.step, name, evaluated(rollout))
+        store.add_evaluation(step, name, evaluated(rollout))
     found = {key: value for key, value in rollout.metrics().items() if key != "resampled_groups"}
     found |= sample.rewards.accuracies(rollout.rewarded) | reasoning(config, sample, name, rollout)
     answers = sample.rewards.right(rollout.rewarded).get("answer")
@@ -207,32 +217,33 @@ def evaluated(rollout: Rollout) -> list[StoredEvaluation]:
     ]
 
 
-class Drawn:
-    """Evaluation by generation of a method that samples nothing itself: where a validation set has rewards, the run's
-    or its own, every evaluation also samples and rewards completions of its prompts. Engine and graders start with the
+class CompletionEvaluation:
+    """Evaluation by completions for a method that samples none itself: where a validation set has rewards, the run's or
+    its own, every evaluation also samples and rewards completions of its prompts. Engine and graders start with the
     first one."""
 
-    def __init__(self, loop: Loop):
-        self._loop, self._resources = loop, ExitStack()
-        self._parts: tuple[dict[str, Sampler], RolloutStore | None] | None = None
+    def __init__(self, job: Job, policy: nn.Module, data: Prepared, saver: Saver):
+        self._job, self._policy, self._data, self._saver = job, policy, data, saver
+        self._resources = ExitStack()
+        self._made: tuple[dict[str, Sampler], RolloutStore | None] | None = None
 
-    def __call__(self, name: str) -> Mapping[str, float]:
-        """What the completions of this validation set are worth; nothing where it has no rewards."""
-        loop, job = self._loop, self._loop.job
+    def __call__(self, name: str, step: int, sampling: Sampling) -> Mapping[str, float]:
+        """The metrics of the completions of this validation set; none where it has no rewards."""
+        job = self._job
         if not job.config.samples:
             return {}
-        if self._parts is None:
-            samplers = _Parts(self._resources, job, loop.policy, loop.data).of_sets()
-            store = self._resources.enter_context(rollout_store(job, loop))
-            self._parts = samplers, store
-        samplers, store = self._parts
+        if self._made is None:
+            samplers = _Samplers(self._resources, job, self._policy, self._data).of_sets()
+            store = self._resources.enter_context(rollout_store(job, self._saver))
+            self._made = samplers, store
+        samplers, store = self._made
         if name not in samplers:
             return {}
-        samplers[name].engine.load(loop.policy, loop.state.step)
-        found = measure_drawn(loop, samplers[name], store, name, loop.data.prompts[name])
+        samplers[name].engine.load(self._policy, step)
+        found = measure_completions(job.config, samplers[name], store, name, self._data.prompts[name], step, sampling)
         samplers[name].engine.release()
         return found
 
     def close(self) -> None:
         self._resources.close()
-        self._parts = None
+        self._made = None

@@ -36,7 +36,7 @@ def finish(job: Job, loop: Loop) -> None:
     if state.best is not None:
         results["best"] = {str(job.config.best_metric): state.best}
     run.write_results(results)
-    if job.config.method.type == "reward":
+    if job.config.method.head == "reward":
         run.write_final_results(results)
     run.set_counters({"skipped_steps": state.skipped})
     run.set_state("finished")

@@ -11,46 +11,42 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import TypeVar
 
 import numpy as np
 from torch import nn
 
 from posttrain.batch import Example, Pack
-from posttrain.config import OnlineMethod, RunConfig
 from posttrain.data import Dataset, Prepared, longest_sequence
-from posttrain.errors import RunError, VitalSignError
+from posttrain.errors import VitalSignError
 from posttrain.memory import return_free_pages
 from posttrain.models.families import base_of, check_longest
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.update import HasTokens, Objective, over_batches, over_updates, update
 from posttrain.progress import progress
 from posttrain.reports.progress import TrainingProgress
+from posttrain.training.best import Best
 from posttrain.training.checks import MovedWeights
-from posttrain.training.evaluation import Drawn
+from posttrain.training.evaluation import CompletionEvaluation
+from posttrain.training.interruption import Interruption
 from posttrain.training.job import Job
-from posttrain.training.resume import learning_rate_at, say_how_the_schedule_changed
 from posttrain.training.saving import Saver
+from posttrain.training.schedule import (
+    epoch_order,
+    evaluated_rows,
+    learning_rate_at,
+    report_schedule_change,
+    total_steps,
+)
 from posttrain.training.state import State
-from posttrain.training.stopping import GivenUpError, Stop
+from posttrain.training.stopping import Stop
 
 log = logging.getLogger("posttrain")
 
 MAX_SKIPPED_IN_A_ROW = 5
 Batch = TypeVar("Batch", bound=HasTokens)
 ObjectiveOf = Callable[[list[Example]], tuple[list[Pack], Objective]]
-
-
-def total_steps(config: RunConfig, rows: int) -> int:
-    """Optimizer steps of a run over so many training examples."""
-    training = config.training
-    return training.max_steps or math.ceil(training.num_train_epochs * math.ceil(rows / training.batch_size))
-
-
-def epoch_order(config: RunConfig, rows: int, epoch: int) -> np.ndarray:
-    """A pure function of seed and epoch, so that a resumed run needs no data position but the step."""
-    return np.random.default_rng([config.seed, epoch]).permutation(rows) if config.data.shuffle else np.arange(rows)
 
 
 def _fullest_apart(packs: Iterable[Batch]) -> Iterator[Batch]:
@@ -82,12 +78,14 @@ class Loop:
         self._rows = np.empty(0, int)  # of the step under way
         self._order: tuple[int, np.ndarray] | None = None
         self._moved: MovedWeights | None = None
-        self._drawn = Drawn(self)
         self.saver = Saver(job, policy, optimizer, data, self.total)
+        self.interruption = Interruption(self._stop, self.saver)
+        self._best = Best(job.config, job.run, self.saver.write_model)
+        self._completions = CompletionEvaluation(job, policy, data, self.saver)
         if job.checkpoint is not None:
             self.state, total = self.saver.restore(job.checkpoint)
             log.info("resumed from %s at step %d of %d", job.checkpoint.name, self.state.step, self.total)
-            say_how_the_schedule_changed(job.config, self.peak_rate, self.state.step, total, self.total)
+            report_schedule_change(job.config, self.peak_rate, self.state.step, total, self.total)
         self.saver.mark(self.state)
         job.run.on_failure(self.saver.save_after)
         self.progress = TrainingProgress(
@@ -107,13 +105,10 @@ class Loop:
         if self.state.window and self._is_logged(self.state.step):
             self._log()  # the line in whose writing the run had failed
         self.saver.mark(self.state)
-        with self.progress, self._stop.listening(), closing(self._drawn):
+        with self.progress, self._stop.listening(), closing(self._completions):
             for step in range(first, self.total + 1):
-                if self._patience_is_over():
-                    name, best = self.job.config.best_metric, self.state.best
-                    log.info(
-                        "stopped early: %s is no better than %s. best/ has that model, final/ the last", name, best
-                    )
+                if self._best.is_overdue(self.state):
+                    self._best.report(self.state)
                     break
                 began = time.perf_counter()
                 yield step, self._examples(step)
@@ -151,11 +146,11 @@ class Loop:
         state, step, tokens = self.state, self.state.step + 1, 0
         method = self.job.config.method
         made: list[dict[str, float]] = []
-        if isinstance(method, OnlineMethod) and method.updates > 1:
+        if method.updates > 1:
             self.saver.keep()
         for packs, objective in parts:
-            coming = self._while_patient(packs)
-            if isinstance(method, OnlineMethod):
+            coming = self.interruption.while_patient(packs)
+            if method.samples_completions:
                 coming = _fullest_apart(coming)
             done = update(coming, objective, self.optimizer, self.rate(step))
             tokens += sum(pack.num_tokens for pack in packs)
@@ -170,9 +165,7 @@ class Loop:
         metrics = over_updates(made)
         if measure is not None:
             metrics |= measure(metrics)
-        for name, value in metrics.items():
-            state.window[name] = state.window.get(name, 0.0) + value
-            state.window_steps[name] = state.window_steps.get(name, 0) + 1
+        state.take(metrics)
         state.updates += len(made)
         state.step, state.evaluated = step, False
         state.num_tokens += tokens
@@ -181,31 +174,6 @@ class Loop:
         if self._is_logged(step):
             metrics = self._log()
         self.progress.step(step, tokens, metrics)
-
-    def _while_patient(self, packs: Sequence[Batch]) -> Iterator[Batch]:
-        """The packs of an update. One far from done some seconds after a signal is given up, as if never begun."""
-        for pack in packs:
-            if self._stop.overdue:
-                self._give_up("takes too long to finish")
-            yield pack
-
-    @contextmanager
-    def drawing(self, evaluating: bool = False) -> Iterator[None]:
-        """While completions are drawn and scored: nothing is changed yet, so a signal gives that up at once."""
-        return_free_pages()
-        try:
-            with self._stop.giving_up():
-                yield
-                return_free_pages()
-        except GivenUpError:
-            self._give_up("" if evaluating else "takes too long to finish")
-
-    def _give_up(self, why: str = "") -> None:
-        """Leave for a signal in the middle of a step, or of an evaluation, as if it had never begun."""
-        if why:
-            log.warning("step %d %s: it is given up", self.state.step + 1, why)
-        self.saver.save_finished()
-        self._stop.leave_if_asked()
 
     def rate(self, step: int) -> float:
         return learning_rate_at(self.job.config, self.peak_rate, step - 1, self.total)
@@ -225,9 +193,9 @@ class Loop:
         state, every = self.state, self.job.config.checkpoint.save_steps
         if self.saver.rollouts is not None:
             self.saver.rollouts.check()
-        if self._patience_is_over() and state.window:  # it is the last step: nothing will be left to log
+        if self._best.is_overdue(state) and state.window:  # it is the last step: nothing will be left to log
             self._log()
-        if state.step % every == 0 or state.step == self.total or self._patience_is_over() or self._stop.asked:
+        if state.step % every == 0 or state.step == self.total or self._best.is_overdue(state) or self._stop.asked:
             self.save_checkpoint()
         self._stop.leave_if_asked()
 
@@ -237,13 +205,12 @@ class Loop:
     def _log(self) -> dict[str, float]:
         """A line of the means since the last one."""
         state = self.state
-        metrics = {name: value / state.window_steps[name] for name, value in state.window.items()}  # none: all skipped
-        metrics |= {
+        metrics = state.means() | {
             "learning_rate": self.rate(state.step),
             "epoch": state.step / self.steps_per_epoch,
             "num_tokens": state.num_tokens,
         }
-        if isinstance(self.job.config.method, OnlineMethod):
+        if self.job.config.method.samples_completions:
             metrics["num_updates"] = state.updates
             metrics |= {name: count for name, count in state.memory.items() if name.startswith("alarms/")}
         if state.skipped:
@@ -270,7 +237,7 @@ class Loop:
 
         def measure(name: str, dataset: Dataset) -> dict[str, float]:
             found = over_batches(self._batches(objective_of, name, dataset))
-            return {**found, **self._drawn(name)}
+            return {**found, **self._completions(name, self.state.step, self.interruption.sampling)}
 
         return self.evaluate_by(measure)
 
@@ -285,53 +252,19 @@ class Loop:
         self.state.evaluated = True
         self.job.run.log(self.state.step, metrics)
         self.progress.validation(self.state.step, metrics)
-        self._keep_best(metrics)
+        self._best.look(metrics, self.state)
         self.saver.mark(self.state)
         return metrics
-
-    def evaluated_rows(self, name: str, dataset: Dataset) -> np.ndarray:
-        """The rows of a validation set to look at: all, the first ones, or ones sampled with replacement.
-
-        The last are a function of seed, step and name, so that a resumed run looks at the same.
-        """
-        common = self.job.config.evaluation
-        own = next((entry for entry in common.datasets if entry.name == name), common)
-        batches = own.num_batches or common.num_batches
-        if batches is None:
-            return np.arange(len(dataset))
-        if not (common.with_replacement if own.with_replacement is None else own.with_replacement):
-            return np.arange(min(len(dataset), batches * self.batch_size))
-        key = [self.job.config.seed, self.state.step, zlib.crc32(name.encode())]
-        return np.random.default_rng(key).integers(len(dataset), size=batches * self.batch_size)
 
     def _batches(
         self, objective_of: ObjectiveOf, name: str, dataset: Dataset
     ) -> Iterator[tuple[list[Pack], Objective[Pack]]]:
         """The batches of a validation set. A signal ends the run after the one under way."""
-        rows = self.evaluated_rows(name, dataset)
+        rows = evaluated_rows(self.job.config, self.state.step, name, len(dataset))
         for start in progress(range(0, len(rows), self.batch_size), f"evaluating {name}"):
             yield objective_of([dataset[int(row)] for row in rows[start : start + self.batch_size]])
             if self._stop.asked:
-                self._give_up()
-
-    def _keep_best(self, metrics: Mapping[str, float]) -> None:
-        name = self.job.config.best_metric
-        if name is None:
-            return
-        if name not in metrics:
-            raise RunError(f"checkpoint.best_metric is {name}, but the evaluation gives {', '.join(sorted(metrics))}")
-        value, best = metrics[name], self.state.best
-        if not math.isfinite(value):
-            log.warning("step %d: %s is not finite, so it is not the best", self.state.step, name)
-        elif best is None or (value < best if name.endswith("loss") else value > best):
-            self.state.best, self.state.evaluations_since_best = value, 0
-            self.job.run.save_model(self.job.run.best, self.state.step, self.saver.write_model)
-            return
-        self.state.evaluations_since_best += 1
-
-    def _patience_is_over(self) -> bool:
-        patience = self.job.config.checkpoint.early_stopping_patience
-        return patience is not None and self.state.evaluations_since_best >= patience
+                self.interruption.abandon()
 
     # Saving, stopping, resuming
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import OnlineMethod, RunConfig, load
+from posttrain.config import RunConfig, load
 from posttrain.errors import RunError
-from posttrain.optim.schedules import schedule, warmup_count
 from posttrain.store.checkpoint import saved_step
 from posttrain.store.files import flat
 from posttrain.store.metrics import NAME as METRICS
@@ -100,7 +99,7 @@ def report_lost(folder: Path, checkpoint: Path, config: RunConfig, lines: Sequen
         )
     names = {name for line in lines if line["step"] <= state.step for name in line}
     rewarded = any(name.startswith("eval_") and name.endswith("reward") for name in names)
-    drawn = state.step > 0 if isinstance(config.method, OnlineMethod) else rewarded
+    drawn = state.step > 0 if config.method.samples_completions else rewarded
     if config.rollout.save and drawn and not (folder / ROLLOUTS).exists():
         yield (
             f"{folder / ROLLOUTS} is missing: the completions up to step {state.step} are lost, and `posttrain "
@@ -112,9 +111,9 @@ def memory_settings(config: RunConfig) -> str:
     """Which settings lower the memory of a run of this method, with their values, the first to be tried first."""
     method, training = config.method, config.training
     lower = [f"training.tokens_per_pack ({training.tokens_per_pack:,})"]
-    if isinstance(method, OnlineMethod):
+    if method.samples_completions:
         lower.append(f"rollout.max_completion_length ({config.rollout.max_completion_length:,})")
-        lower.append(f"method.num_generations ({method.num_generations:,})")
+        lower.append(f"method.num_generations ({method.completions_per_prompt:,})")
     lower.append(f"data.max_length ({config.data.max_length:,})")
     lower.append(f"training.batch_size ({training.batch_size:,})")
     others = []
@@ -122,7 +121,7 @@ def memory_settings(config: RunConfig) -> str:
         others.append("set training.gradient_checkpointing=true")
     if any(model.lora is None for model in config.models):
         others.append("train adapters only (model.lora=true)")
-    if any(reward.type == "model" for reward in config.rewards):
+    if any(reward.loads_model for reward in config.rewards):
         others.append("take a smaller reward model")
     rest = f"; or {', or '.join(others)}" if others else ""
     return f"Lower {', then '.join(lower)}{rest}"
@@ -146,29 +145,3 @@ def smaller_packs(config: RunConfig, folder: Path) -> str:
 
 def _may_change(path: str) -> bool:
     return any(path == allowed or path.startswith(f"{allowed}.") for allowed in CHANGEABLE)
-
-
-def learning_rate_at(config: RunConfig, peak: float, step: int, total: int) -> float:
-    """The learning rate of a run of `total` steps after `step` of them, `peak` being its highest."""
-    training = config.training
-    return peak * schedule(
-        training.lr_scheduler_type,
-        step,
-        total,
-        warmup_count(training.warmup_steps, total),
-        from_zero=config.method.warmup_from_zero,
-    )
-
-
-def say_how_the_schedule_changed(config: RunConfig, peak: float, step: int, before: int, total: int) -> None:
-    """A schedule is stretched over the steps there are now; the steps already made keep the rates they had."""
-    if before == total or step >= total:
-        return
-    old = learning_rate_at(config, peak, min(step, before), before)
-    new = learning_rate_at(config, peak, step, total)
-    if new != old:
-        log.warning(
-            "%d steps in all instead of %d: the %s schedule is stretched, the learning rate of step %d is %.2e "
-            "instead of %.2e. This is not what a run of %d steps from the start would have done",
-            total, before, config.training.lr_scheduler_type, step + 1, new, old, total,
-        )  # fmt: skip

@@ -46,6 +46,10 @@ class Saver:
             self.rollouts.flush()
         self._write(state, rng_state())
 
+    @property
+    def finished_step(self) -> int:
+        return self._boundary.state.step
+
     def mark(self, state: State) -> None:
         """A step, or its evaluation, is finished: what `save_finished` goes back to."""
         self._boundary.mark(state)

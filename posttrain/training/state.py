@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,16 @@ class State:
     window: dict[str, float] = field(default_factory=dict)  # sums since the last log line
     window_steps: dict[str, int] = field(default_factory=dict)  # those that had the metric
     memory: dict[str, float] = field(default_factory=dict)  # what the method itself has to remember
+
+    def take(self, metrics: Mapping[str, float]) -> None:
+        """Add a step's metrics to those that the next log line gives the means of."""
+        for name, value in metrics.items():
+            self.window[name] = self.window.get(name, 0.0) + value
+            self.window_steps[name] = self.window_steps.get(name, 0) + 1
+
+    def means(self) -> dict[str, float]:
+        """The means since the last log line; without any where all steps were skipped."""
+        return {name: value / self.window_steps[name] for name, value in self.window.items()}
 
     def copy(self) -> State:
         """The same numbers, apart from what becomes of these."""

@@ -28,6 +28,34 @@ class MethodSettings(Settings):
     # The defaults, of full fine-tuning and of LoRA, which takes about ten times more where a likelihood is learnt.
     learning_rates: ClassVar[tuple[float, float]]
 
+    head: ClassVar[Literal["lm", "reward"]] = "lm"  # what reads the last hidden states
+    samples_completions: ClassVar[bool] = False  # whether it trains on completions of its own, rewarded at every step
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of a step."""
+        return 1
+
+    @property
+    def completions_per_prompt(self) -> int:
+        """Completions that a step samples for each of its prompts."""
+        return 0
+
+    @property
+    def regrades_exactly(self) -> bool:
+        """Whether the advantages of stored completions under other rewards are those that a run would have had."""
+        return True
+
+    @property
+    def scores_reference(self) -> bool:
+        """Whether a reference model scores what is trained on, at every step."""
+        return False
+
+    @property
+    def reference_path(self) -> str | None:
+        """Hub id or folder of the reference; None: the model itself before training."""
+        return getattr(self, "ref_model", None)
+
     @property
     def joins_completions(self) -> bool:
         """Whether a prompt is scored with two completions at a time: a pair's, or its own and another's."""

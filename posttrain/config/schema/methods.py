@@ -67,6 +67,7 @@ class SFTMethod(MethodSettings):
 class RewardMethod(MethodSettings):
     """Reward model: Bradley-Terry loss on pairs, scalar head on the last token."""
 
+    head = "reward"
     learning_rates = (1e-5, 1e-4)
 
     type: Literal["reward"] = Field(default="reward", description="Reward model.")
@@ -106,6 +107,10 @@ class DPOMethod(MethodSettings):
     ref_model: Place | None = Field(
         default=None, description="Hub id or folder of another reference; null: the model itself before training."
     )
+
+    @property
+    def scores_reference(self) -> bool:
+        return self.use_ref_model and not self.precompute_ref_log_probs
 
     @model_validator(mode="after")
     def _check(self) -> "DPOMethod":
@@ -276,6 +281,10 @@ class KTOMethod(MethodSettings):
     ref_model: Place | None = Field(
         default=None, description="Hub id or folder of another reference; null: the model itself before training."
     )
+
+    @property
+    def scores_reference(self) -> bool:
+        return not self.precompute_ref_log_probs
 
     @property
     def joins_completions(self) -> bool:

@@ -26,6 +26,7 @@ class OnlineMethod(MethodSettings):
 
     kind = "prompt"
     warmup_from_zero = False
+    samples_completions = True
 
     num_generations: Positive = Field(default=8, description="Completions of each prompt.")
     num_minibatches: Positive = Field(
@@ -53,8 +54,20 @@ class OnlineMethod(MethodSettings):
 
     @property
     @abstractmethod
+    def epochs(self) -> int:
+        """How often a step's completions are trained on."""
+
+    @property
     def updates(self) -> int:
-        """Optimizer updates of a step."""
+        return self.epochs * self.num_minibatches
+
+    @property
+    def completions_per_prompt(self) -> int:
+        return self.num_generations
+
+    @property
+    def scores_reference(self) -> bool:
+        return self.needs_reference
 
     def _check_estimator(self, problems: Problems) -> None:
         problems.check(
@@ -91,8 +104,8 @@ class PolicyGradientMethod(OnlineMethod):
         return self.beta > 0
 
     @property
-    def updates(self) -> int:
-        return self.num_iterations * self.num_minibatches
+    def epochs(self) -> int:
+        return self.num_iterations
 
     def _check_groups(self, problems: Problems, compares: bool, what: str) -> None:
         problems.check(
@@ -255,8 +268,12 @@ class PPOMethod(OnlineMethod):
         return self.kl_coef > 0
 
     @property
-    def updates(self) -> int:
-        return self.num_ppo_epochs * self.num_minibatches
+    def epochs(self) -> int:
+        return self.num_ppo_epochs
+
+    @property
+    def regrades_exactly(self) -> bool:
+        return not self.whiten_rewards
 
     @model_validator(mode="after")
     def _check(self) -> "PPOMethod":

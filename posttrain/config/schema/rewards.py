@@ -1,7 +1,7 @@
 """The `rewards:` list of an online run: each entry's type, weight and settings. Imports no torch."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -21,6 +21,8 @@ RuleName = Literal[
 
 class RewardTerm(Settings):
     """What every reward has."""
+
+    loads_model: ClassVar[bool] = False
 
     weight: Float = Field(default=1.0, description="The reward is multiplied by it; 0 only watches.")
     name: Label | None = Field(default=None, description="Name in metrics and logs; null: the type.")
@@ -72,6 +74,7 @@ class RepetitionReward(RewardTerm):
 class ModelReward(RewardTerm):
     """A trained reward model, by path or as an earlier stage's."""
 
+    loads_model = True
     model_config = ConfigDict(populate_by_name=True)
     type: Literal["model"] = Field(description="A reward model.")
     path: Place | None = Field(default=None, description="Hub id or folder.")

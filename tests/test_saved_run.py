@@ -1,0 +1,39 @@
+"""A run saved by the version before the packages were moved: it resumes, and its rollouts are read."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli import main
+from posttrain.store.files import load_json
+
+SAVED = Path(__file__).parent / "saved_run"
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch) -> Path:
+    """A copy of the run, in the working directory: a GRPO run of two steps with a checkpoint and rollouts."""
+    shutil.copytree(SAVED, tmp_path / "home")
+    monkeypatch.chdir(tmp_path / "home")
+    return tmp_path / "home" / "run"
+
+
+def test_a_run_of_an_earlier_version_resumes(saved):
+    """From the checkpoint's step on, with the metrics of the steps before kept."""
+    before = (saved / "metrics.jsonl").read_text()
+    assert main(["train", "run.yaml", "training.max_steps=4", "--resume", "run"]) == 0
+    after = (saved / "metrics.jsonl").read_text()
+    assert after.startswith(before)
+    assert [json.loads(line)["step"] for line in after.splitlines()] == [1, 2, 3, 4]
+    assert load_json(saved / "run.json")["state"] == "finished"
+
+
+def test_its_rollouts_are_shown_and_regraded(saved, capsys):
+    assert main(["why", "run", "--step", "2", "--prompt", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "0+0=" in shown and "34+521" in shown and "0.8077" in shown
+    assert main(["regrade", "run", "--reward", "{type: length, target: 3}"]) == 0
+    assert re.search(r"\d+ of 32 advantages change their sign", capsys.readouterr().out)
