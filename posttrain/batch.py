@@ -31,7 +31,7 @@ from posttrain.losses.reduce import sum_segments
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Node:
     """A node of a tree of token ids; a sequence is a path from the root to a leaf.
 
     `trained` says which of this node's tokens are targets: one bool for all, or one per token. The first token of a
@@ -40,14 +40,14 @@ class Sample:
 
     tokens: Sequence[int] | np.ndarray
     trained: Sequence[bool] | np.ndarray | bool = False
-    children: tuple[Sample, ...] = ()
+    children: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
     """What one row of a data set becomes. Its trees always share a pack: a loss sees all its sequences at once."""
 
-    trees: tuple[Sample, ...]
+    trees: tuple[Node, ...]
     row: int
     margin: float | None = None  # reward models: by how much chosen is better
     tie: bool = False  # reward models: neither of the two is better
@@ -143,7 +143,7 @@ def sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.to(device)
 
 
-def physical_length(tree: Sample, keep_last: bool = False) -> int:
+def physical_length(tree: Node, keep_last: bool = False) -> int:
     """Physical tokens a tree takes in a pack: every node once, without the last token of each leaf unless kept."""
     if tree.children:
         return len(tree.tokens) + sum(physical_length(child, keep_last) for child in tree.children)
@@ -264,7 +264,7 @@ class _Layout:
             longest=self.deepest,
         )
 
-    def lay(self, node: Sample, depth: int, previous: int | None, path: tuple[tuple, ...]) -> None:
+    def lay(self, node: Node, depth: int, previous: int | None, path: tuple[tuple, ...]) -> None:
         """Append `node` and what is below it. `previous` is the physical token before the node, `path` the scored
         (source, target) arrays of the nodes above, which every leaf below owns a copy of."""
         ids = np.asarray(node.tokens, np.int64)
@@ -297,7 +297,7 @@ class _Layout:
         self.spans.append((start, start + fed, self.length))
 
 
-def _leaves(tree: Sample) -> int:
+def _leaves(tree: Node) -> int:
     return sum(map(_leaves, tree.children)) or 1
 
 
@@ -309,7 +309,7 @@ def _tensor(arrays: Sequence[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(_joined(arrays))
 
 
-def sequences(tree: Sample) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def sequences(tree: Node) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Every path of a tree as (token ids, which are trained): what one-by-one evaluation would be given."""
     ids = np.asarray(tree.tokens, np.int64)
     trained = np.broadcast_to(np.asarray(tree.trained, bool), ids.shape)

@@ -27,7 +27,7 @@ class Helper(Protocol):
 P = TypeVar("P", bound=Helper)
 
 
-class Idle(Generic[P]):
+class HelperPool(Generic[P]):
     """Keeps processes that are free, by their kind: what they were started with. One for all threads, made once.
 
     None outlives the program; one that ends in peace ends them first.

@@ -3,8 +3,8 @@
     rollout = sample(step, prompts)      P prompts, S completions, G to each prompt, those of a prompt side by side
 
 Per-token numbers of a rollout (log-probabilities, advantages, values) are flat tensors, completion behind completion in
-the rollout's own order: (R), R scored tokens in all. A `Part` is a pack of some of the completions, with the places of
-its N scored tokens among the R, so that `old_R[part.token_N]` are the numbers that belong to the pack.
+the rollout's own order: (R), R scored tokens in all. A `RolloutPack` is a pack of some of the completions, with the
+places of its N scored tokens among the R: `old_R[part.token_N]` are the pack's own numbers.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.batch import Example, Pack, Sample, sent
+from posttrain.batch import Example, Node, Pack, sent
 from posttrain.config import RolloutConfig
 from posttrain.engines import Completion, Engine, Sampling, text_of
 from posttrain.errors import DataError, VitalSignError
 from posttrain.grading.extract import THINK
-from posttrain.rewards.compose import Completion as Text
-from posttrain.rewards.compose import Rewarded, Rewards, picked
+from posttrain.rewards.compose import Rewarded, RewardInput, Rewards, picked
 
 PackOf = Callable[[Sequence[Example]], list[Pack]]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RolloutPack:
     """A pack of completions: which ones (S), and where each scored token's numbers are in the rollout's order (N)."""
 
     pack: Pack
@@ -43,8 +42,8 @@ class Part:
     def num_tokens(self) -> int:
         return self.pack.num_tokens
 
-    def to(self, device: torch.device | str) -> Part:
-        return Part(self.pack.to(device), sent(self.completion_S, device), sent(self.token_N, device))
+    def to(self, device: torch.device | str) -> RolloutPack:
+        return RolloutPack(self.pack.to(device), sent(self.completion_S, device), sent(self.token_N, device))
 
 
 @dataclass(frozen=True)
@@ -119,19 +118,19 @@ class Rollout:
         for group, indices in members.items():
             prompt = self.prompts[group].trees[0]
             for some in _fitting(indices, self.length_S.tolist(), len(prompt.tokens), tokens_per_pack):
-                leaves = tuple(Sample(self.completions[index].tokens, trained=True) for index in some)
+                leaves = tuple(Node(self.completions[index].tokens, trained=True) for index in some)
                 examples.append(replace(self.prompts[group], trees=(replace(prompt, children=leaves),)))
                 owners.append(some)
         return examples, owners
 
-    def parts(self, chosen: Sequence[int] | Tensor, pack_of: PackOf, tokens_per_pack: int) -> list[Part]:
+    def parts(self, chosen: Sequence[int] | Tensor, pack_of: PackOf, tokens_per_pack: int) -> list[RolloutPack]:
         """The chosen completions in packs."""
         examples, owners = self.examples(chosen, tokens_per_pack)
         start_S, made = self.start_S, []
         for packed in pack_of(examples):
             whose = [index for example in dict.fromkeys(packed.groups) for index in owners[example]]
             places = [torch.arange(int(self.length_S[i])) + start_S[i] for i in whose]
-            made.append(Part(packed, torch.tensor(whose), torch.cat(places)))
+            made.append(RolloutPack(packed, torch.tensor(whose), torch.cat(places)))
         return made
 
     def metrics(self) -> dict[str, float]:
@@ -261,9 +260,9 @@ def end_of(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.decode(tokens[-16:].tolist()))  # `<think>` is a few tokens, and a line break
 
 
-def to_reward(completion: Completion, text: str, prompt: str, facts: Mapping[str, Any]) -> Text:
+def to_reward(completion: Completion, text: str, prompt: str, facts: Mapping[str, Any]) -> RewardInput:
     """A completion as rewards are given it, with the text that its prompt ends in and the facts of the row."""
-    return Text(
+    return RewardInput(
         text,
         completion.tokens,
         prompt=facts["prompt"],

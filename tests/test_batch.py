@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.batch import Example, Sample, pack, physical_length, sequences
+from posttrain.batch import Example, Node, pack, physical_length, sequences
 
 
 def nodes(depth: int):
     def build(parts):
         tokens, trained, children = parts
-        return Sample([t for t, _ in tokens], [m for _, m in tokens] if trained is None else trained, tuple(children))
+        return Node([t for t, _ in tokens], [m for _, m in tokens] if trained is None else trained, tuple(children))
 
     token = st.tuples(st.integers(0, 50), st.booleans())
     children = st.lists(nodes(depth - 1), max_size=3) if depth else st.just([])
@@ -85,7 +85,7 @@ def test_visibility_is_ancestry(examples):
 
 
 def test_sums_and_lengths_by_sequence():
-    pair = Sample([5, 6, 7], False, (Sample([1, 2, 3], True), Sample([4, 2], True)))
+    pair = Node([5, 6, 7], False, (Node([1, 2, 3], True), Node([4, 2], True)))
     [p] = pack([Example((pair,), 0)], 16)
     print(p)
     assert p.tokens_T.tolist() == [5, 6, 7, 1, 2, 4]
@@ -99,7 +99,7 @@ def test_a_prompt_that_several_examples_have_is_laid_once():
     """Rows 0, 2, 3 have one prompt; 3 trains it, so that its own targets are among the prompt's tokens."""
     a, b = [5, 6, 7, 8], [9, 6, 7, 8]
     rows = [(a, False, [1, 2]), (b, False, [3, 1]), (a, False, [4, 2, 2]), (a, True, [1, 1])]
-    examples = [Example((Sample(ids, trained, (Sample(own, True),)),), n) for n, (ids, trained, own) in enumerate(rows)]
+    examples = [Example((Node(ids, trained, (Node(own, True),)),), n) for n, (ids, trained, own) in enumerate(rows)]
     [p] = pack(examples, 100)
     print(p)
     assert p.tokens_T.tolist() == [*a, 1, 4, 2, *b, 3, *a, 1]
@@ -111,9 +111,9 @@ def test_a_prompt_that_several_examples_have_is_laid_once():
 
 
 def test_an_example_is_never_split():
-    rows = [Example((Sample(list(range(2, 2 + n)), True),), n) for n in (9, 5, 5, 3)]
+    rows = [Example((Node(list(range(2, 2 + n)), True),), n) for n in (9, 5, 5, 3)]
     assert [p.num_tokens for p in pack(rows, 8)] == [8, 8, 2]
     with pytest.raises(ValueError, match=r"row 9 takes 8 tokens.*tokens_per_pack 7"):
         pack(rows, 7)
     with pytest.raises(ValueError, match="fewer than two tokens"):
-        pack([Example((Sample([3], True),), 0)], 8)
+        pack([Example((Node([3], True),), 0)], 8)

@@ -12,7 +12,7 @@ from posttrain import helpers
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig, TagsConfig
 from posttrain.data import prepare, render
-from posttrain.data.render import Job, Process, rendering
+from posttrain.data.render import Process, RenderRequest, rendering
 from posttrain.data.templates import choose_template
 from posttrain.engines import stop_token_ids
 from posttrain.errors import DataError
@@ -114,7 +114,7 @@ def test_rendering_is_that_of_transformers(shared):
         {"role": "assistant", "content": "<think>\nso\n</think>\n\nfive ✓"},
     ]
     with rendering(tokenizer) as renderer:
-        jobs = [Job(turns), Job(turns, tools), Job(turns[:3], generate=True)]
+        jobs = [RenderRequest(turns), RenderRequest(turns, tools), RenderRequest(turns[:3], generate=True)]
         texts = [done.text for done in renderer.render(jobs)]
     assert texts == [
         tokenizer.apply_chat_template(turns, tokenize=False),
@@ -125,8 +125,8 @@ def test_rendering_is_that_of_transformers(shared):
 
 def test_a_process_renders_again_unless_it_owes_an_answer(monkeypatch):
     plain, endless = byte_tokenizer("{{ messages[0].content }}"), byte_tokenizer(HOSTILE["loops"][0])
-    job = Job([{"role": "user", "content": "a"}])
-    monkeypatch.setattr(render, "_idle", helpers.Idle())
+    job = RenderRequest([{"role": "user", "content": "a"}])
+    monkeypatch.setattr(render, "_idle", helpers.HelperPool())
     started = []
     monkeypatch.setattr(render, "Process", lambda: started.append(Process()) or started[-1])
 
@@ -339,12 +339,12 @@ def test_a_published_template_needs_its_tokens(tmp_path):
     tokenizer = byte_tokenizer()
     choose_template(DataConfig(source="x", template="zephyr"), tokenizer)
     with rendering(tokenizer) as renderer:
-        job = Job([{"role": "tool", "content": "5"}])
+        job = RenderRequest([{"role": "tool", "content": "5"}])
         assert "zephyr has no tool turns" in (renderer.render([job])[0].error or "")
     gemma = base_tokenizer(PUBLISHED_TEXTS["gemma"][0])
     choose_template(DataConfig(source="x", template="gemma"), gemma)
     with rendering(gemma) as renderer:
-        assert "gemma has turns of user and assistant alone" in (renderer.render([Job(TALK)])[0].error or "")
+        assert "gemma has turns of user and assistant alone" in (renderer.render([RenderRequest(TALK)])[0].error or "")
 
 
 def test_generation_stops_where_a_published_template_ends(scratch_model, tmp_path):

@@ -234,16 +234,16 @@ def test_tagged_replies_are_read(sums_home, tmp_path):
     end of the reasoning."""
     from posttrain.config import TagsConfig
     from posttrain.config.schema.rewards import RuleReward
-    from posttrain.rewards.compose import Completion, Rewards
+    from posttrain.rewards.compose import RewardInput, Rewards
 
     tags = TagsConfig()
     end, opened, closed = tags.reasoning_end, tags.solution_start, tags.solution_end
     texts = [f"1 + 1{end}{opened}2{closed}", f"{end}{opened}3{closed}", "2", f"so{end}{opened}2"]
     rules = [RuleReward(type=name) for name in ("match_format_exactly", "check_answer", "check_numbers")]
     with Rewards(rules, tags=tags, workers=1, deadline=20.0) as rewards:
-        rewarded = rewards([Completion(text, [1], answer="2") for text in texts])
+        rewarded = rewards([RewardInput(text, [1], answer="2") for text in texts])
         assert rewards.accuracies(rewarded) == {"format_accuracy": 0.5, "answer_accuracy": 0.25}
     with Rewards([RuleReward(type="r1_zero")], workers=1, deadline=20.0) as rewards:
         replies = ["so </think> <answer>2</answer>", "so </think> <answer>3</answer>", "2"]
-        rewarded = rewards([Completion(text, [1], answer="2") for text in replies])
+        rewarded = rewards([RewardInput(text, [1], answer="2") for text in replies])
         assert rewards.accuracies(rewarded) == pytest.approx({"format_accuracy": 2 / 3, "answer_accuracy": 2 / 3})

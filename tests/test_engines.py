@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoTokenizer
 from vllm_stand_in import HAS_VLLM, VLLM_REFUSES, standing_in
 
-from posttrain.batch import Example, Sample, pack
+from posttrain.batch import Example, Node, pack
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines import EmbeddedEngine, Sampling, TransformersEngine, make_engine
 from posttrain.engines.attention import Decoding
@@ -117,7 +117,7 @@ def tokens_of(groups):
 
 def trainer_logprobs(policy, prompt, group, temperature):
     """Those of the group's tokens by posttrain.scoring, from one pack."""
-    tree = Sample(prompt, children=tuple(Sample(completion.tokens, True) for completion in group))
+    tree = Node(prompt, children=tuple(Node(completion.tokens, True) for completion in group))
     [whole] = pack([Example((tree,), 0)], 1000)
     with torch.no_grad():
         return Scorer(policy)(whole, temperature=temperature).logprob_N

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeque
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from posttrain import scoring
-from posttrain.batch import Example, Sample, pack, sequences
+from posttrain.batch import Example, Node, pack, sequences
 from posttrain.errors import ModelError
 from posttrain.models import matmul
 from posttrain.models.attention import PackedMask, packed_attention
@@ -95,16 +95,16 @@ def forest(seed: int = 0) -> list[Example]:
         return [rng.randrange(3, VOCAB) for _ in range(n)]
 
     def leaf(n):
-        return Sample(ids(n), True)
+        return Node(ids(n), True)
 
-    deep = Sample(ids(6), False, (Sample(ids(4), True, (leaf(5), leaf(3))), leaf(7)))
+    deep = Node(ids(6), False, (Node(ids(4), True, (leaf(5), leaf(3))), leaf(7)))
     trees = [
-        (Sample(ids(14), [False] * 5 + [True] * 6 + [False] + [True] * 2),),
-        (Sample(ids(9), False, (leaf(8), leaf(6))),),
-        (Sample(ids(5), False, (leaf(1), leaf(1))),),
-        (Sample(ids(3), False, (leaf(12), leaf(4), leaf(9))),),
+        (Node(ids(14), [False] * 5 + [True] * 6 + [False] + [True] * 2),),
+        (Node(ids(9), False, (leaf(8), leaf(6))),),
+        (Node(ids(5), False, (leaf(1), leaf(1))),),
+        (Node(ids(3), False, (leaf(12), leaf(4), leaf(9))),),
         (deep,),
-        (Sample([*ids(4), *ids(5)], [False] * 4 + [True] * 5), Sample(ids(8), [False] * 2 + [True] * 6)),
+        (Node([*ids(4), *ids(5)], [False] * 4 + [True] * 5), Node(ids(8), [False] * 2 + [True] * 6)),
     ]
     return [Example(tree, row) for row, tree in enumerate(trees)]
 

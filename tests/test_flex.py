@@ -13,7 +13,7 @@ from torch._dynamo import config
 from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 
-from posttrain.batch import Example, Sample, pack
+from posttrain.batch import Example, Node, pack
 from posttrain.models import flex
 from posttrain.models.attention import How, PackedMask, _eager, _sdpa
 
@@ -66,7 +66,7 @@ def test_every_width_and_window_has_one_kernel(compiled):
     first = 0
     for number in range(65):
         width, window = 16 + 8 * number, None if number % 2 else 9
-        [whole] = pack([Example((Sample([1] * 15, children=(Sample([1] * (width - 14), True),)),), 0)], width)
+        [whole] = pack([Example((Node([1] * 15, children=(Node([1] * (width - 14), True),)),), 0)], width)
         mask = PackedMask(whole)
         q, k, v = (torch.randn(1, heads, width, 16) for heads in (4, 2, 2))
         got = flex.attend(q, k, v, mask.blocks(window), 0.25, None, True)

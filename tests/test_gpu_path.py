@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import posttrain
-from posttrain.batch import Example, Pack, Sample, pack
+from posttrain.batch import Example, Node, Pack, pack
 from posttrain.config import load
 from posttrain.config.schema.run import DevicesConfig
 from posttrain.engines.room import Room, token_bytes
@@ -178,7 +178,7 @@ def grpo(model, *more: str):
 
 
 def estimated(config, device=GPU):
-    prompt = Sample([5] * 100, False, (Sample([6] * 300, True),) * config.method.num_generations)
+    prompt = Node([5] * 100, False, (Node([6] * 300, True),) * config.method.num_generations)
     packs = pack([Example((prompt,), 0)], 1 << 20)
     return estimate(config, config.models[0], empty_model(config, config.models[0]), packs, device)
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from posttrain.grading.extract import after_thinking, final_answer, first_number, last_box, last_number, marked_answer
 from posttrain.grading.numbers import read_number, same_number
-from posttrain.grading.verdict import Job
+from posttrain.grading.verdict import GradeRequest
 from posttrain.rewards.rules import RULES
 
 
-def boxed(gold: str, answer: str) -> Job:
-    return Job(RULES["math"], rf"So it is \boxed{{{answer}}}", gold)
+def boxed(gold: str, answer: str) -> GradeRequest:
+    return GradeRequest(RULES["math"], rf"So it is \boxed{{{answer}}}", gold)
 
 
 def test_equal_answers_are_equal(grading_pool):
@@ -64,7 +64,7 @@ def test_recorded_gsm8k_solutions_agree_with_is_correct(grading_pool, shared):
     rows = [json.loads(line) for line in lines]
     solutions = [(row["ground_truth"], of) for row in rows for of in row.values() if isinstance(of, dict)]
     assert len(solutions) == 5276
-    grades = grading_pool.grade([Job(RULES["gsm8k"], of["solution"], gold) for gold, of in solutions])
+    grades = grading_pool.grade([GradeRequest(RULES["gsm8k"], of["solution"], gold) for gold, of in solutions])
     agree = sum(
         grade.verdict == ("correct" if of["is_correct"] else "wrong")
         for grade, (_, of) in zip(grades, solutions, strict=True)
@@ -75,7 +75,7 @@ def test_recorded_gsm8k_solutions_agree_with_is_correct(grading_pool, shared):
 
 def test_gold_solutions_are_correct_against_their_answers(grading_pool, shared):
     rows = [json.loads(line) for line in (shared / "data/math/math500.jsonl").read_text().splitlines()]
-    grades = grading_pool.grade([Job(RULES["math"], row["solution"], row["answer"]) for row in rows])
+    grades = grading_pool.grade([GradeRequest(RULES["math"], row["solution"], row["answer"]) for row in rows])
     right = sum(grade.verdict == "correct" for grade in grades)
     print(f"{right} of {len(rows)}")
     assert right >= 0.99 * len(rows)
@@ -92,7 +92,7 @@ def test_no_answer_in_the_data_is_unreadable(grading_pool, shared):
 
 @pytest.mark.parametrize("gold", ["", " ", r"\frac{1}{", "}{", "???", None])
 def test_a_gold_that_cannot_be_read_is_a_bad_gold(grading_pool, gold):
-    [grade] = grading_pool.grade([Job(RULES["math"], r"\boxed{1}", gold)])
+    [grade] = grading_pool.grade([GradeRequest(RULES["math"], r"\boxed{1}", gold)])
     assert (grade.verdict, grade.score) == ("bad_gold", None) and grade.reason
 
 

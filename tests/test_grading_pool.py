@@ -20,19 +20,19 @@ from posttrain.errors import RewardError
 from posttrain.grading import pool as pool_module
 from posttrain.grading.pool import Pool
 from posttrain.grading.process import WorkerProcess
-from posttrain.grading.verdict import Grade, Job, read_grade
-from posttrain.helpers import Idle
+from posttrain.grading.verdict import Grade, GradeRequest, read_grade
+from posttrain.helpers import HelperPool
 from posttrain.rewards.rules import COMPARES_EXPRESSIONS, RULES, canary, modules_of, prove
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 GRACE_S = 0.5
 
 
-def job(name: str, completion: str = "", gold: str | None = None) -> Job:
-    return Job(f"grading_rules:{name}", completion, gold)
+def job(name: str, completion: str = "", gold: str | None = None) -> GradeRequest:
+    return GradeRequest(f"grading_rules:{name}", completion, gold)
 
 
-def sleeps(*seconds: float) -> list[Job]:
+def sleeps(*seconds: float) -> list[GradeRequest]:
     return [job("SLEEP", str(s)) for s in seconds]
 
 
@@ -190,7 +190,7 @@ def pids(pool: Pool) -> set[int]:
 
 def numbers(pool: Pool) -> set[int]:
     """Grade with a rule of ours; the processes afterwards."""
-    [grade] = pool.grade([Job(RULES["gsm8k"], "#### 7", "7")])
+    [grade] = pool.grade([GradeRequest(RULES["gsm8k"], "#### 7", "7")])
     assert grade.verdict == "correct"
     return pids(pool)
 
@@ -198,7 +198,7 @@ def numbers(pool: Pool) -> set[int]:
 @pytest.fixture
 def idle(monkeypatch):
     """Nothing waits yet, and nothing of this test waits for others."""
-    monkeypatch.setattr(pool_module, "_idle", Idle())
+    monkeypatch.setattr(pool_module, "_idle", HelperPool())
     yield pool_module._idle
     pool_module._idle.end_all()
 
@@ -219,7 +219,7 @@ def test_free_workers_wait_for_the_next_pool(idle, monkeypatch):
         monkeypatch.syspath_prepend("/nowhere")
         [worker] = pool._alive
         worker.kill()
-        pool.grade([Job(RULES["gsm8k"], "#### 7", "7")])  # its death is noticed here at the latest
+        pool.grade([GradeRequest(RULES["gsm8k"], "#### 7", "7")])  # its death is noticed here at the latest
         later = numbers(pool)  # by one that was started after the path had changed
     with Pool(1, PATIENT, modules=NUMBERS) as pool:
         assert not numbers(pool) & (first | later), "they find other modules"
@@ -315,7 +315,7 @@ class Fake:
 
 
 def test_idle_processes_are_free_and_of_their_kind():
-    idle = Idle()
+    idle = HelperPool()
     one, other, busy = Fake(), Fake(), Fake(is_free=False)
     for kind, process in ((1, one), (2, other), (1, busy)):
         idle.put(kind, process)
@@ -360,10 +360,10 @@ def test_a_worker_has_no_secrets_and_nowhere_to_go(monkeypatch):
 def test_no_worker_outlives_its_program(doing):
     """Killed while one of its workers sleeps, or computes without ever looking up: all are gone within a second."""
     code = (
-        "import sys; from posttrain.grading.pool import Pool; from posttrain.grading.verdict import Job\n"
+        "import sys; from posttrain.grading.pool import Pool; from posttrain.grading.verdict import GradeRequest\n"
         "pool = Pool(1, 600, modules=('grading_rules',))\n"
-        "pool.grade([Job('grading_rules:SLEEP', '0')])\n"
-        "pool.submit(Job('grading_rules:" + doing + "', '600'))\n"
+        "pool.grade([GradeRequest('grading_rules:SLEEP', '0')])\n"
+        "pool.submit(GradeRequest('grading_rules:" + doing + "', '600'))\n"
         "print(*(worker.pid for worker in pool._alive), flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -454,8 +454,8 @@ def test_rules_without_expressions_do_without_the_algebra():
 # --- hostile completions ----------------------------------------------------------------------------------------------
 
 
-def math_jobs(completions: list[str]) -> list[Job]:
-    return [Job(RULES["math"], completion, hostile.GOLD) for completion in completions]
+def math_jobs(completions: list[str]) -> list[GradeRequest]:
+    return [GradeRequest(RULES["math"], completion, hostile.GOLD) for completion in completions]
 
 
 def check_hostile(completions: list[str], grades: list[Grade], deadline: float) -> None:
@@ -532,7 +532,7 @@ def test_throughput_per_worker_against_math_verify(shared):
     theirs = [verify(parse(f"${answer}$"), parse(solution)) for solution, answer in pairs]
     their_seconds = time.perf_counter() - start
     with Pool(1, modules=modules_of(RULES)) as pool:
-        jobs = [Job(RULES["math"], solution, answer) for solution, answer in pairs]
+        jobs = [GradeRequest(RULES["math"], solution, answer) for solution, answer in pairs]
         pool.grade(jobs[:4])
         start = time.perf_counter()
         grades = pool.grade(jobs)

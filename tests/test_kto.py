@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_recipes import metrics, run, weights
 
-from posttrain.batch import Example, Sample, pack
+from posttrain.batch import Example, Node, pack
 from posttrain.config import KTOMethod
 from posttrain.config.schema import methods
 from posttrain.losses import UNPAIRED_LOSSES, RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
@@ -126,7 +126,7 @@ def test_configuration_knows_these_losses():
 
 
 def example(row: int, prompt: list[int], completion: list[int]) -> Example:
-    return Example((Sample(prompt, False, (Sample(completion, True),)),), row, label=True)
+    return Example((Node(prompt, False, (Node(completion, True),)),), row, label=True)
 
 
 def test_completions_rotate_by_one_and_keep_within_the_limit():

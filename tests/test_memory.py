@@ -12,7 +12,7 @@ import torch
 from test_equivalence import CONFIGS, IDS, forest
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from posttrain.batch import Example, Sample, pack
+from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
 from posttrain.config import load
 from posttrain.data import prepare_run
@@ -136,8 +136,8 @@ def test_a_gpu_keeps_no_weights_of_attention(tmp_path):
     config = load(tmp_path / "config.yaml").config
     empty, found = empty_model(config, config.models[0]), []
     for size in (512, 1024):
-        leaves = tuple(Sample([5] * (size // 4), True) for _ in range(2))
-        packs = pack([Example((Sample([5] * (size // 2), children=leaves),), 0)], size)
+        leaves = tuple(Node([5] * (size // 4), True) for _ in range(2))
+        packs = pack([Example((Node([5] * (size // 2), children=leaves),), 0)], size)
         found.append(
             estimate(config, config.models[0], empty, packs, torch.device("cuda", 0), card=80 << 30).parts[
                 "activations"

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from test_recipes import dpo, metrics, run
 
-from posttrain.batch import Example, Sample, pack
+from posttrain.batch import Example, Node, pack
 from posttrain.config import load
 from posttrain.losses import CONTRASTIVE_LOSSES, Pairs, contrastive, contrastive_metrics, odds_ratio, odds_ratio_metrics
 from posttrain.planning.largest import pack_rows
@@ -169,10 +169,10 @@ def test_a_prompt_is_a_target_once():
     """ORPO's likelihood: the prompt but its first token belongs to chosen, and rejected has its completion alone."""
 
     def leaf(*ids):
-        return Sample(ids, True)
+        return Node(ids, True)
 
-    shared = Example((Sample((1, 2, 3), children=(leaf(4, 5), leaf(6, 7, 8))),), 0)
-    apart = Example((Sample((1, 2), children=(leaf(3),)), Sample((4, 5), children=(leaf(6),))), 1)
+    shared = Example((Node((1, 2, 3), children=(leaf(4, 5), leaf(6, 7, 8))),), 0)
+    apart = Example((Node((1, 2), children=(leaf(3),)), Node((4, 5), children=(leaf(6),))), 1)
     [one] = pack_with_chosen_prompts(pack_of, [shared, apart])
     targets = [one.target_N[one.sequence_N == s].tolist() for s in range(4)]
     assert targets == [[2, 3, 4, 5], [6, 7, 8], [2, 3], [6]]
@@ -228,7 +228,7 @@ def test_a_plan_counts_the_targets_that_the_recipe_does(tmp_path, method):
     """ORPO's prompts are targets, of the chosen completion."""
     settings = {"model": "m", "method": method, "data": {"source": "x"}}
     (tmp_path / "a.json").write_text(json.dumps(settings))
-    examples = [Example((Sample((1, 2, 3), children=(Sample((4, 5), True), Sample((6,), True))),), 0)] * 3
+    examples = [Example((Node((1, 2, 3), children=(Node((4, 5), True), Node((6,), True))),), 0)] * 3
     [planned] = pack_rows(load(tmp_path / "a.json").config, SimpleNamespace(train=examples), np.arange(3), 100)
     assert len(planned.target_N) == 3 * (5 if method == "orpo" else 3)
 

@@ -13,7 +13,7 @@ from posttrain.config.schema.rewards import Reward, term_name
 from posttrain.errors import ModelError, RewardError
 from posttrain.inspection.score import score
 from posttrain.rewards import maths, shaping, tagged
-from posttrain.rewards.compose import Completion, Rewards
+from posttrain.rewards.compose import RewardInput, Rewards
 
 REWARDS = TypeAdapter(tuple[Reward, ...])
 TAGS = TagsConfig().model_dump()
@@ -174,10 +174,10 @@ def test_weighted_sum_keeps_every_part(grading_pool, functions):
         {"type": "check_numbers", "weight": 0},
     )
     completions = [
-        Completion(dress("why)[18]", TAGS), [1, 2], answer="18"),
-        Completion("18", [1, 2, 3], answer="18"),
-        Completion(dress("why)[18]", TAGS), [1] * 5, answer=" "),  # no answer to compare with
-        Completion("", [], answer="eighteen"),  # no number: bad for check_numbers alone
+        RewardInput(dress("why)[18]", TAGS), [1, 2], answer="18"),
+        RewardInput("18", [1, 2, 3], answer="18"),
+        RewardInput(dress("why)[18]", TAGS), [1] * 5, answer=" "),  # no answer to compare with
+        RewardInput("", [], answer="eighteen"),  # no number: bad for check_numbers alone
     ]
     with Rewards(terms, grading_pool) as rewards:
         found = rewards(completions)
@@ -195,7 +195,7 @@ def test_weighted_sum_keeps_every_part(grading_pool, functions):
 
 def test_four_classes_are_reported(grading_pool):
     with Rewards(settings({"type": "r1_zero"}), grading_pool) as rewards:
-        metrics = rewards([Completion(text, answer="18") for text, *_ in CLASSES]).metrics()
+        metrics = rewards([RewardInput(text, answer="18") for text, *_ in CLASSES]).metrics()
     counts = {name: sum(row[1] == name for row in CLASSES) for name in ("00", "01", "10", "11")}
     assert {name: metrics[f"rewards/r1_zero/{name}"] * len(CLASSES) for name in counts} == counts
     assert metrics["reward"] == pytest.approx(counts["11"] / len(CLASSES))
@@ -204,7 +204,7 @@ def test_four_classes_are_reported(grading_pool):
 def test_no_verdict_is_no_zero(grading_pool):
     """A group without any verdict has no reward at all, and says so."""
     with Rewards(settings({"type": "math"}), grading_pool) as rewards:
-        found = rewards([Completion(r"\boxed{1}", answer=""), Completion(r"\boxed{2}", answer=None)])
+        found = rewards([RewardInput(r"\boxed{1}", answer=""), RewardInput(r"\boxed{2}", answer=None)])
     metrics = found.metrics()
     assert found.totals == (None, None) and "reward" not in metrics and "rewards/math/mean" not in metrics
     assert (metrics["rewards/left_out"], metrics["rewards/math/bad_gold"]) == (2, 2)
@@ -212,16 +212,16 @@ def test_no_verdict_is_no_zero(grading_pool):
 
 def test_rewards_start_their_own_workers_and_end_them():
     with Rewards(settings({"type": "gsm8k"}), workers=1) as rewards:
-        assert rewards([Completion("#### 3", answer="3")]).totals == (1.0,)
+        assert rewards([RewardInput("#### 3", answer="3")]).totals == (1.0,)
         pool = rewards._own_pool
     assert pool is not None
     with pytest.raises(RewardError, match="closed"):
-        rewards([Completion("#### 3", answer="3")])
+        rewards([RewardInput("#### 3", answer="3")])
 
 
 def test_the_rollouts_length_is_the_limit_of_overlong():
     with Rewards(settings({"type": "overlong", "cache": 20}), max_completion_length=100) as rewards:
-        assert rewards([Completion("", [0] * 90)]).totals == (-0.5,)
+        assert rewards([RewardInput("", [0] * 90)]).totals == (-0.5,)
     for limit, said in ((None, "not given"), (10, "10")):
         with pytest.raises(RewardError, match=f"last 20 tokens .* which is {said}"):
             Rewards(settings({"type": "overlong", "cache": 20}), max_completion_length=limit)
@@ -233,7 +233,7 @@ def test_the_rollouts_length_is_the_limit_of_overlong():
 def test_functions_are_called_as_trl_calls_them(functions):
     terms = [{"type": "python", "function": f"my_rewards:{name}", "name": name} for name in ("brevity", "by_column")]
     with Rewards(settings(*terms, {"type": "python", "function": "my_rewards:tensor", "weight": 0.5})) as rewards:
-        found = rewards([Completion("four", columns={"level": "3"}), Completion("", columns={"level": "4"})])
+        found = rewards([RewardInput("four", columns={"level": "3"}), RewardInput("", columns={"level": "4"})])
     assert found.totals == (-4 + 3 + 0.5, 0 + 4 + 0.5)
 
 
@@ -255,7 +255,7 @@ def test_functions_are_called_as_trl_calls_them(functions):
 )
 def test_functions_that_do_not_work(functions, name, message):
     with pytest.raises(RewardError, match=message), Rewards(settings({"type": "python", "function": name})) as rewards:
-        rewards([Completion("a"), Completion("b")])
+        rewards([RewardInput("a"), RewardInput("b")])
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def test_a_reward_model_gives_what_transformers_gives(reward_model):
     pairs = [("Say it.", " Yes"), ("Say it.", " No, no."), ("Say it.", ""), ("Say", " it"), ("Why?", " So")]
     terms = settings({"type": "model", "path": str(reward_model), "weight": 2.0})
     with Rewards(terms, devices=DevicesConfig(type="cpu")) as rewards:
-        found = rewards([Completion(text, prompt=prompt) for prompt, text in pairs])
+        found = rewards([RewardInput(text, prompt=prompt) for prompt, text in pairs])
     want = plain_rewards(reward_model, [prompt + text + stop for prompt, text in pairs])
     print(found.parts[0].values, want)
     assert found.parts[0].values == pytest.approx(want, abs=1e-5) and len(set(want)) == 5
@@ -339,11 +339,11 @@ def test_a_reward_model_reads_conversations(reward_model):
     chats = [[{"role": "user", "content": text}] for text in ("Hi", "Hi", "Ho")]
     replies = ["there", "you", "there"]
     with Rewards(settings({"type": "model", "path": str(reward_model)})) as rewards:
-        found = rewards([Completion(r, prompt=chat) for r, chat in zip(replies, chats, strict=True)])
+        found = rewards([RewardInput(r, prompt=chat) for r, chat in zip(replies, chats, strict=True)])
         with pytest.raises(RewardError, match="all be texts or all be lists"):
-            rewards([Completion("a", prompt="x"), Completion("b", prompt=chats[0])])
+            rewards([RewardInput("a", prompt="x"), RewardInput("b", prompt=chats[0])])
         with pytest.raises(RewardError, match=r"tokens with its prompt, but .* reads 200: lower rollout"):
-            rewards([Completion("word " * 300, prompt="x")])
+            rewards([RewardInput("word " * 300, prompt="x")])
     whole = [
         tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": reply}], tokenize=False)
         for chat, reply in zip(chats, replies, strict=True)
@@ -365,7 +365,7 @@ def test_a_reward_model_is_read_where_transformers_reads_it(reward_model, tmp_pa
     stop = tokenizer.eos_token
     pairs = [("Say it.", " Yes"), ("Say it.", " No"), ("Say it.", ""), ("Why?", f" So{stop}{stop}"), ("Why?", " So")]
     with Rewards(settings({"type": "model", "path": str(tmp_path)})) as rewards:
-        found = rewards([Completion(text, prompt=prompt) for prompt, text in pairs]).totals
+        found = rewards([RewardInput(text, prompt=prompt) for prompt, text in pairs]).totals
     ended = [text if text.endswith(stop) else text + stop for text in (prompt + text for prompt, text in pairs)]
     want = plain_rewards(tmp_path, ended)
     print(pad, found, want)
@@ -385,11 +385,11 @@ def test_a_completion_that_was_cut_off_has_no_end(reward_model):
     chat = [{"role": "user", "content": "Hi"}]
     opened = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     with Rewards(settings({"type": "model", "path": str(reward_model)})) as rewards:
-        texts = rewards([Completion(" No, n", prompt="Say.", truncated=cut) for cut in (True, False, True)]).totals
-        chats = rewards([Completion("there", prompt=chat, truncated=cut) for cut in (True, False)]).totals
-        assert len(rewards([Completion("", prompt="Say.", truncated=True)]).totals) == 1
+        texts = rewards([RewardInput(" No, n", prompt="Say.", truncated=cut) for cut in (True, False, True)]).totals
+        chats = rewards([RewardInput("there", prompt=chat, truncated=cut) for cut in (True, False)]).totals
+        assert len(rewards([RewardInput("", prompt="Say.", truncated=True)]).totals) == 1
         with pytest.raises(RewardError, match="completion 0 and its prompt are empty"):
-            rewards([Completion("", truncated=True)])
+            rewards([RewardInput("", truncated=True)])
     whole = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "there"}], tokenize=False)
     want = plain_rewards(
         reward_model, ["Say. No, n", f"Say. No, n{tokenizer.eos_token}", "Say. No, n", f"{opened}there", whole]
@@ -412,9 +412,9 @@ def test_a_reward_model_with_the_tokenizer_of_another(reward_model, tmp_path):
     tokenizer.add_special_tokens({"pad_token": "[EXTRA]"})
     tokenizer.save_pretrained(tmp_path)
     with Rewards(term) as rewards:
-        assert len(rewards([Completion(" Yes", prompt="Say it.")]).totals) == 1
+        assert len(rewards([RewardInput(" Yes", prompt="Say it.")]).totals) == 1
         with pytest.raises(RewardError, match=r"has, with its prompt, the token 6,\d+ .* which has 6,\d+ embeddings"):
-            rewards([Completion(" Yes", prompt="Say [EXTRA] it.")])
+            rewards([RewardInput(" Yes", prompt="Say [EXTRA] it.")])
 
 
 def test_thinking_can_be_stripped_before_a_reward_model_scores(reward_model):
@@ -426,9 +426,9 @@ def test_thinking_can_be_stripped_before_a_reward_model_scores(reward_model):
         "Yes": "Yes" + stop,
         "<think>so": stop,
     }
-    completions = [Completion(text, prompt="Say it. ") for text in replies]
-    completions.append(Completion("so on and", prompt="Say it. ", thinking=True, truncated=True))
-    completions.append(Completion("so</think> Ye", prompt="Say it. ", thinking=True, truncated=True))
+    completions = [RewardInput(text, prompt="Say it. ") for text in replies]
+    completions.append(RewardInput("so on and", prompt="Say it. ", thinking=True, truncated=True))
+    completions.append(RewardInput("so</think> Ye", prompt="Say it. ", thinking=True, truncated=True))
     term = {"type": "model", "path": str(reward_model)}
     both = [{**term, "name": "whole"}, {**term, "name": "reply", "strip_thinking": True}]
     with Rewards(settings(*both)) as rewards:

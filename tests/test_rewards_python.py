@@ -18,7 +18,7 @@ from posttrain.errors import RewardError
 from posttrain.progress import bar
 from posttrain.rewards import beside, python
 from posttrain.rewards.beside import OverdueError
-from posttrain.rewards.compose import Completion, Rewards
+from posttrain.rewards.compose import RewardInput, Rewards
 from posttrain.rewards.python import RewardFunction
 from posttrain.store.logs import ConsoleLog, RunLog
 from posttrain.training.stopping import GivenUpError, Stop
@@ -103,7 +103,7 @@ def test_no_answer_in_time_is_no_reward(module, caplog):
         {"type": "python", "function": "my_slow_rewards:stuck_at_first", "timeout": 0.2, "name": "late"},
         {"type": "length", "target": 3},
     ]
-    completions = [Completion("a", [1]), Completion("b", [2, 3])]
+    completions = [RewardInput("a", [1]), RewardInput("b", [2, 3])]
     with Rewards(TypeAdapter(tuple[Reward, ...]).validate_python(terms)) as rewards:
         found, after = rewards(completions), rewards(completions)
     metrics = found.metrics()

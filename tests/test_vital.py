@@ -9,7 +9,7 @@ import torch
 from test_equivalence import forest, make
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from posttrain.batch import Example, Sample, pack
+from posttrain.batch import Example, Node, pack
 from posttrain.errors import VitalSignError
 from posttrain.models import attention
 from posttrain.optim.adamw import AdamW
@@ -49,7 +49,7 @@ def test_packing_holds_and_a_leaking_mask_is_found(monkeypatch):
 
 def test_documents_that_see_one_another_are_found(monkeypatch):
     """A pack of plain sequences whose trees are taken for one: the first looks right, the last does not."""
-    examples = [Example((Sample(list(range(3 + row, 15 + row)), True),), row) for row in range(3)]
+    examples = [Example((Node(list(range(3 + row, 15 + row)), True),), row) for row in range(3)]
     scorer = Scorer(packed_model())
     assert check_packing(scorer, examples, packed_100) < 1e-4
     monkeypatch.setattr(attention.PackedMask, "__init__", one_tree(attention.PackedMask.__init__))
@@ -132,7 +132,7 @@ def test_what_is_wrong_in_bfloat16_is_found(shared, fault):
     reply = tokenizer.encode(" wanted to play with her friend in the park. They ran and", add_special_tokens=False)
 
     def scored(prompts, shift=0):
-        trees = [(Sample(prompt, children=(Sample(reply, True),)),) for prompt in prompts]
+        trees = [(Node(prompt, children=(Node(reply, True),)),) for prompt in prompts]
         [one] = pack([Example(tree, row) for row, tree in enumerate(trees)], 1000)
         with torch.no_grad():
             return Scorer(model)(one).logprob_N.float().roll(shift)

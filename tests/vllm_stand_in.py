@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.engines import EmbeddedEngine, TransformersEngine
 from posttrain.engines.vllm import server
-from posttrain.engines.vllm.core import Drawn
+from posttrain.engines.vllm.core import RawCompletion
 from posttrain.errors import ModelError, VitalSignError
 from posttrain.models.families import FAMILIES, positions_of
 from posttrain.models.lean import lean
@@ -65,7 +65,7 @@ class Core:
             seeds=[request.seed for request in asked],
             limits=[request.limits for request in asked],
         )
-        return [[Drawn(c.tokens, c.logprobs, c.finish_reason == "stop") for c in group] for group in groups]
+        return [[RawCompletion(c.tokens, c.logprobs, c.finish_reason == "stop") for c in group] for group in groups]
 
     def close(self):
         pass

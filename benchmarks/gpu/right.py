@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from benchmarks.gpu import runs
 from benchmarks.gpu.common import Case, CheckError, Goal, Setup
 from benchmarks.gpu.shapes import model_folder
-from posttrain.batch import Example, Sample, pack, sequences
+from posttrain.batch import Example, Node, pack, sequences
 from posttrain.config import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.models import kernels
@@ -206,7 +206,7 @@ def differences(policy, sampling: Sampling) -> Tensor:
     groups, found = engine.generate(prompts, sampling), []
     engine.close()
     for prompt, group in zip(prompts, groups, strict=True):
-        tree = Sample(prompt, children=tuple(Sample(completion.tokens, True) for completion in group))
+        tree = Node(prompt, children=tuple(Node(completion.tokens, True) for completion in group))
         [one] = pack([Example((tree,), 0)], 1 << 20)
         with torch.no_grad():
             scored = Scorer(policy)(one.to(policy.device), sampling.temperature).logprob_N.cpu()

@@ -31,7 +31,7 @@ from benchmarks.gpu.kernels import kinds
 from benchmarks.gpu.shapes import PUBLISHED, model_folder, peak_flops
 from benchmarks.posttrain_side import counting
 from benchmarks.run import Sizes, useful_flops
-from posttrain.batch import Example, Pack, Sample
+from posttrain.batch import Example, Node, Pack
 from posttrain.config import dump, load
 from posttrain.memory import peak_memory, release_memory, reset_peak_memory
 from posttrain.optim.update import Objective, update
@@ -110,15 +110,15 @@ def example(method: str, length: int, vocabulary: int) -> Example:
     def ids(count: int) -> np.ndarray:
         return rng.integers(vocabulary, size=count)
 
-    def leaf(count: int) -> Sample:
-        return Sample(ids(count + 1), trained=True)  # the last token is not fed
+    def leaf(count: int) -> Node:
+        return Node(ids(count + 1), trained=True)  # the last token is not fed
 
     if method.startswith("sft"):
         return Example((leaf(length),), 0)
     prompt, leaves = (length // 2, 2) if method.startswith("dpo") else (length // 8, COMPLETIONS)
     leaves = 1 if "one" in method else leaves
     each = (length - prompt) // leaves
-    return Example((Sample(ids(prompt), children=tuple(leaf(each) for _ in range(leaves))),), 0)
+    return Example((Node(ids(prompt), children=tuple(leaf(each) for _ in range(leaves))),), 0)
 
 
 class Update:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 
-from posttrain.batch import Example, Sample
+from posttrain.batch import Example, Node
 from posttrain.data.report import Lengths
 from posttrain.errors import DataError
 
@@ -235,14 +235,14 @@ class Dataset:
         table = self._table
         at, start, stop = (int(value) for value in self.view[index])
         tokens, cut = table.lists["tokens"][at], int(table.prompt[at])
-        tree = Sample(tokens[start:cut], False, (Sample(tokens[cut:stop], True),))
+        tree = Node(tokens[start:cut], False, (Node(tokens[cut:stop], True),))
         return Example((tree,), int(table.row[at]), label=bool(table.label[at]))
 
     def _prompt(self, index: int) -> Example:
         table = self._table
         at, start, stop = (int(value) for value in self.view[index])
         facts = json.loads(table.facts[at].as_py())
-        return Example((Sample(table.lists["tokens"][at][start:stop]),), int(table.row[at]), facts=facts)
+        return Example((Node(table.lists["tokens"][at][start:stop]),), int(table.row[at]), facts=facts)
 
     def _one(self, index: int) -> Example:
         table = self._table
@@ -250,18 +250,18 @@ class Dataset:
         trained = np.zeros(stop, bool)
         for begin, end in table.lists["spans"][at].reshape(-1, 2):
             trained[begin:end] = True
-        tree = Sample(table.lists["tokens"][at][start:stop], trained[start:])
+        tree = Node(table.lists["tokens"][at][start:stop], trained[start:])
         return Example((tree,), int(table.row[at]))
 
     def _pair(self, index: int) -> Example:
         lists = self._table.lists
         at, start, other_start, chosen, rejected = (int(value) for value in self.view[index])
         prompt = lists["prompt"][at][start:]
-        leaves = (Sample(lists["chosen"][at][:chosen], True), Sample(lists["rejected"][at][:rejected], True))
-        trees: tuple[Sample, ...] = (Sample(prompt, False, leaves),)
+        leaves = (Node(lists["chosen"][at][:chosen], True), Node(lists["rejected"][at][:rejected], True))
+        trees: tuple[Node, ...] = (Node(prompt, False, leaves),)
         if self._table.two[at]:
             other = lists["rejected_prompt"][at][other_start:]
-            trees = (Sample(prompt, False, leaves[:1]), Sample(other, False, leaves[1:]))
+            trees = (Node(prompt, False, leaves[:1]), Node(other, False, leaves[1:]))
         margin = float(self._table.margin[at])
         margin = None if np.isnan(margin) else margin
         return Example(trees, int(self._table.row[at]), margin, tie=bool(self._table.tie[at]))

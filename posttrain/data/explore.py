@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.batch import Example, Sample
+from posttrain.batch import Example, Node
 from posttrain.data.dataset import Dataset
 from posttrain.data.pieces import CHARACTER, pieces
 from posttrain.data.prepare import Prepared
@@ -87,7 +87,7 @@ def _sizes(prepared: Prepared) -> Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class Branch:
     """A part of an example: its tokens, which of them are trained, and the tokens before it."""
 
     title: str
@@ -96,7 +96,7 @@ class Node:
     before: list[int]
 
 
-def nodes_of(example: Example) -> Iterator[Node]:
+def nodes_of(example: Example) -> Iterator[Branch]:
     """The parts of an example in order. The first token of a sequence is not trained: nothing predicts it."""
     names = {None: ("chosen", "rejected"), True: ("desirable",), False: ("undesirable",)}
     replies = iter(names[example.label])
@@ -107,15 +107,15 @@ def nodes_of(example: Example) -> Iterator[Node]:
             yield _node(next(replies), child, root.tokens)
 
 
-def _node(title: str, node: Sample, before: list[int]) -> Node:
+def _node(title: str, node: Node, before: list[int]) -> Branch:
     tokens = [int(token) for token in node.tokens]
     trained = np.broadcast_to(np.asarray(node.trained, bool), len(tokens)).copy()
     if not before:
         trained[:1] = False
-    return Node(title, tokens, trained, before)
+    return Branch(title, tokens, trained, before)
 
 
-def tokens_text(node: Node, tokenizer: PreTrainedTokenizerBase, marks: Marks = UNICODE) -> Text:
+def tokens_text(node: Branch, tokenizer: PreTrainedTokenizerBase, marks: Marks = UNICODE) -> Text:
     """A node's tokens as text, the trained ones marked."""
     count, half = len(node.tokens), MOST_TOKENS // 2
     parts = [(0, count)] if count <= MOST_TOKENS else [(0, half), (count - half, count)]

@@ -20,7 +20,7 @@ from posttrain.config.schema.run import RunConfig
 from posttrain.data import cache
 from posttrain.data.dataset import Dataset
 from posttrain.data.lengths import Room, evaluation_limits, longest_prompt, training_limits
-from posttrain.data.reading import Kind, Loaded, Part, Reader
+from posttrain.data.reading import Kind, Loaded, Reader, SourcePart
 from posttrain.data.report import Report
 from posttrain.data.templates import choose_template
 from posttrain.errors import DataError
@@ -182,9 +182,9 @@ def prepare(
         seed,
     )
     parts = (
-        [Part(data.source, data.split, data.max_rows, skip_rows=data.skip_rows)]
+        [SourcePart(data.source, data.split, data.max_rows, skip_rows=data.skip_rows)]
         if isinstance(data.source, str)
-        else [Part(part.source, part.split, part.max_rows, part.weight) for part in data.source]
+        else [SourcePart(part.source, part.split, part.max_rows, part.weight) for part in data.source]
     )
     max_rows = None if isinstance(data.source, str) else data.max_rows
     whole = reader.load("train", parts, partial(training_limits, data, kind, longest), max_rows)
@@ -206,10 +206,10 @@ def prepare(
         _say_left_out("validation", len(fitted.view), int(held_rows.sum()), evaluated or room, data)
         validation = {"validation": Dataset(whole.table, fitted, np.arange(len(fitted.view)))}
     loaded = {"train": whole}
-    further = [(entry.name, Part(entry.source, entry.split, entry.max_rows)) for entry in datasets]
+    further = [(entry.name, SourcePart(entry.source, entry.split, entry.max_rows)) for entry in datasets]
     if data.validation is not None and data.validation.source is not None:
         given = data.validation
-        further.insert(0, ("validation", Part(given.source or "", given.split, given.max_rows)))
+        further.insert(0, ("validation", SourcePart(given.source or "", given.split, given.max_rows)))
     own = {entry.name: entry for entry in datasets}
     for name, part in further:
         if name in validation or name in loaded:
@@ -261,7 +261,7 @@ def _held_out(data: DataConfig, rows: np.ndarray, rng: np.random.Generator) -> n
     return rng.permutation(rows)[:wanted]
 
 
-def _weighted(indices: np.ndarray, whole: Loaded, parts: Sequence[Part], seed: int) -> np.ndarray:
+def _weighted(indices: np.ndarray, whole: Loaded, parts: Sequence[SourcePart], seed: int) -> np.ndarray:
     """Repeat or thin each part's examples by its weight: 2 has each twice, 0.5 a random half, 2.5 both."""
     table_row = whole.fitted.view[indices, 0]
     out, begin = [], 0

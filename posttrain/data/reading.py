@@ -35,7 +35,7 @@ SAMPLE = 100  # rows that tell the format
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourcePart:
     """One source of a data set as the settings name it."""
 
     source: str
@@ -98,7 +98,7 @@ class Reader:
         return Reader(data, tokenizer, template, self.kind, *losses, self.folder, self.seed)
 
     def load(
-        self, name: str, parts: Sequence[Part], limits_of: Callable[[Table], Limits], max_rows: int | None
+        self, name: str, parts: Sequence[SourcePart], limits_of: Callable[[Table], Limits], max_rows: int | None
     ) -> Loaded:
         """Tokenise each part or find it in the cache, and apply the limits to all of them together."""
         tables, readings, contents, notes = [], [], [], []
@@ -125,7 +125,7 @@ class Reader:
         ends = [int(end) for end in np.cumsum([len(part) for part in tables])]
         return Loaded(table, fitted, limits, ends, contents, report)
 
-    def _part(self, part: Part, max_rows: int | None) -> tuple[pa.Table, Reading, str, str | None]:
+    def _part(self, part: SourcePart, max_rows: int | None) -> tuple[pa.Table, Reading, str, str | None]:
         skip = part.skip_rows
         most = None if max_rows is None else skip + max_rows
         source = open_source(part.source, part.split, most, self.seed, self.template.compose)

@@ -16,7 +16,7 @@ from typing import IO, Any
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.errors import DataError
-from posttrain.helpers import Idle
+from posttrain.helpers import HelperPool
 
 SECONDS = 2.0  # for one conversation
 STARTUP_SECONDS = 120.0
@@ -25,7 +25,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class RenderRequest:
     """A conversation to render. `generate` adds the opening of the next assistant turn."""
 
     messages: Sequence[Message]
@@ -127,7 +127,7 @@ class Renderer:
         self._process = process
         self._tokenizer = tokenizer
 
-    def render(self, jobs: Sequence[Job]) -> list[Rendered]:
+    def render(self, jobs: Sequence[RenderRequest]) -> list[Rendered]:
         """Render each conversation as `apply_chat_template(tokenize=False)` would.
 
         Raises DataError when the template takes longer than two seconds for one of them or ends its process.
@@ -141,7 +141,7 @@ class Renderer:
             for answer in answers
         ]
 
-    def _line(self, job: Job, special_tokens: dict[str, Any]) -> str:
+    def _line(self, job: RenderRequest, special_tokens: dict[str, Any]) -> str:
         # as apply_chat_template does: a key whose value is None is left out
         messages = [{key: value for key, value in m.items() if value is not None} for m in job.messages]
         asked = {
@@ -155,7 +155,7 @@ class Renderer:
         return json.dumps(asked) + "\n"
 
 
-_idle: Idle[Process] = Idle()
+_idle: HelperPool[Process] = HelperPool()
 
 
 @contextmanager

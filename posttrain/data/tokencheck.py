@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.data.pieces import CHARACTER, LOST, pieces
 from posttrain.data.prompts import Prompt
-from posttrain.data.render import Job, rendering
+from posttrain.data.render import RenderRequest, rendering
 
 MANY = 0.1  # of the completions: a few that are split differently do no harm
 TURNS = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "reply"}]
@@ -53,7 +53,7 @@ def stop_faults(
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, str] | None:
     """The special token that the chat template ends the assistant's turn with, if it has one: id and text."""
     with rendering(tokenizer) as renderer:
-        [done] = renderer.render([Job(TURNS)])
+        [done] = renderer.render([RenderRequest(TURNS)])
     after = done.text.rpartition(TURNS[-1]["content"])[2]
     special = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     here = [(after.index(text), id, text) for text, id in special.items() if text in after]

@@ -14,7 +14,7 @@ from typing import cast
 import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from posttrain.data.render import Job, Renderer
+from posttrain.data.render import Renderer, RenderRequest
 from posttrain.data.rows import Row, RowError, Turns, as_turns
 from posttrain.errors import DataError
 
@@ -189,7 +189,9 @@ class Tokeniser:
                 texts.append(failed or (text if reply is None else self._stopped(text)))
             return texts
         jobs = [
-            Job([*_turns(prompt), *([] if reply is None else _turns(reply, "assistant"))], row.tools, reply is None)
+            RenderRequest(
+                [*_turns(prompt), *([] if reply is None else _turns(reply, "assistant"))], row.tools, reply is None
+            )
             for row, prompt, reply in parts
         ]
         return [
@@ -201,7 +203,7 @@ class Tokeniser:
         """A completion as text, with the stop token at its end."""
         return text if not self.stop or text.endswith(self.stop) else text + self.stop
 
-    def _ended(self, text: str, job: Job) -> str:
+    def _ended(self, text: str, job: RenderRequest) -> str:
         """A rendered conversation; the template's own end of turn, any special token, is as good as the stop token."""
         if job.messages[-1]["role"] != "assistant" or text.rstrip().endswith(self.endings):
             return text
@@ -227,7 +229,7 @@ class Tokeniser:
     def _marked(self, rows: Sequence[Row]) -> list[tuple[str, tuple[Span, ...]] | RowError]:
         """Conversations with the characters that the template marks with `{% generation %}`."""
         assert self.renderer is not None
-        jobs = [Job(cast(Turns, row.chosen), row.tools, spans=True) for row in rows]
+        jobs = [RenderRequest(cast(Turns, row.chosen), row.tools, spans=True) for row in rows]
         return [
             RowError(done.error) if done.error else _end_span(done.text, self._ended(done.text, job), done.spans)
             for job, done in zip(jobs, self.renderer.render(jobs), strict=True)
@@ -245,11 +247,11 @@ class Tokeniser:
             messages = cast(Turns, row.chosen)
             replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
             turns.append(replies)
-            jobs.append(Job(messages, row.tools))
+            jobs.append(RenderRequest(messages, row.tools))
             for index in replies:
                 if index:
-                    jobs.append(Job(messages[:index], row.tools, generate=True))
-                jobs.append(Job(messages[: index + 1], row.tools))
+                    jobs.append(RenderRequest(messages[:index], row.tools, generate=True))
+                jobs.append(RenderRequest(messages[: index + 1], row.tools))
         done = iter(zip(jobs, self.renderer.render(jobs), strict=True))
         out: list[tuple[str, tuple[Span, ...]] | RowError] = []
         for replies in turns:

@@ -53,7 +53,7 @@ class Prefill(PackedMask):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Attended:
     """Attention to some of the keys, before it is divided: o, z, m of the module's docstring, float32."""
 
     out: Tensor
@@ -169,7 +169,7 @@ class Decoding:
             how.window,
         )
 
-    def _parts(self, layer: Layer, query_RKrd: Tensor, how: How, shifted: bool) -> tuple[Part, Part]:
+    def _parts(self, layer: Layer, query_RKrd: Tensor, how: How, shifted: bool) -> tuple[Attended, Attended]:
         """Attention to a completion's own keys, and to its prompt's."""
         rows, columns = len(query_RKrd), self.own_columns
         prompt_mask, own_mask = self.masks(how.window)
@@ -177,7 +177,7 @@ class Decoding:
         own = self._attend(query_RKrd, key, value, own_mask, how, shifted)
         return own, self._prompt(layer, query_RKrd, prompt_mask, how, shifted)
 
-    def _prompt(self, layer: Layer, query_RKrd: Tensor, mask: Tensor | None, how: How, shifted: bool) -> Part:
+    def _prompt(self, layer: Layer, query_RKrd: Tensor, mask: Tensor | None, how: How, shifted: bool) -> Attended:
         """The queries of a group side by side, so that they meet its keys together; then back to rows."""
         groups, columns = len(self.row_GM), self.prompt_columns
         rows, heads, each, size = query_RKrd.shape
@@ -189,9 +189,11 @@ class Decoding:
         def of_rows(x: Tensor) -> Tensor:
             return x.view(len(query_GKM), -1).index_select(0, place_RK).view(rows, heads, each, -1)
 
-        return Part(of_rows(part.out), of_rows(part.total), None if part.highest is None else of_rows(part.highest))
+        return Attended(of_rows(part.out), of_rows(part.total), None if part.highest is None else of_rows(part.highest))
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How, shifted: bool) -> Part:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How, shifted: bool
+    ) -> Attended:
         """query (N, K, q, d), key and value (N, K, L, d), of which the first two axes are as one; mask (N, 1, 1, L)."""
         count, heads, queries, size = query.shape
         columns = key.shape[2]
@@ -215,10 +217,10 @@ class Decoding:
         else:
             scores.clamp_(min=LEAST)
         total = scores.exp2_().sum(-1, keepdim=True).view(count, heads, queries, 1)
-        return Part(_product(scores, value).view(count, heads, queries, -1), total, highest)
+        return Attended(_product(scores, value).view(count, heads, queries, -1), total, highest)
 
 
-def _joined(own: Part, prompt: Part) -> Tensor:
+def _joined(own: Attended, prompt: Attended) -> Tensor:
     """Attention to both parts, each with its m."""
     assert own.highest is not None and prompt.highest is not None
     highest = torch.maximum(own.highest, prompt.highest)
@@ -227,7 +229,7 @@ def _joined(own: Part, prompt: Part) -> Tensor:
     return (own.out * (own_share / total)).addcmul_(prompt.out, prompt_share / total)
 
 
-def _plain(own: Part, prompt: Part) -> Tensor | None:
+def _plain(own: Attended, prompt: Attended) -> Tensor | None:
     """Attention to both parts, with every m 0; None where that was not right."""
     total = own.total.add_(prompt.total)
     lowest, highest = total.aminmax()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from posttrain.batch import Example, Sample, pack
+from posttrain.batch import Example, Node, pack
 from posttrain.engines.attention import Prefill
 from posttrain.engines.decode import Shape
 from posttrain.engines.memory import Memory
@@ -29,12 +29,12 @@ class Group:
     request: Request
     numbers: range
     slot: int = -1  # its place in the cache
-    live: list[Row] = field(default_factory=list)
+    live: list[Slot] = field(default_factory=list)
     age: int = 1  # tokens that each live completion has
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class Slot:
     """A live completion: number `number` of its prompt."""
 
     group: Group
@@ -64,7 +64,7 @@ class Generation:
         # Long prompts first would waste least, but the order of a caller is often by difficulty: it is kept.
         self.waiting = deque(groups_of(asked, room.members))
         self.groups: list[Group] = []  # by slot
-        self.rows: list[Row] = []  # by place in the state's tensors
+        self.rows: list[Slot] = []  # by place in the state's tensors
         self.found: list[list[Completion | None]] = [[None] * len(request.limits) for request in asked]
 
     def completions(self) -> list[list[Completion]]:
@@ -101,7 +101,7 @@ class Generation:
         ):
             group = self.waiting.popleft()
             group.slot = len(self.groups)
-            group.live = [Row(group, number) for number in group.numbers]
+            group.live = [Slot(group, number) for number in group.numbers]
             self.rows += group.live
             self.groups.append(group)
         fresh = self.groups[before:]
@@ -121,7 +121,7 @@ class Generation:
 
     def prefill(self, fresh: list[Group]) -> torch.Tensor:
         """Each prompt once through the model, its keys and values into the cache; the last hidden states (G, D)."""
-        examples = [Example((Sample(group.request.tokens),), index) for index, group in enumerate(fresh)]
+        examples = [Example((Node(group.request.tokens),), index) for index, group in enumerate(fresh)]
         budget = max(TOKENS_PER_PREFILL, *(len(group.request.tokens) for group in fresh))
         step = width_step(self.device, budget)
         backbone = backbone_of(base_of(self.policy))

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 
 from posttrain.grading.pool import DEADLINE_S, Pool
-from posttrain.grading.verdict import Job
+from posttrain.grading.verdict import GradeRequest
 from posttrain.rewards.rules import RULES, modules_of
 
 PATIENT_S = 5 * DEADLINE_S  # the deadline of one comparison with `fast=False`
@@ -46,7 +46,7 @@ def _graded(name: str, response: str, ground_truth: Truth, fast: bool) -> dict[s
     if not truths:
         raise ValueError("there is no ground truth: the list is empty")
     with Pool(1, DEADLINE_S if fast else PATIENT_S, modules=modules_of([name])) as pool:
-        grades = pool.grade([Job(RULES[name], response, str(truth)) for truth in truths], count=False)
+        grades = pool.grade([GradeRequest(RULES[name], response, str(truth)) for truth in truths], count=False)
     graded = [grade for grade in grades if grade.counts]
     for truth, grade in zip(truths, grades, strict=True):
         if grade.verdict == "bad_gold":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from posttrain.batch import Example, Pack, Sample, pack, physical_length
+from posttrain.batch import Example, Node, Pack, pack, physical_length
 from posttrain.data.rows import Row
 from posttrain.data.templates import alpaca_prompt
 from posttrain.data.tokenise import Compared, Tokeniser
@@ -112,7 +112,7 @@ def compute_per_instance_dpo_loss(
     row = Row(alpaca_prompt(prompt), response_chosen, response_rejected)
     [pair] = Tokeniser(tokenizer, None, assistant_only_loss=False).pairs([row])
     assert isinstance(pair, Compared)  # an error is only ever a template's, and there is none
-    tree = Sample(pair.prompt, False, (Sample(pair.chosen, True), Sample(pair.rejected, True)))
+    tree = Node(pair.prompt, False, (Node(pair.chosen, True), Node(pair.rejected, True)))
     [batch] = pack([Example((tree,), row=0)], tokens_per_pack=physical_length(tree))
     policy_S = _sequence_log_probs(lm, batch)
     with torch.no_grad():

@@ -27,8 +27,8 @@ from typing import Self
 from posttrain.errors import RewardError
 from posttrain.grading.process import Deadlines, WorkerProcess, worker_environment
 from posttrain.grading.template import CAN_FORK, Template
-from posttrain.grading.verdict import NON_VERDICTS, Grade, Job
-from posttrain.helpers import Idle
+from posttrain.grading.verdict import NON_VERDICTS, Grade, GradeRequest
+from posttrain.helpers import HelperPool
 
 log = logging.getLogger("posttrain")
 
@@ -38,7 +38,7 @@ ALARM_SHARE = 0.005
 MOST_WORKERS = 8
 CLOSED = "the grading pool is closed"
 
-_idle: Idle[WorkerProcess] = Idle()
+_idle: HelperPool[WorkerProcess] = HelperPool()
 
 
 class Pool:
@@ -67,7 +67,7 @@ class Pool:
         self._environment = worker_environment()
         self._kind = (self._modules, *sorted(self._environment.items()))
         self._can_be_kept = all(map(_is_ours, self._modules))
-        self._jobs: queue.SimpleQueue[tuple[Job, Future[Grade], bool] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[GradeRequest, Future[Grade], bool] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self._broken: RewardError | None = None
@@ -89,7 +89,7 @@ class Pool:
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
-    def submit(self, job: Job, count: bool = True) -> Future[Grade]:
+    def submit(self, job: GradeRequest, count: bool = True) -> Future[Grade]:
         """Queue a job. Never blocks; a cancelled future is not graded. `count`: its verdict goes into `counts`."""
         future: Future[Grade] = Future()
         with self._lock:
@@ -101,7 +101,7 @@ class Pool:
             self._jobs.put((job, future, count))
         return future
 
-    def stream(self, jobs: Sequence[Job], count: bool = True) -> Iterator[Grade]:
+    def stream(self, jobs: Sequence[GradeRequest], count: bool = True) -> Iterator[Grade]:
         """Grades in the order of the jobs, each as soon as it and those before it are there."""
         yield from self.collect([self.submit(job, count) for job in jobs])
 
@@ -120,11 +120,11 @@ class Pool:
             for future in futures:
                 future.cancel()
 
-    def grade(self, jobs: Sequence[Job], count: bool = True) -> list[Grade]:
+    def grade(self, jobs: Sequence[GradeRequest], count: bool = True) -> list[Grade]:
         """The grade of each job, in order. Blocks this thread alone, in pieces of a fifth of a second."""
         return list(self.stream(jobs, count))
 
-    async def grade_async(self, jobs: Sequence[Job]) -> list[Grade]:
+    async def grade_async(self, jobs: Sequence[GradeRequest]) -> list[Grade]:
         """As `grade`, while the event loop goes on."""
         grades = await asyncio.gather(*(asyncio.wrap_future(self.submit(job)) for job in jobs))
         self._raise_alarm()
@@ -180,7 +180,7 @@ class Pool:
                     self.counts[grade.verdict] += 1
             future.set_result(grade)
 
-    def _ask(self, worker: WorkerProcess, job: Job) -> Grade:
+    def _ask(self, worker: WorkerProcess, job: GradeRequest) -> Grade:
         """Its grade, from a worker that `close` knows to be at work."""
         with self._lock:
             if self._closed:

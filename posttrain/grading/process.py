@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.errors import RewardError
 from posttrain.grading.template import Forked, Template
-from posttrain.grading.verdict import Grade, Job, read_grade
+from posttrain.grading.verdict import Grade, GradeRequest, read_grade
 
 STARTUP_S = 120.0
 TICK_S = 0.05  # how often deadlines are looked at
@@ -120,7 +120,7 @@ class WorkerProcess:
         self.isolation = tuple(str(item) for item in reply["ready"])
         self._ready = True
 
-    def ask(self, job: Job, deadline: float, deadlines: Deadlines) -> Grade:
+    def ask(self, job: GradeRequest, deadline: float, deadlines: Deadlines) -> Grade:
         """The grade of one job; whether this worker can take another, `is_free` says. The deadline starts now."""
         line = json.dumps(
             {

@@ -40,7 +40,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GradeRequest:
     """One completion to grade: `rule` is the `module:NAME` of a Rule, importable in a worker."""
 
     rule: str

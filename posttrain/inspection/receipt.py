@@ -21,7 +21,7 @@ from posttrain.data.pieces import pieces
 from posttrain.errors import PosttrainError, RunError
 from posttrain.models.load import load_tokenizer
 from posttrain.recipes import REGRADED
-from posttrain.rewards.compose import Completion, Rewards
+from posttrain.rewards.compose import RewardInput, Rewards
 from posttrain.rollout import end_of, to_reward
 from posttrain.store.metrics import read_metrics
 from posttrain.store.rollouts import StoredRun
@@ -230,7 +230,7 @@ def _print_changes(
 
 def _completion(
     prompt: Mapping[str, Any], one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
-) -> Completion:
+) -> RewardInput:
     """A stored completion as rewards were given it; without a tokenizer no prompt is known to open `<think>`."""
     drawn = engines.Completion(one["tokens"].tolist(), [], one["finish_reason"], one["version"])
     end = "" if tokenizer is None else end_of(prompt["tokens"], tokenizer)

@@ -55,7 +55,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledGroup:
     """The completions of one prompt at one temperature, with their texts and rewards (where there are any)."""
 
     prompt: Prompt
@@ -90,7 +90,7 @@ def sample(
     rollout, stops = setup.rollout, stop_token_ids(policy, tokenizer)
     prompts, unused = first_prompts(setup, policy, tokenizer, num_prompts)
     sampling = sampling_of(rollout, num_generations, stops, seed)
-    drawn: dict[float, list[Drawn]] = {}
+    drawn: dict[float, list[SampledGroup]] = {}
     with (
         rewards_of(setup) as rewards,
         closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)) as engine,
@@ -166,10 +166,10 @@ def rewarded(
     drawn: Mapping[int, Sequence[Completion]],
     texts: Mapping[int, Sequence[str]],
     rewards: compose.Rewards | None,
-) -> list[Drawn]:
+) -> list[SampledGroup]:
     """Each prompt's completions with their rewards."""
     if rewards is None:
-        return [Drawn(prompt, drawn[prompt.row], texts[prompt.row], None, ()) for prompt in prompts]
+        return [SampledGroup(prompt, drawn[prompt.row], texts[prompt.row], None, ()) for prompt in prompts]
     result = rewards(
         [
             to_reward(completion, text, prompt.text, prompt.facts)
@@ -185,7 +185,7 @@ def rewarded(
             for place in places
         ]
         totals = [result.totals[place] for place in places]
-        found.append(Drawn(prompt, drawn[prompt.row], texts[prompt.row], totals, sums))
+        found.append(SampledGroup(prompt, drawn[prompt.row], texts[prompt.row], totals, sums))
     return found
 
 
@@ -194,7 +194,7 @@ def token_faults(
     tokenizer: PreTrainedTokenizerBase,
     stops: tuple[int, ...],
     prompts: Sequence[Prompt],
-    drawn: Sequence[Drawn],
+    drawn: Sequence[SampledGroup],
 ) -> list[str]:
     """What is wrong with stop tokens, begin tokens and tags."""
     completions = [
@@ -209,7 +209,7 @@ def token_faults(
     ]
 
 
-def show_completions(drawn: Mapping[float, Sequence[Drawn]], show: int, console: Console) -> None:
+def show_completions(drawn: Mapping[float, Sequence[SampledGroup]], show: int, console: Console) -> None:
     """Every prompt as the model is given it, and the first completions of it at each temperature."""
     for groups in zip(*drawn.values(), strict=True) if show else ():
         prompt = groups[0].prompt

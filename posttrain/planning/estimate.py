@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from posttrain.batch import Example, Pack, Sample, pack
+from posttrain.batch import Example, Node, Pack, pack
 from posttrain.config import ModelConfig, RunConfig
 from posttrain.engines.embedded import MAX_ROWS
 from posttrain.engines.room import GPU_SHARE, Room, cache_tokens, token_bytes
@@ -84,7 +84,7 @@ def checkpoints_gradients(config: RunConfig, model: ModelConfig, device: torch.d
     if wanted != "auto" or device.type != "cuda":
         return wanted is True
     tokens = config.training.tokens_per_pack
-    whole = pack([Example((Sample(np.zeros(tokens, np.int64), trained=True),), row=0)], tokens)
+    whole = pack([Example((Node(np.zeros(tokens, np.int64), trained=True),), row=0)], tokens)
     peak = estimate(config, model, empty_model(config, model), whole, device, checkpointing=False).peak
     return peak > SAFE * _memory_of(device)
 

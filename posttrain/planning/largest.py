@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from posttrain.batch import Example, Pack, Sample, pack
+from posttrain.batch import Example, Node, Pack, pack
 from posttrain.config import RunConfig
 from posttrain.data import Prepared
 from posttrain.models.attention import width_step
@@ -53,7 +53,7 @@ def pack_rows(
 def with_completions(prompt: Example, n: int, length: int, tokens_per_pack: int) -> list[Example]:
     """A prompt with completions as long as they may become, divided as a rollout divides them."""
     tree = prompt.trees[0]
-    leaf = Sample(np.zeros(length, np.int64), trained=True)
+    leaf = Node(np.zeros(length, np.int64), trained=True)
     each = max(1, (tokens_per_pack - len(tree.tokens)) // max(length - 1, 1))
     whole, rest = divmod(n, each)
     counts = [each] * whole + [rest] * (rest > 0)

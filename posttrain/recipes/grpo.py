@@ -35,7 +35,7 @@ from posttrain.losses import (
 from posttrain.losses.policy import Level
 from posttrain.optim.update import Objective
 from posttrain.recipes.online import Minibatch, Step, look_at_sampler, minibatches, online, scored
-from posttrain.rollout import Part
+from posttrain.rollout import RolloutPack
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_margins, check_packing, check_ratio
 from posttrain.training.job import Job
@@ -61,7 +61,7 @@ def train(job: Job, data: Prepared) -> Loop:
 
     with online(job, loop, policy, data) as run:
 
-        def updates(number: int, step: Step) -> Iterator[tuple[Sequence[Part], Objective[Part]]]:
+        def updates(number: int, step: Step) -> Iterator[tuple[Sequence[RolloutPack], Objective[RolloutPack]]]:
             check = partial(look_at_sampler, job, run.sample, step)
             for minibatch in minibatches(job, step, number):
                 surrogate = Surrogate(job, method, scorer, step, minibatch)
@@ -97,7 +97,7 @@ class Surrogate:
             max_length=job.config.rollout.max_completion_length,
         )
 
-    def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, part: RolloutPack) -> tuple[Tensor, dict[str, Tensor]]:
         method, step, tokens = self.method, self.step, self.counts.tokens
         part = part.to(self.job.device)
         pack, at_N = part.pack, part.token_N

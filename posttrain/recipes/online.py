@@ -22,7 +22,7 @@ from posttrain.config import OnlineMethod
 from posttrain.data import Dataset, Prepared
 from posttrain.losses.reduce import sum_segments
 from posttrain.optim.update import Objective
-from posttrain.rollout import Part, Rollout, Sampler
+from posttrain.rollout import Rollout, RolloutPack, Sampler
 from posttrain.store.rollouts import RolloutStore, StoredPrompt, StoredRollout
 from posttrain.training.alarms import Alarms
 from posttrain.training.checks import check_sampler
@@ -31,7 +31,7 @@ from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 
 
-def in_packs(job: Job, rollout: Rollout, chosen: Sequence[int] | Tensor) -> list[Part]:
+def in_packs(job: Job, rollout: Rollout, chosen: Sequence[int] | Tensor) -> list[RolloutPack]:
     """The chosen completions of a rollout in packs of the settings' size."""
     return rollout.parts(chosen, job.pack, job.config.training.tokens_per_pack)
 
@@ -99,7 +99,9 @@ class Step:
 
 
 @torch.no_grad()
-def scored(job: Job, rollout: Rollout, parts: Sequence[Part], of: Callable[[Pack], Tensor], columns: int = 1) -> Tensor:
+def scored(
+    job: Job, rollout: Rollout, parts: Sequence[RolloutPack], of: Callable[[Pack], Tensor], columns: int = 1
+) -> Tensor:
     """What `of` gives to each scored token of the packs, in the rollout's order: (R, columns).
 
     `of` gives (N), or (N, columns). Tokens in none of the packs have 0.
@@ -115,7 +117,7 @@ def scored(job: Job, rollout: Rollout, parts: Sequence[Part], of: Callable[[Pack
 class Minibatch:
     """The completions of one update, and how many completions of its groups count, those outside the loss included."""
 
-    parts: Sequence[Part]
+    parts: Sequence[RolloutPack]
     chosen: Tensor  # places in the rollout
     counted: int
     number: int  # minibatches of the epoch
@@ -208,7 +210,7 @@ class Online:
         self,
         number: int,
         step: Step,
-        updates: Iterable[tuple[Sequence[Part], Objective[Part]]],
+        updates: Iterable[tuple[Sequence[RolloutPack], Objective[RolloutPack]]],
         found: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """The updates of a step; then its metrics, with those that the method `found`, its alarms and its rollouts."""

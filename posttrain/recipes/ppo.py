@@ -38,7 +38,7 @@ from posttrain.losses import (
 )
 from posttrain.optim.update import Objective
 from posttrain.recipes.online import Minibatch, Step, look_at_sampler, minibatches, online, scored
-from posttrain.rollout import Part
+from posttrain.rollout import RolloutPack
 from posttrain.scoring import Scorer, ValueScorer
 from posttrain.training.checks import check_margins, check_packing, check_ratio
 from posttrain.training.job import Job
@@ -65,7 +65,7 @@ def train(job: Job, data: Prepared) -> Loop:
 
     with online(job, loop, policy, data) as run:
 
-        def updates(number: int, step: PPOStep) -> Iterator[tuple[Sequence[Part], Objective[Part]]]:
+        def updates(number: int, step: PPOStep) -> Iterator[tuple[Sequence[RolloutPack], Objective[RolloutPack]]]:
             check = partial(look_at_sampler, job, run.sample, step)
             for minibatch in minibatches(job, step, number):
                 share = ActorCriticLoss(job, method, actor_critic, step, minibatch)
@@ -96,7 +96,7 @@ class ActorCriticLoss:
         self.job, self.method, self.actor_critic, self.step = job, method, actor_critic, step
         self.is_first, self.tokens = minibatch.is_first, int(step.rollout.length_S[minibatch.chosen].sum())
 
-    def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, part: RolloutPack) -> tuple[Tensor, dict[str, Tensor]]:
         method, step = self.method, self.step
         part = part.to(self.job.device)
         at_N = part.token_N

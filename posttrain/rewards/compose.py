@@ -27,7 +27,7 @@ from posttrain.config.schema.rewards import (
 from posttrain.errors import RewardError
 from posttrain.grading.extract import THINK, after_thinking
 from posttrain.grading.pool import DEADLINE_S, Pool
-from posttrain.grading.verdict import VERDICTS, Grade, Job
+from posttrain.grading.verdict import VERDICTS, Grade, GradeRequest
 from posttrain.rewards import shaping
 from posttrain.rewards.beside import OverdueError
 from posttrain.rewards.python import RewardFunction
@@ -38,7 +38,7 @@ log = logging.getLogger("posttrain")
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class RewardInput:
     """A completion to be rewarded. `prompt` is a text or a list of messages; `columns` the rest of the row.
 
     `truncated`: it reached the limit of its length, and would go on. `thinking`: its prompt ends in `<think>`.
@@ -54,7 +54,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RewardPart:
     """One reward of every completion, unweighted. None: a function says not applicable, or there is no verdict."""
 
     name: str
@@ -85,7 +85,7 @@ class Part:
         return found
 
 
-def picked(parts: Sequence[Part], places: Sequence[tuple[int, int]]) -> Part:
+def picked(parts: Sequence[RewardPart], places: Sequence[tuple[int, int]]) -> RewardPart:
     """One reward of some completions out of several times that it was given: which time, and the place in it."""
     grades = None if parts[0].grades is None else tuple((parts[which].grades or ())[at] for which, at in places)
     overdue = None if parts[0].overdue is None else tuple((parts[which].overdue or ())[at] for which, at in places)
@@ -98,7 +98,7 @@ class Rewarded:
     """The weighted sum for each completion and what it is made of. A total of None is no reward: leave that one out."""
 
     totals: tuple[float | None, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[RewardPart, ...]
 
     def metrics(self) -> dict[str, float]:
         """For the log of a step, by TRL's names: reward, reward_std, rewards/{name}/mean, rewards/{name}/std.
@@ -166,7 +166,7 @@ class Rewards:
             self.close(keep=False)
             raise
 
-    def __call__(self, completions: Sequence[Completion]) -> Rewarded:
+    def __call__(self, completions: Sequence[RewardInput]) -> Rewarded:
         """Reward each completion. Rules are graded while the others compute. Raises RewardError."""
         pending = {
             term_name(term): [self._pool.submit(self._job(term, completion)) for completion in completions]
@@ -185,7 +185,7 @@ class Rewards:
             if name in pending and self._pool is not None:
                 grades = tuple(self._pool.collect(pending[name]))
                 values[name] = [grade.score for grade in grades]
-            parts.append(Part(name, term.weight, tuple(values[name]), grades, overdue.get(name)))
+            parts.append(RewardPart(name, term.weight, tuple(values[name]), grades, overdue.get(name)))
         return Rewarded(tuple(_total(parts, row) for row in range(len(completions))), tuple(parts))
 
     def right(self, rewarded: Rewarded) -> dict[str, list[bool | None]]:
@@ -214,8 +214,8 @@ class Rewards:
             for name, told in self.right(rewarded).items()
         }
 
-    def _job(self, term: RuleReward, completion: Completion) -> Job:
-        return Job(RULES[term.type], completion.text, completion.answer, options_of(term.type, self._tags))
+    def _job(self, term: RuleReward, completion: RewardInput) -> GradeRequest:
+        return GradeRequest(RULES[term.type], completion.text, completion.answer, options_of(term.type, self._tags))
 
     def close(self, keep: bool = True) -> None:
         """Close its own pool of grading workers, if it has one (`keep` as there), and the threads of functions."""
@@ -231,11 +231,11 @@ class Rewards:
         self.close(keep=error is None)
 
 
-Function = Callable[[Sequence[Completion]], Sequence[float | None]]
+Function = Callable[[Sequence[RewardInput]], Sequence[float | None]]
 Computed = LengthReward | OverlongReward | RepetitionReward | ModelReward
 
 
-def _asked(function: RewardFunction, completions: Sequence[Completion]) -> tuple[Sequence[float | None], bool]:
+def _asked(function: RewardFunction, completions: Sequence[RewardInput]) -> tuple[Sequence[float | None], bool]:
     """What a function of the user's says of the completions, and whether it said nothing in time."""
     try:
         return function(_columns(completions)), False
@@ -274,13 +274,13 @@ def _function(term: Computed, devices: DevicesConfig, max_completion_length: int
             ]
 
 
-def _reply(completion: Completion) -> str:
+def _reply(completion: RewardInput) -> str:
     """The text behind the thinking; empty where that has not ended."""
     whole = THINK + completion.text if completion.thinking else completion.text
     return after_thinking(whole).lstrip()
 
 
-def _total(parts: Sequence[Part], row: int) -> float | None:
+def _total(parts: Sequence[RewardPart], row: int) -> float | None:
     """The weighted sum; None when one of them has no verdict on this completion, or nothing applies to it."""
     if not all(part.counts(row) for part in parts):
         return None
@@ -298,7 +298,7 @@ def _moments(name: str, values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _columns(completions: Sequence[Completion]) -> dict[str, list[Any]]:
+def _columns(completions: Sequence[RewardInput]) -> dict[str, list[Any]]:
     """What a function is given, by the names that TRL has for it, and the columns of the data."""
     names = dict.fromkeys(name for completion in completions for name in completion.columns)
     columns = {name: [completion.columns.get(name) for completion in completions] for name in names}

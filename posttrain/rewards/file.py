@@ -20,7 +20,7 @@ from posttrain.data.readers import Record, read_files, type_name
 from posttrain.data.report import MALFORMED_SHARE, Malformed, list_malformed
 from posttrain.errors import DataError, RewardError
 from posttrain.grading.pool import DEADLINE_S, Pool
-from posttrain.grading.verdict import VERDICTS, Grade, Job
+from posttrain.grading.verdict import VERDICTS, Grade, GradeRequest
 from posttrain.progress import progress
 from posttrain.rewards.python import RewardFunction
 from posttrain.rewards.rules import NEEDS_ANSWER, RULES, modules_of, options_of, prove
@@ -99,7 +99,7 @@ def _by_rule(
     tags, console = TagsConfig(), PlainConsole(stderr=True)
     options = options_of(reward, tags)
     jobs = [
-        Job(RULES[reward], _text(record, columns.completion) or "", _text(record, columns.answer), options)
+        GradeRequest(RULES[reward], _text(record, columns.completion) or "", _text(record, columns.answer), options)
         for record in records
     ]
     with Pool(workers, deadline, modules=modules_of([reward])) as pool:

@@ -10,7 +10,7 @@ from itertools import compress, groupby
 
 import torch
 
-from posttrain.batch import Example, Sample, pack
+from posttrain.batch import Example, Node, pack
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.data.render import rendering
 from posttrain.data.rows import Row, RowError, Turns
@@ -137,5 +137,5 @@ def _tree(completions: Sequence[Trained]) -> Example:
     trunk = list(completions[0].tokens[: min(min(item.prompt, len(item.tokens) - 1) for item in completions)])
     for item in completions[1:]:
         trunk = trunk[: common_prefix(trunk, item.tokens)]
-    leaves = tuple(Sample(item.tokens[len(trunk) :], trained=True) for item in completions)
-    return Example((Sample(trunk, children=leaves),) if trunk else leaves, row=0)
+    leaves = tuple(Node(item.tokens[len(trunk) :], trained=True) for item in completions)
+    return Example((Node(trunk, children=leaves),) if trunk else leaves, row=0)

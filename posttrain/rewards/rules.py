@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.config import TagsConfig
 from posttrain.errors import RewardError
 from posttrain.grading.pool import Pool
-from posttrain.grading.verdict import Job
+from posttrain.grading.verdict import GradeRequest
 
 RULES = {
     "match_format_exactly": "posttrain.rewards.tagged:MATCH_FORMAT_EXACTLY",
@@ -64,7 +64,7 @@ def options_of(name: str, tags: TagsConfig) -> dict[str, Any]:
     return {"tags": tags.model_dump()} if name in TAGGED else {}
 
 
-def canary(name: str, tags: TagsConfig) -> list[tuple[Job, str]]:
+def canary(name: str, tags: TagsConfig) -> list[tuple[GradeRequest, str]]:
     """20 jobs for a rule, each with the verdict that it must get."""
     pairs = [(gold, answer, "correct") for gold, answer in _NUMBERS] + [(g, a, "wrong") for g, a in _NOT_NUMBERS]
     if name == "gsm8k":
@@ -83,7 +83,7 @@ def canary(name: str, tags: TagsConfig) -> list[tuple[Job, str]]:
         pairs += [("", "5", "bad_gold")]
     assert len(pairs) == 20, (name, len(pairs))
     rule, options = RULES[name], options_of(name, tags)
-    return [(Job(rule, _dressed(name, answer, tags), gold, options), want) for gold, answer, want in pairs]
+    return [(GradeRequest(rule, _dressed(name, answer, tags), gold, options), want) for gold, answer, want in pairs]
 
 
 def _dressed(name: str, answer: str, tags: TagsConfig) -> str:
@@ -97,7 +97,7 @@ def _dressed(name: str, answer: str, tags: TagsConfig) -> str:
     return rf"So it is $\boxed{{{answer}}}$."
 
 
-def _format_canary(name: str, tags: TagsConfig) -> list[tuple[Job, str]]:
+def _format_canary(name: str, tags: TagsConfig) -> list[tuple[GradeRequest, str]]:
     end, opened, closed = tags.reasoning_end, tags.solution_start, tags.solution_end
     good = [
         f"{working}{end}{opened}{answer}{closed}"
@@ -107,7 +107,7 @@ def _format_canary(name: str, tags: TagsConfig) -> list[tuple[Job, str]]:
     bad = ["", "2", end, opened, closed, f"{opened}2{closed}", f"{end}{opened}2", f"{end}2{closed}"]
     bad += [f"{opened}2{closed}" * 2, f"{closed}2{opened}"]
     pairs = [(text, "correct") for text in good] + [(text, "wrong") for text in bad]
-    return [(Job(RULES[name], text, None, options_of(name, tags)), want) for text, want in pairs]
+    return [(GradeRequest(RULES[name], text, None, options_of(name, tags)), want) for text, want in pairs]
 
 
 def prove(pool: Pool, name: str, tags: TagsConfig) -> None:

@@ -54,7 +54,7 @@ def make_reference(
         return lambda pack, examples: score(pack)
     key = _key(job, frozen, data)
     tables = [_precomputed(job, score, portion, f"{key}-{portion.name}") for portion in portions]
-    return Known.of(tables)
+    return Precomputed.of(tables)
 
 
 def token_reference(
@@ -105,14 +105,14 @@ def frozen_model(job: Job, ref_model: str | None, policy: Scorer) -> Scorer:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Precomputed:
     """Log-probabilities by what was scored: a number of each sequence's tokens and targets -> nats."""
 
     keys: np.ndarray  # (K,) uint64, ascending
     logprobs: np.ndarray  # (K,) float32
 
     @classmethod
-    def of(cls, tables: Sequence[dict[str, torch.Tensor]]) -> Known:
+    def of(cls, tables: Sequence[dict[str, torch.Tensor]]) -> Precomputed:
         keys = np.concatenate([table["key"].numpy().view(np.uint64) for table in tables])
         keys, first = np.unique(keys, return_index=True)
         return cls(keys, np.concatenate([table["logprob"].numpy() for table in tables])[first])

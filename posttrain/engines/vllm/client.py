@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.vllm import wire
-from posttrain.engines.vllm.core import VERSIONS, Drawn
+from posttrain.engines.vllm.core import VERSIONS, RawCompletion
 from posttrain.engines.vllm.weights import Named
 from posttrain.errors import EngineError
 from posttrain.extras import need
@@ -85,7 +85,7 @@ class Server:
         if loaded["mark"] != mark:
             raise EngineError(f"{self.where} took the weights {loaded['mark']!r}, and was sent {mark!r}")
 
-    def draw(self, mark: str, asked: Sequence[Request], sampling: Sampling) -> list[list[Drawn]]:
+    def draw(self, mark: str, asked: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]:
         with self._connected() as connection:
             response = self._send(
                 connection, "/generate", json.dumps(wire.question(mark, asked, sampling)).encode(), {}

@@ -38,7 +38,7 @@ ARGUMENT = "posttrain"  # of a request: (sampling, seed, number), for drawing.py
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class RawCompletion:
     """A completion without the version of its weights, which the engine knows."""
 
     tokens: list[int]
@@ -142,7 +142,7 @@ class Core:
 
     def draw(
         self, mark: str, asked: Sequence[Request], sampling: Sampling, tick: Callable[[], None] = lambda: None
-    ) -> list[list[Drawn]]:
+    ) -> list[list[RawCompletion]]:
         """The completions of each request. `tick` is called after every step.
 
         Raises VitalSignError when the weights are not those of `mark`.
@@ -175,7 +175,7 @@ class Core:
                         self.engine.abort_request([output.request_id])
                     size = len(ids) if end is None else end
                     values = [one.logprobs[i][token].logprob for i, token in enumerate(ids[:size])]
-                    found[place][number] = Drawn(ids[:size], values, end is not None or ids[size - 1] in stops)
+                    found[place][number] = RawCompletion(ids[:size], values, end is not None or ids[size - 1] in stops)
                     del waiting[output.request_id]
                 tick()
         finally:

@@ -26,7 +26,7 @@ from posttrain.engines.vllm.core import ARGUMENT
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class SampledRow:
     """A live request."""
 
     sampling: Sampling
@@ -39,7 +39,7 @@ class Alike:
     """Rows that are drawn in the same way, by their places in the batch."""
 
     sampling: Sampling
-    rows: list[Row]
+    rows: list[SampledRow]
     places_B: Tensor
     key_B2: Tensor
 
@@ -47,7 +47,7 @@ class Alike:
 class Drawing(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         self.device = device
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, SampledRow] = {}
         self.alike: list[Alike] | None = None  # made anew when rows come, go or move
         self.words_V: Tensor | None = None
 
@@ -86,9 +86,9 @@ class Drawing(LogitsProcessor):
         return made
 
 
-def _row(params: SamplingParams, prompt: list[int] | None, drawn: list[int]) -> Row | None:
+def _row(params: SamplingParams, prompt: list[int] | None, drawn: list[int]) -> SampledRow | None:
     given = (params.extra_args or {}).get(ARGUMENT)
     if given is None:
         return None
     sampling, seed, number = given
-    return Row(sampling, (seed, number), drawn)
+    return SampledRow(sampling, (seed, number), drawn)

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.batch import Example, Sample, pack
+from posttrain.batch import Example, Node, pack
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.embedded import evaluating
 from posttrain.engines.protocol import Completion, Request, Sampling, not_finite, requests
 from posttrain.engines.stops import StopTexts
 from posttrain.engines.vllm.client import Server
-from posttrain.engines.vllm.core import Core, Drawn
+from posttrain.engines.vllm.core import Core, RawCompletion
 from posttrain.engines.vllm.weights import Adapters, Named, adapters_of, fingerprint, weights_of
 from posttrain.errors import VitalSignError
 from posttrain.models.families import base_of, check_positions, positions_of
@@ -35,7 +35,7 @@ class Host(Protocol):
 
     def load(self, mark: str, weights: Iterable[Named]) -> None: ...
 
-    def draw(self, mark: str, asked: Sequence[Request], sampling: Sampling) -> list[list[Drawn]]: ...
+    def draw(self, mark: str, asked: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]: ...
 
     def close(self) -> None: ...
 
@@ -109,7 +109,7 @@ class VllmEngine:
     def _mark(self) -> str:
         return f"{self._run}-{self._pushes}"
 
-    def _draw(self, asked: Sequence[Request], sampling: Sampling) -> list[list[Drawn]]:
+    def _draw(self, asked: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]:
         drawn = self.host.draw(self._mark, asked, sampling)
         values = torch.tensor([value for group in drawn for one in group for value in one.logprobs])
         if not values.isfinite().all():
@@ -135,7 +135,7 @@ class VllmEngine:
         if count < 1:
             return
         [[drawn]] = self._draw([Request(0, prompt, 0, (count,))], Sampling(max_completion_length=count))
-        [packed] = pack([Example((Sample(prompt, children=(Sample(drawn.tokens, trained=True),)),), 0)], 1 << 20)
+        [packed] = pack([Example((Node(prompt, children=(Node(drawn.tokens, trained=True),)),), 0)], 1 << 20)
         with torch.inference_mode(), evaluating(self.policy):
             trainer = Scorer(self.policy)(packed.to(base.device)).logprob_N.float().cpu()
         difference = (trainer - torch.tensor(drawn.logprobs)).abs().mean().item()

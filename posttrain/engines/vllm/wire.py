@@ -23,7 +23,7 @@ from torch import Tensor
 
 from posttrain import errors
 from posttrain.engines.protocol import Request, Sampling
-from posttrain.engines.vllm.core import Drawn
+from posttrain.engines.vllm.core import RawCompletion
 from posttrain.errors import EngineError, PosttrainError
 
 PROTOCOL = 1
@@ -62,13 +62,13 @@ def question_from(body: Mapping[str, Any]) -> tuple[str, list[Request], Sampling
     return body["mark"], [Request(i, row["tokens"], row["seed"], tuple(row["limits"])) for i, row in rows], sampling
 
 
-def answer(groups: Sequence[Sequence[Drawn]]) -> dict[str, Any]:
+def answer(groups: Sequence[Sequence[RawCompletion]]) -> dict[str, Any]:
     """The last line of /generate."""
     return {"groups": [[asdict(one) for one in group] for group in groups]}
 
 
-def answer_from(line: Mapping[str, Any]) -> list[list[Drawn]]:
-    return [[Drawn(**one) for one in group] for group in line["groups"]]
+def answer_from(line: Mapping[str, Any]) -> list[list[RawCompletion]]:
+    return [[RawCompletion(**one) for one in group] for group in line["groups"]]
 
 
 def failure(error: Exception) -> dict[str, Any]:
