@@ -7,7 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from posttrain.config import DPOMethod, load
-from posttrain.config.schema.methods import F_DIVERGENCE_LOSSES, LABEL_SMOOTHING_LOSSES, METHOD_NAMES, PreferenceLoss
+from posttrain.config.schema.methods import METHOD_NAMES
+from posttrain.config.schema.offline import F_DIVERGENCE_LOSSES, LABEL_SMOOTHING_LOSSES, PreferenceLoss
 from posttrain.errors import ConfigError
 from posttrain.losses import F_DIVERGENCES, PREFERENCE_LOSSES
 

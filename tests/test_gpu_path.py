@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import posttrain
 from posttrain.batch import Example, Node, Pack, pack
 from posttrain.config import load
-from posttrain.config.schema.run import DevicesConfig
+from posttrain.config.schema.training import DevicesConfig
 from posttrain.engines.room import Room, token_bytes
 from posttrain.losses import reduce
 from posttrain.losses.reduce import sum_segments

@@ -11,7 +11,7 @@ from test_recipes import metrics, run, weights
 
 from posttrain.batch import Example, Node, pack
 from posttrain.config import KTOMethod
-from posttrain.config.schema import methods
+from posttrain.config.schema import offline
 from posttrain.losses import UNPAIRED_LOSSES, RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
 from posttrain.recipes.kto import advise_on_weights, keep_other, with_other_completions
 
@@ -117,7 +117,7 @@ def test_bco_is_trls():
 
 
 def test_configuration_knows_these_losses():
-    assert get_args(methods.UnpairedLoss) == UNPAIRED_LOSSES
+    assert get_args(offline.UnpairedLoss) == UNPAIRED_LOSSES
     with pytest.raises(KeyError, match="ktoo"):
         loss_of(LOGRATIO, "ktoo")
 

@@ -399,12 +399,12 @@ def test_names_and_weights_are_checked():
 
 
 def test_configuration_knows_these_losses_and_what_they_read():
-    from posttrain.config.schema import methods
+    from posttrain.config.schema import offline
 
     readers = {
         key: {n for n, loss in PREFERENCE_LOSSES.items() if key in loss.reads} for key in ("score", "label_smoothing")
     }
-    assert set(get_args(methods.PreferenceLoss)) == set(PREFERENCE_LOSSES)
-    assert get_args(methods.Divergence) == F_DIVERGENCES
-    assert readers["label_smoothing"] == methods.LABEL_SMOOTHING_LOSSES
-    assert readers["score"] | {"sft"} == methods.F_DIVERGENCE_LOSSES  # `sft` has no reference: it may stand beside any
+    assert set(get_args(offline.PreferenceLoss)) == set(PREFERENCE_LOSSES)
+    assert get_args(offline.Divergence) == F_DIVERGENCES
+    assert readers["label_smoothing"] == offline.LABEL_SMOOTHING_LOSSES
+    assert readers["score"] | {"sft"} == offline.F_DIVERGENCE_LOSSES  # `sft` has no reference: it may stand beside any

@@ -99,9 +99,9 @@ def test_unknown_name_is_an_error():
 
 
 def test_configuration_knows_these_losses():
-    from posttrain.config.schema import methods
+    from posttrain.config.schema import offline
 
-    assert get_args(methods.ContrastiveLoss) == CONTRASTIVE_LOSSES
+    assert get_args(offline.ContrastiveLoss) == CONTRASTIVE_LOSSES
 
 
 # --- TRL's own code -------------------------------------------------------------------------------------------------

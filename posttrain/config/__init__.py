@@ -5,17 +5,17 @@ from posttrain.config.reading.presets import preset_names, preset_path
 from posttrain.config.reading.stages import Stage, check_skip
 from posttrain.config.schema.data import DataConfig, SourceConfig, TagsConfig, ValidationConfig
 from posttrain.config.schema.evaluation import EvaluationConfig, EvaluationDataset
-from posttrain.config.schema.methods import (
+from posttrain.config.schema.methods import Method
+from posttrain.config.schema.model import LoraConfig, ModelConfig
+from posttrain.config.schema.offline import (
     CPOMethod,
     DPOMethod,
     KTOMethod,
-    Method,
     ORPOMethod,
     RewardMethod,
     SFTMethod,
     SimPOMethod,
 )
-from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.online import (
     GRPOMethod,
     OnlineMethod,
@@ -25,14 +25,8 @@ from posttrain.config.schema.online import (
     RLOOMethod,
 )
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.config.schema.run import (
-    CheckpointConfig,
-    DevicesConfig,
-    RunConfig,
-    TrackingConfig,
-    TrainingConfig,
-    learning_rate,
-)
+from posttrain.config.schema.run import RunConfig, learning_rate
+from posttrain.config.schema.training import CheckpointConfig, DevicesConfig, TrackingConfig, TrainingConfig
 
 __all__ = [
     "CPOMethod",

@@ -75,7 +75,7 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positi
         positions=positions,
         **targets,
     )
-    if kind == "pair" and method.type != "reward":
+    if kind == "pair" and not method.learns_ties:
         for name, dataset in {"train": prepared.train, **prepared.validation}.items():
             if ties := int(dataset.ties.sum()):
                 raise DataError(

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from posttrain.config.schema.model import ModelConfig
-from posttrain.config.schema.run import DevicesConfig
+from posttrain.config.schema.training import DevicesConfig
 from posttrain.errors import ModelError, WeightsError
 from posttrain.hub import stay_offline_without_network
 from posttrain.models.attention import NAME as PACKED

@@ -63,7 +63,7 @@ def train(job: Job, data: Prepared) -> Loop:
 
         def updates(number: int, step: Step) -> Iterator[tuple[Sequence[RolloutPack], Objective[RolloutPack]]]:
             check = partial(look_at_sampler, job, run.sample, step)
-            for minibatch in minibatches(job, step, number):
+            for minibatch in minibatches(job, step, number, method.num_iterations, method.num_minibatches):
                 surrogate = Surrogate(job, method, scorer, step, minibatch)
                 yield minibatch.parts, Objective(surrogate, minibatch.counted, check=check)
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from posttrain.scoring import Scorer
 from posttrain.training.checks import check_margins, check_packing
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
-from posttrain.training.reference import Portion, make_reference, whole_sets
+from posttrain.training.reference import Portion, Reference, make_reference, whole_sets
 from posttrain.training.schedule import epoch_order, total_steps
 
 log = logging.getLogger("posttrain")
@@ -51,32 +52,14 @@ def train(job: Job, data: Prepared) -> Loop:
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     scorer = Scorer(policy)
-    with_kl = method.joins_completions
-    portions = in_training_order(job, data) if with_kl else whole_sets(job, data)
+    portions = in_training_order(job, data) if method.joins_completions else whole_sets(job, data)
     reference = make_reference(job, method, scorer, data, portions)
 
-    def policy_logprobs(examples: list[Example]) -> torch.Tensor:
-        return logprobs(lambda pack, _: pack.sum_by_sequence(scorer(pack).logprob_N), job, examples)
+    levels_of = partial(levels, job, method, scorer, reference)
 
-    def levels_of(examples: list[Example], training: bool = False) -> Levels:
-        if with_kl:
-            pairs = with_other_completions(examples, job.config.data.max_length)
-            reference_B, ref_others_B = logprobs(reference, job, pairs).view(-1, 2).unbind(1)
-            others_B = policy_logprobs([keep_other(pair) for pair in pairs])
-            kl = kl_estimate(others_B - ref_others_B)
-            return Levels(reference_B, method.beta * kl, "kl", kl)
-        reference_B = logprobs(reference, job, examples)
-        if method.loss_type == "apo_zero_unpaired":
-            return Levels(reference_B, 0.0)
-        memory = loop.state.memory
-        rewards = RunningMean(memory.get("mean", 0.0), int(memory.get("count", 0)))
-        if training:
-            rewards = rewards.after(method.beta * (policy_logprobs(examples) - reference_B))
-        return Levels(reference_B, rewards.mean, "delta", rewards.mean, rewards)
-
-    def objective_of(examples: list[Example], levels: Levels | None = None) -> tuple[list[Pack], Objective]:
+    def objective_of(examples: list[Example], found: Levels | None = None) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
-        levels = levels or levels_of(examples)
+        shift = found or levels_of(examples, loop.state.memory)
         tokens = sum(len(pack.target_N) for pack in packs)
         desirable_B = torch.tensor([bool(example.label) for example in examples], device=job.device)
         desirable = sum(bool(example.label) for example in examples)
@@ -86,7 +69,7 @@ def train(job: Job, data: Prepared) -> Loop:
             pack = pack.to(job.device)
             scores = scorer(pack)
             logprob_S, desirable_S = pack.sum_by_sequence(scores.logprob_N), desirable_B[pack.group_S]
-            logratio_S = logprob_S - levels.reference_B[pack.group_S]
+            logratio_S = logprob_S - shift.reference_B[pack.group_S]
             if loop.state.step == 0 and method.ref_model is None:
                 check_margins(logratio_S.detach(), pack.length_S, job.dtype)
             loss_S = unpaired_loss(
@@ -94,15 +77,15 @@ def train(job: Job, data: Prepared) -> Loop:
                 desirable_S,
                 loss_type=method.loss_type,
                 beta=method.beta,
-                shift=levels.shift,
+                shift=shift.shift,
                 desirable_weight=method.desirable_weight,
                 undesirable_weight=method.undesirable_weight,
             )
             metrics = unpaired_metrics(logprob_S, logratio_S, desirable_S, method.beta, desirable, undesirable)
             metrics["entropy"] = scores.entropy_N.detach().sum() / tokens
-            if levels.metric:
-                share_of_it = levels.value * pack.num_sequences / len(examples)
-                metrics[levels.metric] = torch.zeros((), device=job.device) + share_of_it  # a number is no copy so
+            if shift.metric:
+                share_of_it = shift.value * pack.num_sequences / len(examples)
+                metrics[shift.metric] = torch.zeros((), device=job.device) + share_of_it  # a number is no copy so
             return loss_S.sum() / len(examples), metrics
 
         counts = {f"{name}/chosen": desirable for name in ("rewards", "logps")}
@@ -114,16 +97,45 @@ def train(job: Job, data: Prepared) -> Loop:
     if loop.evaluation_due:
         loop.evaluate(objective_of)
     for step, examples in loop.steps():
-        levels = levels_of(examples, training=True)
-        packs, objective = objective_of(examples, levels)
+        found = levels_of(examples, loop.state.memory, training=True)
+        packs, objective = objective_of(examples, found)
         if step == 1:
             check_packing(scorer, examples, job.pack)
         loop.update(packs, objective)
-        if levels.rewards is not None and not loop.state.skipped_in_a_row:
-            loop.state.memory = asdict(levels.rewards)
+        if found.rewards is not None and not loop.state.skipped_in_a_row:
+            loop.state.memory = asdict(found.rewards)
         if loop.evaluation_due:
             loop.evaluate(objective_of)
     return loop
+
+
+def levels(
+    job: Job,
+    method: KTOMethod,
+    scorer: Scorer,
+    reference: Reference,
+    examples: list[Example],
+    memory: Mapping[str, float],
+    training: bool = False,
+) -> Levels:
+    """What a batch's rewards are compared with: KTO's KL estimate, BCO's running mean, which `training` moves on."""
+
+    def policy_logprobs(examples: list[Example]) -> torch.Tensor:
+        return logprobs(lambda pack, _: pack.sum_by_sequence(scorer(pack).logprob_N), job, examples)
+
+    if method.joins_completions:
+        pairs = with_other_completions(examples, job.config.data.max_length)
+        reference_B, ref_others_B = logprobs(reference, job, pairs).view(-1, 2).unbind(1)
+        others_B = policy_logprobs([keep_other(pair) for pair in pairs])
+        kl = kl_estimate(others_B - ref_others_B)
+        return Levels(reference_B, method.beta * kl, "kl", kl)
+    reference_B = logprobs(reference, job, examples)
+    if method.loss_type == "apo_zero_unpaired":
+        return Levels(reference_B, 0.0)
+    rewards = RunningMean(memory.get("mean", 0.0), int(memory.get("count", 0)))
+    if training:
+        rewards = rewards.after(method.beta * (policy_logprobs(examples) - reference_B))
+    return Levels(reference_B, rewards.mean, "delta", rewards.mean, rewards)
 
 
 @torch.no_grad()

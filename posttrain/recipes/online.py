@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.batch import Example, Pack
-from posttrain.config import OnlineMethod
 from posttrain.data import Dataset, Prepared
 from posttrain.losses.reduce import sum_segments
 from posttrain.optim.update import Objective
@@ -124,14 +123,12 @@ class Minibatch:
     is_first: bool  # of the run
 
 
-def minibatches(job: Job, step: Step, number: int) -> Iterator[Minibatch]:
-    """Every update of step `number`, epoch by epoch; packed once where there is one minibatch."""
-    method = job.config.method
-    assert isinstance(method, OnlineMethod)
-    for epoch in range(method.epochs):
-        made = divided(step, method.num_minibatches, (job.config.seed, number, epoch))
+def minibatches(job: Job, step: Step, number: int, epochs: int, count: int) -> Iterator[Minibatch]:
+    """The updates of step `number`: `count` minibatches in each epoch, packed once where there is one."""
+    for epoch in range(epochs):
+        made = divided(step, count, (job.config.seed, number, epoch))
         for place, (chosen, counted) in enumerate(made):
-            parts = step.parts if method.num_minibatches == 1 else in_packs(job, step.rollout, chosen)
+            parts = step.parts if count == 1 else in_packs(job, step.rollout, chosen)
             yield Minibatch(parts, chosen, counted, len(made), is_first=number == 1 and epoch == place == 0)
 
 

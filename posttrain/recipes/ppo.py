@@ -67,7 +67,7 @@ def train(job: Job, data: Prepared) -> Loop:
 
         def updates(number: int, step: PPOStep) -> Iterator[tuple[Sequence[RolloutPack], Objective[RolloutPack]]]:
             check = partial(look_at_sampler, job, run.sample, step)
-            for minibatch in minibatches(job, step, number):
+            for minibatch in minibatches(job, step, number, method.num_ppo_epochs, method.num_minibatches):
                 share = ActorCriticLoss(job, method, actor_critic, step, minibatch)
                 yield minibatch.parts, Objective(share, len(minibatch.chosen), check=check)
 

@@ -235,7 +235,7 @@ def _with_path(reward: Reward, done: Mapping[str, Task], stage: str) -> Reward:
     if not isinstance(reward, ModelReward) or reward.from_stage is None:
         return reward
     source = done.get(reward.from_stage)
-    if source is None or source.config.method.type != "reward":
+    if source is None or source.config.method.head != "reward":
         trained = [name for name, task in done.items() if task.config.method.head == "reward"]
         raise ConfigError(
             f"stage {stage}: rewards: {reward.from_stage} is no earlier stage that trains a reward model; there is "

@@ -19,7 +19,8 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 from urllib.parse import urlsplit
 
-from posttrain.config.schema.run import RunConfig, TrackingConfig
+from posttrain.config.schema.run import RunConfig
+from posttrain.config.schema.training import TrackingConfig
 from posttrain.errors import RunError
 from posttrain.extras import need
 from posttrain.store.provenance import redact, redacted_command

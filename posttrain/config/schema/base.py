@@ -29,6 +29,7 @@ class MethodSettings(Settings):
     learning_rates: ClassVar[tuple[float, float]]
 
     head: ClassVar[Literal["lm", "reward"]] = "lm"  # what reads the last hidden states
+    learns_ties: ClassVar[bool] = False  # whether a pair may have no better completion
     samples_completions: ClassVar[bool] = False  # whether it trains on completions of its own, rewarded at every step
 
     @property

@@ -54,12 +54,7 @@ class OnlineMethod(MethodSettings):
 
     @property
     @abstractmethod
-    def epochs(self) -> int:
-        """How often a step's completions are trained on."""
-
-    @property
-    def updates(self) -> int:
-        return self.epochs * self.num_minibatches
+    def updates(self) -> int: ...
 
     @property
     def completions_per_prompt(self) -> int:
@@ -104,8 +99,8 @@ class PolicyGradientMethod(OnlineMethod):
         return self.beta > 0
 
     @property
-    def epochs(self) -> int:
-        return self.num_iterations
+    def updates(self) -> int:
+        return self.num_iterations * self.num_minibatches
 
     def _check_groups(self, problems: Problems, compares: bool, what: str) -> None:
         problems.check(
@@ -268,8 +263,8 @@ class PPOMethod(OnlineMethod):
         return self.kl_coef > 0
 
     @property
-    def epochs(self) -> int:
-        return self.num_ppo_epochs
+    def updates(self) -> int:
+        return self.num_ppo_epochs * self.num_minibatches
 
     @property
     def regrades_exactly(self) -> bool:

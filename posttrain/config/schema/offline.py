@@ -1,0 +1,307 @@
+"""The settings of the methods that learn from given completions. A field that a method does not use is not there."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.config.schema.base import Float, MethodSettings, OneOrMore, Place, Problems
+
+PreferenceLoss = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "kto_pair",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+]
+UnpairedLoss = Literal["kto", "bco", "apo_zero_unpaired"]
+ContrastiveLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
+Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+
+# Losses of the difference chosen - rejected alone: f-divergence scores are defined for these (as in TRL 1.16).
+F_DIVERGENCE_LOSSES = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"})
+# With reference log-probabilities of 0 these are losses of a difference still; others need the reference's level.
+REFERENCE_FREE_LOSSES = F_DIVERGENCE_LOSSES | {"aot", "aot_unpaired"}
+LABEL_SMOOTHING_LOSSES = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"})
+
+
+class SFTMethod(MethodSettings):
+    """Supervised fine-tuning: negative log-likelihood of the target tokens."""
+
+    kind = "sft"
+    dropout = True
+    learning_rates = (2e-5, 2e-4)
+
+    type: Literal["sft"] = Field(default="sft", description="Supervised fine-tuning.")
+    completion_only_loss: bool | None = Field(
+        default=None,
+        description="Train on the completion alone; null: yes where the data has a prompt, else every token.",
+    )
+    assistant_only_loss: bool = Field(
+        default=False, description="Train on every assistant turn of a conversation, on nothing else."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "SFTMethod":
+        problems = Problems()
+        problems.check(
+            not (self.completion_only_loss and self.assistant_only_loss),
+            "assistant_only_loss",
+            "is at odds with completion_only_loss: true; the first trains every assistant turn, the second the last",
+        )
+        problems.report()
+        return self
+
+
+class RewardMethod(MethodSettings):
+    """Reward model: Bradley-Terry loss on pairs, scalar head on the last token."""
+
+    head = "reward"
+    learns_ties = True
+    learning_rates = (1e-5, 1e-4)
+
+    type: Literal["reward"] = Field(default="reward", description="Reward model.")
+    center_rewards_coefficient: Annotated[Float, Field(ge=0)] | None = Field(
+        default=None,
+        description="Weight of (chosen + rejected)^2, which keeps rewards near 0; 0.01 is usual, null: none.",
+    )
+
+
+class DPOMethod(MethodSettings):
+    """Direct preference optimisation and its kin; `type: ipo` is `dpo` with `loss_type: ipo`."""
+
+    learning_rates = (1e-6, 1e-6)
+
+    type: Literal["dpo"] = Field(default="dpo", description="Preference optimisation on pairs: DPO, IPO and kin.")
+    loss_type: Annotated[tuple[PreferenceLoss, ...], OneOrMore, Field(min_length=1)] = Field(
+        default=("sigmoid",), description="Loss, or a list of losses that are added up."
+    )
+    loss_weights: tuple[Annotated[Float, Field(ge=0)], ...] | None = Field(
+        default=None, description="One weight for each loss of the list; null: 1 each."
+    )
+    beta: Annotated[Float, Field(gt=0)] = Field(
+        default=0.1, description="How strongly the policy is held to the reference; IPO's tau."
+    )
+    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Share of pairs assumed to be labelled the wrong way round."
+    )
+    f_divergence_type: Divergence = Field(default="reverse_kl", description="Divergence from the reference (f-DPO).")
+    f_alpha_divergence_coef: Float = Field(default=0.5, description="The alpha of alpha_divergence.")
+    discopop_tau: Annotated[Float, Field(gt=0)] = Field(default=0.05, description="Temperature of the discopop loss.")
+    use_ref_model: bool = Field(
+        default=True, description="Compare with a reference; false: its log-probabilities count as 0."
+    )
+    precompute_ref_log_probs: bool = Field(
+        default=False, description="Compute the reference's log-probabilities before training, and cache them."
+    )
+    ref_model: Place | None = Field(
+        default=None, description="Hub id or folder of another reference; null: the model itself before training."
+    )
+
+    @property
+    def scores_reference(self) -> bool:
+        return self.use_ref_model and not self.precompute_ref_log_probs
+
+    @model_validator(mode="after")
+    def _check(self) -> "DPOMethod":
+        problems = Problems()
+        losses: set[str] = set(self.loss_type)
+        self._check_losses(problems, losses)
+        self._check_reference(problems, losses)
+        problems.report()
+        return self
+
+    def _check_losses(self, problems: Problems, losses: set[str]) -> None:
+        weights = self.loss_weights
+        problems.check(
+            len(losses) == len(self.loss_type),
+            "loss_type",
+            "names a loss twice; give it a weight in loss_weights instead",
+        )
+        problems.check(
+            weights is None or len(weights) == len(self.loss_type),
+            "loss_weights",
+            f"has {len(weights or ())} weights for {len(self.loss_type)} losses; give one for each",
+        )
+        problems.check(weights is None or any(weights), "loss_weights", "are all 0; nothing would be trained")
+        problems.check(
+            self.label_smoothing == 0 or bool(losses & LABEL_SMOOTHING_LOSSES),
+            "label_smoothing",
+            f"is read by {names(LABEL_SMOOTHING_LOSSES)} only, not by {names(losses)}; leave it out",
+        )
+        problems.check(
+            self.label_smoothing < 0.5 or "robust" not in losses,
+            "label_smoothing",
+            f"is {self.label_smoothing}; robust divides by 1 - 2 x label_smoothing and needs less than 0.5",
+        )
+        problems.check(
+            self.label_smoothing > 0 or "exo_pair" not in losses,
+            "label_smoothing",
+            "is 0; exo_pair takes its logarithm and needs more than 0 (the paper uses 0.001)",
+        )
+        problems.check(
+            self.discopop_tau == 0.05 or "discopop" in losses,
+            "discopop_tau",
+            f"is read by discopop only, not by {names(losses)}; leave it out",
+        )
+        problems.check(
+            self.f_divergence_type == "reverse_kl" or losses <= F_DIVERGENCE_LOSSES,
+            "f_divergence_type",
+            f"other than reverse_kl is defined for {names(F_DIVERGENCE_LOSSES)}, not for "
+            f"{names(losses - F_DIVERGENCE_LOSSES)}",
+        )
+        problems.check(
+            self.f_divergence_type == "reverse_kl" or losses != {"sft"},
+            "f_divergence_type",
+            "is not read by sft, which has no reference; leave it out",
+        )
+        problems.check(
+            self.f_alpha_divergence_coef == 0.5 or self.f_divergence_type == "alpha_divergence",
+            "f_alpha_divergence_coef",
+            f"is read by f_divergence_type: alpha_divergence only, not by {self.f_divergence_type}; leave it out",
+        )
+
+    def _check_reference(self, problems: Problems, losses: set[str]) -> None:
+        if self.use_ref_model:
+            return
+        needing = losses - REFERENCE_FREE_LOSSES
+        problems.check(not needing, "use_ref_model", f"is false, but {names(needing)} cannot do without a reference")
+        problems.check(
+            not self.precompute_ref_log_probs,
+            "precompute_ref_log_probs",
+            "is true, but with use_ref_model: false there is no reference to compute",
+        )
+        problems.check(self.ref_model is None, "ref_model", "names a reference, but use_ref_model is false")
+        problems.check(
+            self.f_divergence_type == "reverse_kl",
+            "f_divergence_type",
+            "measures the divergence from a reference, but use_ref_model is false",
+        )
+
+
+class ORPOMethod(MethodSettings):
+    """Odds ratio preference optimisation: likelihood of the chosen completion and an odds ratio, no reference."""
+
+    learning_rates = (8e-6, 8e-5)
+
+    type: Literal["orpo"] = Field(default="orpo", description="Odds ratio preference optimisation, no reference.")
+    beta: Annotated[Float, Field(gt=0)] = Field(
+        default=0.1, description="Weight of the odds ratio against the likelihood; the paper's lambda."
+    )
+    completion_only_loss: bool = Field(
+        default=False, description="Take the likelihood of the chosen completion alone; false: of its prompt too."
+    )
+
+
+class CPOMethod(MethodSettings):
+    """Contrastive preference optimisation: DPO with a uniform reference, and the likelihood of the chosen reply."""
+
+    learning_rates = (8e-6, 8e-5)
+
+    type: Literal["cpo"] = Field(default="cpo", description="Contrastive preference optimisation, no reference.")
+    loss_type: ContrastiveLoss = Field(default="sigmoid", description="How chosen and rejected are compared.")
+    beta: Annotated[Float, Field(gt=0)] = Field(default=0.1, description="Scale of the comparison; IPO's tau.")
+    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Share of pairs assumed to be labelled the wrong way round."
+    )
+    cpo_alpha: Annotated[Float, Field(ge=0)] = Field(
+        default=1.0, description="Weight of the chosen completion's negative log-likelihood per token."
+    )
+    simpo_gamma: Annotated[Float, Field(ge=0)] = Field(default=0.5, description="Margin of loss_type: simpo.")
+    alpha: Float = Field(default=0.0, description="AlphaPO's reward shape (1 - p^-alpha) / alpha; 0: log p.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "CPOMethod":
+        problems = Problems()
+        problems.check(
+            self.label_smoothing == 0 or self.loss_type in ("sigmoid", "simpo"),
+            "label_smoothing",
+            f"is read by sigmoid and simpo only, not by {self.loss_type}; leave it out",
+        )
+        problems.check(
+            self.simpo_gamma == 0.5 or self.loss_type == "simpo",
+            "simpo_gamma",
+            f"is read by loss_type: simpo only, not by {self.loss_type}; leave it out",
+        )
+        problems.report()
+        return self
+
+
+class SimPOMethod(MethodSettings):
+    """Simple preference optimisation: log-probabilities per token as rewards, with a margin; no reference."""
+
+    learning_rates = (1e-6, 1e-6)
+
+    type: Literal["simpo"] = Field(default="simpo", description="Simple preference optimisation, no reference.")
+    beta: Annotated[Float, Field(gt=0)] = Field(
+        default=2.0, description="Scale of the rewards, which are log-probabilities per token."
+    )
+    simpo_gamma: Annotated[Float, Field(ge=0)] = Field(
+        default=1.0, description="By how much the chosen reward should be ahead; about half of beta."
+    )
+    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Share of pairs assumed to be labelled the wrong way round."
+    )
+    cpo_alpha: Annotated[Float, Field(ge=0)] = Field(
+        default=0.0, description="Weight of the chosen completion's negative log-likelihood per token (CPO-SimPO)."
+    )
+    alpha: Float = Field(default=0.0, description="AlphaPO's reward shape (1 - p^-alpha) / alpha; 0: log p.")
+
+
+class KTOMethod(MethodSettings):
+    """Kahneman-Tversky optimisation: single completions that are labelled desirable or undesirable."""
+
+    kind = "unpaired"
+    learning_rates = (1e-6, 1e-6)
+
+    type: Literal["kto"] = Field(default="kto", description="Single completions labelled desirable or undesirable.")
+    loss_type: UnpairedLoss = Field(default="kto", description="What a completion's reward is held against.")
+    beta: Annotated[Float, Field(gt=0)] = Field(
+        default=0.1, description="How strongly the policy is held to the reference."
+    )
+    desirable_weight: Annotated[Float, Field(ge=0)] = Field(
+        default=1.0, description="Weight of desirable completions, to make up for classes of unequal size."
+    )
+    undesirable_weight: Annotated[Float, Field(ge=0)] = Field(
+        default=1.0, description="Weight of undesirable completions."
+    )
+    precompute_ref_log_probs: bool = Field(
+        default=False, description="Compute the reference's log-probabilities before training, and cache them."
+    )
+    ref_model: Place | None = Field(
+        default=None, description="Hub id or folder of another reference; null: the model itself before training."
+    )
+
+    @property
+    def scores_reference(self) -> bool:
+        return not self.precompute_ref_log_probs
+
+    @property
+    def joins_completions(self) -> bool:
+        return self.loss_type == "kto"  # its KL is estimated from the completions of other examples
+
+    @model_validator(mode="after")
+    def _check(self) -> "KTOMethod":
+        problems = Problems()
+        problems.check(
+            self.desirable_weight + self.undesirable_weight > 0,
+            "desirable_weight",
+            "and undesirable_weight are both 0; nothing would be trained",
+        )
+        problems.report()
+        return self
+
+
+def names(values: set[str] | frozenset[str]) -> str:
+    """The values in alphabetical order, for a message."""
+    return ", ".join(sorted(values))

@@ -1,0 +1,139 @@
+"""The settings of optimisation, checkpoints, tracking and devices."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.config.schema.base import (
+    EVAL_METRIC,
+    Float,
+    Folder,
+    FolderName,
+    Int,
+    OneOrMore,
+    Positive,
+    Problems,
+    Settings,
+)
+
+WARMUP_STEPS = 0.03  # the default
+
+
+class TrainingConfig(Settings):
+    """The optimisation."""
+
+    batch_size: Positive = Field(default=16, description="Examples (pairs, prompts) per step, over all devices.")
+    tokens_per_pack: Positive = Field(
+        default=8192, description="The memory knob; accumulation follows from it and batch_size."
+    )
+    learning_rate: Annotated[Float, Field(ge=0)] | None = Field(
+        default=None, description="null: the method's own, for all weights or LoRA; its page in docs/ tells it."
+    )
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
+        default="cosine", description="How the learning rate changes; constant has no warm-up."
+    )
+    warmup_steps: Annotated[Float, Field(ge=0)] = Field(
+        default=WARMUP_STEPS,
+        description="Steps of warm-up, below 1 a share of all steps; it starts at rate 0, of online methods above 0.",
+    )
+    weight_decay: Annotated[Float, Field(ge=0)] = Field(default=0.0, description="AdamW's weight decay.")
+    adam_beta1: Annotated[Float, Field(ge=0, lt=1)] = Field(default=0.9, description="AdamW's beta1.")
+    adam_beta2: Annotated[Float, Field(ge=0, lt=1)] = Field(default=0.999, description="AdamW's beta2.")
+    adam_epsilon: Annotated[Float, Field(gt=0)] = Field(default=1e-8, description="AdamW's epsilon.")
+    max_grad_norm: Annotated[Float, Field(ge=0)] = Field(
+        default=1.0, description="Gradients are clipped to this norm; 0: never."
+    )
+    num_train_epochs: Annotated[Float, Field(gt=0)] = Field(default=1.0, description="Passes over the data.")
+    max_steps: Positive | None = Field(
+        default=None, description="Stop after so many steps, whatever num_train_epochs says."
+    )
+    optimizer: Literal["adamw", "adamw_8bit", "adamw_cpu_offload"] = Field(
+        default="adamw",
+        description="adamw_8bit: a byte for each moment; adamw_cpu_offload: all but the weights in CPU memory.",
+    )
+    gradient_checkpointing: Literal["auto"] | bool = Field(
+        default="auto", description="Recompute activations in the backward pass: slower, less memory."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainingConfig":
+        problems = Problems()
+        problems.check(
+            self.warmup_steps < 1 or self.warmup_steps == int(self.warmup_steps),
+            "warmup_steps",
+            f"is {self.warmup_steps}; give a share below 1, or a whole number of steps",
+        )
+        problems.report()
+        return self
+
+
+class CheckpointConfig(Settings):
+    """What is saved during training."""
+
+    save_steps: Positive = Field(default=500, description="Save a checkpoint every so many steps.")
+    save_total_limit: Positive | None = Field(default=2, description="Keep the newest so many checkpoints; null: all.")
+    best_metric: Annotated[str, Field(pattern=EVAL_METRIC)] | None = Field(
+        default="auto",
+        description="Metric that best/ is kept by, e.g. eval_loss; auto: eval_accuracy for reward models; null: none.",
+    )
+    early_stopping_patience: Positive | None = Field(
+        default=None, description="Stop after so many evaluations without a better best_metric."
+    )
+
+
+class TrackingConfig(Settings):
+    """What is written down, and where it is shown."""
+
+    logging_steps: Positive = Field(default=10, description="Log metrics every so many steps.")
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], OneOrMore] = Field(
+        default=(), description="Trackers that are given the metrics too: any of tensorboard, wandb, trackio."
+    )
+    logging_dir: Folder | None = Field(
+        default=None,
+        description="Folder of what tensorboard and wandb write, with one inside for each run; null: the run folder.",
+    )
+    project: FolderName = Field(default="posttrain", description="Project of the run in wandb and trackio.")
+    wandb_mode: Literal["auto", "online", "offline"] = Field(
+        default="auto", description="auto: WANDB_MODE, else online where there is a key, offline where there is none."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrackingConfig":
+        problems, named = Problems(), set(self.report_to)
+        problems.check(len(named) == len(self.report_to), "report_to", "names a tracker twice")
+        for field, readers in (
+            ("logging_dir", ("tensorboard", "wandb")),
+            ("project", ("wandb", "trackio")),
+            ("wandb_mode", ("wandb",)),
+        ):
+            problems.check(
+                field not in self.model_fields_set
+                or getattr(self, field) == type(self).model_fields[field].default
+                or not named.isdisjoint(readers),
+                field,
+                f"is read by {' and '.join(readers)}, which report_to does not name",
+            )
+        problems.report()
+        return self
+
+
+class DevicesConfig(Settings):
+    """Where to train."""
+
+    type: Literal["auto", "cpu", "cuda", "mps"] = Field(default="auto", description="auto: cuda, else mps, else cpu.")
+    ids: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(min_length=1)] | None = Field(
+        default=None, description="GPUs by number, e.g. [0]; null: as visible."
+    )
+    full_determinism: bool = Field(
+        default=False, description="On a GPU only kernels that give the same bits every time; slower."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "DevicesConfig":
+        problems = Problems()
+        problems.check(
+            self.ids is None or self.type in ("auto", "cuda"), "ids", f"number GPUs, but type is {self.type}"
+        )
+        problems.check(self.ids is None or len(set(self.ids)) == len(self.ids), "ids", "name a GPU twice")
+        problems.report()
+        return self
