@@ -7,9 +7,9 @@ from posttrain.data.formats import FORMATS
 from posttrain.data.layouts import find_layout
 from posttrain.data.readers import read_files
 from posttrain.data.rows import RowError, messages_of, without_think
-from posttrain.data.solutions import last_boxed
 from posttrain.data.templates import Template
 from posttrain.errors import DataError
+from posttrain.latex import last_box
 
 TEXTS, TURNS = (Template(name, name != "none", TagsConfig()) for name in ("none", "chat"))
 
@@ -138,9 +138,9 @@ def test_problem_answer(fields, plain, tagged):
     assert row.chosen == f"<start_working_out>{working}<end_working_out><SOLUTION>{answer}</SOLUTION>"
 
 
-def test_last_boxed_is_balanced():
-    assert last_boxed("\\boxed{1} or \\boxed{a{b}{c}} end") == "a{b}{c}"
-    assert last_boxed("\\boxed{open {") is None and last_boxed("none") is None
+def test_last_box_is_balanced():
+    assert last_box("\\boxed{1} or \\boxed{a{b}{c}} end") == "a{b}{c}"
+    assert last_box("\\boxed{open {") is None and last_box("none") is None
 
 
 def test_think_is_stripped_from_the_assistant_only():

@@ -8,9 +8,10 @@ from answer_tables import DIFFERENT, EQUAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.grading.extract import after_thinking, final_answer, first_number, last_box, last_number, marked_answer
+from posttrain.grading.extract import after_thinking, final_answer, first_number, last_number, marked_answer
 from posttrain.grading.numbers import read_number, same_number
 from posttrain.grading.verdict import GradeRequest
+from posttrain.latex import last_box
 from posttrain.rewards.rules import RULES
 
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "posttrain"
 
 # Lowest first. Modules on one line may not import one another.
 LAYERS = [
-    ["terminal", "words"],
+    ["latex", "terminal", "words"],
     ["console"],
     ["errors", "helpers", "hub", "memory", "progress", "threads"],
     ["extras", "signals"],

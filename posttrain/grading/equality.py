@@ -12,7 +12,6 @@ from fractions import Fraction
 from typing import TypeVar
 
 from posttrain.grading.dates import read_occasion
-from posttrain.grading.extract import last_box
 from posttrain.grading.labels import read_base, read_choice, read_ratio, read_residue
 from posttrain.grading.notation import brackets, compact, is_balanced, split_top, tidy
 from posttrain.grading.numbers import read_number, same_number
@@ -30,6 +29,7 @@ from posttrain.grading.parts import (
 )
 from posttrain.grading.sets import ORDER, Interval, RealSet, chain, is_set_like, read_set
 from posttrain.grading.units import NO_UNIT, split_unit, sum_of_units, without_pounds
+from posttrain.latex import last_box
 
 T = TypeVar("T")
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 
+from posttrain.latex import last_box
+
 THINK, THINK_END = "<think>", "</think>"
 ANSWER, ANSWER_END = "<answer>", "</answer>"
-# A box opens, a backslash hides the next character, a brace opens or closes.
-_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-_BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$\\]+)")
 # A sign behind a word, a number or a bracket is an operation: 3 is what `5-3` ends in.
 _NUMBER = re.compile(r"(?:(?<![\w.)\]}%])[-+])?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)")
 _MARKED = re.compile(r"(?:####|^A:)[ \t]*(.*)$", re.MULTILINE)
@@ -20,24 +19,6 @@ def after_thinking(text: str) -> str:
     if text.rfind(THINK) > end:
         return ""
     return text if end < 0 else text[end + len(THINK_END) :]
-
-
-def last_box(text: str) -> str | None:
-    r"""The content of the last balanced `\boxed{…}` or `\fbox{…}`, the outer one of nested ones."""
-    opened: list[tuple[int, bool]] = []  # where the content of each open brace begins, and whether it is a box
-    found: tuple[int, int] | None = None
-    for match in _BRACES.finditer(text):
-        token = match.group()
-        if token.endswith("{") and (token == "{" or token.startswith(("\\boxed", "\\fbox"))):
-            opened.append((match.end(), token != "{"))
-        elif token == "}" and opened:
-            begin, box = opened.pop()
-            if box:
-                found = begin, match.start()
-    if found is not None:
-        return text[slice(*found)].strip()
-    bare = _last(_BARE_BOX, text)
-    return bare[1] if bare else None
 
 
 def last_answer_tag(text: str) -> str | None:

@@ -20,12 +20,12 @@ from posttrain.grading.extract import (
     after_thinking,
     final_answer,
     last_answer_tag,
-    last_box,
     last_number,
     marked_answer,
 )
 from posttrain.grading.numbers import Number, read_number, same_number
 from posttrain.grading.verdict import BadGold, Judgement, Rule
+from posttrain.latex import last_box
 
 
 def math(completion: str, gold: str) -> Judgement:

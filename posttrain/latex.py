@@ -1,0 +1,25 @@
+"""The answer that a solution puts into a box."""
+
+import re
+
+# A box opens, a backslash hides the next character, a brace opens or closes.
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$\\]+)")
+
+
+def last_box(text: str) -> str | None:
+    r"""The content of the last balanced `\boxed{…}` or `\fbox{…}`, the outer one of nested ones."""
+    opened: list[tuple[int, bool]] = []  # where the content of each open brace begins, and whether it is a box
+    found: tuple[int, int] | None = None
+    for match in _BRACES.finditer(text):
+        token = match.group()
+        if token.endswith("{") and (token == "{" or token.startswith(("\\boxed", "\\fbox"))):
+            opened.append((match.end(), token != "{"))
+        elif token == "}" and opened:
+            begin, box = opened.pop()
+            if box:
+                found = begin, match.start()
+    if found is not None:
+        return text[slice(*found)].strip()
+    bare = _BARE_BOX.findall(text)
+    return bare[-1] if bare else None
