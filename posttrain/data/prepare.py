@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.evaluation import EvaluationDataset
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import cache
-from posttrain.data.dataset import Dataset
+from posttrain.data.dataset import Dataset, Limits
 from posttrain.data.lengths import Room, evaluation_limits, longest_prompt, training_limits
 from posttrain.data.reading import Kind, Loaded, Reader, SourcePart
 from posttrain.data.report import Report
@@ -205,20 +205,29 @@ def prepare(
         fitted = whole.table.fit(limits, np.zeros(len(held_rows), bool), held_rows)
         _say_left_out("validation", len(fitted.view), int(held_rows.sum()), evaluated or room, data)
         validation = {"validation": Dataset(whole.table, fitted, np.arange(len(fitted.view)))}
-    loaded = {"train": whole}
-    further = [(entry.name, SourcePart(entry.source, entry.split, entry.max_rows)) for entry in datasets]
-    if data.validation is not None and data.validation.source is not None:
-        given = data.validation
-        further.insert(0, ("validation", SourcePart(given.source or "", given.split, given.max_rows)))
-    own = {entry.name: entry for entry in datasets}
-    for name, part in further:
-        if name in validation or name in loaded:
-            raise DataError(f"evaluation.datasets has the name {name!r}, which is taken: give it another")
-        its = reader.with_data(_settings_of(own[name], data)) if name in own else reader
-        one = loaded[name] = its.load(name, [part], lambda _: limits, None)
-        validation[name] = Dataset(one.table, one.fitted, np.arange(len(one.fitted.view)))
+    loaded = {"train": whole, **_further(data, datasets, reader, limits, taken=validation)}
+    further = {name: one for name, one in loaded.items() if name != "train"}
+    validation |= {n: Dataset(one.table, one.fitted, np.arange(len(one.fitted.view))) for n, one in further.items()}
     reports = {name: one.report for name, one in loaded.items()}
     return Prepared(kind, train, validation, reports, _fingerprint(loaded, train, validation))
+
+
+def _further(
+    data: DataConfig, datasets: Sequence[EvaluationDataset], reader: Reader, limits: Limits, taken: Collection[str]
+) -> dict[str, Loaded]:
+    """The sets beside the training data, by name: that of `data.validation`, then the evaluation `datasets`."""
+    sources = [(entry.name, SourcePart(entry.source, entry.split, entry.max_rows)) for entry in datasets]
+    if data.validation is not None and data.validation.source is not None:
+        given = data.validation
+        sources.insert(0, ("validation", SourcePart(given.source or "", given.split, given.max_rows)))
+    own = {entry.name: entry for entry in datasets}
+    found: dict[str, Loaded] = {}
+    for name, part in sources:
+        if name in taken or name in found or name == "train":
+            raise DataError(f"evaluation.datasets has the name {name!r}, which is taken: give it another")
+        its = reader.with_data(_settings_of(own[name], data)) if name in own else reader
+        found[name] = its.load(name, [part], lambda _: limits, None)
+    return found
 
 
 def _fingerprint(loaded: Mapping[str, Loaded], train: Dataset, validation: Mapping[str, Dataset]) -> str:
