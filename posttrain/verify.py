@@ -35,7 +35,7 @@ from posttrain.store.checkpoint import list_checkpoints
 from posttrain.store.compare import Comparison, compare_runs
 from posttrain.store.logs import ConsoleLog
 from posttrain.store.metrics import last_metrics
-from posttrain.store.run import find_runs
+from posttrain.store.runs import find_runs
 from posttrain.words import counted
 
 POLL_S = 0.001

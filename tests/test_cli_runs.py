@@ -15,7 +15,8 @@ from posttrain.errors import RunError
 from posttrain.reports.listing import in_units, size_of, summarise
 from posttrain.store.folder import never_stepped
 from posttrain.store.rollouts import GIB, RolloutStore, StoredPrompt
-from posttrain.store.run import Run, find_runs
+from posttrain.store.run import Run
+from posttrain.store.runs import find_runs
 
 CONFIG = """\
 name: toy

@@ -10,7 +10,7 @@ from test_online import EXACT
 from posttrain.cli import main
 from posttrain.reports.comparison import Mean, read_entry
 from posttrain.store.files import load_json
-from posttrain.store.rollouts import StoredRun
+from posttrain.store.stored_rollouts import StoredRun
 
 
 @pytest.fixture(scope="module")

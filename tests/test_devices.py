@@ -8,7 +8,7 @@ import torch
 from posttrain.cli import main
 from posttrain.config import DevicesConfig
 from posttrain.errors import ModelError
-from posttrain.models.load import device_of
+from posttrain.models.devices import device_of
 
 
 @pytest.fixture

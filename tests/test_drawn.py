@@ -19,7 +19,7 @@ from posttrain.models.load import load_model, load_tokenizer
 from posttrain.rewards.compose import Rewarded
 from posttrain.rewards.pass_at_k import pass_at_k, passes
 from posttrain.rollout import Sampler
-from posttrain.store.rollouts import StoredRun
+from posttrain.store.stored_rollouts import StoredRun
 
 
 @pytest.fixture(scope="module")

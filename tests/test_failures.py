@@ -24,7 +24,8 @@ from posttrain.signals import handling
 from posttrain.store import rollouts
 from posttrain.store.checkpoint import list_checkpoints
 from posttrain.store.files import load_json
-from posttrain.store.run import Run, read_run
+from posttrain.store.run import Run
+from posttrain.store.runs import read_run
 from posttrain.training.loop import Loop
 from posttrain.training.resume import smaller_packs
 from posttrain.training.saving import Saver

@@ -20,7 +20,8 @@ from posttrain.config.schema.training import DevicesConfig
 from posttrain.engines.room import Room, token_bytes
 from posttrain.losses import reduce
 from posttrain.losses.reduce import sum_segments
-from posttrain.models.load import determinism, load_config
+from posttrain.models.devices import determinism
+from posttrain.models.load import load_config
 from posttrain.planning import estimate as estimates
 from posttrain.planning import largest
 from posttrain.planning.activations import empty_model
@@ -211,7 +212,7 @@ def test_a_plan_names_the_engines_memory(sums_home, capsys):
 def test_memory_is_given_back_before_updates_where_a_gpu_is_short_of_it(monkeypatch, caplog):
     """The decision, and what the sampler then does; the same completions come either way (test_embedded.py)."""
     job = SimpleNamespace(device=GPU, config=grpo("m"), model=None)
-    monkeypatch.setattr(largest, "heaviest_step", lambda *given: [])
+    monkeypatch.setattr(largest, "largest_step", lambda *given: [])
     monkeypatch.setattr(largest, "width_step", lambda *given: None)
     monkeypatch.setattr(largest, "empty_model", lambda *given: None)
     for keeps in (True, False):

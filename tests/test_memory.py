@@ -22,7 +22,7 @@ from posttrain.models.load import load_tokenizer
 from posttrain.models.matmul import multiplies_bfloat16
 from posttrain.planning.activations import _simulate, activations, empty_model
 from posttrain.planning.estimate import _reference, estimate
-from posttrain.planning.largest import heaviest_step
+from posttrain.planning.largest import largest_step
 from posttrain.planning.probe import Step, largest, probe
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def settings(shared, middling_model, tmp_path):
 def estimated(file: Path):
     config = load(file).config
     data = prepare_run(config, load_tokenizer(config.models[0]))
-    packs = heaviest_step(
+    packs = largest_step(
         config, data, config.training.tokens_per_pack, width_step(CPU, config.training.tokens_per_pack)
     )
     return estimate(config, config.models[0], empty_model(config, config.models[0]), packs, CPU)

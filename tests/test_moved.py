@@ -16,7 +16,7 @@ from posttrain.cli import main
 from posttrain.config import ModelConfig, Stage, load
 from posttrain.errors import RunError
 from posttrain.store.files import load_json
-from posttrain.store.run import read_run
+from posttrain.store.runs import read_run
 from posttrain.training.inputs import content_of
 
 

@@ -25,7 +25,7 @@ from posttrain.rollout import Sampler
 from posttrain.store import rollouts
 from posttrain.store.checkpoint import saved_step, verify
 from posttrain.store.files import load_json
-from posttrain.store.rollouts import StoredRun
+from posttrain.store.stored_rollouts import StoredRun
 
 EXACT = {"type": "python", "function": "benchmarks.sums:exact", "name": "exact"}
 

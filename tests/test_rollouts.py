@@ -24,7 +24,8 @@ from posttrain.losses import gae, normalized
 from posttrain.recipes import ppo
 from posttrain.store import rollouts
 from posttrain.store.metrics import read_metrics
-from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout, StoredRun
+from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout
+from posttrain.store.stored_rollouts import StoredRun
 
 PROMPTS, EACH = 3, 4
 

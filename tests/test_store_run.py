@@ -17,7 +17,8 @@ from posttrain.store.checkpoint import list_checkpoints, newest_complete, saved_
 from posttrain.store.logs import ConsoleLog
 from posttrain.store.metrics import read_metrics
 from posttrain.store.provenance import redact, redact_arguments
-from posttrain.store.run import Run, find_runs, read_run
+from posttrain.store.run import Run
+from posttrain.store.runs import find_runs, read_run
 
 CONFIG = "name: toy\nmethod: {type: sft}\n"
 
@@ -361,7 +362,7 @@ def test_reading_a_run_imports_neither_torch_nor_matplotlib(tmp_path):
     with Run.create(tmp_path / "x", CONFIG, {}) as run:
         run.log(1, {"loss": 1.0})
     code = (
-        "import sys; from pathlib import Path; from posttrain.store.run import find_runs, read_run; "
+        "import sys; from pathlib import Path; from posttrain.store.runs import find_runs, read_run; "
         "print([read_run(f).state for f in find_runs(Path(sys.argv[1]))]); "
         "print([m for m in ('torch', 'matplotlib', 'transformers', 'numpy', 'rich') if m in sys.modules])"
     )

@@ -20,7 +20,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 from benchmarks.gpu import generate, learn, right, soak, train
 from benchmarks.gpu.common import Book, CardLostError, Setup, is_bad, run_part, table
 from posttrain.config import DevicesConfig
-from posttrain.models.load import take_device
+from posttrain.models.devices import take_device
 
 PARTS = {"right": right.cases, "train": train.cases, "generate": generate.cases, "learn": learn.cases}
 PARTS |= {"soak": soak.cases}

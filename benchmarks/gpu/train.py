@@ -35,6 +35,7 @@ from posttrain.batch import Example, Node, Pack
 from posttrain.config import dump, load
 from posttrain.memory import peak_memory, release_memory, reset_peak_memory
 from posttrain.optim.update import Objective, update
+from posttrain.planning.estimate import start_job
 from posttrain.planning.probe import Step
 from posttrain.store.run import Run
 from posttrain.training.job import Job
@@ -150,7 +151,7 @@ def an_update(setup: Setup, name: str) -> Iterator[Update]:
     with TemporaryDirectory(prefix="posttrain-") as folder:
         config = load(None, settings(setup, name, Path(folder))).config
         with Run.create(Path(folder) / "run", dump(config), {}) as run:
-            yield Update(setup, Job.start(config, config.models[0], run, None, False), name)
+            yield Update(setup, start_job(config, config.models[0], run), name)
 
 
 def measure(setup: Setup, name: str, measured: dict[str, dict[str, Any]]) -> dict[str, Any]:

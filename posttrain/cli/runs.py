@@ -11,7 +11,7 @@ from posttrain.console import PlainConsole
 from posttrain.errors import RunError
 from posttrain.reports.listing import Summary, in_units, runs_below, summarise
 from posttrain.reports.progress import duration
-from posttrain.store.run import remove_run
+from posttrain.store.runs import remove_run
 from posttrain.terminal import say, visible
 from posttrain.words import counted
 

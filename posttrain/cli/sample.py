@@ -93,14 +93,8 @@ def sample(
     if settings is None and file is None:
         what = "is not part of a run" if folder.is_dir() else "is no such folder, and a model of the hub has no run"
         raise UsageError(f"{model} {what}, so there are no prompts: give a FILE of prompts, or settings with --config")
-    given = {
-        "engine": engine,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "max_completion_length": max_completion_length,
-        "stop": tuple(stop) if stop else None,
-    }
+    limits = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "max_completion_length": max_completion_length}
+    given = limits | {"engine": engine, "stop": tuple(stop) if stop else None}
     rollouts = _rollouts(settings, temperature, {name: value for name, value in given.items() if value is not None})
     data = _data(settings, file, {"format": format, "template": template})
     rewards = rewards_from_flags(reward) if reward else settings.rewards if settings else ()

@@ -181,18 +181,15 @@ def prepare(
         cache_dir or cache.default_folder(),
         seed,
     )
-    parts = (
-        [SourcePart(data.source, data.split, data.max_rows, skip_rows=data.skip_rows)]
-        if isinstance(data.source, str)
-        else [SourcePart(part.source, part.split, part.max_rows, part.weight) for part in data.source]
-    )
+    parts = _parts_of(data)
     max_rows = None if isinstance(data.source, str) else data.max_rows
     whole = reader.load("train", parts, partial(training_limits, data, kind, longest), max_rows)
     limits = evaluation_limits(data, longest_evaluated, whole.limits)
     rng = np.random.default_rng([seed, zlib.crc32(b"validation")])
     rows = whole.fitted.view[:, 0]
     if held_out is None or (data.validation is not None and data.validation.source is not None):
-        is_held_out = np.isin(rows, _held_out(data, np.unique(rows), rng))  # the pieces of a document stay together
+        held_out = _held_out(data, np.unique(rows), rng)  # the pieces of a document stay together
+        is_held_out = np.isin(rows, held_out)
     else:
         is_held_out = np.isin(whole.table.row[rows], held_out)
     validating, indices = np.flatnonzero(is_held_out), np.flatnonzero(~is_held_out)
@@ -205,11 +202,20 @@ def prepare(
         fitted = whole.table.fit(limits, np.zeros(len(held_rows), bool), held_rows)
         _say_left_out("validation", len(fitted.view), int(held_rows.sum()), evaluated or room, data)
         validation = {"validation": Dataset(whole.table, fitted, np.arange(len(fitted.view)))}
-    loaded = {"train": whole, **_further(data, datasets, reader, limits, taken=validation)}
-    further = {name: one for name, one in loaded.items() if name != "train"}
+    further = _further(data, datasets, reader, limits, taken=validation)
+    loaded = {"train": whole, **further}
     validation |= {n: Dataset(one.table, one.fitted, np.arange(len(one.fitted.view))) for n, one in further.items()}
     reports = {name: one.report for name, one in loaded.items()}
     return Prepared(kind, train, validation, reports, _fingerprint(loaded, train, validation))
+
+
+def _parts_of(data: DataConfig) -> list[SourcePart]:
+    """What the training data is read from."""
+    return (
+        [SourcePart(data.source, data.split, data.max_rows, skip_rows=data.skip_rows)]
+        if isinstance(data.source, str)
+        else [SourcePart(part.source, part.split, part.max_rows, part.weight) for part in data.source]
+    )
 
 
 def _further(

@@ -23,7 +23,14 @@ from posttrain.data.layouts import Layout, find_layout
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering
 from posttrain.data.report import MALFORMED_SHARE, Malformed, Reading, Report, list_malformed
-from posttrain.data.rows import Row, RowError, as_turns, number_or_text, valid, without_think
+from posttrain.data.reshaping import (
+    answer_beside,
+    as_prompt,
+    last_turn_as_completion,
+    refuse_without_reply,
+    with_system,
+)
+from posttrain.data.rows import Row, RowError, as_turns, valid, without_think
 from posttrain.data.sources import Source, layout_of, open_source
 from posttrain.data.templates import Template, choose_template, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained, span_array
@@ -222,11 +229,11 @@ class Reader:
         if self.kind == "prompt":
             for name, value in record.value.items():  # rewards are given all of them
                 valid(value, name)
-            row = _as_prompt(row)
+            row = as_prompt(row)
             if row.answer is None:  # of formats that have none, a column of that name
-                row = replace(row, answer=_answer_beside(record.value))
+                row = replace(row, answer=answer_beside(record.value))
         else:
-            _refuse_without_reply(row)
+            refuse_without_reply(row)
         if self.kind == "sft" and row.rejected is not None:
             row = Row(row.prompt, row.chosen, tools=row.tools)
         if self.data.strip_think:
@@ -237,9 +244,9 @@ class Reader:
         if not row.prompt and not row.chosen:
             raise RowError("prompt and completion are both empty" if row.prompt is not None else "the text is empty")
         if self.completion_only_loss and row.prompt is None and layout.name != "text":
-            row = _last_turn_as_completion(row)
+            row = last_turn_as_completion(row)
         if self.data.system_prompt is not None and layout.name != "text":
-            row = _with_system(row, self.data.system_prompt)
+            row = with_system(row, self.data.system_prompt)
         return row
 
     def _tokenise(
@@ -262,14 +269,6 @@ class Reader:
 def _prompt(tokens: Sequence[int]) -> Trained | RowError:
     """A prompt as a sequence that is nothing else."""
     return Trained(tokens, (), len(tokens)) if len(tokens) else RowError("the prompt comes to no tokens")
-
-
-def _refuse_without_reply(row: Row) -> None:
-    """Raise RowError for messages to be trained on of which none is the assistant's."""
-    what = "the conversation" if row.prompt is None else "the completion" if row.rejected is None else "chosen"
-    for name, turns in ((what, row.chosen), ("rejected", row.rejected)):
-        if isinstance(turns, list) and all(turn["role"] != "assistant" for turn in turns):
-            raise RowError(f"{name} has no turn of the assistant, so there is no reply to learn from")
 
 
 def _columns(record: Record, item: Trained | Compared, kind: Kind) -> dict[str, Any]:
@@ -320,41 +319,6 @@ class _Seen:
 def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
     while batch := list(itertools.islice(records, BATCH)):
         yield batch
-
-
-def _last_turn_as_completion(row: Row) -> Row:
-    messages = row.chosen
-    if isinstance(messages, str) or len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise RowError("completion_only_loss needs the conversation to end with an assistant's turn after another")
-    return replace(row, prompt=messages[:-1], chosen=messages[-1:])
-
-
-def _as_prompt(row: Row) -> Row:
-    """What is asked, without the reply that is there: a conversation up to its last turn of the assistant."""
-    if row.prompt is not None:
-        return Row(row.prompt, "", tools=row.tools, answer=row.answer)
-    turns = row.chosen
-    if not isinstance(turns, str) and turns[-1]["role"] == "assistant":
-        turns = turns[:-1]
-    return Row(turns, "", tools=row.tools)
-
-
-def _answer_beside(value: dict[str, Any]) -> str | None:
-    answer = value.get("answer")
-    return number_or_text(answer, "answer") if isinstance(answer, str | int | float) else None
-
-
-def _with_system(row: Row, system: str) -> Row:
-    """Put a system message before the conversation, unless it has one. A text prompt becomes the user's message."""
-
-    def begin(value: Any) -> Any:
-        turns = as_turns(value, "user")
-        return turns if turns and turns[0]["role"] == "system" else [{"role": "system", "content": system}, *turns]
-
-    if row.prompt is None:
-        return replace(row, chosen=begin(row.chosen))
-    other = None if row.rejected_prompt is None else begin(row.rejected_prompt)
-    return replace(row, prompt=begin(row.prompt), rejected_prompt=other)
 
 
 def _report(name: str, readings: Sequence[Reading], fitted: Fitted, limits: Limits, notes: Sequence[str]) -> Report:

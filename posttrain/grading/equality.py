@@ -338,10 +338,8 @@ def _as_brackets(gold: str, answer: str, depth: int) -> bool | None:
 
 def _as_matrices(gold: str, answer: str, depth: int) -> bool | None:
     left, right = MATRIX.fullmatch(gold), MATRIX.fullmatch(answer)
-    if left is None and right is None:
-        return None
     if left is None or right is None:
-        return False
+        return None if left is right else False
     if _MATRICES.get(left["kind"], left["kind"]) != _MATRICES.get(right["kind"], right["kind"]):
         return False  # a determinant (vmatrix) is no matrix
     ours, theirs = rows(left), rows(right)

@@ -18,8 +18,9 @@ from posttrain.data.prompts import Prompt, prompts_of
 from posttrain.data.readers import read_files
 from posttrain.data.report import Malformed
 from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids, text_of
+from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import positions_of
-from posttrain.models.load import compute_dtype, load_model, load_tokenizer, take_device
+from posttrain.models.load import load_model, load_tokenizer
 from posttrain.progress import progress
 from posttrain.rollout import sampling_of
 from posttrain.store.files import ready_to_write, save_rows

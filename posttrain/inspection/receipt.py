@@ -24,7 +24,7 @@ from posttrain.recipes import REGRADED
 from posttrain.rewards.compose import RewardInput, Rewards
 from posttrain.rollout import end_of, to_reward
 from posttrain.store.metrics import read_metrics
-from posttrain.store.rollouts import StoredRun
+from posttrain.store.stored_rollouts import StoredRun
 from posttrain.terminal import visible
 from posttrain.training.inputs import located
 

@@ -32,7 +32,8 @@ from posttrain.inspection.findings import (
     tags_of,
 )
 from posttrain.inspection.generate import draw_all, too_long
-from posttrain.models.load import compute_dtype, is_reward_model, load_model, load_tokenizer, take_device
+from posttrain.models.devices import compute_dtype, take_device
+from posttrain.models.load import is_reward_model, load_model, load_tokenizer
 from posttrain.rewards import compose
 from posttrain.rollout import sampling_of, to_reward
 from posttrain.terminal import visible

@@ -17,15 +17,9 @@ from posttrain.data.prepare import Kind
 from posttrain.data.readers import Record, read_files
 from posttrain.errors import DataError
 from posttrain.models.attention import width_step
+from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import check_longest
-from posttrain.models.load import (
-    check_embeddings,
-    compute_dtype,
-    is_reward_model,
-    load_model,
-    load_tokenizer,
-    take_device,
-)
+from posttrain.models.load import check_embeddings, is_reward_model, load_model, load_tokenizer
 from posttrain.progress import progress
 from posttrain.scoring import RewardScorer, Scorer
 from posttrain.store.files import ready_to_write, save_rows

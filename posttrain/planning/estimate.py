@@ -7,6 +7,7 @@ computing without memory (activations.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,14 +19,17 @@ from posttrain.batch import Example, Node, Pack, pack
 from posttrain.config import ModelConfig, RunConfig
 from posttrain.engines.embedded import MAX_ROWS
 from posttrain.engines.room import GPU_SHARE, Room, cache_tokens, token_bytes
+from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import base_of
-from posttrain.models.load import compute_dtype, load_config
+from posttrain.models.load import load_config
 from posttrain.models.matmul import ONEDNN, PACKS
 from posttrain.models.optional import takes_triton
 from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
 from posttrain.planning.activations import activations, empty_model
 from posttrain.scoring import CHUNK_ELEMENTS, GRADIENT_ELEMENTS
+from posttrain.store.run import Run
 from posttrain.training.inputs import reference_settings
+from posttrain.training.job import Job
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -87,6 +91,11 @@ def checkpoints_gradients(config: RunConfig, model: ModelConfig, device: torch.d
     whole = pack([Example((Node(np.zeros(tokens, np.int64), trained=True),), row=0)], tokens)
     peak = estimate(config, model, empty_model(config, model), whole, device, checkpointing=False).peak
     return peak > SAFE * _memory_of(device)
+
+
+def start_job(config: RunConfig, model: ModelConfig, run: Run, checkpoint: Path | None = None) -> Job:
+    """The job of a run, with gradient checkpointing as the settings have it or as the estimate decides."""
+    return Job.start(config, model, run, checkpoint, checkpoints_gradients(config, model, take_device(config.devices)))
 
 
 def estimate(

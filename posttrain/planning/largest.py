@@ -60,20 +60,20 @@ def with_completions(prompt: Example, n: int, length: int, tokens_per_pack: int)
     return [replace(prompt, trees=(replace(tree, children=(leaf,) * count),)) for count in counts]
 
 
-def heaviest_step(config: RunConfig, data: Prepared, tokens_per_pack: int, pad_to: int | None = None) -> list[Pack]:
+def largest_step(config: RunConfig, data: Prepared, tokens_per_pack: int, pad_to: int | None = None) -> list[Pack]:
     """The packs of the first epoch's step with the fullest pack, that one first."""
     steps = sorted(first_epoch(config, len(data.train)), key=lambda rows: -int(data.train.lengths[rows].sum()))
     packed = [pack_rows(config, data, rows, tokens_per_pack, pad_to) for rows in steps[:CANDIDATES]]
-    heaviest = max(packed, key=lambda packs: max(map(_weight, packs)))
-    return sorted(heaviest, key=_weight, reverse=True)
+    largest = max(packed, key=lambda packs: max(map(_weight, packs)))
+    return sorted(largest, key=_weight, reverse=True)
 
 
 def keeps_engine(job: Job, data: Prepared) -> bool:
-    """Whether a GPU has room for what the engine keeps beside the heaviest update (planning/estimate.py)."""
+    """Whether a GPU has room for what the engine keeps beside the largest update (planning/estimate.py)."""
     if job.device.type != "cuda" or job.config.rollout.engine != "embedded":
         return True  # nothing is kept there, or what its own settings say
     size = job.config.training.tokens_per_pack
-    packs = heaviest_step(job.config, data, size, width_step(job.device, size))
+    packs = largest_step(job.config, data, size, width_step(job.device, size))
     found = estimate(job.config, job.model, empty_model(job.config, job.model), packs, job.device)
     if not found.keeps_engine:
         log.warning(

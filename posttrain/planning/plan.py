@@ -17,13 +17,14 @@ from posttrain.config import ModelConfig, RunConfig, Stage, check_skip, learning
 from posttrain.console import PlainConsole
 from posttrain.data import Prepared, longest_sequence
 from posttrain.models.attention import width_step
+from posttrain.models.devices import compute_dtype, device_of
 from posttrain.models.families import base_of, check_longest
-from posttrain.models.load import compute_dtype, device_of, load_tokenizer
+from posttrain.models.load import load_tokenizer
 from posttrain.models.matmul import multiplies_bfloat16
 from posttrain.optim.schedules import warmup_count
 from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import count, estimate
-from posttrain.planning.largest import first_epoch, heaviest_step, pack_rows
+from posttrain.planning.largest import first_epoch, largest_step, pack_rows
 from posttrain.planning.probe import probe
 from posttrain.store.folder import run_folder
 from posttrain.training.job import data_of
@@ -106,8 +107,8 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
     per_epoch = math.ceil(len(data.train) / training.batch_size)
     steps = total_steps(config, len(data.train))
     packs, tokens, targets_seen = _sampled_steps(config, data)
-    heaviest = heaviest_step(config, data, training.tokens_per_pack, width_step(device, training.tokens_per_pack))
-    memory = estimate(config, model, empty, heaviest, device)
+    largest = largest_step(config, data, training.tokens_per_pack, width_step(device, training.tokens_per_pack))
+    memory = estimate(config, model, empty, largest, device)
 
     title = f"{method.type} of {model.folder_name}"
     if stage.name:

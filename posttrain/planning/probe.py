@@ -23,10 +23,10 @@ from posttrain.data import Prepared
 from posttrain.errors import ConfigError, ModelError, is_out_of_memory
 from posttrain.memory import available_memory, memory_in_use, peak_memory, release_memory, reset_peak_memory
 from posttrain.models.attention import width_step
-from posttrain.models.load import take_device
+from posttrain.models.devices import take_device
 from posttrain.planning.activations import empty_model
-from posttrain.planning.estimate import Estimate, checkpoints_gradients, estimate, holds_reference
-from posttrain.planning.largest import heaviest_step
+from posttrain.planning.estimate import Estimate, estimate, holds_reference, start_job
+from posttrain.planning.largest import largest_step
 from posttrain.scoring import RewardScorer, Scorer
 from posttrain.store.run import Run
 from posttrain.training.job import Job
@@ -56,7 +56,7 @@ class Probed:
 def probe(
     config: RunConfig, model: ModelConfig, data: Prepared, limit: int | None = None, console: Console | None = None
 ) -> Probed:
-    """Try sizes between the least that the settings allow and the tokens of the heaviest step.
+    """Try sizes between the least that the settings allow and the tokens of the largest step.
 
     `limit` is what the process may hold, in bytes, of the memory it computes in; None is all that is free. Raises
     ModelError when not even the least size fits.
@@ -129,12 +129,12 @@ class Trials:
         return self.before + free
 
     def packs(self, size: int) -> list[Pack]:
-        """The heaviest step's two fullest packs; the second is computed beside the gradients of the first."""
-        return heaviest_step(self.config, self.data, size, width_step(self.device, size))[:2]
+        """The largest step's two fullest packs; the second is computed beside the gradients of the first."""
+        return largest_step(self.config, self.data, size, width_step(self.device, size))[:2]
 
     def most_tokens(self) -> int:
         """Tokens of the step that has most."""
-        return max(pack.num_tokens for pack in heaviest_step(self.config, self.data, 1 << 62))
+        return max(pack.num_tokens for pack in largest_step(self.config, self.data, 1 << 62))
 
     def estimated(self, size: int) -> Estimate:
         """What the estimate has a run take with packs of this size."""
@@ -153,8 +153,7 @@ class Trials:
                 TemporaryDirectory(prefix="posttrain-") as folder,
                 Run.create(Path(folder) / "run", dump(self.config), {}) as run,
             ):
-                recompute = checkpoints_gradients(self.config, self.model, self.device)
-                self._step = Step(Job.start(self.config, self.model, run, None, recompute))
+                self._step = Step(start_job(self.config, self.model, run))
                 yield
         finally:
             self._step = None

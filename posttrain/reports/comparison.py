@@ -23,7 +23,7 @@ from posttrain.reports.progress import duration
 from posttrain.store.atomic import write_file
 from posttrain.store.files import load_json, save_json
 from posttrain.store.metrics import read_metrics
-from posttrain.store.rollouts import StoredRun
+from posttrain.store.stored_rollouts import StoredRun
 
 Z95 = 1.959964  # standard deviations to each side that hold 95 % of a normal distribution
 Rewards = dict[tuple[str, int], float]  # (data set, row) -> reward

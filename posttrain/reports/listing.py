@@ -13,7 +13,7 @@ from posttrain.reports.headline import headlines
 from posttrain.store.atomic import LEFTOVER
 from posttrain.store.checkpoint import MODELS, list_checkpoints, newest_complete
 from posttrain.store.metrics import latest_metrics
-from posttrain.store.run import RunInfo, find_runs, read_run
+from posttrain.store.runs import RunInfo, find_runs, read_run
 from posttrain.words import counted, model_name
 
 

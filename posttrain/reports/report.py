@@ -19,7 +19,7 @@ from posttrain.store.atomic import write_file
 from posttrain.store.files import flat, load_json
 from posttrain.store.logs import harmless
 from posttrain.store.metrics import NAME, read_metrics
-from posttrain.store.run import RunInfo, read_run
+from posttrain.store.runs import RunInfo, read_run
 
 LONGEST = 20_000  # characters of one text shown
 

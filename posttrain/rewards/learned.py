@@ -17,15 +17,8 @@ from posttrain.data.rows import Row, RowError, Turns
 from posttrain.data.tokenise import Tokeniser, Trained, common_prefix
 from posttrain.errors import ModelError, RewardError
 from posttrain.models.attention import width_step
-from posttrain.models.load import (
-    check_embeddings,
-    compute_dtype,
-    device_of,
-    is_reward_model,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from posttrain.models.devices import compute_dtype, device_of
+from posttrain.models.load import check_embeddings, is_reward_model, load_config, load_model, load_tokenizer
 from posttrain.scoring import RewardScorer
 
 log = logging.getLogger("posttrain")

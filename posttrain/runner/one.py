@@ -15,8 +15,8 @@ import torch
 from posttrain.config import RunConfig, dump
 from posttrain.errors import DamagedError, RunError, Stopped, reason_of
 from posttrain.memory import release_memory
-from posttrain.models.load import determinism, take_device
-from posttrain.planning.estimate import checkpoints_gradients
+from posttrain.models.devices import determinism
+from posttrain.planning.estimate import start_job
 from posttrain.planning.largest import keeps_engine
 from posttrain.recipes import RECIPES
 from posttrain.signals import handling, leave
@@ -26,7 +26,6 @@ from posttrain.store.tracking import Tracking
 from posttrain.threads import sharing_cores
 from posttrain.training.finish import finish
 from posttrain.training.inputs import models_read, refuse_other_models
-from posttrain.training.job import Job
 from posttrain.training.resume import refuse_changes, refuse_fewer_steps, report_lost
 from posttrain.training.state import problems_of
 
@@ -93,9 +92,7 @@ def _train_from(checkpoint: Path | None, config: RunConfig, run: Run, facts: Map
         run.write_config(dump(config))
     run.add_provenance({"models": facts["models"] or models_read(config, run.folder)})
     with Tracking(config, run, logged):
-        model = config.models[0]
-        recompute = checkpoints_gradients(config, model, take_device(config.devices))
-        job = Job.start(config, model, run, checkpoint, recompute)
+        job = start_job(config, config.models[0], run, checkpoint)
         data = job.data()
         job = replace(job, keeps_engine=keeps_engine(job, data))
         loop = RECIPES[config.method.type](job, data)

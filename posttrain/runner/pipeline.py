@@ -28,7 +28,7 @@ from posttrain.store.checkpoint import verify
 from posttrain.store.files import load_json
 from posttrain.store.folder import never_stepped, run_folder
 from posttrain.store.provenance import redact
-from posttrain.store.run import read_run
+from posttrain.store.runs import read_run
 from posttrain.training.inputs import refuse_other_models
 from posttrain.training.resume import refuse_changes
 

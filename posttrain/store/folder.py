@@ -74,7 +74,7 @@ def _has_rollouts(folder: Path) -> bool:
     file = folder / "rollouts.sqlite"
     if not file.is_file() or file.stat().st_size == 0:
         return False
-    from posttrain.store.rollouts import StoredRun  # imports numpy, which listing runs needs not wait for
+    from posttrain.store.stored_rollouts import StoredRun  # imports numpy, which listing runs needs not wait for
 
     with StoredRun(folder) as stored:
         return bool(stored.steps())

@@ -8,11 +8,9 @@ Importing this module, creating or reading a run folder needs no torch.
 """
 
 import logging
-import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -24,9 +22,9 @@ from posttrain.store import checkpoint
 from posttrain.store.atomic import cannot_write, recover, write_file
 from posttrain.store.files import save_json
 from posttrain.store.folder import FORMAT, check_run_folder, empty, never_stepped, read_facts, refuse_occupied
-from posttrain.store.lock import LOCK, FolderLock, is_locked
+from posttrain.store.lock import FolderLock
 from posttrain.store.logs import RunLog
-from posttrain.store.metrics import MetricsFile, last_metrics, read_metrics
+from posttrain.store.metrics import MetricsFile, read_metrics
 from posttrain.store.provenance import environment, redact
 
 State = Literal["running", "finished", "interrupted", "failed"]
@@ -290,72 +288,6 @@ class Run:
         if signals and not asked:  # now it ends the process, and no other run begins
             log.error("the run failed: %s", message_of(error))
             raise KeyboardInterrupt if signals[0] == signal.SIGINT else Stopped(signals[0])
-
-
-@dataclass(frozen=True, slots=True)
-class RunInfo:
-    """What `posttrain runs` tells about a folder, read without opening the run."""
-
-    folder: Path
-    state: str  # as in run.json; `killed` for one that says running while no process holds it
-    reason: str | None
-    started: str
-    ended: str | None
-    last: dict[str, Any]  # the last line of metrics.jsonl, or nothing
-    provenance: dict[str, Any]
-    counters: dict[str, Any]
-
-
-def read_run(folder: Path | str) -> RunInfo:
-    """What is known about one run; RunError when it is no run folder or is damaged."""
-    folder = Path(folder)
-    check_run_folder(folder)
-    facts = read_facts(folder)
-    state = facts["state"]
-    if state == "running" and is_locked(folder) is False:
-        state = "killed"
-    return RunInfo(
-        folder=folder,
-        state=state,
-        reason=facts["reason"],
-        started=facts["started"],
-        ended=facts["ended"],
-        last=last_metrics(folder),
-        provenance=facts["provenance"],
-        counters=facts["counters"],
-    )
-
-
-def find_runs(output_dir: Path) -> list[Path]:
-    """The run folders at `output_dir` or up to three levels below it ({name}/{model}/{stage}), sorted by path."""
-    found = []
-    for at, folders, files in os.walk(output_dir, followlinks=True):  # passes over what a run at work takes away
-        folder = Path(at)
-        if "run.json" in files:
-            found.append(folder)
-        if len(folder.relative_to(output_dir).parts) == 3:
-            folders.clear()
-    return sorted(found)
-
-
-def remove_run(folder: Path) -> None:
-    """Delete a run folder with all that is in it; links in it are removed, not followed.
-
-    Raises RunError when it is no run folder, holds other runs, is a link itself, or a process runs in it.
-    """
-    if folder.is_symlink():
-        raise RunError(f"{folder} is a link to {folder.resolve()}: give that folder, or remove the link yourself")
-    check_run_folder(folder)
-    refuse_occupied(folder, overwrite=True)
-    lock = FolderLock(folder)
-    try:
-        empty(folder)
-        (folder / LOCK).unlink(missing_ok=True)
-        folder.rmdir()
-    except OSError as error:
-        raise RunError(f"cannot delete {folder}: {error.strerror}") from error
-    finally:
-        lock.release()
 
 
 def _now() -> str:

@@ -24,7 +24,8 @@ from posttrain.config.schema.training import TrackingConfig
 from posttrain.errors import RunError
 from posttrain.extras import need
 from posttrain.store.provenance import redact, redacted_command
-from posttrain.store.run import Run, read_run
+from posttrain.store.run import Run
+from posttrain.store.runs import read_run
 
 log = logging.getLogger("posttrain")
 

@@ -25,17 +25,9 @@ from posttrain.errors import DamagedError, WeightsError
 from posttrain.memory import reset_peak_memory, return_tensors_at_once
 from posttrain.models.attention import width_step
 from posttrain.models.checkpointing import enable_gradient_checkpointing
+from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import base_of, check_positions, positions_of
-from posttrain.models.load import (
-    BASE,
-    Head,
-    compute_dtype,
-    is_adapter,
-    load_config,
-    load_model,
-    load_tokenizer,
-    take_device,
-)
+from posttrain.models.load import BASE, Head, is_adapter, load_config, load_model, load_tokenizer
 from posttrain.models.lora import add_lora, load_lora
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.adamw_8bit import AdamW8bit

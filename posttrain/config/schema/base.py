@@ -106,6 +106,12 @@ Share = Annotated[Float, Field(gt=0.0, lt=1.0)]
 OneOrMore = BeforeValidator(_one_as_list)
 Text = Annotated[str, Field(min_length=1)]
 Place = Annotated[Text, AfterValidator(expanduser)]  # a hub id, or a folder, of which `~` is the user's own
+RefModel = Annotated[
+    Place | None, Field(description="Hub id or folder of another reference; null: the model itself before training.")
+]
+Precompute = Annotated[
+    bool, Field(description="Compute the reference's log-probabilities before training, and cache them.")
+]
 
 
 class OnOff:

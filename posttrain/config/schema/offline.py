@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.schema.base import Float, MethodSettings, OneOrMore, Place, Problems
+from posttrain.config.schema.base import Float, MethodSettings, OneOrMore, Precompute, Problems, RefModel
 
 PreferenceLoss = Literal[
     "sigmoid",
@@ -101,12 +101,8 @@ class DPOMethod(MethodSettings):
     use_ref_model: bool = Field(
         default=True, description="Compare with a reference; false: its log-probabilities count as 0."
     )
-    precompute_ref_log_probs: bool = Field(
-        default=False, description="Compute the reference's log-probabilities before training, and cache them."
-    )
-    ref_model: Place | None = Field(
-        default=None, description="Hub id or folder of another reference; null: the model itself before training."
-    )
+    precompute_ref_log_probs: Precompute = False
+    ref_model: RefModel = None
 
     @property
     def scores_reference(self) -> bool:
@@ -275,12 +271,8 @@ class KTOMethod(MethodSettings):
     undesirable_weight: Annotated[Float, Field(ge=0)] = Field(
         default=1.0, description="Weight of undesirable completions."
     )
-    precompute_ref_log_probs: bool = Field(
-        default=False, description="Compute the reference's log-probabilities before training, and cache them."
-    )
-    ref_model: Place | None = Field(
-        default=None, description="Hub id or folder of another reference; null: the model itself before training."
-    )
+    precompute_ref_log_probs: Precompute = False
+    ref_model: RefModel = None
 
     @property
     def scores_reference(self) -> bool:

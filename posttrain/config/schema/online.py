@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.schema.base import Float, Int, MethodSettings, Place, Positive, Problems
+from posttrain.config.schema.base import Float, Int, MethodSettings, Positive, Problems, RefModel
 
 PolicyLossType = Literal[
     "grpo",
@@ -43,9 +43,7 @@ class OnlineMethod(MethodSettings):
         default=3.0,
         description="Tokens are weighed by trainer's over engine's probability, up to this; null: not at all.",
     )
-    ref_model: Place | None = Field(
-        default=None, description="Hub id or folder of another reference; null: the model itself before training."
-    )
+    ref_model: RefModel = None
 
     @property
     @abstractmethod

@@ -1,0 +1,51 @@
+"""Rows in the shape that a method trains on: a turn as the completion, a prompt alone, a system message before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from posttrain.data.rows import Row, RowError, as_turns, number_or_text
+
+
+def refuse_without_reply(row: Row) -> None:
+    """Raise RowError for messages to be trained on of which none is the assistant's."""
+    what = "the conversation" if row.prompt is None else "the completion" if row.rejected is None else "chosen"
+    for name, turns in ((what, row.chosen), ("rejected", row.rejected)):
+        if isinstance(turns, list) and all(turn["role"] != "assistant" for turn in turns):
+            raise RowError(f"{name} has no turn of the assistant, so there is no reply to learn from")
+
+
+def last_turn_as_completion(row: Row) -> Row:
+    messages = row.chosen
+    if isinstance(messages, str) or len(messages) < 2 or messages[-1]["role"] != "assistant":
+        raise RowError("completion_only_loss needs the conversation to end with an assistant's turn after another")
+    return replace(row, prompt=messages[:-1], chosen=messages[-1:])
+
+
+def as_prompt(row: Row) -> Row:
+    """What is asked, without the reply that is there: a conversation up to its last turn of the assistant."""
+    if row.prompt is not None:
+        return Row(row.prompt, "", tools=row.tools, answer=row.answer)
+    turns = row.chosen
+    if not isinstance(turns, str) and turns[-1]["role"] == "assistant":
+        turns = turns[:-1]
+    return Row(turns, "", tools=row.tools)
+
+
+def answer_beside(value: dict[str, Any]) -> str | None:
+    answer = value.get("answer")
+    return number_or_text(answer, "answer") if isinstance(answer, str | int | float) else None
+
+
+def with_system(row: Row, system: str) -> Row:
+    """Put a system message before the conversation, unless it has one. A text prompt becomes the user's message."""
+
+    def begin(value: Any) -> Any:
+        turns = as_turns(value, "user")
+        return turns if turns and turns[0]["role"] == "system" else [{"role": "system", "content": system}, *turns]
+
+    if row.prompt is None:
+        return replace(row, chosen=begin(row.chosen))
+    other = None if row.rejected_prompt is None else begin(row.rejected_prompt)
+    return replace(row, prompt=begin(row.prompt), rejected_prompt=other)

@@ -1,0 +1,75 @@
+"""The device that the settings ask for, the dtype it computes in, and deterministic kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+from posttrain.config.schema.model import ModelConfig
+from posttrain.config.schema.training import DevicesConfig
+from posttrain.errors import ModelError
+
+
+def take_device(devices: DevicesConfig) -> torch.device:
+    """The device to compute on, made the current one: kernels of other packages run on that."""
+    device = device_of(devices)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+@contextlib.contextmanager
+def determinism(devices: DevicesConfig) -> Iterator[None]:
+    """While this lasts PyTorch takes kernels alone that give the same bits every time, where the settings ask for it.
+
+    Enter it before anything has run on the GPU: cuBLAS reads what is set for it at its start.
+    """
+    if not devices.full_determinism:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def device_of(devices: DevicesConfig) -> torch.device:
+    """The device to compute on: the one named, or the best present. A GPU's has its index, which torch asks for."""
+    kind = devices.type
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ModelError(
+            "devices.type is cuda, but PyTorch sees no GPU: install its CUDA build, or set devices.type: auto"
+        )
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise ModelError("devices.type is mps, but this machine has none: set devices.type: auto")
+    if kind != "cuda" and devices.ids:
+        raise ModelError(f"devices.ids number GPUs, and PyTorch sees none: this run computes on {kind}; leave them out")
+    if devices.ids and len(devices.ids) > 1:
+        raise ModelError(
+            f"devices.ids names {len(devices.ids)} GPUs, but one process trains on one: give a single id, and divide "
+            "the models of a list over processes with --model-index"
+        )
+    if kind == "cuda":
+        [chosen], there = devices.ids or (0,), torch.cuda.device_count()
+        if chosen >= there:
+            raise ModelError(
+                f"devices.ids names GPU {chosen}, and PyTorch sees {there}, numbered from 0: give one of them, or see "
+                "what CUDA_VISIBLE_DEVICES hides"
+            )
+        return torch.device("cuda", chosen)
+    return torch.device(kind)
+
+
+def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype of the computation: `auto` is bfloat16 on a GPU and float32 elsewhere."""
+    if model.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]

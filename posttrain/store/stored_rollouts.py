@@ -1,0 +1,83 @@
+"""Reading a run's stored rollouts and evaluations."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.errors import RunError
+from posttrain.store.rollouts import ARRAYS, BUSY_S, NAME, TOKENS
+
+
+class StoredRun:
+    """The rollouts of a run, for reading; the run may still be going on."""
+
+    def __init__(self, folder: Path):
+        path = folder / NAME
+        if not path.is_file():
+            raise RunError(f"{folder} has no {NAME}: only methods that draw completions have one, with rollout.save")
+        self._path = path
+        self._connection = sqlite3.connect(path, timeout=BUSY_S)
+        self._connection.row_factory = sqlite3.Row
+
+    def __enter__(self) -> StoredRun:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._connection.close()
+
+    def _rows(self, query: str, values: Sequence[int] = ()) -> list[sqlite3.Row]:
+        """Raises RunError when the file cannot be read."""
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise RunError(f"{self._path} cannot be read: {error}") from error
+
+    def steps(self) -> list[int]:
+        return [row[0] for row in self._rows("SELECT DISTINCT step FROM prompts ORDER BY step")]
+
+    def prompts(self, step: int) -> list[dict[str, Any]]:
+        rows = self._rows("SELECT * FROM prompts WHERE step = ? ORDER BY prompt_index", (step,))
+        return [_read(row) for row in rows]
+
+    def rollouts(self, step: int, prompt_index: int | None = None) -> list[dict[str, Any]]:
+        """The completions of a step, or of one of its prompts; per-token columns as arrays.
+
+        None stands for an array that the method has not, or that files of an earlier version lack.
+        """
+        where, values = ("", (step,)) if prompt_index is None else (" AND prompt_index = ?", (step, prompt_index))
+        query = f"SELECT * FROM rollouts WHERE step = ?{where} ORDER BY prompt_index, rollout_index"
+        return [dict.fromkeys(ARRAYS) | _read(row) for row in self._rows(query, values)]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The completions of every evaluation, in the order in which they were drawn."""
+        rows = self._rows("SELECT * FROM evaluations ORDER BY step, dataset, rowid")
+        return [{**_read(row), "tokens": _read(row)["tokens"].tolist()} for row in rows]
+
+    def summary(self) -> Iterator[dict[str, Any]]:
+        """A line for each step: prompts, completions, mean and extreme rewards, how many have none."""
+        yield from map(
+            dict,
+            self._rows(
+                "SELECT step, COUNT(DISTINCT prompt_index) AS prompts, COUNT(*) AS completions, "
+                "AVG(reward) AS reward, MIN(reward) AS lowest, MAX(reward) AS highest, "
+                "SUM(reward IS NULL) AS left_out, AVG(finish_reason = 'length') AS truncated "
+                "FROM rollouts GROUP BY step ORDER BY step"
+            ),
+        )
+
+
+def _read(row: sqlite3.Row) -> dict[str, Any]:
+    found = dict(row)
+    for name in ARRAYS:
+        if isinstance(found.get(name), bytes):
+            found[name] = np.frombuffer(found[name], TOKENS.get(name, np.dtype("<f4")))
+    for name in ("facts", "parts"):
+        if name in found:
+            found[name] = json.loads(found[name])
+    return found
