@@ -1,7 +1,8 @@
 """Do the methods learn from rewards? Part of `make learn`. Writes results/learn_online.json and a table of the docs.
 
     sums      a small model taught to add, its output weights mixed with noise and made smaller until about 10 % of the
-              answers are right; every loss, and PPO; GRPO in bfloat16 too
+              answers are right; every loss, and PPO; GRPO in bfloat16 too; distillation from a teacher of four times
+              the weights, which is to be as right as GRPO on a quarter of the sampled tokens
     sort      the trained gpt-nano-sort, with so much noise on every weight that about 10 % are right
     stories   the trained stories260K, rewarded for stories that name a dog
     replies   the same model on HH prompts, rewarded by a reward model that is trained here on HH pairs
@@ -51,7 +52,8 @@ STEPS = 80
 @dataclass(frozen=True, slots=True)
 class Case:
     """A method on a task. `above`: what the held-out reward must exceed; `gain`: by how much it must rise; `kl`: what
-    the KL to the start, in nats a token, must stay below."""
+    the KL to the start, in nats a token, must stay below; `beside`: a case that it must be as right as, seed by seed,
+    on a quarter of the sampled tokens."""
 
     task: str
     method: Mapping[str, Any]
@@ -59,6 +61,7 @@ class Case:
     above: float | None = None
     gain: float | None = None
     kl: float | None = None
+    beside: str | None = None
 
 
 def _grpo(**method: Any) -> dict[str, Any]:
@@ -79,6 +82,13 @@ CASES = {
         {"type": "ppo", "num_generations": 1, "kl_coef": 0.0},
         SUMS | {"batch_size": 256, "learning_rate": 1e-3},
         above=0.8,
+    ),
+    "distill": Case(
+        "sums, teacher",
+        {"type": "distill", "num_generations": 1, "teacher": "{folder}/teacher"},
+        SUMS | {"max_steps": 150},
+        above=0.9,
+        beside="grpo",
     ),
     "grpo, bfloat16": Case("sums, bfloat16", _grpo(), SUMS, above=0.9),
     "sort": Case("sort", _grpo(), {"batch_size": 32, "max_steps": STEPS, "learning_rate": 4e-4}, above=0.95),
@@ -102,7 +112,8 @@ SETTINGS = {name: asdict(case) for name, case in CASES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One trained model: the mean held-out reward before and after, and the KL to the start in nats a token."""
+    """One trained model: the mean held-out reward before and after, the KL to the start in nats a token, and how many
+    tokens it sampled to learn from."""
 
     name: str
     seed: int
@@ -110,6 +121,7 @@ class Trial:
     after: float
     kl: float | None
     seconds: float
+    tokens: int = 0
 
 
 # --- the tasks ------------------------------------------------------------------------------------------------------
@@ -127,6 +139,11 @@ def python(function: str) -> list[dict[str, Any]]:
 def sums_task(folder: Path, seed: int) -> dict[str, Any]:
     sums.make(folder, seed)
     return right_answers(folder, 24)
+
+
+def teacher_task(folder: Path, seed: int) -> dict[str, Any]:
+    sums.make_teacher(folder, seed)
+    return sums_task(folder, seed)
 
 
 def bfloat16_sums_task(folder: Path, seed: int) -> dict[str, Any]:
@@ -216,6 +233,7 @@ def replies_task(folder: Path, seed: int) -> dict[str, Any]:
 TASKS = {
     "sums": sums_task,
     "sums, bfloat16": bfloat16_sums_task,
+    "sums, teacher": teacher_task,
     "sort": sort_task,
     "stories": stories_task,
     "replies": replies_task,
@@ -266,7 +284,7 @@ def trial(folder: Path, name: str, seed: int) -> Trial:
             "name": name,
             "output_dir": str(folder),
             "seed": seed,
-            "method": dict(case.method),
+            "method": {k: v.format(folder=folder / "task") if k == "teacher" else v for k, v in case.method.items()},
             "training": training,
             "evaluation": {"eval_steps": training["max_steps"]},
             **TASKS[case.task](folder / "task", seed),
@@ -275,7 +293,10 @@ def trial(folder: Path, name: str, seed: int) -> Trial:
     )
     start, final = results["start"], results["final"]
     seconds = time.perf_counter() - began
-    return Trial(name, seed, start["eval_reward"], final["eval_reward"], final.get("kl"), seconds)
+    metrics = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    a_step = training["batch_size"] * case.method["num_generations"]
+    tokens = round(sum(a_step * line.get("completions/mean_length", 0.0) for line in metrics))
+    return Trial(name, seed, start["eval_reward"], final["eval_reward"], final.get("kl"), seconds, tokens)
 
 
 def failures(trials: Sequence[Trial]) -> list[str]:
@@ -284,9 +305,12 @@ def failures(trials: Sequence[Trial]) -> list[str]:
     for t in trials:
         case = CASES[t.name]
         gain = t.after - t.before
+        other = next((o for o in trials if o.name == case.beside and o.seed == t.seed), None)
         for holds, what in (
             (case.above is None or t.after > case.above, f"{t.after:.3f}, not above {case.above}"),
             (case.gain is None or gain > case.gain, f"rose by {gain:+.3f}, not {case.gain}"),
+            (other is None or t.after >= other.after, f"{t.after:.3f}, below {case.beside}'s"),
+            (other is None or 4 * t.tokens <= other.tokens, f"{t.tokens:,} tokens, over a quarter of {case.beside}'s"),
             (case.kl is None or (t.kl is not None and t.kl < case.kl), f"KL {t.kl}, not below {case.kl}"),
         ):
             if not holds:
@@ -297,8 +321,8 @@ def failures(trials: Sequence[Trial]) -> list[str]:
 def table(trials: Sequence[Trial]) -> str:
     """Each value once for every seed."""
     lines = [
-        "| task | method | held-out reward before | after | must be | KL, nats a token |",
-        "|---|---|---|---|---|---|",
+        "| task | method | held-out reward before | after | must be | KL, nats a token | thousand tokens sampled |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, case in CASES.items():
         mine = sorted((t for t in trials if t.name == name), key=lambda t: t.seed)
@@ -308,10 +332,11 @@ def table(trials: Sequence[Trial]) -> str:
         before, after = (" · ".join(f"{value:{form}}" for value in values) for values in (
             [t.before for t in mine], [t.after for t in mine],
         ))  # fmt: skip
+        tokens = " · ".join(f"{t.tokens / 1000:.0f}" for t in mine if t.tokens)
         wanted = f"> {case.above:.0%}" if case.above is not None else f"{case.gain:+g}, KL < {case.kl}"
         kl = " · ".join(f"{t.kl:.3f}" for t in mine if t.kl is not None)
         method = name if case.task.startswith("sums") else case.method["type"]
-        lines.append(f"| {case.task} | {method} | {before} | {after} | {wanted} | {kl} |")
+        lines.append(f"| {case.task} | {method} | {before} | {after} | {wanted} | {kl} | {tokens} |")
     return "\n".join(lines)
 
 

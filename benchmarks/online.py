@@ -1,4 +1,4 @@
-"""A whole step of GRPO and of PPO beside TRL's, at natural lengths: `python -m benchmarks.online grpo ppo`.
+"""A whole step of GRPO, PPO and distillation beside TRL's, at natural lengths: `python -m benchmarks.online grpo`.
 
 Prompts are the first of HH harmless. Each completion ends at the length, in the model's own tokens, of a recorded model
 solution (at most 256), as if its stop token had come then: the same draw for both sides. TRL generates with
@@ -12,6 +12,8 @@ thread does beside the training.
 GRPO: 8 prompts x 8 completions a step, TRL 1.16 with its defaults, float32, no gradient checkpointing.
 PPO: 16 prompts x 1 completion a step, 4 epochs, against a reward model; TRL 1.12, which had PPO last, comes from a
 folder of its own (`make bench` fills it): its value function is a second model, ours a head on the policy.
+Distillation: 8 prompts x 4 completions a step, reverse KL to a second model of the same size; GKD of TRL 1.16,
+which gets each prompt four times.
 
 Prints the table and writes results/online.json. Leave the machine alone meanwhile.
 """
@@ -23,9 +25,8 @@ import json
 import os
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,12 +35,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LogitsProcessor
+from transformers import AutoTokenizer
 
 from benchmarks.common import (
     SHARED,
     THREADS,
-    TRL_SETTINGS,
     add_results,
     in_own_process,
     make_models,
@@ -51,11 +51,14 @@ from benchmarks.common import (
 )
 
 RESULTS = Path(__file__).parent / "results"
-TRL_WITH_PPO = Path(__file__).resolve().parents[1] / "build/trl-1.12"  # pip install --target, by the Makefile
 LIMIT = 256
-STEPS = {"grpo": 3, "ppo": 2}
-WORK = {"grpo": (8, 8), "ppo": (16, 1)}  # prompts a step, completions of each
-GOALS = {"grpo": (4.0, 0.4), "ppo": (3.0, float("inf"))}  # TRL's time over ours; our memory over TRL's
+STEPS = {"grpo": 3, "ppo": 2, "distill": 3}
+WORK = {"grpo": (8, 8), "ppo": (16, 1), "distill": (8, 4)}  # prompts a step, completions of each
+GOALS = {
+    "grpo": (4.0, 0.4),
+    "ppo": (3.0, float("inf")),
+    "distill": (3.0, float("inf")),
+}  # TRL's time over ours; our memory over TRL's
 STORING = 0.02  # of a step's time, at most
 MAX_LENGTH = 1024
 
@@ -116,11 +119,12 @@ def run_posttrain(
         "method": {
             "grpo": {"type": "grpo", "num_generations": n, "beta": 0.0},
             "ppo": {"type": "ppo", "num_generations": n, "num_ppo_epochs": 4, "num_minibatches": 1, "kl_coef": 0.05},
+            "distill": {"type": "distill", "num_generations": n, "teacher": str(models["teacher"])},
         }[method],
-        "rewards": [reward if method == "grpo" else {"type": "model", "path": str(models["reward"])}],
+        "rewards": {"grpo": [reward], "ppo": [{"type": "model", "path": str(models["reward"])}], "distill": []}[method],
         "data": {
             "source": str(write_rows(folder / "rows.jsonl", [{"prompt": text} for text in prompts_of(method)])),
-            "template": "none",
+            "template": "chat" if method == "distill" else "none",  # GKD takes conversations alone
             "shuffle": False,
             "max_length": MAX_LENGTH,
             "max_prompt_length": None,  # TRL drops no prompt
@@ -171,133 +175,25 @@ def _without_stops(sampling):
     return replace(sampling, stop_token_ids=())
 
 
-# --- TRL --------------------------------------------------------------------------------------------------------------
-
-
-class Lengths(LogitsProcessor):
-    """The stop token at each row's length, and not before."""
-
-    def __init__(self, start: int, lengths: torch.Tensor, stop: int):
-        self.start, self.lengths, self.stop = start, lengths, stop
-
-    def __call__(self, input_ids, scores):
-        last = input_ids.shape[1] - self.start + 1 >= self.lengths
-        scores[:, self.stop] = -torch.inf
-        scores[last] = -torch.inf
-        scores[last, self.stop] = 0.0
-        return scores
-
-
-class Drawing:
-    """Gives a model's `generate` the lengths of the next step, and times it."""
-
-    def __init__(self, model, lengths: list[list[list[int]]], stop: int):
-        self.began, self.seconds, self.drawn = 0.0, 0.0, 0
-        generate, coming = model.generate, iter(lengths)
-
-        def at_lengths(*args, **given):
-            now = time.perf_counter()
-            self.began = self.began or now
-            of_rows = torch.tensor([length for group in next(coming) for length in group])
-            assert len(of_rows) == len(given["input_ids"])
-            processor = Lengths(given["input_ids"].shape[1], of_rows, stop)
-            result = generate(*args, **given, logits_processor=[processor])
-            self.seconds += time.perf_counter() - now
-            self.drawn += int(of_rows.sum())
-            return result
-
-        model.generate = at_lengths
-
-
-def run_trl_grpo(models: dict[str, Path], lengths: list[list[list[int]]], folder: Path, dtype: str = "float32") -> dict:
-    import trl
-    from datasets import Dataset
-
-    prompts, n = WORK["grpo"]
-    config = trl.GRPOConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=8,
-        gradient_accumulation_steps=prompts * n // 8,
-        num_generations=n,
-        max_completion_length=LIMIT,
-        max_steps=STEPS["grpo"],
-        learning_rate=1e-6,
-        shuffle_dataset=False,
-        **TRL_SETTINGS,
-        model_init_kwargs={"dtype": dtype},
-    )
-    rows = Dataset.from_list([{"prompt": text} for text in prompts_of("grpo")])
-    trainer = trl.GRPOTrainer(str(models["policy"]), characters, args=config, train_dataset=rows)
-    tokenizer = AutoTokenizer.from_pretrained(models["policy"])
-    drawing = Drawing(trainer.model, lengths, tokenizer.eos_token_id)
-    trainer.train()
-    seconds = time.perf_counter() - drawing.began
-    mean = statistics.fmean(x["completions/mean_length"] for x in trainer.state.log_history if "loss" in x)
-    return {"seconds": seconds, "drawing_seconds": drawing.seconds, "mean_length": mean}
-
-
-def run_trl_ppo(models: dict[str, Path], lengths: list[list[list[int]]], folder: Path, dtype: str = "float32") -> dict:
-    assert dtype == "float32", "measured for GRPO alone"
-    sys.path.insert(0, str(TRL_WITH_PPO))
-    from datasets import Dataset
-    from trl.experimental.ppo import PPOConfig, PPOTrainer
-
-    prompts, n = WORK["ppo"]
-    config = PPOConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=8,
-        gradient_accumulation_steps=prompts * n // 8,
-        total_episodes=prompts * n * STEPS["ppo"],
-        num_ppo_epochs=4,
-        num_mini_batches=1,
-        local_rollout_forward_batch_size=prompts * n,
-        response_length=LIMIT,
-        stop_token="eos",
-        temperature=1.0,
-        learning_rate=3e-6,
-        num_sample_generations=0,
-        **TRL_SETTINGS,
-    )
-    tokenizer = AutoTokenizer.from_pretrained(models["policy"], padding_side="left")
-
-    def policy():
-        return AutoModelForCausalLM.from_pretrained(models["policy"], dtype=torch.float32)
-
-    def scorer():
-        return AutoModelForSequenceClassification.from_pretrained(models["reward"], dtype=torch.float32)
-
-    ids = [{"input_ids": tokenizer(text).input_ids} for text in prompts_of("ppo")]
-    trainer = PPOTrainer(
-        args=config,
-        processing_class=tokenizer,
-        model=policy(),
-        ref_model=policy(),
-        reward_model=scorer(),
-        value_model=scorer(),
-        train_dataset=Dataset.from_list(ids),
-        eval_dataset=Dataset.from_list(ids[:1]),
-    )
-    # Its loader shuffles; which prompt gets which length does not matter to the work as long as all come.
-    drawing = Drawing(trainer.policy_model, lengths, tokenizer.eos_token_id)
-    trainer.train()
-    seconds = time.perf_counter() - drawing.began
-    mean = drawing.drawn / (prompts * n * STEPS["ppo"])
-    return {"seconds": seconds, "drawing_seconds": drawing.seconds, "mean_length": mean}
-
-
 # --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def models_in(folder: Path) -> dict[str, Path]:
+    """Policy and reward model, and a teacher with other weights; made when missing."""
+    return make_models(folder) | {"teacher": make_models(folder / "other", seed=1)["policy"]}
 
 
 def one_side(side: str, method: str, models: Path, dtype: str) -> dict:
     torch.set_num_threads(THREADS)
-    made = make_models(models)
+    made = models_in(models)
     lengths = draw_lengths(method, made["policy"])
-    run: Callable[..., dict] = {"grpo": run_trl_grpo, "ppo": run_trl_ppo}[method]
     with TemporaryDirectory() as folder:
         if side == "posttrain":
             found = run_posttrain(method, made, lengths, Path(folder), dtype)
         else:
-            found = run(made, lengths, Path(folder), dtype)
+            from benchmarks.online_trl import RUN  # imports this module
+
+            found = RUN[method](made, lengths, Path(folder), dtype)
     drawn = [length for step in lengths for group in step for length in group]
     if abs(found["mean_length"] - statistics.fmean(drawn)) > 1e-3:
         raise SystemExit(f"{side} drew {found['mean_length']} tokens a completion, not {statistics.fmean(drawn)}")
@@ -369,7 +265,7 @@ def main() -> None:
         return
     results = {}
     with TemporaryDirectory() as folder:
-        make_models(Path(folder))
+        models_in(Path(folder))
         for method in arguments.methods:
             results[method] = compare(method, Path(folder), arguments.rounds)
     whole = add_results(RESULTS / "online.json", results)

@@ -32,13 +32,32 @@ def exact(completions, answer, **_columns):
 
 def make(folder: Path, seed: int = 0, right: float = 0.1) -> None:
     """Write `model/`, `train.jsonl` and `test.jsonl` to the folder; the last asks each held-out sum several times."""
+    model, tokenizer = taught(seed)
+    weaken(unsure(model.lm_head.weight), lambda: accuracy(model, tokenizer, PROBLEMS), right, most=1.0)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = [{"prompt": problem, "answer": answer} for problem, answer in PROBLEMS]
+    random.Random(seed).shuffle(rows)
+    for name, part in (("train", rows[80:]), ("test", rows[:80] * TIMES)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+
+
+def make_teacher(folder: Path, seed: int = 0) -> None:
+    """Write `teacher/`: a model of four times the weights that was taught every sum, and is not weakened."""
+    model, tokenizer = taught(seed, hidden=128)
+    model.save_pretrained(folder / "teacher")
+    tokenizer.save_pretrained(folder / "teacher")
+
+
+def taught(seed: int, hidden: int = 64) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """A model that was taught every sum, and its tokenizer."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
             num_hidden_layers=2,
             num_attention_heads=4,
             max_position_embeddings=32,
@@ -49,13 +68,7 @@ def make(folder: Path, seed: int = 0, right: float = 0.1) -> None:
     )
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     teach(model, tokenizer)
-    weaken(unsure(model.lm_head.weight), lambda: accuracy(model, tokenizer, PROBLEMS), right, most=1.0)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    rows = [{"prompt": problem, "answer": answer} for problem, answer in PROBLEMS]
-    random.Random(seed).shuffle(rows)
-    for name, part in (("train", rows[80:]), ("test", rows[:80] * TIMES)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return model, tokenizer
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -76,7 +76,7 @@ class Rollout:
 
     @cached_property
     def length_S(self) -> Tensor:
-        return torch.tensor([len(completion.tokens) for completion in self.completions])
+        return torch.tensor([len(completion.tokens) for completion in self.completions], dtype=torch.int64)
 
     @cached_property
     def start_S(self) -> Tensor:
@@ -86,7 +86,8 @@ class Rollout:
     @cached_property
     def sampler_R(self) -> Tensor:
         """The log-probability with which the engine drew each token."""
-        return torch.tensor([value for completion in self.completions for value in completion.logprobs])
+        logprobs = [value for completion in self.completions for value in completion.logprobs]
+        return torch.tensor(logprobs, dtype=torch.float32)
 
     @cached_property
     def sequence_R(self) -> Tensor:
@@ -134,7 +135,9 @@ class Rollout:
         return made
 
     def metrics(self) -> dict[str, float]:
-        """What is to be seen of every rollout, by TRL's names."""
+        """What is to be seen of every rollout, by TRL's names; nothing without completions."""
+        if not self.completions:
+            return {}
         length, stopped = self.length_S.float(), self.length_S[~self.truncated_S].float()
         found = {
             "completions/mean_length": length.mean().item(),
@@ -142,9 +145,10 @@ class Rollout:
             "completions/max_length": length.max().item(),
             "completions/clipped_ratio": self.truncated_S.float().mean().item(),
             "resampled_groups": float(self.resampled),
-            "rewards/left_out_ratio": 1.0 - self.has_reward_S.float().mean().item(),
         }
-        if len(self.completions) > len(self.prompts):
+        if self.rewarded.parts:
+            found["rewards/left_out_ratio"] = 1.0 - self.has_reward_S.float().mean().item()
+        if self.rewarded.parts and len(self.completions) > len(self.prompts):
             found["frac_reward_zero_std"] = 1.0 - self.spread_G().float().mean().item()
         if len(stopped):
             found["completions/mean_terminated_length"] = stopped.mean().item()

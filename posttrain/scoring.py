@@ -64,7 +64,7 @@ class ValueScorer(nn.Module):
     @classmethod
     def of(cls, model: nn.Module, checkpoint: Path | None = None) -> ValueScorer:
         """The model with a new head, or with the one of a checkpoint. Raises DamagedError where that has none."""
-        words, _, _ = _head(model)
+        words, _, _ = head_of(model)
         head = nn.Linear(words.in_features, 1).to(words.weight.device)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
@@ -160,7 +160,7 @@ def _row_states(model: nn.Module, pack: Pack, owner: torch.Tensor, index: torch.
 
 def scores_of(model: nn.Module, hidden_N: torch.Tensor, target_N: torch.Tensor, temperature: float) -> Scores:
     """The scores of targets from the hidden states (N, D) that predict them."""
-    head, scale, cap = _head(model)
+    head, scale, cap = head_of(model)
     fused = kernels.are_on(base_of(model), head.weight)
     return Scores(*ChunkedScores.apply(hidden_N, head.weight, head.bias, target_N, temperature / scale, cap, fused))
 
@@ -210,10 +210,10 @@ class ChunkedScores(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         if ctx.fused:
             factor, gradient = weight, _triton().logits_gradient
-            chunks = _chunks_of(len(target_N), max(1, GRADIENT_ELEMENTS // len(weight)))
+            chunks = chunks_of(len(target_N), max(1, GRADIENT_ELEMENTS // len(weight)))
         else:
             factor, gradient = float32_weight(weight), _logits_gradient
-            chunks = _chunks(len(target_N), weight, _step(factor))
+            chunks = _chunks(len(target_N), weight, row_step(factor))
         for rows in chunks:
             grad_logits = gradient(
                 hidden_N[rows],
@@ -247,8 +247,8 @@ def _scores(hidden_N, weight, bias, target_N, temperature, softcap):
     size = len(target_N)
     log_z_N, logprob_N, entropy_N, top1_N = hidden_N.new_empty(4, size, dtype=torch.float32).unbind()
     wide = float32_weight(weight)
-    for rows in _chunks(size, weight, _step(wide)):
-        logits, _ = _logits(hidden_N[rows], wide, bias, temperature, softcap)
+    for rows in _chunks(size, weight, row_step(wide)):
+        logits, _ = logits_of(hidden_N[rows], wide, bias, temperature, softcap)
         highest = logits.amax(-1)
         logits -= highest[:, None]
         chosen = logits.gather(1, target_N[rows, None]).squeeze(1)
@@ -266,7 +266,7 @@ def _logits_gradient(
     hidden, weight, bias, target, log_z, entropy, grad_logprob, grad_entropy, temperature, softcap
 ) -> torch.Tensor:
     """One chunk's gradient by h W^T + b, float32. One of the two given ones may be None."""
-    logits, capped = _logits(hidden, weight, bias, temperature, softcap)
+    logits, capped = logits_of(hidden, weight, bias, temperature, softcap)
     log_p = logits.sub_(log_z[:, None])
     if grad_entropy is None:
         grad_logits = log_p.exp_().mul_(-grad_logprob[:, None])
@@ -292,19 +292,19 @@ def _triton():
 
 def next_token_logits(model: nn.Module, hidden_N: torch.Tensor) -> torch.Tensor:
     """The logits that scores are made of, whole: (N, D) to (N, V) float32. For engines, which draw from them."""
-    head, scale, cap = _head(model)
-    return _logits(hidden_N, weight_of(head), head.bias, 1.0 / scale, cap)[0]
+    head, scale, cap = head_of(model)
+    return logits_of(hidden_N, weight_of(head), head.bias, 1.0 / scale, cap)[0]
 
 
 def row_chunks(model: nn.Module, size: int) -> list[slice]:
     """`size` rows divided so that the logits of one part are a block of CHUNK_ELEMENTS."""
-    weight = _head(model)[0].weight
+    weight = head_of(model)[0].weight
     if size <= _rows_of_a_chunk(weight):  # no more is asked of `size`: a compiled caller is good for every such number
         return [slice(None)]
     return _chunks(size, weight)
 
 
-def _head(model: nn.Module) -> tuple[nn.Linear, float, float | None]:
+def head_of(model: nn.Module) -> tuple[nn.Linear, float, float | None]:
     """The LM head, what the family multiplies its logits by, and what it caps them at."""
     causal = base_of(model)
     head = causal.get_output_embeddings()
@@ -312,7 +312,7 @@ def _head(model: nn.Module) -> tuple[nn.Linear, float, float | None]:
     return head, logit_scale(causal.config), logit_softcap(causal.config)
 
 
-def _logits(hidden, weight, bias, temperature, softcap):
+def logits_of(hidden, weight, bias, temperature, softcap):
     """One chunk's float32 logits over the temperature, and the capped logits if there is a cap (for its gradient)."""
     logits = float32_product(hidden, weight, bias)
     capped = None
@@ -321,7 +321,7 @@ def _logits(hidden, weight, bias, temperature, softcap):
     return (logits if temperature == 1.0 and softcap is None else logits / temperature), capped
 
 
-def _step(weight: torch.Tensor) -> int:
+def row_step(weight: torch.Tensor) -> int:
     return ROWS if is_for_onednn(weight) else 1
 
 
@@ -331,9 +331,9 @@ def _rows_of_a_chunk(weight: torch.Tensor) -> int:
 
 def _chunks(size: int, weight: torch.Tensor, step: int = 1) -> list[slice]:
     """Rows in chunks of a multiple of `step`; the last ones, fewer than a step, are a chunk of their own."""
-    return _chunks_of(size, _rows_of_a_chunk(weight), step)
+    return chunks_of(size, _rows_of_a_chunk(weight), step)
 
 
-def _chunks_of(size: int, rows: int, step: int = 1) -> list[slice]:
+def chunks_of(size: int, rows: int, step: int = 1) -> list[slice]:
     rows, even = -(-rows // step) * step, size - size % step
     return [slice(*pair) for pair in pairwise([*range(0, even, rows), even, size]) if pair[0] < pair[1]]

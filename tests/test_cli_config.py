@@ -58,6 +58,7 @@ def test_a_starter_file_loads_back_to_the_defaults(run, tmp_path, method, full):
     best = "eval_reward" if online else "eval_loss"
     changed = [] if full else ["data.validation={ratio: 0.05}", f"checkpoint.best_metric={best}"]
     changed += ["rewards=[{type: math}]"] if online else []
+    changed += [f"method.teacher={config.method.teacher}"] if method == "distill" else []
     assert config == load(None, [*paths, *changed]).config
     assert all(len(line) <= 110 for line in text.splitlines())
 

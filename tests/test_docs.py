@@ -149,6 +149,8 @@ class Reader:
                 changes[f"stages.{name}.".removeprefix("stages..") + "rollout.max_completion_length"] = 16
             if settings["data"]["validation"] is not None:
                 changes["--validation"] = "{rows: 2}"
+            if settings["method"].get("teacher"):
+                changes["method.teacher"] = self.local_model(settings)
             for index, model in enumerate(settings["models"]):
                 if not Path(model["path"]).exists():
                     changes[f"models.{index}.path"] = self.local_model(settings)

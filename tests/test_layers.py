@@ -21,7 +21,7 @@ LAYERS = [
     ["data"],
     ["models", "store"],
     ["scoring", "optim", "grading", "reports"],
-    ["rewards", "engines"],
+    ["rewards", "engines", "distillation"],
     ["rollout"],
     ["training", "functional"],
     ["recipes"],

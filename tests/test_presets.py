@@ -19,6 +19,7 @@ LOCAL = {
     "dpo-many-models": ("chat", PAIRS, ["data.format=sharegpt", "data.validation.rows=2"]),
     "dpo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
     "dpo-ultrafeedback-lora": ("chat", PAIRS, ["data.format=sharegpt"]),
+    "distill-gsm8k": ("chat", GSM8K, ["rollout.max_completion_length=16", "method.teacher={model}"]),
     "grpo-gsm8k": ("chat", GSM8K, ["rollout.max_completion_length=16"]),
     "ppo-gsm8k": ("chat", GSM8K, ["rollout.max_completion_length=16"]),
     "ipo-ultrafeedback": ("chat", PAIRS, ["data.format=sharegpt"]),
@@ -94,6 +95,7 @@ def test_two_steps(preset, shared, scratch_model, tmp_path, capsys):
     models = load(preset).config.models
     for index in range(len(models)):  # names, because here all models are one folder
         overrides |= {f"models.{index}.path": model, f"models.{index}.name": f"model-{index}"}
+    differs = [setting.replace("{model}", str(model)) for setting in differs]
     arguments = ["train", preset, *(f"{key}={value}" for key, value in overrides.items()), *differs]
     status = main(arguments)
     assert status == 0, capsys.readouterr().err

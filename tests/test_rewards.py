@@ -280,8 +280,6 @@ def test_settings_that_cannot_be(term, message):
 
 
 def test_lists_that_cannot_be(grading_pool):
-    with pytest.raises(RewardError, match="there is no reward"):
-        Rewards(())
     with pytest.raises(RewardError, match="two rewards are called math: give one of them another `name`"):
         Rewards(settings({"type": "math"}, {"type": "math"}), grading_pool)
     with pytest.raises(RewardError, match=r"reward model of a stage \(reward\) is not known here: give its `path`"):

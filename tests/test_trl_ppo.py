@@ -17,7 +17,7 @@ from test_trl import pairs
 from test_trl_online import LIMIT, RATE, assert_same_weights, letters, train_ours
 from transformers import AutoTokenizer
 
-from benchmarks.online import TRL_WITH_PPO
+from benchmarks.online_trl import TRL_WITH_PPO
 from posttrain.engines import EmbeddedEngine
 
 HERE = Path(__file__).parent

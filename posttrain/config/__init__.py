@@ -17,8 +17,8 @@ from posttrain.config.schema.offline import (
     SimPOMethod,
 )
 from posttrain.config.schema.online import (
+    DistillMethod,
     GRPOMethod,
-    OnlineMethod,
     PolicyGradientMethod,
     PPOMethod,
     ReinforcePlusPlusMethod,
@@ -34,6 +34,7 @@ __all__ = [
     "DPOMethod",
     "DataConfig",
     "DevicesConfig",
+    "DistillMethod",
     "EvaluationConfig",
     "EvaluationDataset",
     "GRPOMethod",
@@ -43,7 +44,6 @@ __all__ = [
     "Method",
     "ModelConfig",
     "ORPOMethod",
-    "OnlineMethod",
     "PPOMethod",
     "PolicyGradientMethod",
     "RLOOMethod",

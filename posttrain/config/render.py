@@ -54,6 +54,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "grpo": ONLINE,
     "rloo": ONLINE,
     "reinforce_plus_plus": ONLINE,
+    "distill": ONLINE | {"model.path": "Qwen/Qwen3-0.6B-Base", "method.teacher": "Qwen/Qwen3-4B"},
     "ipo": {"model.path": "Qwen/Qwen3-0.6B", "data.source": "trl-lib/ultrafeedback_binarized"},
 }
 STARTER = (
@@ -65,6 +66,9 @@ STARTER = (
     "method.beta",
     "method.simpo_gamma",
     "method.cpo_alpha",
+    "method.teacher",
+    "method.divergence",
+    "method.on_policy_fraction",
     "method.num_generations",
     "method.scale_rewards",
     "method.epsilon",

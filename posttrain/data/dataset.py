@@ -241,8 +241,9 @@ class Dataset:
     def _prompt(self, index: int) -> Example:
         table = self._table
         at, start, stop = (int(value) for value in self.view[index])
-        facts = json.loads(table.facts[at].as_py())
-        return Example((Node(table.lists["tokens"][at][start:stop]),), int(table.row[at]), facts=facts)
+        facts, tokens, cut = json.loads(table.facts[at].as_py()), table.lists["tokens"][at], int(table.prompt[at])
+        given = (Node(tokens[cut:stop], True),) if cut < stop else ()  # where the completion is read too
+        return Example((Node(tokens[start : min(cut, stop)], False, given),), int(table.row[at]), facts=facts)
 
     def _one(self, index: int) -> Example:
         table = self._table

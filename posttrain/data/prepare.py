@@ -73,6 +73,7 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positi
         completion_length=config.completion_length,
         evaluated=_evaluated(config),
         positions=positions,
+        with_completions=method.reads_completions,
         **targets,
     )
     if kind == "pair" and not method.learns_ties:
@@ -85,6 +86,18 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positi
     if config.samples and kind != "prompt":
         return replace(prepared, prompts=_validation_prompts(config, tokenizer, prepared, positions))
     return prepared
+
+
+def prompts_with_system(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, system_prompt: str
+) -> dict[int, np.ndarray]:
+    """The tokens of the training prompts with another system prompt, by row. Raises DataError where one does not fit a
+    pack with a completion."""
+    most = config.training.tokens_per_pack
+    update = {"system_prompt": system_prompt, "max_prompt_length": None, "max_length": most}
+    data = config.data.model_copy(update=update | {"overlong": "error", "validation": None})
+    found = prepare(data, tokenizer, "prompt", completion_length=config.completion_length, seed=config.seed).train
+    return {int(row): np.asarray(found[index].trees[0].tokens) for index, row in enumerate(found.rows)}
 
 
 def _validation_prompts(
@@ -153,6 +166,7 @@ def prepare(
     evaluated: Room | None = None,
     positions: int | None = None,
     held_out: np.ndarray | None = None,
+    with_completions: bool = False,
     cache_dir: Path | None = None,
     seed: int = 0,
 ) -> Prepared:
@@ -160,7 +174,8 @@ def prepare(
 
     `kind` is `sft` for single sequences, `pair` for preference pairs, `unpaired` for labelled completions, `prompt` for
     prompts alone, which leave room for `completion_length` tokens in `max_length` and in the model's `positions`; those
-    of evaluation for `evaluated`, by default the same.
+    of evaluation for `evaluated`, by default the same. `with_completions` keeps the data's own completion of each
+    training prompt as the prompt's one child.
     `completion_only_loss` None trains completions where a row has a prompt and everything elsewhere. The template is
     put on the tokenizer. `validation` holds the set under `data.validation` as "validation" and the further ones under
     their names. The same seed gives the same split; `held_out` gives the numbers of the rows instead.
@@ -180,6 +195,7 @@ def prepare(
         assistant_only_loss,
         cache_dir or cache.default_folder(),
         seed,
+        with_completions,
     )
     parts = _parts_of(data)
     max_rows = None if isinstance(data.source, str) else data.max_rows
@@ -231,7 +247,7 @@ def _further(
     for name, part in sources:
         if name in taken or name in found or name == "train":
             raise DataError(f"evaluation.datasets has the name {name!r}, which is taken: give it another")
-        its = reader.with_data(_settings_of(own[name], data)) if name in own else reader
+        its = reader.of_prompts_alone().with_data(_settings_of(own[name], data) if name in own else data)
         found[name] = its.load(name, [part], lambda _: limits, None)
     return found
 

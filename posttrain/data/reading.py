@@ -77,6 +77,7 @@ class Reader:
         assistant_only_loss: bool,
         folder: Path,
         seed: int,
+        with_completions: bool = False,
     ):
         self.data = data
         self.tokenizer = tokenizer
@@ -86,6 +87,7 @@ class Reader:
         self.assistant_only_loss = assistant_only_loss
         self.folder = folder
         self.seed = seed
+        self.with_completions = with_completions
         self.settings = {
             "tokenizer": cache.tokenizer_fingerprint(tokenizer),
             "template": [template.name, template.turns, template.tags.model_dump()],
@@ -95,6 +97,14 @@ class Reader:
             "completion_only_loss": completion_only_loss,
             "assistant_only_loss": assistant_only_loss,
         }
+        self.settings |= {"with_completions": True} if with_completions else {}
+
+    def of_prompts_alone(self) -> Reader:
+        """This reader, or one that leaves out the completions of prompts."""
+        if not self.with_completions:
+            return self
+        losses = self.completion_only_loss, self.assistant_only_loss
+        return Reader(self.data, self.tokenizer, self.template, self.kind, *losses, self.folder, self.seed)
 
     def with_data(self, data: DataConfig) -> Reader:
         """A reader for a set with settings of its own; a template of its own is put on a copy of the tokenizer."""
@@ -229,7 +239,7 @@ class Reader:
         if self.kind == "prompt":
             for name, value in record.value.items():  # rewards are given all of them
                 valid(value, name)
-            row = as_prompt(row)
+            row = self._with_completion(row) if self.with_completions else as_prompt(row)
             if row.answer is None:  # of formats that have none, a column of that name
                 row = replace(row, answer=answer_beside(record.value))
         else:
@@ -249,11 +259,22 @@ class Reader:
             row = with_system(row, self.data.system_prompt)
         return row
 
+    @staticmethod
+    def _with_completion(row: Row) -> Row:
+        """What is asked, and the reply that is there. Raises RowError without one."""
+        refuse_without_reply(row)
+        row = last_turn_as_completion(row) if row.prompt is None else replace(row, rejected=None, rejected_prompt=None)
+        if not row.chosen:
+            raise RowError("has no completion, which method.on_policy_fraction below 1 needs")
+        return row
+
     def _tokenise(
         self, tokeniser: Tokeniser, rows: list[Row], layout: Layout
     ) -> Sequence[Trained | Compared | RowError]:
         if self.kind == "pair":
             return tokeniser.pairs(rows)
+        if self.kind == "prompt" and self.with_completions:
+            return tokeniser.completions(rows, completion_only_loss=True)
         if self.kind == "prompt":
             return [item if isinstance(item, RowError) else _prompt(item[1]) for item in tokeniser.prompts(rows)]
         if self.kind == "unpaired":

@@ -170,7 +170,7 @@ def regrade(
     method, found, total = config.method, [], 0
     regraded = REGRADED.get(method.type)
     if regraded is None:
-        raise RunError(f"{folder} is a run of {method.type}, which learns from no completions of its own")
+        raise RunError(f"{folder} is a run of {method.type}, which learns from no rewards")
     most, tokenizer = config.rollout.max_completion_length, _tokenizer(folder)
     if tokenizer is None:
         console.print("The run's tokenizer is not there: rewards are not told which prompts open <think>.")

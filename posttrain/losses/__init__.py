@@ -1,6 +1,7 @@
 """Losses as pure functions of tensors, unreduced; _P is pairs, _N scored tokens (legend in posttrain/batch.py)."""
 
 from posttrain.losses.advantage import gae, group_advantages, leave_one_out, normalized, rewards_to_go, whitened
+from posttrain.losses.distillation import DIVERGENCES, divergence_of
 from posttrain.losses.divergence import F_DIVERGENCES, divergence_score
 from posttrain.losses.kl import KL_ESTIMATORS, adapted_kl_coef, kl_penalty
 from posttrain.losses.pairs import Pairs, preference_metrics
@@ -37,6 +38,7 @@ from posttrain.losses.value import ReturnScale, value_loss
 
 __all__ = [
     "CONTRASTIVE_LOSSES",
+    "DIVERGENCES",
     "F_DIVERGENCES",
     "KL_ESTIMATORS",
     "POLICY_LOSSES",
@@ -54,6 +56,7 @@ __all__ = [
     "contrastive",
     "contrastive_metrics",
     "couples_batch",
+    "divergence_of",
     "divergence_score",
     "gae",
     "global_mean",

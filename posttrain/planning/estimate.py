@@ -186,9 +186,9 @@ def generation(config: RunConfig, model: ModelConfig, packs: list[Pack], device:
 
 def _reference(config: RunConfig, model: ModelConfig, empty: PreTrainedModel | PeftModel, width: int) -> int:
     """Bytes of the second model in memory."""
-    ref_model = getattr(config.method, "ref_model", None)
-    if ref_model is not None:
-        empty = empty_model(config, reference_settings(model, ref_model).model_copy(update={"lora": None}))
+    path = config.method.reference_path
+    if path is not None:
+        empty = empty_model(config, reference_settings(model, path).model_copy(update={"lora": None}))
     adapters = sum(p.numel() for name, p in empty.named_parameters() if "lora_" in name)
     return _weights(empty, width, model.load_in_4bit) - width * adapters
 

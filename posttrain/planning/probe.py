@@ -220,8 +220,7 @@ class Step:
         self.reference: Scorer | None = None
         method = job.config.method
         if holds_reference(job.config, job.model):
-            assert isinstance(self.scorer, Scorer)
-            self.reference = frozen_model(job, method.reference_path, self.scorer)
+            self.reference = Scorer(frozen_model(job, method.reference_path))
 
     def take(self, packs: list[Pack]) -> None:
         """Forward and backward of each pack, then the optimizer's step, after which its moments are there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from posttrain.data import Prepared
-from posttrain.recipes import grpo, kto, ppo, preference, reference_free, reward, sft
+from posttrain.recipes import distill, grpo, kto, ppo, preference, reference_free, reward, sft
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 
@@ -23,6 +23,7 @@ RECIPES: dict[str, Callable[[Job, Prepared], Loop]] = {
     "grpo": grpo.train,
     "rloo": grpo.train,
     "reinforce_plus_plus": grpo.train,
+    "distill": distill.train,
 }
 
 # Of methods that store their completions: the advantages of a step's, had other rewards been given.

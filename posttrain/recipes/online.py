@@ -9,6 +9,7 @@ with online(job, loop, policy, data) as run:
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 
 from posttrain.batch import Example, Pack
 from posttrain.data import Dataset, Prepared
+from posttrain.engines import Completion
 from posttrain.losses.reduce import sum_segments
-from posttrain.optim.update import Objective
+from posttrain.optim.update import Batch, Objective
+from posttrain.rewards.compose import Rewarded
 from posttrain.rollout import Rollout, RolloutPack, Sampler
 from posttrain.store.rollouts import RolloutStore, StoredPrompt, StoredRollout
 from posttrain.training.alarms import Alarms
@@ -40,16 +43,28 @@ class Step:
 
     def __init__(self, job: Job, rollout: Rollout, mask_truncated: bool):
         self.rollout = rollout
-        self.counted_S, self.in_loss_S = trained_on(rollout, mask_truncated)
+        self.counted_S, self.in_loss_S = trained_on(rollout, mask_truncated, job.config.method.needs_rewards)
         self.parts = in_packs(job, rollout, self.in_loss_S)
         self.sampler_R = rollout.sampler_R.to(job.device)
         self.old_R: Tensor | None = None  # none where the one update is of the policy that drew
         self.trainer_R = torch.zeros(rollout.num_tokens, device=job.device)  # of that policy, as the trainer scores it
         self.new_R = torch.zeros(rollout.num_tokens, device=job.device)  # of the policy at the step's last update
         self.clipped_R = torch.zeros(rollout.num_tokens, dtype=torch.bool, device=job.device)  # there
-        self.reference_R: Tensor | None = None
+        self.reference_R: Tensor | None = None  # of a reference or teacher, where there is one
         self.advantage_R = torch.zeros(rollout.num_tokens, device=job.device)
         self.signs: dict[str, float] | None = None  # how far engine and trainer are apart, once that is known
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the loss."""
+        return int(self.rollout.length_S[self.in_loss_S].sum())
+
+    def keep(self, at_N: Tensor, logprob_N: Tensor, reference_N: Tensor, advantage_N: Tensor) -> None:
+        """Take down what a step's only update says of these tokens, for the store."""
+        if self.reference_R is None:
+            self.reference_R = torch.zeros_like(self.new_R)
+        self.trainer_R[at_N] = self.new_R[at_N] = logprob_N
+        self.reference_R[at_N], self.advantage_R[at_N] = reference_N, advantage_N
 
     def sums(self, value_R: Tensor) -> Tensor:
         """A value for each token, summed over each completion: (R) to (S)."""
@@ -95,6 +110,18 @@ class Step:
             for p in rollout.prompts
         ]
         return prompts, made
+
+
+@dataclass(frozen=True, slots=True)
+class StepPack:
+    """A pack of the completions of a step, of several that are trained on at once."""
+
+    step: Step
+    part: RolloutPack
+
+    @property
+    def num_tokens(self) -> int:
+        return self.part.num_tokens
 
 
 @torch.no_grad()
@@ -148,11 +175,28 @@ def divided(step: Step, count: int, key: Sequence[int]) -> list[tuple[Tensor, in
     return made
 
 
-def trained_on(rollout: Rollout, mask_truncated: bool) -> tuple[Tensor, Tensor]:
-    """Which completions count (they have a reward), and which of these are in the loss: int64 both."""
-    counted = rollout.has_reward_S
+def trained_on(rollout: Rollout, mask_truncated: bool, needs_rewards: bool = True) -> tuple[Tensor, Tensor]:
+    """Which completions count (with a reward, where the method needs one), and which of them are in the loss: int64."""
+    counted = rollout.has_reward_S if needs_rewards else torch.ones_like(rollout.has_reward_S)
     in_loss = counted & ~rollout.truncated_S if mask_truncated else counted
     return counted.nonzero().squeeze(1), in_loss.nonzero().squeeze(1)
+
+
+def sampled_prompts(
+    seed: int, step: int, prompts: Sequence[Example], fraction: float
+) -> tuple[list[Example], list[Example]]:
+    """The prompts of a step that the policy completes, each chosen with this probability, and the others."""
+    chosen = np.random.default_rng([seed, step, zlib.crc32(b"on-policy")]).random(len(prompts)) < fraction
+    asked = [prompt for prompt, is_chosen in zip(prompts, chosen, strict=True) if is_chosen]
+    return asked, [prompt for prompt, is_chosen in zip(prompts, chosen, strict=True) if not is_chosen]
+
+
+def given_completions(prompts: Sequence[Example]) -> Rollout:
+    """The data's own completions of prompts that were read with them, as a rollout without rewards."""
+    leaves = [np.asarray(leaf.tokens).tolist() for prompt in prompts for leaf in prompt.trees[0].children]
+    completions = tuple(Completion(tokens, [0.0] * len(tokens), "stop", version=0) for tokens in leaves)
+    without = Rewarded((None,) * len(leaves), ())
+    return Rollout(prompts, completions, ("",) * len(leaves), without, torch.arange(len(leaves)))
 
 
 def sampler_signs(trainer_N: Tensor, sampler_N: Tensor) -> dict[str, float]:
@@ -207,7 +251,7 @@ class Online:
         self,
         number: int,
         step: Step,
-        updates: Iterable[tuple[Sequence[RolloutPack], Objective[RolloutPack]]],
+        updates: Iterable[tuple[Sequence[Batch], Objective[Batch]]],
         found: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """The updates of a step; then its metrics, with those that the method `found`, its alarms and its rollouts."""

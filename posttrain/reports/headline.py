@@ -9,7 +9,7 @@ OF_METHOD = {
     "reward": ("accuracy", "margin"),
     **dict.fromkeys(("dpo", "orpo", "cpo", "simpo"), PAIRS),
     "kto": ("rewards/margins",),
-    **dict.fromkeys(("ppo", "grpo", "rloo", "reinforce_plus_plus"), ONLINE),
+    **dict.fromkeys(("ppo", "grpo", "rloo", "reinforce_plus_plus", "distill"), ONLINE),
 }
 LABELS = {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}
 

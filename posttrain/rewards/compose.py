@@ -104,8 +104,11 @@ class Rewarded:
         """For the log of a step, by TRL's names: reward, reward_std, rewards/{name}/mean, rewards/{name}/std.
 
         Further: how many completions were left out, of each rule the number of each verdict, and of `r1_zero` and
-        `question_only` the share of each class (format right or not, answer right or not): 00, 01, 10, 11.
+        `question_only` the share of each class (format right or not, answer right or not): 00, 01, 10, 11. Nothing
+        without rewards.
         """
+        if not self.parts:
+            return {}
         totals = [total for total in self.totals if total is not None]
         moments = _moments("reward", totals)
         found = {"reward": moments["reward/mean"], "reward_std": moments["reward/std"]} if totals else {}
@@ -135,8 +138,6 @@ class Rewards:
         workers: int | None = None,
         deadline: float = DEADLINE_S,
     ):
-        if not settings:
-            raise RewardError("there is no reward: give at least one in `rewards:`")
         names = [term_name(term) for term in settings]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:

@@ -115,8 +115,7 @@ def sampler_of(job: Job, policy: nn.Module, data: Prepared, keeps: bool) -> Iter
     """
     with ExitStack() as resources:
         parts = _Samplers(resources, job, policy, data)
-        assert parts.rewards is not None  # the settings of online methods have some
-        sampler = parts.sampler(parts.rewards, job.config.rollout, keeps=keeps)
+        sampler = parts.sampler(parts.rewards or Rewards(()), job.config.rollout, keeps=keeps)
         sampler.evaluation = parts.of_sets()
         yield sampler
 

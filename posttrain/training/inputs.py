@@ -24,7 +24,7 @@ from posttrain.models.load import base_settings, load_config
 from posttrain.store.checkpoint import MANIFEST, file_hashes
 from posttrain.store.files import flat, load_json
 
-START, REFERENCE = "models.0.path", "method.ref_model"
+START, REFERENCES = "models.0.path", ("method.ref_model", "method.teacher")
 # What transformers and PEFT load; a README may change.
 LOADED = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".py")
 
@@ -33,8 +33,9 @@ def models_of(config: RunConfig) -> dict[str, ModelConfig]:
     """Every model that the settings of one run name, by the setting: its own, the reference, reward models."""
     values = flat(config.model_dump(mode="json"), lists=True)
     found = {START: config.models[0]}
-    if values.get(REFERENCE) is not None:
-        found[REFERENCE] = reference_settings(config.models[0], values[REFERENCE])
+    for setting in REFERENCES:
+        if values.get(setting) is not None:
+            found[setting] = reference_settings(config.models[0], values[setting])
     for setting, kind in values.items():
         path = setting.removesuffix("type") + "path"
         if setting.endswith(".type") and kind == "model" and values.get(path) is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from posttrain.batch import Example, Pack, sent, sequences
 from posttrain.config import DPOMethod, KTOMethod
@@ -67,7 +68,10 @@ def token_reference(
     if ref_model is None and is_adapted(policy.model):
         frozen, adapter = policy, policy.model
     else:
-        frozen, adapter = frozen_model(job, ref_model, policy), None
+        frozen, adapter = Scorer(frozen_model(job, ref_model)), None
+        ours, theirs = (base_of(one.model).config.vocab_size for one in (policy, frozen))
+        if ours != theirs:
+            raise ModelError(f"method.ref_model {ref_model} has {theirs} token ids, the policy {ours}: they must agree")
 
     @torch.no_grad()
     def score(pack: Pack) -> torch.Tensor:
@@ -94,14 +98,9 @@ def whole_sets(job: Job, data: Prepared) -> list[Portion]:
     return [portion(name, dataset) for name, dataset in {"train": data.train, **data.validation}.items()]
 
 
-def frozen_model(job: Job, ref_model: str | None, policy: Scorer) -> Scorer:
+def frozen_model(job: Job, path: str | None) -> PreTrainedModel:
     """Another model, or the policy's own as it was before training, without gradients."""
-    source = reference_settings(job.model, ref_model)
-    model = load_model(source, "lm", job.dtype, job.device).requires_grad_(False)
-    ours, theirs = base_of(policy.model).config.vocab_size, model.config.vocab_size
-    if ours != theirs:
-        raise ModelError(f"method.ref_model {source.path} has {theirs} token ids, the policy {ours}: they must agree")
-    return Scorer(model)
+    return load_model(reference_settings(job.model, path), "lm", job.dtype, job.device).requires_grad_(False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ _MODEL = "write model.path"
 _SOURCE = "write data.source, a hub id (owner/name/subset), a file or a folder"
 _VALIDATION = "write data.validation, e.g. {ratio: 0.05}, {rows: 500} or {source: ..., split: test}"
 _COLUMN = "write data.columns, e.g. {chosen: better}"
-_METHOD = "write method.type: sft, reward, dpo, ipo, kto, orpo, cpo, simpo, ppo, grpo, rloo or reinforce_plus_plus"
+_METHOD = "write method.type: sft, reward, dpo, ipo, kto, orpo, cpo, simpo, ppo, grpo, rloo, distill …"
 _DTYPE = "write model.dtype: bfloat16"
 _LORA = "write model.lora: true, or {r: 16}; leave it out for all weights"
 _LOSSES = "write method.loss_type, a list of losses, and method.loss_weights"
@@ -108,6 +108,9 @@ HINTS = {
     **dict.fromkeys(("pref_ftx", "rpo_alpha"), f"{_LOSSES}, e.g. [sigmoid, sft] and [1.0, 0.1]"),
     "dpo_label_smoothing": "write method.label_smoothing",
     "reference_free": "write method.use_ref_model: false",
+    "teacher_model_name_or_path": "write method.teacher, with method.type: distill",
+    "lmbda": "write method.on_policy_fraction",
+    "seq_kd": "not offered: write the teacher's completions with `posttrain generate`, and train on them with SFT",
     "kto_chosen_weight": "write method.desirable_weight",
     "kto_rejected_weight": "write method.undesirable_weight",
     "num_mini_batches": "write method.num_minibatches",
@@ -199,7 +202,7 @@ SYSTEMS: dict[str, str] = {
         num_train_epochs epochs num_epochs max_steps total_episodes optim bf16 fp16 seed activation_offloading
         disable_dropout full_determinism neftune_noise_alpha loss_type loss_weights beta label_smoothing rpo_alpha
         reference_free precompute_ref_log_probs sync_ref_model desirable_weight undesirable_weight
-        center_rewards_coefficient
+        center_rewards_coefficient teacher_model_name_or_path lmbda seq_kd
         num_generations num_iterations epsilon epsilon_high scale_rewards importance_sampling_level
         mask_truncated_completions generation_batch_size steps_per_generation num_ppo_epochs num_mini_batches
         kl_coef cliprange cliprange_value vf_coef gamma lam missing_eos_penalty response_length reward_funcs

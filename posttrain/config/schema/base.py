@@ -30,7 +30,8 @@ class MethodSettings(Settings):
 
     head: ClassVar[Literal["lm", "reward"]] = "lm"  # what reads the last hidden states
     learns_ties: ClassVar[bool] = False  # whether a pair may have no better completion
-    samples_completions: ClassVar[bool] = False  # whether it trains on completions of its own, rewarded at every step
+    samples_completions: ClassVar[bool] = False  # whether it trains on completions of its own, sampled at every step
+    needs_rewards: ClassVar[bool] = False  # whether it learns from what completions are worth
 
     @property
     def updates(self) -> int:
@@ -56,6 +57,11 @@ class MethodSettings(Settings):
     def reference_path(self) -> str | None:
         """Hub id or folder of the reference; None: the model itself before training."""
         return getattr(self, "ref_model", None)
+
+    @property
+    def reads_completions(self) -> bool:
+        """Whether prompts come with the data's own completions, to be trained on too."""
+        return False
 
     @property
     def joins_completions(self) -> bool:

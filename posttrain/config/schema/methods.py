@@ -13,7 +13,7 @@ from posttrain.config.schema.offline import (
     SFTMethod,
     SimPOMethod,
 )
-from posttrain.config.schema.online import GRPOMethod, PPOMethod, ReinforcePlusPlusMethod, RLOOMethod
+from posttrain.config.schema.online import DistillMethod, GRPOMethod, PPOMethod, ReinforcePlusPlusMethod, RLOOMethod
 
 
 def spell_out(method: Any) -> Any:
@@ -42,6 +42,7 @@ AnyMethod = (
     | GRPOMethod
     | RLOOMethod
     | ReinforcePlusPlusMethod
+    | DistillMethod
 )
 METHODS: dict[str, type[AnyMethod]] = {
     "sft": SFTMethod,
@@ -55,6 +56,7 @@ METHODS: dict[str, type[AnyMethod]] = {
     "grpo": GRPOMethod,
     "rloo": RLOOMethod,
     "reinforce_plus_plus": ReinforcePlusPlusMethod,
+    "distill": DistillMethod,
 }
 METHOD_NAMES = (*METHODS, "ipo")
 Method = Annotated[Annotated[AnyMethod, Field(discriminator="type")], BeforeValidator(spell_out)]

@@ -1,11 +1,20 @@
-"""The settings of the methods that learn from completions of the policy itself: GRPO and its kin, and PPO."""
+"""The settings of the methods that learn from completions of the policy itself: GRPO and its variants, PPO, distill."""
 
 from abc import abstractmethod
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.config.schema.base import Float, Int, MethodSettings, Positive, Problems, RefModel
+from posttrain.config.schema.base import (
+    Float,
+    Int,
+    MethodSettings,
+    Place,
+    Positive,
+    Problems,
+    RefModel,
+    Share,
+)
 
 PolicyLossType = Literal[
     "grpo",
@@ -19,25 +28,37 @@ PolicyLossType = Literal[
     "grpo_clip",
 ]
 KLEstimator = Literal["k1", "k2", "k3"]
+DivergenceName = Literal["reverse_kl", "forward_kl", "jensen_shannon"]
 
 
 class OnlineMethod(MethodSettings):
-    """What methods share that learn from completions of the policy itself, drawn and rewarded at every step."""
+    """What methods share that learn from completions of the policy itself, sampled at every step."""
 
     kind = "prompt"
     warmup_from_zero = False
     samples_completions = True
 
     num_generations: Positive = Field(default=8, description="Completions of each prompt.")
+    mask_truncated_completions: bool = Field(
+        default=False, description="Leave completions that reached the length limit out of the loss."
+    )
+
+    @property
+    def completions_per_prompt(self) -> int:
+        return self.num_generations
+
+
+class RewardedMethod(OnlineMethod):
+    """What methods share that learn from the rewards of their completions."""
+
+    needs_rewards = True
+
     num_minibatches: Positive = Field(
         default=1, description="Parts that a step's prompts are divided into, each with an update of its own."
     )
     kl_estimator: KLEstimator = Field(default="k3", description="Estimate of the KL to the reference.")
     entropy_coef: Annotated[Float, Field(ge=0)] = Field(
         default=0.0, description="Weight of the entropy that is added to the objective."
-    )
-    mask_truncated_completions: bool = Field(
-        default=False, description="Leave completions that reached the length limit out of the loss."
     )
     importance_sampling_cap: Annotated[Float, Field(gt=0)] | None = Field(
         default=3.0,
@@ -55,10 +76,6 @@ class OnlineMethod(MethodSettings):
     def updates(self) -> int: ...
 
     @property
-    def completions_per_prompt(self) -> int:
-        return self.num_generations
-
-    @property
     def scores_reference(self) -> bool:
         return self.needs_reference
 
@@ -70,7 +87,7 @@ class OnlineMethod(MethodSettings):
         )
 
 
-class PolicyGradientMethod(OnlineMethod):
+class PolicyGradientMethod(RewardedMethod):
     """What GRPO, RLOO and REINFORCE++ share: rewards become advantages without a value model."""
 
     learning_rates = (1e-6, 1e-5)
@@ -216,7 +233,7 @@ class ReinforcePlusPlusMethod(PolicyGradientMethod):
         return self
 
 
-class PPOMethod(OnlineMethod):
+class PPOMethod(RewardedMethod):
     """Proximal policy optimisation: a value head says what was to be expected before each token."""
 
     learning_rates = (3e-6, 3e-5)
@@ -287,5 +304,60 @@ class PPOMethod(OnlineMethod):
             "names a reference, but kl_coef is 0: nothing reads it",
         )
         self._check_estimator(problems)
+        problems.report()
+        return self
+
+
+class DistillMethod(OnlineMethod):
+    """On-policy distillation: a teacher scores every token of the student's completions."""
+
+    learning_rates = (1e-5, 1e-4)
+
+    type: Literal["distill"] = Field(default="distill", description="On-policy distillation from a teacher.")
+    teacher: Place | None = Field(
+        default=None,
+        description="Hub id or folder of the teacher, with the same tokenizer; null: the model itself before training.",
+    )
+    teacher_system_prompt: str | None = Field(
+        default=None, description="System prompt of the teacher in place of data.system_prompt; null: the same prompt."
+    )
+    num_generations: Positive = Field(default=1, description="Completions of each prompt.")
+    divergence: DivergenceName = Field(
+        default="reverse_kl", description="Divergence between student and teacher that is made smaller at every token."
+    )
+    jensen_shannon_beta: Share = Field(
+        default=0.5, description="Weight of the teacher in jensen_shannon; 0 is the forward KL, 1 the reverse KL."
+    )
+    on_policy_fraction: Annotated[Float, Field(ge=0, le=1)] = Field(
+        default=1.0,
+        description="Share of the prompts that the student completes; of the others the data's completion is used.",
+    )
+
+    @property
+    def scores_reference(self) -> bool:
+        return True
+
+    @property
+    def reference_path(self) -> str | None:
+        return self.teacher
+
+    @property
+    def reads_completions(self) -> bool:
+        return self.on_policy_fraction < 1
+
+    @model_validator(mode="after")
+    def _check(self) -> "DistillMethod":
+        problems = Problems()
+        problems.check(
+            self.teacher is not None or self.teacher_system_prompt is not None,
+            "teacher",
+            "is missing: name a model to learn from, or give teacher_system_prompt to learn from the model itself with "
+            "another prompt",
+        )
+        problems.check(
+            self.jensen_shannon_beta == 0.5 or self.divergence == "jensen_shannon",
+            "jensen_shannon_beta",
+            f"is read by divergence: jensen_shannon only, not by {self.divergence}; leave it out",
+        )
         problems.report()
         return self

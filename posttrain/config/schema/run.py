@@ -16,7 +16,6 @@ from posttrain.config.schema.data import LABELLED_FORMATS, PAIR_FORMATS, DataCon
 from posttrain.config.schema.evaluation import SAMPLING, EvaluationConfig
 from posttrain.config.schema.methods import Method
 from posttrain.config.schema.model import LORA_DROPOUT, ModelConfig
-from posttrain.config.schema.online import OnlineMethod
 from posttrain.config.schema.rewards import Reward, check_names
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.training import (
@@ -40,7 +39,7 @@ class RunConfig(Settings):
     )
     rewards: tuple[Reward, ...] = Field(
         default=(),
-        description="What completions are worth, added up by weight: online methods learn it, others are evaluated.",
+        description="What completions are worth, added up by weight: trained on by GRPO, PPO …, else evaluated.",
     )
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)] = Field(
         description="The models to train, one after the other; `model:` is short for one."
@@ -102,8 +101,11 @@ class RunConfig(Settings):
     @property
     def samples(self) -> bool:
         """Whether completions are sampled: in training, or in the evaluation of a method that learns without."""
-        rewarded = bool(self.rewards) or any(dataset.rewards for dataset in self.evaluation.datasets)
-        return isinstance(self.method, OnlineMethod) or rewarded
+        return self.method.samples_completions or self._rewarded
+
+    @property
+    def _rewarded(self) -> bool:
+        return bool(self.rewards) or any(dataset.rewards for dataset in self.evaluation.datasets)
 
     @property
     def best_metric(self) -> str | None:
@@ -172,7 +174,7 @@ class RunConfig(Settings):
 
     def _check_online(self, problems: Problems) -> None:
         method, rollout = self.method, self.rollout
-        online = isinstance(method, OnlineMethod)
+        online = method.samples_completions
         if not self.samples:
             problems.check(
                 rollout == RolloutConfig(),
@@ -182,7 +184,7 @@ class RunConfig(Settings):
             )
             return
         problems.check(
-            bool(self.rewards) or not online,
+            bool(self.rewards) or not method.needs_rewards,
             "rewards",
             "is empty; give at least one, e.g. rewards: [{type: math}]",
         )
@@ -197,11 +199,17 @@ class RunConfig(Settings):
             f"are given by {method.type} to completions of validation prompts: set data.validation, e.g. "
             "{ratio: 0.05}, and evaluation.eval_steps above 0, or leave rewards out",
         )
+        problems.check(
+            not self.evaluates or self._rewarded,
+            "rewards",
+            f"are needed to evaluate {method.type} on validation prompts: give some, e.g. rewards: [{{type: math}}], "
+            "or leave data.validation out",
+        )
         check_names(problems, self.rewards)
         problems.check(
             not online or rollout.temperature > 0,
             "rollout.temperature",
-            f"is 0, which draws one completion only; {method.type} learns from what tells several apart",
+            f"is 0, which has one completion only of a prompt; {method.type} learns from what several show",
         )
         own = self.evaluation.max_completion_length
         lengths = {"rollout": rollout.max_completion_length if online or own is None else 0, "evaluation": own or 0}
@@ -212,7 +220,7 @@ class RunConfig(Settings):
                 f"is {length}, which leaves no room for a prompt in data.max_length = {self.data.max_length}",
             )
         problems.check(
-            not isinstance(method, OnlineMethod) or method.num_minibatches <= self.training.batch_size,
+            getattr(method, "num_minibatches", 1) <= self.training.batch_size,
             "method.num_minibatches",
             f"is {getattr(method, 'num_minibatches', 1)}, more than the {self.training.batch_size} prompts of a step "
             "(training.batch_size); give no more than these",

@@ -1,0 +1,132 @@
+"""The divergence between a student's and a teacher's next-token distributions, from their hidden states.
+
+Both heads are applied to a chunk of rows at a time, and the student's gradient is taken while the chunk is there: a
+[N, V] tensor of either model never exists, and no logits are computed twice.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.losses.distillation import Divergence
+from posttrain.models.matmul import float32_weight, product
+from posttrain.scoring import chunks_of, head_of, logits_of, row_step
+
+# Elements of a block of logits. Some five of them exist at a time: about what a chunk of `ChunkedScores` takes.
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
+
+
+class Compared(NamedTuple):
+    """A student beside its teacher on N scored tokens, float32. Only `loss` has a gradient."""
+
+    loss: Tensor  # sum of weight_N * divergence_N
+    divergence_N: Tensor  # nats
+    logprob_N: Tensor  # nats, the student's of the target
+    entropy_N: Tensor  # nats, of the student's distribution
+    teacher_logprob_N: Tensor  # nats, the teacher's of the target
+
+
+class Head(NamedTuple):
+    """What makes logits of hidden states: softcap(hidden W^T + b) / temperature."""
+
+    weight: Tensor
+    bias: Tensor | None
+    temperature: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, model: nn.Module, temperature: float, vocabulary: int) -> Head:
+        """The model's LM head for the first `vocabulary` token ids."""
+        head, scale, softcap = head_of(model)
+        bias = None if head.bias is None else head.bias[:vocabulary]
+        weight = head.weight if len(head.weight) == vocabulary else head.weight[:vocabulary]
+        return cls(weight, bias, temperature / scale, softcap)
+
+    def log_probs(self, hidden: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of a chunk, float32, and the capped logits if there is a cap (for its gradient)."""
+        logits, capped = logits_of(hidden, wide, self.bias, self.temperature, self.softcap)
+        return logits.sub_(logits.logsumexp(-1, keepdim=True)), capped
+
+
+def compare(
+    student: tuple[nn.Module, Tensor],
+    teacher: tuple[nn.Module, Tensor],
+    target_N: Tensor,
+    weight_N: Tensor,
+    divergence: Divergence,
+    temperature: float = 1.0,
+) -> Compared:
+    """A student beside its teacher, each given as the model and its hidden states (N, D) that predict the targets.
+
+    Heads of different sizes, as of a vocabulary padded to other multiples, are compared on the ids that both have: one
+    distribution each over these. `divergence` is one of posttrain/losses/distillation.py.
+    """
+    vocabulary = min(len(head_of(model)[0].weight) for model, _ in (student, teacher))
+    (ours, hidden_N), (theirs, teacher_N) = (
+        (Head.of(model, temperature, vocabulary), states) for model, states in (student, teacher)
+    )
+    found = ChunkedDivergence.apply(
+        hidden_N, ours.weight, ours.bias, ours, teacher_N, theirs, target_N, weight_N, divergence
+    )
+    return Compared(*found)
+
+
+class ChunkedDivergence(torch.autograd.Function):
+    """The outputs of `Compared`. Sums run in float32 whatever the models' dtypes.
+
+    The weights of the sum are known beforehand, so that forward has all that the gradient needs: it keeps the gradients
+    by hidden states and head, and backward multiplies them by the one that it is given.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_N, weight, bias, ours, teacher_hidden_N, theirs, target_N, weight_N, divergence):
+        size, (need_hidden, need_weight, need_bias) = len(target_N), ctx.needs_input_grad[:3]
+        value_N, logprob_N, entropy_N, teacher_N = hidden_N.new_empty(4, size, dtype=torch.float32).unbind()
+        grad_hidden_N = torch.empty_like(hidden_N) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
+        wide, teacher_wide = float32_weight(weight), float32_weight(theirs.weight)
+        rows_at_a_time = max(1, CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cpu"]) // len(weight))
+        step = max(row_step(wide), row_step(teacher_wide))
+        for rows in chunks_of(size, rows_at_a_time, step):
+            log_p, capped = ours.log_probs(hidden_N[rows], wide)
+            log_q, _ = theirs.log_probs(teacher_hidden_N[rows], teacher_wide)
+            at = target_N[rows, None]
+            logprob_N[rows], teacher_N[rows] = log_p.gather(1, at)[:, 0], log_q.gather(1, at)[:, 0]
+            entropy_N[rows] = -torch.linalg.vecdot(log_p.exp(), log_p)
+            value_N[rows], grad_logits = divergence(log_p, log_q)
+            del log_p, log_q
+            if not any(ctx.needs_input_grad):
+                continue
+            grad_logits *= weight_N[rows, None] / ours.temperature
+            if capped is not None:
+                grad_logits *= 1 - (capped / ours.softcap) ** 2
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(weight.dtype)
+            if grad_hidden_N is not None:
+                grad_hidden_N[rows] = product(grad_logits, weight.t())
+            if grad_weight is not None:
+                if weight.dtype == torch.float32:
+                    grad_weight.addmm_(grad_logits.t(), hidden_N[rows])
+                else:
+                    grad_weight += grad_logits.t() @ hidden_N[rows]
+        ctx.gradients = (
+            grad_hidden_N,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+        )
+        ctx.mark_non_differentiable(value_N, logprob_N, entropy_N, teacher_N)
+        ctx.set_materialize_grads(False)
+        return torch.linalg.vecdot(weight_N, value_N), value_N, logprob_N, entropy_N, teacher_N
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        (factor, *_), gradients = grad_outputs, ctx.gradients
+        ctx.gradients = None  # scaled in place, so for one backward alone
+        if gradients is None:
+            raise RuntimeError("a divergence has been backpropagated before: compute it again")
+        return (*(None if one is None or factor is None else one.mul_(factor) for one in gradients), *[None] * 6)
