@@ -30,6 +30,11 @@ from posttrain.training.job import enable_gradient_checkpointing
 VOCAB = 61
 SIZE = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, vocab_size=VOCAB)
 GQA = SIZE | dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=128)
+MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1, mlp_only_layers=[])
+HYBRID = dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2,
+    linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8, linear_conv_kernel_dim=4,
+)  # fmt: skip
 GPT2 = dict(n_embd=32, n_layer=3, n_head=4, n_positions=128, vocab_size=VOCAB)
 IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -46,6 +51,21 @@ CONFIGS = {
     "gpt2": GPT2,
     "gpt_neox": SIZE,
     "opt": SIZE | dict(ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=128),
+    "olmo2": GQA,
+    "olmo3": GQA | dict(sliding_window=6, layer_types=LAYERS),
+    "smollm3": GQA | dict(sliding_window=6, use_sliding_window=True, layer_types=LAYERS, no_rope_layers=[1, 0, 1]),
+    "granite": GQA
+    | dict(logits_scaling=1.5, embedding_multiplier=6.0, residual_multiplier=0.5, attention_multiplier=0.2),
+    "glm": GQA | dict(partial_rotary_factor=0.5),
+    "glm4": GQA | dict(partial_rotary_factor=0.5),
+    "cohere": GQA | dict(logit_scale=0.4, use_qk_norm=True),
+    "cohere2": GQA | dict(logit_scale=0.25, sliding_window=6, layer_types=LAYERS),
+    "mixtral": GQA | dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=7),
+    "qwen2_moe": GQA | MOE | dict(shared_expert_intermediate_size=24),
+    "qwen3_moe": GQA | MOE | dict(norm_topk_prob=True),
+    "olmoe": GQA | MOE,
+    "qwen3_next": GQA | MOE | HYBRID | dict(shared_expert_intermediate_size=24),
+    "qwen3_5_text": GQA | HYBRID,
     "bloom": dict(hidden_size=32, n_layer=3, n_head=4, vocab_size=VOCAB),
     "falcon": SIZE | dict(alibi=True, new_decoder_architecture=False),
     "gpt_neo": dict(
@@ -190,7 +210,10 @@ def test_chunks_are_whole_steps_and_a_rest(monkeypatch, step):
         assert not sizes or sizes[-1] % step == 0 or sizes[-1] < step
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_neo"])
+WITHOUT_CLASSIFIER = {"granite", "cohere", "cohere2", "olmoe"}  # transformers has none
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in {"gpt_neo", *WITHOUT_CLASSIFIER}])
 def test_rewards_equal_one_by_one(family):
     """The scalar head on a pack gives the scores of transformers' own sequence classifier, a sequence at a time."""
     model = make(family, AutoModelForSequenceClassification, num_labels=1)

@@ -6,6 +6,7 @@ import mmap
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 
@@ -328,7 +329,7 @@ def test_plan_names_the_parts(settings, capsys):
     ],
 )  # fmt: skip
 def test_plan_says_which_dtype_the_processor_is_for(settings, monkeypatch, capsys, dtype, able, hint):
-    monkeypatch.setattr(sys.modules["posttrain.planning.plan"], "multiplies_bfloat16", lambda: able)
+    monkeypatch.setattr(import_module("posttrain.planning.plan"), "multiplies_bfloat16", lambda: able)
     assert main(["plan", str(settings("planned", "dpo")), f"model.dtype={dtype}"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert ("this processor" in out) == (hint is not None) and (hint or "") in out

@@ -22,7 +22,7 @@ from posttrain.engines.protocol import Completion, Request, Sampling, requests
 from posttrain.engines.room import Room, cache_tokens
 from posttrain.engines.stops import StopTexts
 from posttrain.errors import ModelError
-from posttrain.models.families import base_of, check_positions, is_packed, positions_of
+from posttrain.models.families import base_of, check_positions, is_packed, is_recurrent, positions_of
 from posttrain.models.matmul import packed_weights
 
 MAX_ROWS = 512  # more live completions are hardly faster
@@ -62,6 +62,11 @@ class EmbeddedEngine:
             raise ModelError(
                 f"the embedded engine needs packed attention, and this {base.config.model_type} has "
                 f"{base.config._attn_implementation}: set rollout.engine: transformers"
+            )
+        if is_recurrent(base):
+            raise ModelError(
+                f"the embedded engine keeps keys and values alone, and layers of this {base.config.model_type} carry a "
+                "recurrent state: set rollout.engine: transformers"
             )
         self.policy, self.version = policy, version
 

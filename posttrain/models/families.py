@@ -26,6 +26,7 @@ QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 class Family:
     packed: bool
     lora_targets: tuple[str, ...]
+    recurrent: bool = False  # some layers carry a state from token to token (models/recurrent.py)
 
 
 FAMILIES: dict[str, Family] = {  # by config.json's model_type
@@ -39,6 +40,20 @@ FAMILIES: dict[str, Family] = {  # by config.json's model_type
     "gpt2": Family(True, ("c_attn",)),
     "gpt_neox": Family(True, ("query_key_value",)),
     "opt": Family(True, ("q_proj", "k_proj", "v_proj", "out_proj")),
+    "olmo2": Family(True, QKVO),
+    "olmo3": Family(True, QKVO),
+    "smollm3": Family(True, QKVO),
+    "granite": Family(True, QKVO),
+    "glm": Family(True, QKVO),
+    "glm4": Family(True, QKVO),
+    "cohere": Family(True, QKVO),
+    "cohere2": Family(True, QKVO),
+    "mixtral": Family(True, QKVO),
+    "qwen2_moe": Family(True, QKVO),
+    "qwen3_moe": Family(True, QKVO),
+    "olmoe": Family(True, QKVO),
+    "qwen3_next": Family(True, (*QKVO, "in_proj_qkvz", "out_proj"), recurrent=True),
+    "qwen3_5_text": Family(True, (*QKVO, "in_proj_qkv", "out_proj"), recurrent=True),
     "bloom": Family(False, ("query_key_value",)),
     "falcon": Family(False, ("query_key_value",)),
     "gpt_neo": Family(False, ("q_proj", "v_proj")),
@@ -68,6 +83,12 @@ def backbone_of(base: PreTrainedModel) -> nn.Module:
 
 def is_packed(base: PreTrainedModel) -> bool:
     return base.config._attn_implementation == PACKED
+
+
+def is_recurrent(base: PreTrainedModel) -> bool:
+    """Whether some layers carry a state from token to token in place of keys and values."""
+    family = FAMILIES.get(base.config.model_type)
+    return family is not None and family.recurrent
 
 
 def positions_of(config: PreTrainedConfig) -> int | None:

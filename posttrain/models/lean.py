@@ -20,18 +20,22 @@ from transformers.activations import ACT2FN
 from posttrain.models.attention import Visible, packed_attention
 from posttrain.models.elementwise import TORCH, Kernels
 from posttrain.models.matmul import linear
+from posttrain.models.recurrent import fork_states
 
 # Modules whose transformers forward is exactly what is computed here (proven by tests/test_equivalence.py).
-NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Phi3RMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"})
+PLAIN = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3")
+NORMS = frozenset(f"{name}RMSNorm" for name in (*PLAIN, "Glm", "Glm4", "Granite", "Olmoe", "Phi3"))
 SILU = type(ACT2FN["silu"])
-MLPS = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"})
-LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+MLPS = frozenset(f"{name}MLP" for name in (*PLAIN, "Cohere", "Cohere2", "Granite", "Olmo2", "Olmo3", "Olmoe"))
+LAYERS = frozenset(f"{name}DecoderLayer" for name in (*PLAIN, "Glm", "Olmoe"))
 # And where each kind of attention has the window beyond which a query sees no keys.
 WINDOWS: dict[str, Callable[[Any], int | None]] = {
-    "LlamaAttention": lambda attention: None,
+    **dict.fromkeys(("GraniteAttention", "LlamaAttention", "Qwen2MoeAttention"), lambda attention: None),
     "MistralAttention": lambda attention: attention.config.sliding_window,
     "Qwen2Attention": lambda attention: attention.sliding_window,
     "Qwen3Attention": lambda attention: attention.sliding_window,
+    "Qwen3MoeAttention": lambda attention: attention.sliding_window,
+    "MixtralAttention": lambda attention: getattr(attention.config, "sliding_window", None),
 }
 
 
@@ -77,6 +81,8 @@ def lean(model: PreTrainedModel, kernels: Kernels = TORCH) -> None:
         layers[-1].forward = MethodType(_last_layer, layers[-1])
     for module in model.modules():
         name = type(module).__name__
+        if fork_states(module):
+            continue
         if type(module) is nn.Linear and module.weight.device.type == "cpu":
             module.forward = MethodType(linear, module)
         elif name in WINDOWS:

@@ -21,11 +21,13 @@ from posttrain.batch import Example, Pack
 from posttrain.data import Dataset, Prepared, longest_sequence
 from posttrain.errors import VitalSignError
 from posttrain.memory import return_free_pages
+from posttrain.models.experts import RouterLoad
 from posttrain.models.families import base_of, check_longest
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.update import HasTokens, Objective, over_batches, over_updates, update
 from posttrain.progress import progress
 from posttrain.reports.progress import TrainingProgress
+from posttrain.scoring import ValueScorer
 from posttrain.training.best import Best
 from posttrain.training.checks import MovedWeights
 from posttrain.training.evaluation import CompletionEvaluation
@@ -81,6 +83,7 @@ class Loop:
         self.saver = Saver(job, policy, optimizer, data, self.total)
         self.interruption = Interruption(self._stop, self.saver)
         self._best = Best(job.config, job.run, self.saver.write_model)
+        self._router_load = RouterLoad(policy.model if isinstance(policy, ValueScorer) else policy)
         self._completions = CompletionEvaluation(job, policy, data, self.saver)
         if job.checkpoint is not None:
             self.state, total = self.saver.restore(job.checkpoint)
@@ -162,7 +165,7 @@ class Loop:
             if self._moved is not None and self.rate(step) > 0 and done.metrics["grad_norm"] > 0:
                 self._moved.check(self.rate(step), done.metrics["grad_norm"])
                 self._moved = None
-        metrics = over_updates(made)
+        metrics = over_updates(made) | self._router_load.take()
         if measure is not None:
             metrics |= measure(metrics)
         state.take(metrics)

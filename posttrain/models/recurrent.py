@@ -1,0 +1,73 @@
+"""Linear attention over a pack: a layer's recurrent state is forked where a tree branches.
+
+The layers of hybrid models (gated delta rule, arXiv 2412.06464, behind a short convolution) carry a state from token to
+token in place of keys and values. Every node of a tree is one call of transformers' own forward, which begins with the
+states that its parent ended with; gradients flow back through them. Siblings begin with the same states and never see
+one another.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.models.attention import PackedMask, Visible
+
+LAYERS = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
+
+
+def fork_states(module: nn.Module) -> bool:
+    """Give a linear-attention layer a forward that takes packs, in place; False for any other module."""
+    if type(module).__name__ not in LAYERS:
+        return False
+    module.forward = MethodType(_forward, module)
+    return True
+
+
+def _forward(self, hidden_states: Tensor, *args, packed: Visible | None = None, **settings) -> Tensor:
+    if packed is None:
+        return type(self).forward(self, hidden_states, *args, **settings)
+    assert isinstance(packed, PackedMask), "engines other than transformers' keep no recurrent states"
+    ends: dict[int, _States] = {}
+    parts = []
+    for node in packed.nodes():
+        parent = ends[node.before[-1].start] if node.before else None
+        states = ends[node.start] = _States(parent)
+        parts.append(type(self).forward(self, hidden_states[:, node.start : node.stop], cache_params=states))
+    return torch.cat(parts, dim=1)
+
+
+class _States:
+    """What a layer of transformers asks of its cache: the states that a node begins with, and takes those at its end.
+
+    `conv` are the last inputs of the convolution (1, channels, width - 1), `recurrent` the state of the delta rule.
+    """
+
+    def __init__(self, parent: _States | None):
+        self.conv = None if parent is None else parent.conv
+        self.recurrent = None if parent is None else parent.recurrent
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.conv
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.recurrent
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return True  # no state is changed in place, not by a single token either: siblings begin with it too
+
+    def update_conv_state(self, inputs: Tensor, layer_idx: int, conv_kernel_size: int, **_unused) -> Tensor:
+        """The inputs (1, channels, T) behind those before them, which the convolution sees too."""
+        if self.conv is None:  # the convolution pads with zeros itself
+            seen = inputs
+            whole = nn.functional.pad(inputs, (conv_kernel_size - 1, 0))
+        else:
+            seen = whole = torch.cat([self.conv, inputs], dim=-1)
+        self.conv = whole[..., whole.shape[-1] - conv_kernel_size + 1 :]
+        return seen
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, **_unused) -> Tensor:
+        self.recurrent = state
+        return state
