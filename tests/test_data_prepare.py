@@ -73,7 +73,7 @@ def test_two_prompts_become_two_trees(tmp_path):
     assert prepared.train.lengths[1] == sum(len(tokenizer(text).input_ids) for text in texts)
 
 
-@pytest.mark.parametrize("room", [{"max_length": 24}, {"options": {"positions": 24}}])
+@pytest.mark.parametrize("room", [{"max_length": 24}, {"options": {"positions": 23}}])
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
 def test_evaluation_prompts_leave_room_for_completions_of_their_own_length(tmp_path, prompts, caplog, room, overlong):
     """Completions of 4 tokens in training and 14 in evaluation: in 24, prompts have 20 there and 10 here."""
@@ -168,20 +168,21 @@ def test_online_methods_drop_the_longest_tenth_of_the_prompts(tmp_path, prompts,
     assert prepared.reports["other"].overlong_dropped == 20 - len(prepared.validation["other"])
 
 
-@pytest.mark.parametrize(("overlong", "used", "dropped", "truncated"), [("drop", 12, 8, 0), ("truncate", 20, 0, 8)])
+@pytest.mark.parametrize(("overlong", "used", "dropped", "truncated"), [("drop", 13, 7, 0), ("truncate", 20, 0, 7)])
 def test_prompts_end_before_the_models_positions(tmp_path, prompts, overlong, used, dropped, truncated):
-    """At the start, with `overlong` in force: 16 positions and completions of 4 tokens leave 12 for a prompt."""
+    """At the start, with `overlong` in force: 16 positions and completions of 4 tokens leave 13 for a prompt: the last of
+    them is predicted, and nothing from it."""
     room = {"completion_length": 4, "positions": 16}
     prepared = run(tmp_path, "prompt", source=prompts, options=room, max_prompt_length=None, overlong=overlong)
     report = prepared.report
     assert (report.used, report.overlong_dropped, report.overlong_truncated) == (used, dropped, truncated)
-    assert prepared.longest == 12 and "the model has 16 positions: prompts have at most 12 tokens" in report.lines()[-1]
+    assert prepared.longest == 13 and "the model has 16 positions: prompts have at most 13 tokens" in report.lines()[-1]
     automatic = run(tmp_path, "prompt", source=prompts, options=room)
-    assert automatic.report.used == 12 and "16 positions" in automatic.report.lines()[-1]
-    with pytest.raises(DataError, match=r"8 rows are over .*at most 12 tokens, so that.*\n  row 12 has"):
+    assert automatic.report.used == 13 and "16 positions" in automatic.report.lines()[-1]
+    with pytest.raises(DataError, match=r"7 rows are over .*at most 13 tokens, so that.*\n  row 13 has"):
         run(tmp_path, "prompt", source=prompts, options=room, max_prompt_length=None, overlong="error")
-    with pytest.raises(DataError, match=r"has 16 positions, and rollout\.max_completion_length is 16, which leaves no"):
-        run(tmp_path, "prompt", source=prompts, options={"completion_length": 16, "positions": 16})
+    with pytest.raises(DataError, match=r"has 16 positions, and rollout\.max_completion_length is 17, which leaves no"):
+        run(tmp_path, "prompt", source=prompts, options={"completion_length": 17, "positions": 16})
     whole = run(tmp_path, "prompt", source=prompts, options={"positions": 2048}, max_prompt_length=None)
     assert whole.report.used == 20 and "positions" not in " ".join(whole.report.lines())
 

@@ -28,17 +28,17 @@ class Longest(NamedTuple):
 
 def longest_prompt(data: DataConfig, kind: Kind, room: Room, positions: int | None) -> Longest:
     """The longest prompt that leaves `room` in `max_length` and in the model's positions; without limit where the data
-    has the completions."""
+    has the completions. A completion's last token needs no position: nothing is predicted from it."""
     if kind != "prompt":
         return Longest()
-    if positions is None or positions >= data.max_length:
+    if positions is None or positions + 1 >= data.max_length:
         return Longest(data.max_length - room.tokens)
-    if positions <= room.tokens:
+    if positions < room.tokens:
         raise DataError(
             f"the model has {positions:,} positions, and {room.setting} is {room.tokens:,}, which leaves no room for a "
             "prompt: lower it"
         )
-    most = positions - room.tokens
+    most = positions + 1 - room.tokens
     note = (
         f"the model has {positions:,} positions: prompts have at most {most:,} tokens, so that {room.setting} fits "
         "behind them"

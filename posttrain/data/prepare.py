@@ -131,10 +131,12 @@ def _validation_prompts(
 
 
 def longest_sequence(config: RunConfig, prepared: Prepared) -> int:
-    """The most tokens that a sequence of a run has, a prompt with what is sampled for it."""
-    evaluated = _evaluated(config).tokens if config.method.kind == "prompt" else 0
-    lengths = [dataset.longest + evaluated for dataset in prepared.validation.values()]
-    return max([prepared.train.longest + config.completion_length, *lengths])
+    """The most tokens of a sequence that a model is given, a prompt with what is sampled for it, but for its end."""
+    if config.method.kind != "prompt":
+        return prepared.longest
+    sampled = [(prepared.train, config.completion_length)]
+    sampled += [(dataset, _evaluated(config).tokens) for dataset in prepared.validation.values()]
+    return max(dataset.longest + length - 1 for dataset, length in sampled)
 
 
 def _evaluated(config: RunConfig) -> Room:
