@@ -57,6 +57,7 @@ bench: .venv/.installed-dev build/trl-1.12 build/vllm/.installed
 	$(BIN)/python -m benchmarks.online
 	$(BIN)/python -m benchmarks.generate
 	$(BIN)/python -m benchmarks.bf16
+	$(BIN)/python -m benchmarks.beside
 
 # The last TRL that had PPO, to compare with in `make slow` and `make bench`, apart from the environment's own.
 build/trl-1.12: .venv/.installed-dev

@@ -170,8 +170,8 @@ def test_online_methods_drop_the_longest_tenth_of_the_prompts(tmp_path, prompts,
 
 @pytest.mark.parametrize(("overlong", "used", "dropped", "truncated"), [("drop", 13, 7, 0), ("truncate", 20, 0, 7)])
 def test_prompts_end_before_the_models_positions(tmp_path, prompts, overlong, used, dropped, truncated):
-    """At the start, with `overlong` in force: 16 positions and completions of 4 tokens leave 13 for a prompt: the last of
-    them is predicted, and nothing from it."""
+    """At the start, with `overlong` in force: 16 positions and completions of 4 tokens leave 13 for a prompt: the last
+    of them is predicted, and nothing from it."""
     room = {"completion_length": 4, "positions": 16}
     prepared = run(tmp_path, "prompt", source=prompts, options=room, max_prompt_length=None, overlong=overlong)
     report = prepared.report

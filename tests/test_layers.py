@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent / "posttrain"
 LAYERS = [
     ["latex", "terminal", "words"],
     ["console"],
-    ["errors", "helpers", "hub", "memory", "progress", "threads"],
+    ["errors", "helpers", "hub", "imports", "memory", "progress", "threads"],
     ["extras", "signals"],
     ["output"],
     ["config"],

@@ -1,5 +1,7 @@
 """The command line."""
 
+import atexit
+import gc
 import io
 import sys
 from collections.abc import Sequence
@@ -19,6 +21,8 @@ ENDURING = ("train", "quickstart", "verify-resume", "score", "grade", "generate"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (that of the process by default); returns the exit status."""
+    if argv is None:
+        atexit.register(gc.freeze)  # else a process that has imported torch searches a second for garbage at its end
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"] or ["--help"]

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from posttrain.cli.settings import Config, Overrides, load_stages
+from posttrain.imports import quick_imports
 
 Rows = Annotated[int, typer.Option("--rows", min=0, help="How many training examples to show.")]
 
@@ -14,9 +15,11 @@ def explore(config: Config = None, overrides: Overrides = None, rows: Rows = 3, 
     """Show the data as a run would see it: rows, lengths, examples, and which tokens are trained."""
     stages = load_stages(config, overrides, flags)
     from posttrain.console import PlainConsole  # these import torch, which takes seconds
-    from posttrain.data import explore as show
-    from posttrain.planning.plan import StageTokenizers
-    from posttrain.training.job import data_of
+
+    with quick_imports():
+        from posttrain.data import explore as show
+        from posttrain.planning.plan import StageTokenizers
+        from posttrain.training.job import data_of
 
     console = PlainConsole()
     tokenizers = StageTokenizers(0)

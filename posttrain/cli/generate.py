@@ -9,6 +9,7 @@ from posttrain.cli.score import Dtype, Format, Overwrite, Template
 from posttrain.cli.settings import Device, devices_from_flag, from_flags
 from posttrain.config import DataConfig, ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.imports import quick_imports
 from posttrain.terminal import say
 from posttrain.words import counted
 
@@ -65,8 +66,9 @@ def generate(
     )
     devices = devices_from_flag(device)
     data = from_flags(DataConfig, {"source": str(file), "format": format, "template": template or "none"})
-    from posttrain.inspection.generate import generate as generate_for
-    from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
+    with quick_imports():
+        from posttrain.inspection.generate import generate as generate_for
+        from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
 
     if template is None and load_tokenizer(model_settings).chat_template:
         data = data.model_copy(update={"template": "chat"})

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from posttrain.imports import quick_imports
 from posttrain.terminal import say
 
 OutputDir = Annotated[Path, typer.Option("--output-dir", help="Everything is made in this folder.")]
@@ -17,7 +18,8 @@ def quickstart(output_dir: OutputDir = Path("runs/quickstart"), overwrite: Overw
     say("Everything is made here and now; that takes a few minutes.")
     import torch  # takes seconds
 
-    from posttrain.quickstart import quickstart as run
+    with quick_imports():
+        from posttrain.quickstart import quickstart as run
 
     # So small a model gains little from more threads, loses much where cores are shared, and sums in another order.
     torch.set_num_threads(1)

@@ -11,6 +11,7 @@ from posttrain.cli.settings import devices_from_flag, from_flags, rewards_from_f
 from posttrain.config import DataConfig, ModelConfig, RunConfig, load
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.imports import quick_imports
 from posttrain.reports.listing import newest_model
 
 Model = Annotated[
@@ -99,9 +100,11 @@ def sample(
     data = _data(settings, file, {"format": format, "template": template})
     rewards = rewards_from_flags(reward) if reward else settings.rewards if settings else ()
     from posttrain.console import PlainConsole
-    from posttrain.inspection.sample import Setup
-    from posttrain.inspection.sample import sample as sample_from
-    from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
+
+    with quick_imports():
+        from posttrain.inspection.sample import Setup
+        from posttrain.inspection.sample import sample as sample_from
+        from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
 
     model_settings = _model(settings, path, dtype)
     if settings is None and template is None and load_tokenizer(model_settings).chat_template:

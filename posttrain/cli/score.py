@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from posttrain.cli.settings import Device, devices_from_flag
+from posttrain.imports import quick_imports
 from posttrain.terminal import say
 
 Model = Annotated[
@@ -49,8 +50,9 @@ def score(
     flags = {"model.path": model, "model.dtype": dtype, "method.type": "sft", "data.source": str(file)}
     flags |= {"training.tokens_per_pack": max(tokens_per_pack, 2 * max_length)}
     config = load(None, overrides, flags).config
-    from posttrain.inspection.score import score as score_file
-    from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
+    with quick_imports():
+        from posttrain.inspection.score import score as score_file
+        from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds
 
     if template is None:
         template = "chat" if load_tokenizer(config.models[0]).chat_template else "none"

@@ -12,6 +12,7 @@ from posttrain.cli.settings import Config, Overrides, load_stages, split_argumen
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
 from posttrain.errors import RunError
+from posttrain.imports import quick_imports
 from posttrain.reports.progress import duration
 from posttrain.terminal import say
 
@@ -64,7 +65,8 @@ def train(
     if config is None and checkpoint is not None:  # saved settings have the methods as stages
         stages = load_stages(str(saved_config(checkpoint)), overrides, flags)
     elif compared:
-        from posttrain.runner.comparison import methods_as_stages  # imports torch, which takes seconds
+        with quick_imports():
+            from posttrain.runner.comparison import methods_as_stages  # imports torch, which takes seconds
 
         stages = methods_as_stages(*split_arguments(config, overrides), flags, compared)
     else:
@@ -74,11 +76,13 @@ def train(
         raise UsageError(f"--model-index {model_index}: there are models 0 to {len(models) - 1}")
     began = time.monotonic()
     if dry_run:
-        from posttrain.planning.plan import plan as print_plan  # imports torch, which takes seconds
+        with quick_imports():
+            from posttrain.planning.plan import plan as print_plan  # imports torch, which takes seconds
 
         print_plan(stages, model_index=model_index, skip=skip or ())
         return 0
-    from posttrain import runner  # imports torch, which takes seconds
+    with quick_imports():
+        from posttrain import runner  # imports torch, which takes seconds
 
     try:
         status = runner.train(
@@ -122,7 +126,8 @@ def plan(
     if memory_limit is not None and not (probe and memory_limit > 0):
         raise UsageError("--memory-limit is for --probe, a number of GiB above 0")
     stages = load_stages(config, overrides, flags)
-    from posttrain.planning.plan import plan as print_plan  # imports torch, which takes seconds
+    with quick_imports():
+        from posttrain.planning.plan import plan as print_plan  # imports torch, which takes seconds
 
     limit = None if memory_limit is None else int(memory_limit * 2**30)
     print_plan(stages, probed=probe, memory_limit=limit)

@@ -7,7 +7,9 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -96,6 +98,7 @@ def _train_from(checkpoint: Path | None, config: RunConfig, run: Run, facts: Map
         data = job.data()
         job = replace(job, keeps_engine=keeps_engine(job, data))
         loop = RECIPES[config.method.type](job, data)
+        Thread(target=import_module, args=["matplotlib.backends.backend_agg"], daemon=True).start()  # for `finish`
         loop.save_final()
         finish(job, loop)
 

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ def save_folder(target: Path, step: int, write: Callable[[Path], None]) -> None:
 
     def write_all(folder: Path) -> None:
         write(folder)
-        files = {name: _fingerprint(folder / name) for name in _files(folder)}
+        names = _files(folder)
+        with ThreadPoolExecutor(2) as threads:  # SHA-256 lets other threads run: the model beside the optimizer
+            hashed = threads.map(lambda name: _fingerprint(folder / name), names)
+            files = dict(zip(names, hashed, strict=True))
         write_file(folder / MANIFEST, _render(step, files))
 
     write_folder(target, write_all)
