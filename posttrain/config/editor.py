@@ -1,4 +1,4 @@
-"""JSON Schema of settings files, for editors: what a file may say, short forms included."""
+"""JSON Schema of settings files for editors, with short forms."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from posttrain.config.reading.layers import ALIASES, ON_OFF
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS, PPO_NAMES
 from posttrain.config.schema.run import RunConfig
 
-# pydantic writes a bound after a validator under its own name.
+# pydantic's name of a bound after a validator, not JSON Schema's.
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema with what loading adds to it: `model`, `extends`, texts for models and methods, other names.
+    """The schema with the additions of loading: `model`, `extends`, strings for models and methods, aliases.
 
-    Nothing is required, since `extends`, overrides and flags may bring what a file lacks.
+    Nothing is required, since `extends`, overrides and flags may add what a file lacks.
     """
     schema = _readable(RunConfig.model_json_schema())
     groups, properties = schema["$defs"], schema["properties"]
@@ -47,7 +47,7 @@ def json_schema() -> dict[str, Any]:
             if group == "PPOMethod":
                 names = tuple(PPO_NAMES.get(name, name) for name in target)
             if names[0] in known and alias not in known:
-                known[alias] = {"description": f"Another name of {'.'.join(names)}."}
+                known[alias] = {"description": f"Alias of {'.'.join(names)}."}
     return schema
 
 

@@ -1,4 +1,4 @@
-"""Settings as text for people: starter files, and the tables of docs/config.md and docs/migrating.md."""
+"""Settings for readers: starter files, and the tables of docs/config.md and docs/migrating.md."""
 
 import sys
 from collections.abc import Iterable
@@ -93,9 +93,9 @@ STARTER = (
 
 
 def starter(method: str, everything: bool = False) -> str:
-    """A commented settings file for a method (`ipo` too): the settings one usually changes, or every one it reads.
+    """A commented settings file for a method (`ipo` too): the usual settings, or every one it reads.
 
-    Groups that are off, such as model.lora, are written out behind `#`: without these they are on, with their defaults.
+    Groups that are off, such as model.lora, are commented out; uncommented, they are on with their defaults.
     """
     values = {**EXAMPLES[method], "method.type": method}
     if not everything:
@@ -104,12 +104,14 @@ def starter(method: str, everything: bool = False) -> str:
     wanted = [s for s in all_settings() if (reads(method, s) if everything else _usual(method, s))]
     lines = [
         f"# Settings of {_article(method)} run. Start it:  posttrain train FILE",
-        "# See what it would do:  posttrain plan FILE      What every setting means:  docs/config.md",
+        "# See what it would do:  posttrain plan FILE      All settings explained:  docs/config.md",
     ]
     if everything:
-        lines.append("# A # right before a name turns a group of settings off: take it away from the group's lines.")
+        lines.append(
+            "# A # right before a name turns a group of settings off: remove it from the group's lines to turn it on."
+        )
     section = "run"
-    off: Setting | None = None  # the group that the settings are in, where it is off
+    off: Setting | None = None  # the group of the settings, if it is off
     for setting in wanted:
         if setting.section != section:
             section = setting.section
@@ -129,7 +131,7 @@ def starter(method: str, everything: bool = False) -> str:
 
 
 def reads(method: str, setting: Setting) -> bool:
-    """Whether a method (`ipo` too) has a use for a setting."""
+    """Whether a method (`ipo` too) reads a setting."""
     if method == "ipo" and setting.path == "method.loss_type":
         return False  # `type: ipo` says it
     kind = "dpo" if method == "ipo" else method
@@ -148,13 +150,13 @@ def _online(method: str) -> bool:
 
 
 def _entry_models(setting: Setting) -> list[type[BaseModel]]:
-    """The groups of settings that a list may have as entries."""
+    """The groups of settings that may be entries of a list."""
     lists = [option for option in options(setting.annotation) if get_origin(option) is tuple]
     return [model for option in lists for model in models_in(get_args(option)[0])]
 
 
 def _of_entries(models: list[type[BaseModel]]) -> str:
-    """What an entry of a list has; of several kinds, what all have, then each kind's own."""
+    """The settings of an entry of a list; for several types, the common ones, then those of each type."""
     names = [{info.alias or name: None for name, info in model.model_fields.items()} for model in models]
     common = [name for name in names[0] if all(name in fields for fields in names)]
     own = [
@@ -167,7 +169,7 @@ def _of_entries(models: list[type[BaseModel]]) -> str:
 
 
 def _entry(setting: Setting, value: Any, off: Setting | None = None) -> list[str]:
-    """The lines of a setting; `off` is the group that it is, or is in, and that is written behind `#`."""
+    """The lines of a setting; `off` is the commented-out group that it is, or is in."""
     indent = "  " * (off or setting).path.count(".")
     inner = "  " * (setting.path.count(".") - len(indent) // 2)
     key = setting.path.rsplit(".", 1)[-1]
@@ -179,7 +181,7 @@ def _entry(setting: Setting, value: Any, off: Setting | None = None) -> list[str
 
 
 def described(setting: Setting) -> str:
-    """The description, with the words that may be given where it does not name them already."""
+    """The description, with the allowed words unless it names them already."""
     words, listed = choices(setting.annotation), list_choices(setting.annotation)
     unnamed = [word for word in (*words, *listed) if word not in setting.description and word not in ("true", "null")]
     if words in (["true", "false"], ["true", "false", "null"]) or len(words) == 1 or not unnamed:
@@ -248,10 +250,10 @@ def _entries(model: type[BaseModel]) -> str:
 
 
 def _reward_entries() -> str:
-    """What entries of `rewards` have: what all do, then the types' own."""
+    """The settings of entries of `rewards`: the common ones, then those of each type."""
     kinds = " · ".join(kind for cls in REWARDS for kind in get_args(cls.model_fields["type"].annotation))
     lines = _entries(RewardTerm).splitlines()
-    lines.insert(2, f"| `type` | required | {kinds} | Which reward. |")
+    lines.insert(2, f"| `type` | required | {kinds} | Type of the reward. |")
     for cls in REWARDS:
         kind = ", ".join(get_args(cls.model_fields["type"].annotation))
         rows = [row for row in _entries(cls).splitlines()[2:] if row.split("`")[1] not in REWARD_TERM]
@@ -264,7 +266,7 @@ def _cell(text: str) -> str:
 
 
 def names_reference() -> str:
-    """The names of every other system as Markdown: what differs in a table, settings of the same name in a line."""
+    """The names of other systems as Markdown: a table of different names, a line of the same names."""
     return "\n\n".join(f"### {system}\n\n{_names(names.split())}" for system, names in SYSTEMS.items()) + "\n"
 
 
@@ -277,11 +279,11 @@ def _names(names: Iterable[str]) -> str:
         else:
             same.append(" or ".join(f"`{path}`" for path in paths[name]))
     lines = ["| there | here |", "|---|---|", *(f"| {', '.join(at)} | {_cell(told)} |" for told, at in rows.items())]
-    return "\n".join(lines) + ("\n\nOf the same name: " + ", ".join(same) + "." if same else "")
+    return "\n".join(lines) + ("\n\nWith the same name: " + ", ".join(same) + "." if same else "")
 
 
 def with_reference(document: str) -> str:
-    """The document with what stands between two marks, `settings` or `names`, replaced by that reference."""
+    """The document with the parts between marks, `settings` or `names`, replaced by that reference."""
     for mark, reference in (("settings", settings_reference), ("names", names_reference)):
         head, begin, rest = document.partition(f"<!-- {mark}: begin -->\n")
         _, end, tail = rest.partition(f"<!-- {mark}: end -->")

@@ -1,4 +1,4 @@
-"""Data: sources, formats, templates and tokenisation. `prepare` does it all; the rest is for looking at the result."""
+"""Data: sources, formats, templates and tokenisation. `prepare` does it all; `explore` shows the result."""
 
 from posttrain.data.dataset import Dataset
 from posttrain.data.explore import explore

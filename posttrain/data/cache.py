@@ -1,7 +1,7 @@
-"""Tokenised rows on disk: an Arrow file and its facts in a folder named by the hash of all that went into it.
+"""Tokenised rows on disk: an Arrow file and its facts in a folder named by the hash of its inputs.
 
-The rows have a hash of their own, by which a run recognises its data: it stays when only the code changes. The folder
-appears by one rename, so it is whole or absent; a damaged one is known by its hash and built again.
+The hash of the rows identifies a run's data: it stays the same when only the code changes. The folder appears by one
+rename, so it is complete or absent; a damaged one is detected by its hash and rebuilt.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from posttrain.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-CODE_VERSION = 5  # raise it when the same rows and settings come to give other tokens
+CODE_VERSION = 5  # increase it when the same rows and settings give other tokens
 LEFTOVER_SECONDS = 86_400
-ATTEMPTS = 2  # another run may take away what both have found damaged, just as this one has made it again
+ATTEMPTS = 2  # another run may remove an entry that both found damaged, just when this one has rebuilt it
 
 INTS = pa.list_(pa.int32())
 SCHEMAS = {
@@ -61,18 +61,18 @@ def default_folder() -> Path:
 
 
 def key_of(facts: dict[str, Any]) -> str:
-    """Where tokens made from such rows and settings lie: SHA-256 of facts that JSON can write, and of the code."""
+    """The folder name of tokens from these rows and settings: SHA-256 of JSON facts and of the code."""
     return digest_of({"code": CODE_VERSION, **facts})
 
 
 def digest_of(facts: dict[str, Any]) -> str:
-    """SHA-256 of facts that JSON can write."""
+    """SHA-256 of JSON facts."""
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of all that decides which tokens a text becomes: the serialised backend, special tokens and template."""
+    """SHA-256 of what determines tokenisation: the serialised backend, special tokens and template."""
     whole = hashlib.sha256()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -101,7 +101,7 @@ class Writer:
             self._hash(name, column)
 
     def content(self) -> str:
-        """SHA-256 of the rows written, whatever batches they came in."""
+        """SHA-256 of the rows written, independent of their batches."""
         return digest_of({name: each.hexdigest() for name, each in self._hashes.items()})
 
     def _hash(self, name: str, column: pa.Array) -> None:
@@ -124,9 +124,9 @@ class Writer:
 def cached(
     folder: Path, key: str, kind: str, build: Callable[[Writer], Reading]
 ) -> tuple[pa.Table, Reading, str, str | None]:
-    """The table under a key, memory-mapped, built when it is not there.
+    """The table of a key, memory-mapped, built if it is missing.
 
-    Also gives what reading found, the hash of the rows, and a note when a damaged table was built again. Raises
+    Also returns the reading's findings, the hash of the rows, and a note if a damaged table was rebuilt. Raises
     DataError when the folder cannot be written.
     """
     place = folder / "data" / key
@@ -139,14 +139,14 @@ def cached(
                 except _DamagedError as damage:
                     _remove(place)
                     if attempt == 0:
-                        note = f"the cached tokens in {place} were damaged ({damage}) and have been made again"
+                        note = f"the cached tokens in {place} were damaged ({damage}) and have been rebuilt"
                         logger.warning(note)
             place.parent.mkdir(parents=True, exist_ok=True)
             _clean(place.parent)
             _build(place, kind, build)
         return *_load(place), note
     except _DamagedError as error:
-        raise DataError(f"the data cache in {folder} does not keep what is written to it ({error})") from error
+        raise DataError(f"the data cache in {folder} returns other data than was written ({error})") from error
     except OSError as error:
         raise DataError(
             f"the data cache in {folder} cannot be used: {error.strerror or error}. "
@@ -175,7 +175,7 @@ def _load(place: Path) -> tuple[pa.Table, Reading, str]:
 
 
 def _build(place: Path, kind: str, build: Callable[[Writer], Reading]) -> None:
-    work = place.parent / f".making-{uuid.uuid4().hex}"  # made as the user's umask says: others may share the cache
+    work = place.parent / f".making-{uuid.uuid4().hex}"  # with the user's umask: others may share the cache
     work.mkdir()
     try:
         writer = Writer(work / "rows.arrow", kind)
@@ -191,14 +191,14 @@ def _build(place: Path, kind: str, build: Callable[[Writer], Reading]) -> None:
         try:
             work.rename(place)
         except OSError:
-            if not place.exists():  # else another run has made it meanwhile: the two are the same
+            if not place.exists():  # else another run has built the same entry meanwhile
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def _remove(place: Path) -> None:
-    """Take a damaged entry away, which another run may be doing too."""
+    """Remove a damaged entry, which another run may be doing too."""
     aside = place.with_name(f".making-{uuid.uuid4().hex}")
     with contextlib.suppress(FileNotFoundError):
         place.rename(aside)
@@ -206,7 +206,7 @@ def _remove(place: Path) -> None:
 
 
 def _clean(folder: Path) -> None:
-    """Remove what killed runs have left half made."""
+    """Remove unfinished entries of killed runs."""
     for work in folder.glob(".making-*"):
         with contextlib.suppress(FileNotFoundError):  # another run has just put it in its place
             if time.time() - work.stat().st_mtime > LEFTOVER_SECONDS:

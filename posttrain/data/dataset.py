@@ -1,4 +1,4 @@
-"""Tokenised rows as examples: memory-mapped Arrow tables, with the length limits applied as a view on them."""
+"""Tokenised rows as examples: memory-mapped Arrow tables, with the length limits as a view on them."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ class Lists:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The length settings, with `max_prompt_length` as a number. `note` says what lowered it beside the settings."""
+    """The length settings, with `max_prompt_length` as a number. `note` is the reason if it is below the setting."""
 
     max_length: int
     max_prompt_length: int | None
     overlong: str
-    note: str = field(default="", repr=False)  # the fingerprint of the data is of what limits do
+    note: str = field(default="", repr=False)  # the fingerprint of the data includes the effect of limits
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Examples within the limits as columns of numbers, and what the limits did to the rest.
+    """Examples within the limits as columns of numbers, and counts of the others.
 
     `view` has a row per example. Sequences: table row, start, stop. Pairs: table row, start of the prompt, start of the
-    rejected prompt, tokens of chosen, tokens of rejected. `lengths` are its physical tokens, every token counted.
+    rejected prompt, tokens of chosen, tokens of rejected. `lengths` are physical tokens, shared prompts counted once.
     """
 
     view: Array
@@ -70,7 +70,7 @@ class Fitted:
 
 
 class Table:
-    """The rows of one or more sources, as cached. Row numbers run on from one source to the next."""
+    """The cached rows of one or more sources, numbered through all sources."""
 
     def __init__(self, tables: Sequence[pa.Table], kind: str, reads: Sequence[int]):
         self.kind = kind
@@ -91,10 +91,10 @@ class Table:
             self.label: Array = as_numpy(table.column("label"))
 
     def fit(self, limits: Limits, documents: Array, among: Array | None = None) -> Fitted:
-        """The examples within the limits, by dropping or truncating; documents are cut into pieces.
+        """The examples within the limits, by dropping or truncating; documents are split into chunks.
 
-        `documents` says which rows are plain text; `among`, but for pairs, which to look at. Raises DataError for rows
-        over a limit when `overlong` is error.
+        `documents` marks the rows of plain text; `among` selects rows (not for pairs). Raises DataError for rows over a
+        limit if `overlong` is error.
         """
         if self.kind == "pair":
             return self._fit_pairs(limits)
@@ -156,7 +156,7 @@ class Table:
             keep = (new_chosen > 0) & (new_rejected > 0)
             for row in map(int, np.flatnonzero(over & keep & ~self.two & (new_chosen == new_rejected))):
                 chosen_row, rejected_row = (self.lists[name][row][: new_chosen[row]] for name in ("chosen", "rejected"))
-                keep[row] = not np.array_equal(chosen_row, rejected_row)  # what told them apart was cut off
+                keep[row] = not np.array_equal(chosen_row, rejected_row)  # their difference was cut off
         view = np.stack([np.arange(len(prompt)), start, other_start, new_chosen, new_rejected], axis=1)[keep]
         lengths = prompt - start + new_chosen + new_rejected + np.where(self.two, other - other_start, 0)
         return Fitted(
@@ -186,7 +186,7 @@ class Table:
 
 
 def _pieces(view: Array, split: Array, size: int) -> Array:
-    """Cut documents into pieces that overlap by one token: every token but a document's first is a target once."""
+    """Split documents into chunks that overlap by one token: every token but a document's first is a target once."""
     out = []
     for (index, start, stop), cut in zip(view, split, strict=True):
         begins = range(start, stop - 1, size - 1) if cut else (start,)
@@ -195,9 +195,9 @@ def _pieces(view: Array, split: Array, size: int) -> Array:
 
 
 class Dataset:
-    """A sequence of `posttrain.batch.Example`. `lengths` are physical tokens per example, every token of it counted.
+    """A sequence of `posttrain.batch.Example`. `lengths` are physical tokens per example.
 
-    `view` says where in the table each example lies, in columns as `Fitted` has them.
+    `view` has the position of each example in the table, in the columns of `Fitted`.
     """
 
     def __init__(self, table: Table, fitted: Fitted, indices: Array):
@@ -226,12 +226,12 @@ class Dataset:
 
     @property
     def rows(self) -> Array:
-        """The number of the row that each example is of, counted through all sources."""
+        """The row number of each example, counted through all sources."""
         return self._table.row[self.view[:, 0]]
 
     @property
     def labels(self) -> Array:
-        """Which completions are desirable, of labelled ones."""
+        """For labelled completions: which are desirable."""
         return self._table.label[self.view[:, 0]]
 
     @property
@@ -240,7 +240,7 @@ class Dataset:
         return self._table.tie[self.view[:, 0]]
 
     def _labelled(self, index: int) -> Example:
-        """A tree of the prompt and one completion, so that a recipe can tell the two apart."""
+        """A tree of the prompt and one completion, so that a recipe can distinguish the two."""
         table = self._table
         at, start, stop = (int(value) for value in self.view[index])
         tokens, cut = table.lists["tokens"][at], int(table.prompt[at])

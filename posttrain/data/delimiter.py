@@ -6,14 +6,14 @@ import csv
 import io
 
 OTHERS = (";", "\t")
-SHARE = 0.9  # of the rows must be as wide as the line of column names, for a delimiter other than the comma
+SHARE = 0.9  # share of rows that must have as many values as column names, for a delimiter other than the comma
 
 
 def delimiter_of(head: str) -> str:
-    """The delimiter of a file that begins with these lines: a comma, a semicolon or a tab.
+    """The delimiter of a file with these first lines: a comma, a semicolon or a tab.
 
-    A comma wherever it divides every row into as many values as there are column names, two or more. Another delimiter
-    needs two or more column names and rows that fit them better than a comma's.
+    A comma if it divides every row into as many values as there are column names, two or more. Another delimiter needs
+    two or more column names, and rows that fit them better than with a comma.
     """
     width, share = _fit(head, ",")
     if width > 1 and share == 1.0:
@@ -28,7 +28,7 @@ def delimiter_of(head: str) -> str:
 
 
 def _fit(head: str, delimiter: str) -> tuple[int, float]:
-    """How many column names there are, and the share of the rows below with as many values."""
+    """The number of column names, and the share of rows with as many values."""
     reader = csv.reader(io.StringIO(head, newline=""), delimiter=delimiter, strict=True)
     widths: list[int] = []
     while True:
@@ -37,7 +37,7 @@ def _fit(head: str, delimiter: str) -> tuple[int, float]:
         except StopIteration:
             break
         except csv.Error:
-            cells = [""]  # not a row of this delimiter
+            cells = [""]  # not a row with this delimiter
         if cells:
             widths.append(len(cells))
     if not widths:

@@ -1,4 +1,4 @@
-"""Keeping a data set, known or any other source, in a folder for offline use."""
+"""Saves a data set of any source to a folder for offline use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.data.sources import Files, layout_of, open_source, splits_of
 def keep(
     source: str, folder: Path, splits: Sequence[str] | None = None, max_rows: int | None = None
 ) -> list[SavedSplit]:
-    """Write the splits (all there are by default) of what a `source` setting names to a new folder."""
+    """Write the splits (by default all) of a `source` setting to a new folder."""
     known = layout_of(source)
 
     def rows() -> Iterator[tuple[str, Iterator[Record], str | None]]:

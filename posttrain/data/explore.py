@@ -17,14 +17,14 @@ from posttrain.data.pieces import CHARACTER, pieces
 from posttrain.data.prepare import Prepared
 from posttrain.terminal import escaped, visible
 
-SHADES = ("black on bright_green", "black on green")  # neighbouring trained tokens differ, so that each can be seen
+SHADES = ("black on bright_green", "black on green")  # neighbouring trained tokens have different shades
 PLAIN = ("dim", "default")
-MOST_TOKENS = 400  # of one node; the middle of a longer one is left out
+MOST_TOKENS = 400  # per node; the middle of a longer one is omitted
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What stands before and after trained tokens, and for a line break and a tab."""
+    """The marks around trained tokens, and the symbols of line break and tab."""
 
     opening: str
     closing: str
@@ -38,8 +38,8 @@ UNICODE, ASCII = Marks("⟦", "⟧", "↵", "→"), Marks("[[", "]]", "\\n", "\\
 def explore(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, rows: int, console: Console) -> None:
     """Print counts and lengths, then the first `rows` training examples token by token.
 
-    Trained tokens stand between ⟦ and ⟧ ([[ and ]] where the output is not UTF-8); where there is colour they have a
-    background, and each token its own shade.
+    Trained tokens are marked by ⟦ and ⟧ ([[ and ]] if the output is not UTF-8); with colour they have a background, in
+    alternating shades.
     """
     marks = UNICODE if console.encoding.startswith("utf") else ASCII
     for report in prepared.reports.values():
@@ -66,7 +66,7 @@ def explore(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, rows: int, c
 
 
 def _sizes(prepared: Prepared) -> Table:
-    """A line per set: examples, physical tokens, and the lengths of examples."""
+    """A line for each set: examples, physical tokens, and the lengths of examples."""
     table = Table(title="examples (a pair's prompt counted once)", title_justify="left", title_style="bold")
     for name in ("set", "rows", "tokens", "mean", "P50", "P90", "P99", "max"):
         table.add_column(name, justify="left" if name == "set" else "right")
@@ -88,7 +88,7 @@ def _sizes(prepared: Prepared) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A part of an example: its tokens, which of them are trained, and the tokens before it."""
+    """A part of an example: its tokens, which are trained, and the tokens before it."""
 
     title: str
     tokens: list[int]
@@ -116,7 +116,7 @@ def _node(title: str, node: Node, before: list[int]) -> Branch:
 
 
 def tokens_text(node: Branch, tokenizer: PreTrainedTokenizerBase, marks: Marks = UNICODE) -> Text:
-    """A node's tokens as text, the trained ones marked."""
+    """A node's tokens as text, with marks around the trained ones."""
     count, half = len(node.tokens), MOST_TOKENS // 2
     parts = [(0, count)] if count <= MOST_TOKENS else [(0, half), (count - half, count)]
     text, inside, number = Text(), False, 0
@@ -136,6 +136,6 @@ def tokens_text(node: Branch, tokenizer: PreTrainedTokenizerBase, marks: Marks =
 
 
 def _visible(text: str, marks: Marks) -> str:
-    """Line breaks shown as well as made, control characters as their codes."""
+    """The text with symbols at line breaks, and control characters as codes."""
     shown = "".join(c if c.isprintable() or c == "\n" else marks.tab if c == "\t" else escaped(c) for c in text)
     return shown.replace("\n", f"{marks.line}\n")

@@ -31,10 +31,10 @@ HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 def preference(fields: Fields, template: Template) -> Row:
-    """`chosen` and `rejected` replies to `prompt`; without it, the prompt is what the two share, as in TRL."""
+    """`chosen` and `rejected` replies to `prompt`; without it, the prompt is their common prefix, as in TRL."""
     chosen, rejected = (_reply(fields, name) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise RowError("chosen and rejected must both be texts, or both lists of messages")
+        raise RowError("chosen and rejected must both be strings, or both lists of messages")
     prompt = fields.get("prompt")
     whole = not isinstance(chosen, str) and chosen[0]["role"] != "assistant"
     margin, tools = _margin(fields), tools_of(fields.get("tools"))
@@ -72,7 +72,7 @@ def hh(fields: Fields, template: Template) -> Row:
 
 
 def prompt_completion(fields: Fields, template: Template) -> Row:
-    """`prompt` and `completion`, as texts or as messages."""
+    """`prompt` and `completion`, as strings or messages."""
     prompt, completion = (
         text_of(value, name) if isinstance(value, str) else messages_of(value, name)
         for name, value in ((name, field(fields, name)) for name in ("prompt", "completion"))
@@ -83,13 +83,13 @@ def prompt_completion(fields: Fields, template: Template) -> Row:
 
 
 def kto(fields: Fields, template: Template) -> Row:
-    """`prompt`, `completion` and `label` (true: desirable), or `messages` whose last reply `label` is about."""
+    """`prompt`, `completion` and `label` (true: desirable), or `messages` with a label of the last reply."""
     label = _truth(field(fields, "label"), "label must be true or false (desirable or not)")
     if fields.get("messages") is None:
         return replace(prompt_completion(fields, template), label=label)
     turns = messages_of(fields["messages"], "messages")
     if len(turns) < 2 or turns[-1]["role"] != "assistant":
-        raise RowError("messages must end with the assistant's reply that the label is about, after another turn")
+        raise RowError("messages must end with the labelled reply of the assistant, after another turn")
     return Row(turns[:-1], turns[-1:], tools=tools_of(fields.get("tools")), label=label)
 
 
@@ -127,7 +127,7 @@ def alpaca(fields: Fields, template: Template) -> Row:
 def problem_answer(fields: Fields, template: Template) -> Row:
     """`problem` with `solution`, `answer` or both; either may hold the other: `… #### 72`, `\\boxed{72}`.
 
-    Both may be lists: of several solutions the first is taken, several answers are all asked for.
+    Both may be lists: the first solution is used; any of the answers is right.
     """
     problem = text_of(field(fields, "problem"), "problem")
     solutions, answers = (_listed(fields.get(name)) for name in ("solution", "answer"))
@@ -143,7 +143,7 @@ def problem_answer(fields: Fields, template: Template) -> Row:
 
 
 def prompt(fields: Fields, template: Template) -> Row:
-    """`prompt` alone, as a text or as messages: what a completion is drawn for; `answer` where a reward needs it."""
+    """`prompt` alone, a string or messages, to sample completions for; `answer` if a reward needs it."""
     value = field(fields, "prompt")
     asked = text_of(value, "prompt") if isinstance(value, str) else messages_of(value, "prompt")
     answer = None if fields.get("answer") is None else number_or_text(fields["answer"], "answer")
@@ -151,7 +151,7 @@ def prompt(fields: Fields, template: Template) -> Row:
 
 
 def text(fields: Fields, template: Template) -> Row:
-    """`text`: a plain document, all of it trained on."""
+    """`text`: a plain document, of which every token is trained."""
     return Row(None, text_of(field(fields, "text"), "text"))
 
 
@@ -213,12 +213,12 @@ def _reply(fields: Fields, name: str) -> str | Turns:
 
 
 def _refuse_implicit(fields: Fields, template: Template, chosen: str | Turns) -> None:
-    """Raise RowError for a pair without the prompt that other rows have, DataError where none can be told."""
+    """Raise RowError for a pair without a prompt if other rows have one, DataError if it cannot be inferred."""
     if "prompt" in fields:
         raise RowError("the pair has no prompt (null or missing), and other rows have one")
     if template.turns and isinstance(chosen, str):
         raise DataError(
-            "the pair has no prompt, only texts that begin alike, so a chat template cannot tell the turns apart: "
+            "the pair has no prompt, only strings with a common prefix, which a chat template cannot split into turns: "
             "name the prompt's column with data.columns: {prompt: YOUR_COLUMN}, or set data.template: none"
         )
 
@@ -230,12 +230,12 @@ def _listed(value: object) -> list[Any]:
 def _truth(value: object, what: str) -> bool:
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
-    shown = f"the text {value[:40]!r}" if isinstance(value, str) else repr(value)[:40]
+    shown = f"the string {value[:40]!r}" if isinstance(value, str) else repr(value)[:40]
     raise RowError(f"{what}, not {shown}")
 
 
 def _tie(fields: Fields, margin: float | None) -> bool:
-    """Whether neither reply is better; then there is no margin to be better by."""
+    """Whether neither reply is better; a tie has no margin."""
     if fields.get("tie") is None:
         return False
     tie = _truth(fields["tie"], "tie must be true or false")
@@ -258,13 +258,13 @@ def _margin(fields: Fields) -> float | None:
 
 
 def _common_prefix(chosen: str | Turns, rejected: str | Turns) -> tuple[str | Turns, str | Turns, str | Turns]:
-    """Prompt and two replies from wholes that begin alike; each reply keeps at least its last item, as in TRL."""
+    """Prompt and two replies from two wholes by their common prefix; each reply keeps its last item, as in TRL."""
     shortest = min(len(chosen), len(rejected))
     if not shortest:
         return chosen[:0], chosen, rejected
     end = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest - 1)
     if end and end < shortest and chosen[end] != rejected[end] and chosen[end - 1] == " ":
-        end -= 1  # the space belongs to the word that differs
+        end -= 1  # the space belongs to the next word
     return chosen[:end], chosen[end:], rejected[end:]
 
 
@@ -280,7 +280,7 @@ def _split_transcript(fields: Fields, name: str) -> tuple[str, str]:
 
 
 def _transcript_turns(prompt: str) -> Turns:
-    """The messages of a transcript that ends in the opening of the assistant's turn."""
+    """The messages of a transcript that ends at the start of the assistant's turn."""
     pieces = HH_TURN.split(prompt)
     if pieces[0].strip():
         raise RowError("the transcript does not begin with `\\n\\nHuman:` or `\\n\\nAssistant:`")

@@ -1,4 +1,4 @@
-"""How the rows of a data set are laid out: which format they have, told by their columns, and where its fields are."""
+"""The layout of a data set's rows: their format, inferred from the columns, and the column of each field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A format and where a data set has its fields."""
+    """A format, and the data set's column of each of its fields."""
 
     name: str
     columns: tuple[tuple[str, str], ...]  # field of the format, column of the data
@@ -24,16 +24,16 @@ class Layout:
         """The row in its common form. Raises RowError when it is malformed."""
         fields = {name: value[column] for name, column in self.columns if column in value}
         if self.name == "preference" and fields.get("prompt") is None:
-            fields.pop("prompt", None)  # as if the column were not there, unless other rows have a prompt in it
+            fields.pop("prompt", None)  # as if the column were missing, unless other rows have a prompt in it
             if dict(self.columns).get("prompt") in self.filled:
                 fields["prompt"] = None
         return FORMATS[self.name].read(fields, template)
 
 
 def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: str, where: str) -> Layout:
-    """The layout for rows like these first ones, with `columns` naming the data's own names for fields.
+    """The layout of rows like those of `sample`; `columns` maps fields to the data's columns.
 
-    Raises DataError when the format's columns are not there, or no format fits: it lists those that are.
+    Raises DataError if the format's columns are missing, or no format fits; the message lists the columns.
     """
     there = {name: None for value in sample for name in value}
     for name in ("image", "images", "video", "videos", "audio", "audios"):
@@ -43,7 +43,7 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
         if column in there:
             continue
         if name in there and any(column in (*known.required, *known.optional) for known in FORMATS.values()):
-            raise DataError(f"data.columns: write {{{column}: {name}}}, the field's name and then the data's own")
+            raise DataError(f"data.columns: write {{{column}: {name}}}, first the field, then the data's column")
         near = get_close_matches(column, there, n=1) or [name for name in (name,) if name in there]
         meant = f"did you mean {near[0]}? " if near else ""
         raise DataError(f"data.columns: {where} has no column {column!r} (for {name}); {meant}it has {_list(there)}")
@@ -73,13 +73,13 @@ def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: 
 
 
 def _resolve(known: Format, columns: dict[str, str], there: Iterable[str]) -> dict[str, str]:
-    """Each field of the format with its column: as set, under its own name, or an alias.
+    """The column of each field of the format: as set, by its own name, or by an alias.
 
-    A required one is left out when it is not among those that are `there`; an optional one may come in a later row.
+    A required field is omitted if its column is not among `there`; an optional one may appear in a later row.
     """
     named = [name for name in known.required if columns.get(name, name) in there]
     aliased = {name for alias, name in known.aliases if alias in there and name not in there and name not in columns}
-    taken = set(columns.values())  # a column that is another field is not also read under its own name
+    taken = set(columns.values())  # a column mapped to another field is not also read by its own name
     free = [name for name in (*named, *known.optional) if name in columns or name not in taken]
     found = {name: columns.get(name, name) for name in free if name not in aliased}
     for alias, name in known.aliases:
@@ -89,23 +89,23 @@ def _resolve(known: Format, columns: dict[str, str], there: Iterable[str]) -> di
 
 
 def _labelled(columns: dict[str, str], there: Iterable[str], where: str) -> str:
-    """KTO's one format; pairs are refused with what can be done about them."""
+    """KTO's only format; pairs are refused with advice."""
     names = {*there, *columns}
     if {"chosen", "rejected"} <= names and not names & {"label", "kto_tag"}:
         raise DataError(
             f"{where} has preference pairs (its columns: {_list(there)}), but KTO needs single completions with a "
             "label: write each pair as two rows, {prompt, completion, label: true} and {…, label: false}, "
-            "or train on the pairs as they are with method.type: dpo (kto_pair among its losses is KTO for pairs)"
+            "or train on the pairs with method.type: dpo (its loss kto_pair is KTO for pairs)"
         )
     return "kto"
 
 
 def _detect(columns: dict[str, str], there: Iterable[str], sample: list[dict], kind: str, where: str) -> str:
-    """The format told by the columns, the mapped ones under the format's names."""
+    """The format inferred from the columns, mapped ones by their fields' names."""
     names = {*there, *columns}
     if kind == "sft" and "label" in names and any(isinstance(value.get("label"), bool) for value in sample):
         raise DataError(
-            f"{where} has a boolean column `label`, as KTO's data: half of it is to be avoided, not imitated. "
+            f"{where} has a boolean column `label`, like KTO's data: undesirable rows are not to be imitated. "
             "Set data.format to train on all of it"
         )
     if {"chosen", "rejected"} <= names and "conversations" not in names:
@@ -115,7 +115,7 @@ def _detect(columns: dict[str, str], there: Iterable[str], sample: list[dict], k
     if "conversations" in names:
         return "sharegpt"
     told = ["messages", "alpaca", "prompt_completion", "problem_answer", "text"]
-    if kind == "prompt":  # one that is called so is a prompt as it is, unless its answer is to be read from a solution
+    if kind == "prompt":  # a column of this name is a prompt as it is, unless its answer comes from a solution
         told.insert(3 if "prompt" in names and "solution" not in names else 4, "prompt")
     for format in told:
         known = FORMATS[format]

@@ -1,4 +1,4 @@
-"""The limits of a data set: as set, by a percentile of the training prompts, and by the room of a completion."""
+"""The length limits of a data set: the settings, a percentile of the training prompts, room for a completion."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from posttrain.errors import DataError
 
 
 class Room(NamedTuple):
-    """The tokens of a completion, which prompts leave room for, and the setting that they are from."""
+    """The tokens of a completion, which prompts leave room for, and their setting."""
 
     tokens: int
     setting: str = "rollout.max_completion_length"
 
 
 class Longest(NamedTuple):
-    """The most tokens of a prompt, None without a limit; `note` says what limits it beside `max_length`."""
+    """The maximum tokens of a prompt, None without a limit; `note` is the limit other than `max_length`."""
 
     tokens: int | None = None
     note: str = ""
 
 
 def longest_prompt(data: DataConfig, kind: Kind, room: Room, positions: int | None) -> Longest:
-    """The longest prompt that leaves `room` in `max_length` and in the model's positions; without limit where the data
-    has the completions. A completion's last token needs no position: nothing is predicted from it."""
+    """The longest prompt that leaves `room` in `max_length` and in the model's positions; no limit if the data has the
+    completions. A completion's last token needs no position: nothing is predicted from it."""
     if kind != "prompt":
         return Longest()
     if positions is None or positions + 1 >= data.max_length:
@@ -60,7 +60,7 @@ def training_limits(data: DataConfig, kind: Kind, longest: Longest, table: Table
 def evaluation_limits(data: DataConfig, longest: Longest, training: Limits) -> Limits:
     """The limits of evaluation sets, from those of the training data.
 
-    The percentile of `auto` keeps training packs small; benchmarks are measured whole.
+    The percentile of `auto` keeps training packs small; benchmarks are evaluated whole.
     """
     given = data.max_prompt_length
     if isinstance(given, str):

@@ -1,4 +1,4 @@
-"""The text of each token, as a streaming decoder gives it."""
+"""The text of each token, as from a streaming decoder."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from transformers import PreTrainedTokenizerBase
 
 LOST = "\ufffd"  # how decoders write bytes that are not, or not yet, a character
-CHARACTER = 4  # tokens that hold one character, at most: UTF-8 has four bytes for it
+CHARACTER = 4  # maximum tokens of one character: UTF-8 has up to four bytes
 
 
 def pieces(
     ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()
 ) -> Iterator[tuple[int, str]]:
-    """The text of `ids` in pieces, each with its number of tokens; joined they are the text behind that of `before`.
+    """The text of `ids` in pieces, each with its number of tokens; concatenated, they continue the text of `before`.
 
-    A piece is one token, or the tokens that hold the bytes of one character. Each is decoded together with the piece
-    before it, because decoders treat the first token of a text differently: many strip its leading space.
+    A piece is one token, or the tokens of one character's bytes. Each is decoded together with the previous piece,
+    because decoders treat the first token differently: many strip its leading space.
     """
     tokens = [*before, *ids]
 

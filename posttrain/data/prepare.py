@@ -1,4 +1,4 @@
-"""From the data settings to examples ready to pack: read each data set, hold out validation rows, mix by weight."""
+"""From the data settings to examples ready to pack: reads data sets, holds out validation rows, mixes by weight."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["Kind", "Prepared", "prepare"]
 class Prepared:
     """Data ready for a recipe. `reports` has `train`, and each validation set with a source of its own.
 
-    `prompts`: of methods that train on completions, the prompts of the validation sets whose completions are rewarded.
+    `prompts` has the prompts of the validation sets with rewards, for methods that train on completions.
     """
 
     kind: Kind
@@ -46,19 +46,19 @@ class Prepared:
 
     @property
     def longest(self) -> int:
-        """The most tokens that a sequence has, a prompt without what is drawn for it."""
+        """Maximum tokens of a sequence; of a prompt without its sampled completion."""
         return max(dataset.longest for dataset in (self.train, *self.validation.values()))
 
     @property
     def report(self) -> Report:
-        """The report of the training source, before validation rows are held out of it."""
+        """The report of the training source, before validation rows are held out."""
         return self.reports["train"]
 
 
 def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positions: int | None = None) -> Prepared:
-    """The data of a run: what its method trains on, and every validation set.
+    """The data of a run: the training set and every validation set.
 
-    `positions` is how many the model has: prompts leave room for a completion within them.
+    `positions` is the model's number of positions: prompts leave room for a completion within them.
     """
     method = config.method
     kind = method.kind
@@ -81,7 +81,7 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positi
             if ties := int(dataset.ties.sum()):
                 raise DataError(
                     f"{name} has {ties:,} ties among {len(dataset):,} pairs: only reward models learn from ties, "
-                    f"{method.type} needs one reply to be better. Leave these rows out"
+                    f"{method.type} needs one reply to be better. Remove these rows"
                 )
     if config.samples and kind != "prompt":
         return replace(prepared, prompts=_validation_prompts(config, tokenizer, prepared, positions))
@@ -91,7 +91,7 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positi
 def prompts_with_system(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, system_prompt: str
 ) -> dict[int, np.ndarray]:
-    """The tokens of the training prompts with another system prompt, by row. Raises DataError where one does not fit a
+    """The tokens of the training prompts with another system prompt, by row. Raises DataError if one does not fit a
     pack with a completion."""
     most = config.training.tokens_per_pack
     update = {"system_prompt": system_prompt, "max_prompt_length": None, "max_length": most}
@@ -103,12 +103,12 @@ def prompts_with_system(
 def _validation_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, positions: int | None
 ) -> dict[str, Dataset]:
-    """The prompts of the validation sets with rewards, row for row: what is asked there, without the reply.
+    """The prompts of the validation sets with rewards, by row, without the replies.
 
     A row whose prompt leaves no room for a completion is dropped with a warning. Raises DataError as `prepare` does.
     """
     room, data = _evaluated(config), config.data
-    if data.max_prompt_length == "auto":  # of methods that train on no prompts alone, all are evaluated
+    if data.max_prompt_length == "auto":  # methods that do not train on prompts evaluate all
         data = data.model_copy(update={"max_prompt_length": None})
     if not config.rewards:
         data = data.model_copy(update={"validation": None})
@@ -124,14 +124,14 @@ def _validation_prompts(
         positions=positions,
         held_out=held_out,
     ).validation
-    for name, dataset in found.items():  # said of rows that are held out already
+    for name, dataset in found.items():  # reported already for held-out rows
         if name != "validation" or (data.validation is not None and data.validation.source is not None):
             _say_left_out(name, len(dataset), len(np.unique(prepared.validation[name].rows)), room, data)
     return found
 
 
 def longest_sequence(config: RunConfig, prepared: Prepared) -> int:
-    """The most tokens of a sequence that a model is given, a prompt with what is sampled for it, but for its end."""
+    """Maximum tokens of the model's input: of a prompt with its sampled completion, without the last token."""
     if config.method.kind != "prompt":
         return prepared.longest
     sampled = [(prepared.train, config.completion_length)]
@@ -140,20 +140,20 @@ def longest_sequence(config: RunConfig, prepared: Prepared) -> int:
 
 
 def _evaluated(config: RunConfig) -> Room:
-    """What evaluation prompts leave room for: the completions that are sampled for them."""
+    """The room that evaluation prompts leave for their completions."""
     own = config.evaluation.max_completion_length
     return Room(config.rollout.max_completion_length) if own is None else Room(own, "evaluation.max_completion_length")
 
 
 def _say_left_out(name: str, asked: int, rows: int, room: Room, data: DataConfig) -> None:
-    """Log how many prompts leave room for a completion, unless all do. Raises DataError where none does."""
+    """Log how many prompts leave room for a completion, unless all do. Raises DataError if none does."""
     if not asked:
         raise DataError(
             f"{name}: no prompt leaves room for a completion of {room.tokens:,} tokens ({room.setting}) "
             f"in {data.max_length:,} (data.max_length)"
         )
     if asked < rows:
-        log.warning("%s: %d of %d prompts leave room for a completion, and are evaluated", name, asked, rows)
+        log.warning("%s: %d of %d prompts leave room for a completion and are evaluated", name, asked, rows)
 
 
 def prepare(
@@ -172,18 +172,18 @@ def prepare(
     cache_dir: Path | None = None,
     seed: int = 0,
 ) -> Prepared:
-    """Read and tokenise everything that `data` names, and the further evaluation `datasets`.
+    """Read and tokenise the sources of `data` and the further evaluation `datasets`.
 
     `kind` is `sft` for single sequences, `pair` for preference pairs, `unpaired` for labelled completions, `prompt` for
     prompts alone, which leave room for `completion_length` tokens in `max_length` and in the model's `positions`; those
-    of evaluation for `evaluated`, by default the same. `with_completions` keeps the data's own completion of each
-    training prompt as the prompt's one child.
-    `completion_only_loss` None trains completions where a row has a prompt and everything elsewhere. The template is
-    put on the tokenizer. `validation` holds the set under `data.validation` as "validation" and the further ones under
-    their names. The same seed gives the same split; `held_out` gives the numbers of the rows instead.
+    of evaluation for `evaluated`, by default the same. `with_completions` keeps the data's completion of each training
+    prompt as the prompt's only child.
+    `completion_only_loss` None trains completions if a row has a prompt, and every token otherwise. The template is set
+    on the tokenizer. `validation` has the set of `data.validation` as "validation" and the further ones by their names.
+    The same seed gives the same split; `held_out` gives the row numbers instead.
 
-    Raises DataError: a source or column that is not there, more than 1 % malformed rows, a row with nothing to train,
-    rows over the limits when `overlong` is error, labelled completions of one kind only, or nothing left to use.
+    Raises DataError: a missing source or column, more than 1 % malformed rows, a row without trained tokens, rows over
+    the limits if `overlong` is error, labelled completions of one kind only, or no usable rows.
     """
     room = Room(completion_length)
     longest, longest_evaluated = (longest_prompt(data, kind, one, positions) for one in (room, evaluated or room))
@@ -206,7 +206,7 @@ def prepare(
     rng = np.random.default_rng([seed, zlib.crc32(b"validation")])
     rows = whole.fitted.view[:, 0]
     if held_out is None or (data.validation is not None and data.validation.source is not None):
-        held_out = _held_out(data, np.unique(rows), rng)  # the pieces of a document stay together
+        held_out = _held_out(data, np.unique(rows), rng)  # the chunks of a document stay together
         is_held_out = np.isin(rows, held_out)
     else:
         is_held_out = np.isin(whole.table.row[rows], held_out)
@@ -228,7 +228,7 @@ def prepare(
 
 
 def _parts_of(data: DataConfig) -> list[SourcePart]:
-    """What the training data is read from."""
+    """The sources of the training data."""
     return (
         [SourcePart(data.source, data.split, data.max_rows, skip_rows=data.skip_rows)]
         if isinstance(data.source, str)
@@ -239,7 +239,7 @@ def _parts_of(data: DataConfig) -> list[SourcePart]:
 def _further(
     data: DataConfig, datasets: Sequence[EvaluationDataset], reader: Reader, limits: Limits, taken: Collection[str]
 ) -> dict[str, Loaded]:
-    """The sets beside the training data, by name: that of `data.validation`, then the evaluation `datasets`."""
+    """The validation sets by name: that of `data.validation`, then the evaluation `datasets`."""
     sources = [(entry.name, SourcePart(entry.source, entry.split, entry.max_rows)) for entry in datasets]
     if data.validation is not None and data.validation.source is not None:
         given = data.validation
@@ -248,21 +248,21 @@ def _further(
     found: dict[str, Loaded] = {}
     for name, part in sources:
         if name in taken or name in found or name == "train":
-            raise DataError(f"evaluation.datasets has the name {name!r}, which is taken: give it another")
+            raise DataError(f"evaluation.datasets has the reserved name {name!r}: give it another")
         its = reader.of_prompts_alone().with_data(_settings_of(own[name], data) if name in own else data)
         found[name] = its.load(name, [part], lambda _: limits, None)
     return found
 
 
 def _fingerprint(loaded: Mapping[str, Loaded], train: Dataset, validation: Mapping[str, Dataset]) -> str:
-    """SHA-256 of all the data that a run sees, in its order: the rows' contents, the limits' cuts, and the split."""
+    """SHA-256 of all data of a run in order: the rows' contents, the effect of limits, and the split."""
     sets = {"train": train, **validation}
     views = {name: hashlib.sha256(one.view.tobytes()).hexdigest() for name, one in sets.items()}
     return cache.digest_of({"rows": {name: one.contents for name, one in loaded.items()}, "views": views})
 
 
 def _settings_of(entry: EvaluationDataset, data: DataConfig) -> DataConfig:
-    """How the rows of an evaluation set are read: as those of the training data, but for what it says itself."""
+    """The data settings of an evaluation set: those of the training data, overridden by its own."""
     update: dict[str, Any] = {"template": entry.template or data.template}
     if entry.format is not None:
         update |= {"format": entry.format, "columns": {}}
@@ -275,16 +275,16 @@ def _refuse_one_class(labels: np.ndarray, data: DataConfig) -> None:
     if labels.any() and not labels.all():
         return
     given = "true" if labels.any() else "false"
-    few = "" if data.max_rows is None else f" (data.max_rows is {data.max_rows:,}: raise it if the others come later)"
+    few = "" if data.max_rows is None else f" (data.max_rows is {data.max_rows:,}: raise it if others come later)"
     raise DataError(
-        f"all {len(labels):,} training examples are labelled {given}{few}: KTO learns from what tells desirable "
-        "completions from undesirable ones, and needs both. Add rows of the other label, or train on desirable ones "
-        "alone with method.type: sft"
+        f"all {len(labels):,} training examples are labelled {given}{few}: KTO compares desirable and undesirable "
+        "completions, and needs both. Add rows of the other label, or train on desirable ones alone with "
+        "method.type: sft"
     )
 
 
 def _held_out(data: DataConfig, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Which rows are held out for validation: drawn without replacement from all of them."""
+    """The rows held out for validation: sampled from all rows without replacement."""
     given, count = data.validation, len(rows)
     if given is None or given.source is not None:
         return np.zeros(0, np.int64)

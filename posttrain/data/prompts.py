@@ -1,4 +1,4 @@
-"""Prompts to draw completions for, from the rows of any format: what is asked, tokenised as in training."""
+"""Prompts to sample completions for, from rows of any format, tokenised as in training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from posttrain.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A row's prompt. `text` is the whole text that the model is given, `facts` what rewards are told of the row."""
+    """A row's prompt. `text` is the rendered prompt, `facts` the columns that rewards get."""
 
     row: int
     text: str
@@ -36,9 +36,9 @@ class Prompt:
 def prompts_of(
     records: Sequence[Record], data: DataConfig, tokenizer: PreTrainedTokenizerBase, name: str
 ) -> list[Prompt | Malformed]:
-    """Every record's prompt, or why it has none, in order. The template is put on the tokenizer.
+    """Every record's prompt, or the reason why it has none, in order. The template is set on the tokenizer.
 
-    `name` is the source they come from, which messages name; `data.source` is not read, but format, columns, template
+    `name` is the source in messages; `data.source` is not read, but format, columns, template
     and system prompt are. Raises DataError when no record can be read or the columns fit no format.
     """
     template = choose_template(data, tokenizer)
@@ -70,7 +70,7 @@ def prompts_of(
             if isinstance(item, RowError):
                 refuse(record, item)
             elif not len(item[1]):
-                refuse(record, RowError("the prompt comes to no tokens"))
+                refuse(record, RowError("the prompt has no tokens"))
             else:
                 found[record.row] = Prompt(record.row, item[0], list(item[1]), json.loads(reader.facts(record, row)))
     return [found[record.row] for record in records]

@@ -1,8 +1,8 @@
 """Published chat templates by name, for a base model whose tokenizer has none.
 
-They render the text of the originals: ChatML as OpenAI describes it, Llama 3 of meta-llama/Meta-Llama-3-8B-Instruct,
-Zephyr of HuggingFaceH4/zephyr-7b-beta, Gemma of google/gemma-2-9b-it. Beside that, `{% generation %}` marks what an
-assistant writes, its stop token included, so that these tokens alone can be trained.
+They render as the originals: ChatML as OpenAI describes it, Llama 3 of meta-llama/Meta-Llama-3-8B-Instruct,
+Zephyr of HuggingFaceH4/zephyr-7b-beta, Gemma of google/gemma-2-9b-it. In addition, `{% generation %}` marks the
+assistant's turns with their stop tokens, so that only these tokens are trained.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from posttrain.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A template, all of it Jinja: what stands before a turn (`opening`), its content with the stop token (`said`),
-    what stands behind it (`closing`), and the opening of the next reply.
+    """A template in Jinja: the text before a turn (`opening`), its content with the stop token (`said`), the text after
+    it (`closing`), and the opening of the next reply.
 
-    `tokens` are those it is made of, the last one the stop token; none: it ends replies with the tokenizer's own.
+    `tokens` are its special tokens, the last one the stop token; none: it ends replies with the tokenizer's own.
     """
 
     opening: str
@@ -53,7 +53,7 @@ NO_OTHER_ROLES = (
 )
 IN_TURN = (
     "{% if message.role != ['user', 'assistant'][loop.index0 % 2] %}"
-    "{{ raise_exception('gemma has turns of user and assistant alone, one after the other') }}{% endif %}"
+    "{{ raise_exception('gemma has only turns of user and assistant, in alternation') }}{% endif %}"
 )
 PUBLISHED = {
     "chatml": Published(
@@ -87,21 +87,21 @@ PUBLISHED = {
 
 
 def put_on(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Give the tokenizer a published template, and its stop token as the end of a text: both are saved with it.
+    """Set a published template and its stop token on the tokenizer; both are saved with it.
 
-    Raises DataError where the vocabulary lacks a token of the template: it would have no embedding, and a stop token of
-    several pieces would stop nothing.
+    Raises DataError if the vocabulary lacks a token of the template: it would have no embedding, and a stop token of
+    several pieces would not stop generation.
     """
     published = PUBLISHED[name]
     lacking = [token for token in published.tokens if not _is_token(tokenizer, token)]
     if lacking:
         raise DataError(
-            f"data.template: {name} is written with {', '.join(lacking)}, which the tokenizer lacks: take the template "
+            f"data.template: {name} needs {', '.join(lacking)}, which the tokenizer lacks: use the template "
             "of the model's own family, or zephyr, which ends replies with the tokenizer's own stop token"
         )
     if not published.tokens and tokenizer.eos_token is None:
         raise DataError(
-            f"data.template: {name} ends replies with the tokenizer's stop token, and it has none: take a tokenizer "
+            f"data.template: {name} ends replies with the tokenizer's stop token, and it has none: use a tokenizer "
             "with an eos_token, or another template"
         )
     if published.tokens and tokenizer.eos_token != published.tokens[-1]:
@@ -110,7 +110,7 @@ def put_on(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def own_stop(name: str | None) -> str | None:
-    """The stop token that a template brings with it."""
+    """The stop token of a published template, or None."""
     published = PUBLISHED.get(name or "")
     return published.tokens[-1] if published is not None and published.tokens else None
 

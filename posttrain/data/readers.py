@@ -1,4 +1,4 @@
-"""Local files to rows. Each row comes with its file and line, and a bad one as a problem instead of an exception."""
+"""Reads rows from local files. Each row has its file and line; a bad one is a problem, not an exception."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from posttrain.data import streams
 from posttrain.data.delimiter import delimiter_of
 from posttrain.errors import DataError
 
-HEAD_BYTES = 256 * 1024  # that tell the delimiter of a CSV file
+HEAD_BYTES = 256 * 1024  # first bytes that determine the delimiter of a CSV file
 DOCUMENT_END = "<|endoftext|>"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One row as read: its value, or the problem that kept it from having one."""
+    """One row: its value, or the problem with it."""
 
     row: int  # counted from 0 over all files of the source
     file: str
@@ -39,7 +39,7 @@ Parsed = tuple[int, dict[str, Any] | None, str | None]  # line, value, problem
 def read_files(files: tuple[Path, ...]) -> Iterator[Record]:
     """The rows of all files, one after the other.
 
-    Raises DataError when a file as a whole cannot be read: not there, damaged, empty, UTF-16, not what its name says.
+    Raises DataError if a file cannot be read: missing, damaged, empty, UTF-16, or of another type than its name.
     """
     row = 0
     for path in files:
@@ -49,7 +49,7 @@ def read_files(files: tuple[Path, ...]) -> Iterator[Record]:
                 yield Record(row, str(path), line, value, problem)
                 row += 1
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path} is a damaged or truncated gzip file ({error}): fetch it again") from error
+            raise DataError(f"{path} is a damaged or truncated gzip file ({error}): download it again") from error
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
         if row == before:
@@ -68,7 +68,7 @@ def reader_of(path: Path) -> Callable[[Path], Iterator[Parsed]]:
 
 
 def read_jsonl(path: Path) -> Iterator[Parsed]:
-    """One JSON object a line; lines of white space are no rows."""
+    """One JSON object per line; blank lines are skipped."""
     with streams.open_data(path) as stream:
         for number, raw in streams.lines(stream):
             if raw is None:
@@ -92,7 +92,7 @@ def read_jsonl(path: Path) -> Iterator[Parsed]:
 
 
 def read_json(path: Path) -> Iterator[Parsed]:
-    """A list of objects, or an object with one list of them. A file of one object a line is read as JSONL."""
+    """A list of objects, or an object with one list of them. A file with one object per line is read as JSONL."""
     with streams.open_data(path) as stream:
         raw = streams.whole(path, stream)
     try:
@@ -124,7 +124,7 @@ def read_json(path: Path) -> Iterator[Parsed]:
 
 
 def _first_list(text: str) -> int:
-    """Where the first list among the values of a JSON object begins."""
+    """The start of the first list among the values of a JSON object."""
     position = text.index("{") + 1
     while True:
         _, position = _decoder.raw_decode(text, _skip_space(text, position))
@@ -136,9 +136,9 @@ def _first_list(text: str) -> int:
 
 
 def _items(path: Path, text: str, start: int) -> Iterator[Parsed]:
-    """The items of the JSON list that begins at `start`, each with the line that it begins on."""
+    """The items of the JSON list that starts at `start`, each with its first line."""
     position, line, counted = start + 1, 1, 0
-    whole = text[:start].strip() == ""  # whether the list is all there is
+    whole = text[:start].strip() == ""  # whether the file is the list alone
     try:
         while True:
             position = _skip_space(text, position)
@@ -188,7 +188,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice")
     return result
 
 
@@ -198,7 +198,7 @@ _decoder = json.JSONDecoder(object_pairs_hook=_unique)
 def read_csv(path: Path) -> Iterator[Parsed]:
     """Values separated by commas, semicolons or tabs, under a line of column names.
 
-    A byte that is not UTF-8 becomes a lone surrogate, which no text may have.
+    A byte that is not UTF-8 becomes a lone surrogate, which later checks refuse.
     """
     read = 0  # lines; the csv module's own count leaves out those refused here
 
@@ -211,7 +211,7 @@ def read_csv(path: Path) -> Iterator[Parsed]:
 
     delimiter = "\t" if ".tsv" in path.suffixes else delimiter_of(_head(path))
     with streams.open_data(path) as stream:
-        lines = map(text, streams.lines(stream))  # a map goes on after an error; a generator ends
+        lines = map(text, streams.lines(stream))  # a map continues after an error; a generator ends
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
         limit = csv.field_size_limit(streams.LINE_BYTES)
         header = None
@@ -225,7 +225,7 @@ def read_csv(path: Path) -> Iterator[Parsed]:
                 except csv.Error as error:
                     if header is None:
                         raise DataError(f"{path} line {line}, of the column names, is not CSV: {error}") from error
-                    for lost in range(line, read + 1):  # an open quote takes every line up to the next one with it
+                    for lost in range(line, read + 1):  # an open quote spoils every line up to the next quote
                         yield lost, None, f"not CSV: {error}" if lost == line else f"part of line {line}, not CSV"
                     continue
                 if not cells:
@@ -299,7 +299,7 @@ def _document(line: int, parts: list[str], size: int) -> Iterator[Parsed]:
 
 
 def type_name(value: object) -> str:
-    """What JSON calls the type of a value, with its article."""
+    """JSON's name of a value's type, with its article."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list"}
     return names.get(type(value), "an object" if isinstance(value, dict) else f"a {type(value).__name__}")
 

@@ -38,12 +38,12 @@ from posttrain.errors import DataError
 from posttrain.progress import progress
 
 BATCH = 256  # rows tokenised at a time
-SAMPLE = 100  # rows that tell the format
+SAMPLE = 100  # rows from which the format is inferred
 
 
 @dataclass(frozen=True, slots=True)
 class SourcePart:
-    """One source of a data set as the settings name it."""
+    """One source of a data set, from the settings."""
 
     source: str
     split: str
@@ -100,14 +100,14 @@ class Reader:
         self.settings |= {"with_completions": True} if with_completions else {}
 
     def of_prompts_alone(self) -> Reader:
-        """This reader, or one that leaves out the completions of prompts."""
+        """This reader, or one that omits the completions of prompts."""
         if not self.with_completions:
             return self
         losses = self.completion_only_loss, self.assistant_only_loss
         return Reader(self.data, self.tokenizer, self.template, self.kind, *losses, self.folder, self.seed)
 
     def with_data(self, data: DataConfig) -> Reader:
-        """A reader for a set with settings of its own; a template of its own is put on a copy of the tokenizer."""
+        """A reader for a set with its own settings; its own template is set on a copy of the tokenizer."""
         if data == self.data:
             return self
         tokenizer = self.tokenizer if data.template == self.data.template else deepcopy(self.tokenizer)
@@ -117,7 +117,7 @@ class Reader:
     def load(
         self, name: str, parts: Sequence[SourcePart], limits_of: Callable[[Table], Limits], max_rows: int | None
     ) -> Loaded:
-        """Tokenise each part or find it in the cache, and apply the limits to all of them together."""
+        """Tokenise each part or take it from the cache, and apply the limits to all of them together."""
         tables, readings, contents, notes = [], [], [], []
         left = max_rows
         for part in parts:
@@ -133,7 +133,7 @@ class Reader:
         table = Table(tables, self.kind, [reading.read for reading in readings])
         limits = limits_of(table)
         notes += [limits.note] if limits.note else []
-        cut = self.kind != "prompt"  # a text that is a prompt stays whole
+        cut = self.kind != "prompt"  # a document used as a prompt stays whole
         documents = np.repeat([cut and r.format == "text" for r in readings], [len(part) for part in tables])
         fitted = table.fit(limits, documents)
         report = _report(name, readings, fitted, limits, notes)
@@ -157,7 +157,7 @@ class Reader:
         )
 
     def layout(self, source: str) -> tuple[str, dict[str, str]]:
-        """Format and columns as set; where they are not, those of a known set."""
+        """Format and columns as set, or else those of a known data set."""
         format, columns = self.data.format, self.data.columns
         known = layout_of(source)
         if known is None or format not in ("auto", known.format):
@@ -173,11 +173,11 @@ class Reader:
         between: tuple[int, int | None],
         writer: cache.Writer,
     ) -> Reading:
-        """Read the rows of a source `between` two numbers and write their tokens."""
+        """Read the rows of a source `between` two row numbers and write their tokens."""
         records = itertools.islice(source.read(), *between)
         head = list(itertools.islice(records, SAMPLE))
         if not head and between[0]:
-            raise DataError(f"{name} has no row behind the first {between[0]:,}: lower data.skip_rows")
+            raise DataError(f"{name} has no row after the first {between[0]:,}: lower data.skip_rows")
         good = [record.value for record in head if record.value is not None]
         if not good:
             bad = [Malformed(record.file, record.line, record.problem or "", record.row) for record in head]
@@ -220,27 +220,27 @@ class Reader:
         return Reading(layout.name, read, tuple(malformed), seen.duplicates, shifted)
 
     def _beside(self, record: Record, row: Row) -> dict[str, Any]:
-        """What is kept of a row beside its tokens: a label; of a prompt, what rewards are given."""
+        """The facts of a row stored with its tokens: a label; for a prompt, the columns of rewards."""
         if self.kind == "prompt":
             return {"facts": self.facts(record, row)}
         return {} if row.label is None else {"label": row.label}
 
     def facts(self, record: Record, row: Row) -> str:
-        """What rewards are told of a row beside the completion, as JSON."""
+        """The columns that rewards get besides the completion, as JSON."""
         prompt = row.prompt if not self.template.turns or row.prompt is None else as_turns(row.prompt, "user")
         facts = {"prompt": prompt, "answer": row.answer, "columns": record.value}
         return json.dumps(facts, ensure_ascii=False, default=str)
 
     def row(self, record: Record, layout: Layout) -> Row:
-        """A record in the common form, with the settings that change texts applied. Raises RowError."""
+        """A record in the common form, after system prompt and thinking settings. Raises RowError."""
         if record.value is None:
             raise RowError(record.problem)
         row = layout.read(record.value, self.template)
         if self.kind == "prompt":
-            for name, value in record.value.items():  # rewards are given all of them
+            for name, value in record.value.items():  # rewards get all of them
                 valid(value, name)
             row = self._with_completion(row) if self.with_completions else as_prompt(row)
-            if row.answer is None:  # of formats that have none, a column of that name
+            if row.answer is None:  # in formats without an answer, a column of that name
                 row = replace(row, answer=answer_beside(record.value))
         else:
             refuse_without_reply(row)
@@ -261,7 +261,7 @@ class Reader:
 
     @staticmethod
     def _with_completion(row: Row) -> Row:
-        """What is asked, and the reply that is there. Raises RowError without one."""
+        """The prompt and the completion of a row. Raises RowError without a completion."""
         refuse_without_reply(row)
         row = last_turn_as_completion(row) if row.prompt is None else replace(row, rejected=None, rejected_prompt=None)
         if not row.chosen:
@@ -288,12 +288,12 @@ class Reader:
 
 
 def _prompt(tokens: Sequence[int]) -> Trained | RowError:
-    """A prompt as a sequence that is nothing else."""
-    return Trained(tokens, (), len(tokens)) if len(tokens) else RowError("the prompt comes to no tokens")
+    """A prompt as a sequence without a completion."""
+    return Trained(tokens, (), len(tokens)) if len(tokens) else RowError("the prompt has no tokens")
 
 
 def _columns(record: Record, item: Trained | Compared, kind: Kind) -> dict[str, Any]:
-    """An example as a row of the cache. Raises DataError when none of its tokens is a target, but for prompts alone."""
+    """An example as a row of the cache. Raises DataError if none of its tokens is a target, except for prompts."""
     where = f"{record.file} line {record.line} (row {record.row})"
     if isinstance(item, Trained):
         if kind != "prompt" and first_trained(item.spans, len(item.tokens)) >= len(item.tokens):
@@ -310,7 +310,7 @@ def _columns(record: Record, item: Trained | Compared, kind: Kind) -> dict[str, 
     other = item.prompt if item.rejected_prompt is None else item.rejected_prompt
     for name, prompt, reply in (("chosen", item.prompt, item.chosen), ("rejected", other, item.rejected)):
         if not len(reply) or len(prompt) + len(reply) < 2:
-            raise DataError(f"{where} has nothing to train: {name} comes to {len(reply)} tokens")
+            raise DataError(f"{where} has nothing to train: {name} has {len(reply)} tokens")
     return {
         "row": record.row,
         "prompt": np.asarray(item.prompt, np.int32),
@@ -324,7 +324,7 @@ def _columns(record: Record, item: Trained | Compared, kind: Kind) -> dict[str, 
 
 
 class _Seen:
-    """Counts examples whose tokens an earlier one has."""
+    """Counts examples with the same tokens as an earlier one."""
 
     def __init__(self) -> None:
         self.hashes: set[int] = set()

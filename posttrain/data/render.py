@@ -1,4 +1,4 @@
-"""Renders conversations with a chat template, in a process of its own with limits on time, memory and output."""
+"""Renders conversations with a chat template, in its own process with limits on time, memory and output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RenderRequest:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The text, with the character spans of `{% generation %}` blocks; or why the template refused."""
+    """The text, with the character spans of `{% generation %}` blocks; or the template's error."""
 
     text: str
     spans: tuple[tuple[int, int], ...] = ()
@@ -44,7 +44,7 @@ class Rendered:
 
 
 class Process:
-    """The process of posttrain/data/render_worker.py: a job to a line, an answer to a line."""
+    """The process of posttrain/data/render_worker.py: one line per job, one line per answer."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -65,7 +65,7 @@ class Process:
 
     @property
     def is_free(self) -> bool:
-        """Whether it lives and owes no answer."""
+        """Whether it is alive and idle."""
         return self._process.poll() is None and not self._awaited
 
     def ask(self, lines: Sequence[str]) -> list[str]:
@@ -82,10 +82,10 @@ class Process:
             writer.join()
 
     def end(self) -> None:
-        """Kill it, whatever it is doing. May be called again."""
+        """Kill it. May be called again."""
         self._process.kill()
         self._process.wait()
-        with suppress(OSError):  # what it has not read goes to nobody
+        with suppress(OSError):  # unread input is discarded
             _pipe(self._process.stdin).close()
         _pipe(self._process.stdout).close()
 
@@ -121,7 +121,7 @@ class Process:
 
 
 class Renderer:
-    """Renders with one tokenizer's chat template. `rendering()` makes it."""
+    """Renders with one tokenizer's chat template; made by `rendering()`."""
 
     def __init__(self, process: Process, tokenizer: PreTrainedTokenizerBase):
         self._process = process
@@ -142,7 +142,7 @@ class Renderer:
         ]
 
     def _line(self, job: RenderRequest, special_tokens: dict[str, Any]) -> str:
-        # as apply_chat_template does: a key whose value is None is left out
+        # as in apply_chat_template: a key whose value is None is omitted
         messages = [{key: value for key, value in m.items() if value is not None} for m in job.messages]
         asked = {
             "messages": messages,

@@ -1,7 +1,7 @@
-"""The process that renders chat templates: a template is a program that came with a model, so it runs apart.
+"""The process that renders chat templates: a template is a program from a model, so it runs in isolation.
 
-Reads one JSON object a line from stdin and answers each with one line on stdout. transformers' sandbox keeps a template
-from reaching anything outside; this process adds limits on memory and output, and its parent one on time.
+Reads one JSON object per line from stdin and answers each with one line on stdout. transformers' sandbox isolates a
+template; this process adds limits on memory and output, and its parent one on time.
 """
 
 import json
@@ -9,18 +9,18 @@ import signal
 import sys
 
 if __name__ == "__main__":  # before the second that the import takes
-    for name in ("SIGINT", "SIGHUP"):  # Ctrl-C and a closed terminal are the parent's to handle, which may render again
+    for name in ("SIGINT", "SIGHUP"):  # the parent handles Ctrl-C and a closed terminal, and may render again
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-MEMORY_BYTES = 4_000_000_000  # of address space, of which the imports take half a gigabyte
+MEMORY_BYTES = 4_000_000_000  # bytes of address space; the imports take half a gigabyte
 OUTPUT_BYTES = 1_000_000
 
 
 def limit_memory() -> None:
-    """Keep a template such as `{{ 'a' * 10 ** 12 }}` from filling the machine's memory, where the platform can."""
+    """Limit memory against templates such as `{{ 'a' * 10 ** 12 }}`, where the platform can."""
     if sys.platform == "linux":
         import resource
 
@@ -40,7 +40,7 @@ def render(job: dict) -> dict:
         )
     except MemoryError:
         return {"error": "the chat template needs too much memory"}
-    except Exception as error:  # whatever a template does wrong is the answer to its job, not the end of the process
+    except Exception as error:  # any error of a template is the answer to its job, not the end of the process
         return {"error": f"the chat template fails: {type(error).__name__}: {str(error)[:500]}"}
     if len(texts[0]) > OUTPUT_BYTES or len(texts[0].encode(errors="surrogatepass")) > OUTPUT_BYTES:
         return {"error": "the chat template writes more than 1 MB"}

@@ -1,4 +1,4 @@
-"""What became of the rows of a data set: read, used, malformed, over the limits, and how long they are."""
+"""Counts of a data set's rows: read, used, malformed, over the limits; and their lengths."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What reading and tokenising one source found; kept beside its tokens in the cache."""
+    """Findings of reading and tokenising one source, stored with its tokens in the cache."""
 
     format: str
     read: int
@@ -73,11 +73,11 @@ class Report:
     read: int
     used: int
     malformed: tuple[Malformed, ...]
-    duplicates: int  # rows whose tokens an earlier row has too: used all the same
-    shifted: int  # rows whose prompt alone ends in other tokens than before its completion
+    duplicates: int  # rows with the tokens of an earlier row; they are used
+    shifted: int  # rows whose prompt alone is tokenised differently than before its completion
     overlong_dropped: int
     overlong_truncated: int
-    overlong_split: int  # documents cut into pieces
+    overlong_split: int  # documents split into chunks
     tokens: Lengths
     prompt_tokens: Lengths
     max_length: int
@@ -85,7 +85,7 @@ class Report:
     notes: tuple[str, ...] = field(default=())
 
     def lines(self) -> list[str]:
-        """The report in words, one fact a line; facts that are zero are left out."""
+        """The report in words, one fact per line, without counts of zero."""
         lengths, prompt, formats = self.tokens, self.prompt_tokens, ", ".join(dict.fromkeys(self.formats))
         out = [
             f"{self.name}: {counted(self.read, 'row')} read as {formats}, {counted(self.used, 'example')} used",
@@ -101,10 +101,10 @@ class Report:
         counts = (
             (self.overlong_dropped, "over the length limit, dropped"),
             (self.overlong_truncated, "over the length limit, truncated"),
-            (self.overlong_split, "documents over the length limit, cut into pieces"),
-            (self.duplicates, "the same as an earlier row, used all the same"),
-            (self.shifted, "whose prompt ends in other tokens before its completion than alone"),
-            (len(self.malformed), "malformed, left out"),
+            (self.overlong_split, "documents over the length limit, split into chunks"),
+            (self.duplicates, "duplicates of an earlier row, used"),
+            (self.shifted, "whose prompt is tokenised differently with its completion than alone"),
+            (len(self.malformed), "malformed, dropped"),
         )
         out += [f"{counted(count, 'row')}{_share(count, self.read)} {what}" for count, what in counts if count]
         return [*out, *(f"  {row}" for row in self.malformed[:10]), *self.notes]
@@ -115,5 +115,5 @@ def _share(count: int, of: int) -> str:
 
 
 def list_malformed(malformed: Iterable[Malformed], most: int = 10) -> str:
-    """The first malformed rows, one a line."""
+    """The first malformed rows, one per line."""
     return "\n".join(f"  {row}" for row, _ in zip(malformed, range(most), strict=False))

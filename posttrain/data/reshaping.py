@@ -1,4 +1,4 @@
-"""Rows in the shape that a method trains on: a turn as the completion, a prompt alone, a system message before."""
+"""Rows in a method's shape: the last turn as completion, a prompt alone, a system message first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from posttrain.data.rows import Row, RowError, as_turns, number_or_text
 
 
 def refuse_without_reply(row: Row) -> None:
-    """Raise RowError for messages to be trained on of which none is the assistant's."""
+    """Raise RowError for messages to train on without an assistant turn."""
     what = "the conversation" if row.prompt is None else "the completion" if row.rejected is None else "chosen"
     for name, turns in ((what, row.chosen), ("rejected", row.rejected)):
         if isinstance(turns, list) and all(turn["role"] != "assistant" for turn in turns):
@@ -24,7 +24,7 @@ def last_turn_as_completion(row: Row) -> Row:
 
 
 def as_prompt(row: Row) -> Row:
-    """What is asked, without the reply that is there: a conversation up to its last turn of the assistant."""
+    """The prompt without its reply: a conversation up to its last assistant turn."""
     if row.prompt is not None:
         return Row(row.prompt, "", tools=row.tools, answer=row.answer)
     turns = row.chosen
@@ -39,7 +39,7 @@ def answer_beside(value: dict[str, Any]) -> str | None:
 
 
 def with_system(row: Row, system: str) -> Row:
-    """Put a system message before the conversation, unless it has one. A text prompt becomes the user's message."""
+    """Add a system message to the conversation, unless it has one. A prompt string becomes the user's message."""
 
     def begin(value: Any) -> Any:
         turns = as_turns(value, "user")

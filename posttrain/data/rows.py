@@ -1,4 +1,4 @@
-"""The common form that every format turns its rows into, and the checks of texts and messages on the way."""
+"""The common form of rows of every format, and the checks of their strings and messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.data.readers import type_name
 from posttrain.data.render import Message
 from posttrain.errors import DataError
 
-TEXT_LIMIT = 1_000_000  # characters of one text: longer ones are damage, or documents to be split
+TEXT_LIMIT = 1_000_000  # characters of one string: longer ones are damaged, or documents to be split
 THINK = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 ROLES = {
     "human": "user",
@@ -31,15 +31,15 @@ Turns = list[Message]
 
 
 class RowError(Exception):
-    """Why one row cannot be used; it is counted as malformed."""
+    """The reason why a row cannot be used; it is counted as malformed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One example before tokenisation, either all texts or all lists of messages.
+    """One example before tokenisation, either all strings or all lists of messages.
 
-    Without `prompt` it is a document (a text) or a whole conversation (messages). With `rejected` it is a pair, whose
-    rejected reply may answer a prompt of its own.
+    Without `prompt` it is a document (a string) or a whole conversation (messages). With `rejected` it is a pair, whose
+    rejected reply may have its own prompt.
     """
 
     prompt: str | Turns | None
@@ -50,18 +50,18 @@ class Row:
     tie: bool = False
     tools: list[Any] | None = None
     label: bool | None = None  # of single completions: desirable or not
-    answer: str | None = None  # the right one, of rows that have it apart: what rewards compare with
+    answer: str | None = None  # the right answer, if the row has one: what rewards compare with
 
 
 Fields = Mapping[str, Any]
 
 
 def text_of(value: object, name: str) -> str:
-    """A text that a tokenizer can take. Raises RowError for other types, NUL, lone surrogates, a million characters."""
+    """A string for the tokenizer. Raises RowError for other types, NUL, lone surrogates, over a million characters."""
     if not isinstance(value, str):
-        raise RowError(f"{name} must be a text, not {type_name(value)}")
+        raise RowError(f"{name} must be a string, not {type_name(value)}")
     if len(value) > TEXT_LIMIT:
-        raise RowError(f"{name} has {len(value):,} characters, over the limit of {TEXT_LIMIT:,} for one text")
+        raise RowError(f"{name} has {len(value):,} characters, over the limit of {TEXT_LIMIT:,} for one string")
     if "\0" in value:
         raise RowError(f"{name} contains NUL at character {value.index(chr(0)) + 1}")
     try:
@@ -72,7 +72,7 @@ def text_of(value: object, name: str) -> str:
 
 
 def valid(value: Any, name: str) -> Any:
-    """What templates and rewards are given as it is. Raises RowError for a lone surrogate anywhere inside."""
+    """A value for templates and rewards, unchanged. Raises RowError for a lone surrogate anywhere inside."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
@@ -81,7 +81,7 @@ def valid(value: Any, name: str) -> Any:
 
 
 def field(fields: Fields, name: str) -> Any:
-    """A required field. Raises RowError when the row lacks it or has null there."""
+    """A required field. Raises RowError if it is missing or null."""
     value = fields.get(name)
     if value is None:
         raise RowError(f"{name} is {'null' if name in fields else 'missing'}")
@@ -89,12 +89,12 @@ def field(fields: Fields, name: str) -> Any:
 
 
 def optional_text(fields: Fields, name: str) -> str:
-    """A text that may be missing or null, which is then empty."""
+    """A string, empty if missing or null."""
     return "" if fields.get(name) is None else text_of(fields[name], name)
 
 
 def number_or_text(value: object, name: str) -> str:
-    """An answer as text; data sets have whole numbers as 142.0."""
+    """An answer as a string; data sets have whole numbers such as 142.0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return text_of(value, name)
     if isinstance(value, float) and not math.isfinite(value):
@@ -103,10 +103,10 @@ def number_or_text(value: object, name: str) -> str:
 
 
 def messages_of(value: object, name: str) -> Turns:
-    """Messages in one form, from `role`/`content` or ShareGPT's `from`/`value`, contents as texts or lists of parts."""
+    """Messages from `role`/`content` or ShareGPT's `from`/`value`; a content is a string or a list of parts."""
     items = [value] if isinstance(value, dict) else value
     if not isinstance(items, list):
-        raise RowError(f"{name} must be a text or a list of messages, not {type_name(value)}")
+        raise RowError(f"{name} must be a string or a list of messages, not {type_name(value)}")
     if not items:
         raise RowError(f"{name} is an empty list of messages")
     return [_message(item, f"{name}[{index}]") for index, item in enumerate(items)]
@@ -119,7 +119,7 @@ def _message(item: object, where: str) -> Message:
     given = item.get(role_key)
     role = ROLES.get(given, given) if isinstance(given, str) else given
     if role not in KNOWN_ROLES:
-        raise RowError(f"{where} has the role {given!r}: known are {', '.join((*KNOWN_ROLES, *ROLES))}")
+        raise RowError(f"{where} has the role {given!r}; known roles are {', '.join((*KNOWN_ROLES, *ROLES))}")
     kept = {key: valid(item[key], f"{where} {key}") for key in KEPT if item.get(key) is not None}
     content = item.get(content_key)
     if given == "function_call":
@@ -132,7 +132,7 @@ def _message(item: object, where: str) -> Message:
 
 
 def _parts(parts: list[Any], where: str) -> Message:
-    """A list of parts as one content: texts joined, reasoning and tool calls under the names that templates know."""
+    """A list of parts as one content: text joined, reasoning and tool calls by the names of chat templates."""
     texts: list[str] = []
     message: Message = {}
     for part in parts:
@@ -163,25 +163,25 @@ def _tool_call(value: object, where: str) -> dict[str, Any]:
 
 
 def tools_of(value: object) -> list[Any] | None:
-    """Tool descriptions, given as a list or as JSON text."""
+    """Tool descriptions, a list or a JSON string of one."""
     if value is None or value == "":
         return None
     try:
         tools = json.loads(value) if isinstance(value, str) else value
     except ValueError:
-        raise RowError("tools is a text that is not JSON") from None
+        raise RowError("tools is a string that is not JSON") from None
     if not isinstance(tools, list):
         raise RowError(f"tools must be a list, not {type_name(tools)}")
     return valid(tools, "tools") or None
 
 
 def as_turns(value: str | Turns, role: str) -> Turns:
-    """A text as the one message of a role; messages as they are."""
+    """A string as the only message of a role; messages unchanged."""
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def without_think(value: str | Turns) -> str | Turns:
-    """The text, or the assistant's messages, without `<think>…</think>`."""
+    """The string, or the assistant's messages, without `<think>…</think>`."""
     if isinstance(value, str):
         return THINK.sub("", value)
     return [

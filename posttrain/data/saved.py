@@ -1,6 +1,6 @@
-"""Data sets kept in a folder for offline use: a file of rows for each split, and a manifest that says what they are.
+"""Data sets saved for offline use: a file of rows for each split, and a manifest of the source.
 
-The folder appears by one rename, so it is whole or absent; each file's hash is compared when it is used.
+The folder appears by one rename, so it is complete or absent; each file's hash is verified when it is used.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class SavedSplit:
 def save(
     folder: Path, splits: Iterable[tuple[str, Iterable[Record], str | None]], facts: dict[str, Any]
 ) -> list[SavedSplit]:
-    """Write splits (name, rows, revision on the hub) and a manifest with the `facts` to a folder that is not there yet.
+    """Write splits (name, rows, revision on the hub) and a manifest with the `facts` to a new folder.
 
-    Raises DataError when the folder is there, cannot be written, or a split has no row that can be read.
+    Raises DataError if the folder exists or cannot be written, or a split has no readable row.
     """
     if folder.exists():
-        raise DataError(f"{folder} is there already: choose another folder, or remove it first")
+        raise DataError(f"{folder} already exists: choose another folder, or remove it first")
     work = None
     try:
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -52,12 +52,12 @@ def save(
             file = work / f"{name}.jsonl.gz"
             rows, malformed = _write(file, progress(records, f"saving {name}"))
             if not rows:
-                raise DataError(f"the split {name} has no row that can be read")
+                raise DataError(f"the split {name} has no readable row")
             done.append(SavedSplit(name, rows, malformed, file.stat().st_size))
             entries[name] = {"file": file.name, "rows": rows, "revision": revision, "sha256": _sha256(file)}
         manifest = {"format": FORMAT, **facts, "splits": entries}
         _write_safely(work / MANIFEST, json.dumps(manifest, indent=2).encode() + b"\n")
-        work.chmod(0o755)  # a temporary folder is for its owner alone
+        work.chmod(0o755)  # a temporary folder is private to its owner
         work.rename(folder)
         return done
     except OSError as error:
@@ -68,7 +68,7 @@ def save(
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder that `save` has made; None for any other folder. Raises DataError for a damaged one."""
+    """The manifest of a folder made by `save`; None for any other folder. Raises DataError for a damaged one."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def saved_files(folder: Path, split: str) -> tuple[Path, ...] | None:
-    """The file of a split in a folder that `save` has made, unchanged since; None for any other folder."""
+    """The file of a split in a folder made by `save`, verified; None for any other folder."""
     manifest = read_manifest(folder)
     if manifest is None:
         return None

@@ -1,4 +1,4 @@
-"""Finding the answer in a solution: after `####`, as GSM8K has it, or in the last `\\boxed{}`."""
+"""Extracts the answer of a solution: after `####`, as in GSM8K, or from the last `\\boxed{}`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from posttrain.latex import last_box
 
 
 def working_and_answer(solution: str, answer: str) -> tuple[str, str]:
-    """A problem's working and its answer, from a solution and an answer of which one may be empty and hold both."""
+    """A problem's working and answer, from a solution and an answer, one of which may be empty."""
     if "####" in answer:
         working, _, last = answer.rpartition("####")
         return solution or working.rstrip(), last

@@ -1,4 +1,4 @@
-"""Where rows come from: a local file or folder, a data set of the Hugging Face hub or its cache, a built-in task."""
+"""Sources of rows: a local file or folder, a data set of the Hugging Face hub or its cache, a built-in task."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w.-]+)?")
 
 
 class Source(Protocol):
-    """Something to read rows from, and the digest that tells whether it has changed."""
+    """A source of rows, with a digest that changes with its content."""
 
     @property
     def digest(self) -> str: ...
@@ -46,7 +46,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Files:
-    """Local files, read one after the other."""
+    """Local files, read one after another."""
 
     paths: tuple[Path, ...]
 
@@ -69,7 +69,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Task:
-    """Rows of a built-in task, drawn from the seed."""
+    """Rows of a built-in task, generated from the seed."""
 
     name: str
     split: str
@@ -87,10 +87,10 @@ class Task:
 
 
 def open_source(source: str, split: str, max_rows: int | None, seed: int, compose: Compose) -> Source:
-    """Find what a `source` setting names: `builtin:…`, a path, a known set's name, or a hub id `owner/name[/subset]`.
+    """The source of a `source` setting: `builtin:…`, a path, a known data set, or a hub id `owner/name[/subset]`.
 
-    `split` picks files of a folder or hub data set; a single file has no splits and is read whole. `compose` writes the
-    answers of a built-in task as the template has them. Raises DataError when there is nothing by that name.
+    `split` selects files of a folder or hub data set; a single file has no splits and is read whole. `compose` writes
+    the replies of a built-in task in the template's form. Raises DataError if there is no such source.
     """
     if source.startswith("builtin:"):
         if source not in TASKS:
@@ -117,7 +117,7 @@ def open_source(source: str, split: str, max_rows: int | None, seed: int, compos
 
 
 def layout_of(source: str) -> KnownSet | None:
-    """The known set that a source is, also as a folder that `data save` has made: how its columns are read."""
+    """The known data set of a source, also of a folder made by `data save`, for its column mapping."""
     path = Path(source).expanduser()
     if path.is_dir():
         manifest = read_manifest(path)
@@ -126,7 +126,7 @@ def layout_of(source: str) -> KnownSet | None:
 
 
 def splits_of(source: str) -> list[str]:
-    """The splits of a folder or data set of the hub, under the names that `split` takes; a file has one."""
+    """The splits of a folder or hub data set, by the names that `split` accepts; a file has one."""
     path = Path(source).expanduser()
     if path.is_file():
         return ["train"]
@@ -159,19 +159,19 @@ def _known_files(source: str, known: KnownSet, split: str) -> tuple[Path, ...]:
     found = tuple(sorted(folder.glob(known.files[split])))
     if not found:
         raise DataError(
-            f"{source}: the local cache has no {known.files[split]} of {known.repo}: connect, and try again"
+            f"{source}: the local cache has no {known.files[split]} of {known.repo}: connect to the network and retry"
         )
     return found
 
 
 def _not_there(source: str) -> str:
     near = difflib.get_close_matches(source, KNOWN, n=1, cutoff=0.6)
-    known = f"{source} is no file or folder here and no known data set: did you mean {near[0]}?" if near else ""
-    return known or f"{source} is not there{_near(Path(source).expanduser())}"
+    known = f"{source} is neither a file or folder here nor a known data set: did you mean {near[0]}?" if near else ""
+    return known or f"{source} does not exist{_near(Path(source).expanduser())}"
 
 
 def _near(path: Path) -> str:
-    """Names like the missing one, beside where it should be."""
+    """Similar names in the folder of a missing path."""
     folder = path.parent
     while not folder.is_dir():
         path, folder = folder, folder.parent
@@ -187,7 +187,7 @@ def _of_split(files: dict[str, list[Path]], split: str, name: str) -> tuple[Path
 
 
 def _tell_unread(folder: Path, name: str, splits: dict[str, list[Path]]) -> None:
-    """Name the data files of a folder without a README that belong to no split, or are not of the kind of the rest."""
+    """Log the data files of a folder without a README that belong to no split, or have another type than the rest."""
     place = folder.resolve()
     read = {file.resolve() for files in splits.values() for file in files}
     there = (file for file in sorted(place.rglob("*")) if file.is_file() and set(file.suffixes) & set(READERS))
@@ -205,12 +205,12 @@ def _splits(folder: Path, name: str, subset: str | None) -> dict[str, list[Path]
     )  # takes half a second to import, and a single file needs none of it
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
 
-    place = str(folder.absolute())  # a folder named `json` would else be the loader of that name
+    place = str(folder.absolute())  # a folder named `json` would otherwise select the loader of that name
     try:
         builder = load_dataset_builder(place, name=subset)
     except (DataFilesNotFoundError, DatasetNotFoundError, FileNotFoundError) as error:
         raise DataError(f"{name} holds no data files ({', '.join(READERS)}, also .gz)") from error
-    except ValueError as error:  # a subset must be named, or there is none of that name
+    except ValueError as error:  # a subset must be named, or does not exist
         subsets = get_dataset_config_names(place)
         raise DataError(
             f"{name} must name one of its subsets, as owner/name/{subsets[0]}: {', '.join(subsets)}"
@@ -225,10 +225,10 @@ def _hub_files(source: str, split: str) -> tuple[Path, ...]:
 
 
 def _snapshot(source: str, patterns: list[str] | None = None) -> tuple[Path, str | None]:
-    """A hub data set's folder in the hub's local cache, fetched when it is not there, and the subset that is named.
+    """A hub data set's folder in the hub's local cache, downloaded if it is missing, and the named subset.
 
     `datasets` cannot load a data set offline from the hub's own cache, and reports no line numbers; so the repository's
-    snapshot is fetched and read like a folder.
+    snapshot is downloaded and read like a folder.
     """
     owner, name, *rest = source.split("/")
     repo, subset = f"{owner}/{name}", rest[0] if rest else None
@@ -244,17 +244,17 @@ def _snapshot(source: str, patterns: list[str] | None = None) -> tuple[Path, str
         raise DataError(f"{repo} is not a data set on the hub, or a private one (set HF_TOKEN){near}") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
         raise DataError(
-            f"{source} is no file or folder here{_near(Path(source))}, and as a data set of the hub it is not in the "
-            "local cache and the hub cannot be reached: connect, or fetch it first with "
+            f"{source} is not a file or folder here{_near(Path(source))}, and as a hub data set it is not in the "
+            "local cache and the hub cannot be reached: connect to the network, or download it first with "
             f"`hf download --repo-type dataset {repo}`"
         ) from error
     except HfHubHTTPError as error:
-        raise DataError(f"{repo} cannot be fetched from the hub: {error}") from error
+        raise DataError(f"{repo} cannot be downloaded from the hub: {error}") from error
     return folder, subset
 
 
 def _patterns(repo: str, subset: str | None) -> list[str]:
-    """Which files to fetch: those that the README lists for the subset, else every data file."""
+    """The files to download: those that the README lists for the subset, else every data file."""
     every = [f"*{suffix}{end}" for suffix in READERS for end in ("", ".gz")]
     try:
         card = DatasetCard.load(hf_hub_download(repo, "README.md", repo_type="dataset"), ignore_metadata_errors=True)

@@ -1,4 +1,4 @@
-"""The bytes of a data file, unpacked, line by line or whole, within bounds: a bomb must not fill the memory."""
+"""The unpacked bytes of a data file, by line or whole, within bounds against decompression bombs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, BinaryIO
 
 from posttrain.errors import DataError
 
-# A line, or a document of plain text, longer than this is not parsed: no row of text is.
+# A longer line or document is not parsed.
 LINE_BYTES = 64_000_000
 DOCUMENT_BYTES, CHUNK_BYTES = 2_000_000_000, 16_000_000  # of a file that is read whole: JSON, Parquet in gzip
-# A gzip file may expand to so many times what was read of it, beyond so many bytes: text does to 3 to 20 times, a bomb
-# to 1,000 times.
+# Above the second limit a gzip file may expand to at most the first factor: text expands to 3 to 20 times its size, a
+# bomb to 1,000 times.
 MOST_EXPANSION, FREE_BYTES = 200, 64_000_000
 
 
 class Unpacked(io.RawIOBase):
-    """The content of a gzip file, read as it is unpacked. Raises DataError for one that expands beyond all data."""
+    """The content of a gzip file, unpacked while reading. Raises DataError above the limits of expansion."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -46,12 +46,12 @@ class Unpacked(io.RawIOBase):
 
 
 def unpacked(path: Path) -> io.BufferedReader:
-    """The file's bytes, those of a `.gz` unpacked."""
+    """The file's bytes; those of a `.gz` unpacked."""
     return io.BufferedReader(Unpacked(path), 2**17) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
 def whole(path: Path, stream: BinaryIO) -> bytearray:
-    """All that is left of a file that can only be read whole. Raises DataError above DOCUMENT_BYTES."""
+    """The rest of a file that can only be read whole. Raises DataError above DOCUMENT_BYTES."""
     content = bytearray()
     too_large = path.stat().st_size > DOCUMENT_BYTES
     while not too_large and (chunk := stream.read(CHUNK_BYTES)):
@@ -66,7 +66,7 @@ def whole(path: Path, stream: BinaryIO) -> bytearray:
 
 
 def open_data(path: Path) -> BinaryIO:
-    """A byte stream without UTF-8's byte order mark; other encodings are refused by name."""
+    """A byte stream without UTF-8's byte order mark. Raises DataError for UTF-16 and compressed files."""
     stream = unpacked(path)
     start = stream.peek(4)[:4]
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -81,7 +81,7 @@ def open_data(path: Path) -> BinaryIO:
 
 
 def lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines; None for one that is too long to be a row."""
+    """Numbered lines; None for one that is too long."""
     number = 0
     while line := stream.readline(LINE_BYTES):
         number += 1

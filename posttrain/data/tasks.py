@@ -1,6 +1,6 @@
-"""Built-in tasks: rows without a download. Endless arithmetic with a worked solution, drawn from a seed.
+"""Built-in tasks: rows without a download. Arithmetic with worked solutions, generated from a seed.
 
-Train and test are disjoint by construction: a hash of the problem says which of the two it belongs to.
+Train and test are disjoint by construction: a hash of the problem determines its split.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 
 from posttrain.errors import DataError
 
-Compose = Callable[[str, str], str]  # (working, answer) -> a reply in the template's own form
-MOST_ROWS = 200_000  # a third of the different problems, so that drawing a new one never takes long
+Compose = Callable[[str, str], str]  # (working, answer) -> a reply in the template's form
+MOST_ROWS = 200_000  # a third of all problems, so that sampling a new one is quick
 
 
 def arithmetic_problems(split: str, rows: int, seed: int) -> Iterator[dict[str, str]]:
@@ -32,7 +32,7 @@ def arithmetic_problems(split: str, rows: int, seed: int) -> Iterator[dict[str, 
 
 
 def arithmetic(split: str, rows: int, seed: int, compose: Compose) -> Iterator[dict[str, Any]]:
-    """`builtin:arithmetic`: problem, solution, answer; the template's tags come around them later."""
+    """`builtin:arithmetic`: problem, solution, answer; the template adds tags later."""
     return arithmetic_problems(split, rows, seed)
 
 
@@ -51,7 +51,7 @@ def arithmetic_preference(split: str, rows: int, seed: int, compose: Compose) ->
 
 
 def arithmetic_kto(split: str, rows: int, seed: int, compose: Compose) -> Iterator[dict[str, Any]]:
-    """`builtin:arithmetic-kto`: one reply a problem with its `label`: true for the right, false for the wrong."""
+    """`builtin:arithmetic-kto`: one reply per problem with its `label`: true for right, false for wrong."""
     rng = np.random.default_rng([seed, zlib.crc32(split.encode()), 2])
     for pair in arithmetic_preference(split, rows, seed, compose):
         label = bool(rng.integers(2))

@@ -1,4 +1,4 @@
-"""Pydantic's complaints as one line each: where it was written, which setting, what is wrong, what was meant."""
+"""Validation errors as one line each: place, setting, problem and suggestion."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -15,12 +15,12 @@ from posttrain.config.schema.run import RunConfig
 
 
 def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> list[str]:
-    """One line for each thing wrong with `values`, in the order of the settings."""
+    """One line for each problem of `values`, in the order of the settings."""
     found: dict[KeyPath, str] = {}
     for problem in error.errors(include_url=False):
         for path, message in _messages(problem, values):
             found.setdefault(path, message)
-    # A union complains once for each branch: the complaint about an entry inside says more than one about the whole.
+    # A union reports an error for each branch: one about an entry inside says more than one about the whole.
     paths = [p for p in found if not any(other != p and other[: len(p)] == p for other in found)]
     paths = [p for p in paths if not (found[p].startswith("is missing") and _meant_elsewhere(p, found, values))]
     paths.sort(key=lambda p: _line(_where(p, origins)))
@@ -28,7 +28,7 @@ def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[
 
 
 def _meant_elsewhere(path: KeyPath, found: Mapping[KeyPath, str], values: Mapping[str, Any]) -> bool:
-    """Is a missing setting the one that an unknown name beside it probably meant?"""
+    """Whether an unknown name next to a missing setting probably means it."""
     return any(f"did you mean {dotted(path, values)}?" in message for message in found.values())
 
 
@@ -60,7 +60,7 @@ def _messages(problem: Any, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath
 
 
 def _locate(loc: tuple[str | int, ...], values: Any) -> tuple[KeyPath, Any]:
-    """The key path of an error without pydantic's names for the branches of a union, and that setting's annotation."""
+    """The key path of an error without pydantic's names of union branches, and the setting's annotation."""
     path: list[str | int] = []
     node, annotation = values, RunConfig
     for key in loc:
@@ -81,14 +81,14 @@ def _entry(node: Any, key: str | int) -> Any:
 
 
 def value_at(values: Any, path: KeyPath) -> Any:
-    """The value at a path; None where there is none."""
+    """The value at a path, or None."""
     for key in path:
         values = _entry(values, key)
     return values
 
 
 def _where(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
-    """Where the setting, or else the nearest heading above it, was written."""
+    """The place of the setting, or else of the nearest heading above it."""
     for length in range(len(path), 0, -1):
         if path[:length] in origins:
             return f"{origins[path[:length]]}: "
@@ -96,7 +96,7 @@ def _where(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
 
 
 def dotted(path: KeyPath, values: Mapping[str, Any]) -> str:
-    """A path as people write it: the one model of `values` is `model`."""
+    """A path as users write it: `model` for the only model of `values`."""
     models = values.get("models")
     if path[:2] == ("models", 0) and isinstance(models, list) and len(models) == 1:
         path = ("model", *path[2:])
@@ -107,7 +107,7 @@ def _missing_hint(path: KeyPath) -> str:
     return {
         ("models",): "; name one, e.g. `model: openai-community/gpt2`",
         ("method",): f"; choose one of {', '.join(METHOD_NAMES)}, e.g. `method: sft`",
-        ("data",): "; say what to train on, e.g. `data: {source: rows.jsonl}`",
+        ("data",): "; set the data to train on, e.g. `data: {source: rows.jsonl}`",
         ("data", "source"): "; give a hub id, a file or a folder",
     }.get(path, "")
 
@@ -116,7 +116,7 @@ def _missing_hint(path: KeyPath) -> str:
 
 
 def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
-    """What to say about a key that does not exist: the nearest name, its section, or what there is."""
+    """The message about a key that does not exist: the nearest name, its section, or the existing names."""
     key, parent = str(path[-1]), path[:-1]
     _, annotation = _locate(parent, values)
     node = value_at(values, parent)
@@ -146,11 +146,11 @@ def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
     return f"{start}; {prefix.rstrip('.') or 'a configuration'} has {', '.join(here)}"
 
 
-# --- values of the wrong kind ---------------------------------------------------------------------------------------
+# --- values of the wrong type ---------------------------------------------------------------------------------------
 
 
 def did_you_mean(given: Any, words: Iterable[str]) -> str:
-    """The nearest word, if one is near, and all there are."""
+    """The nearest word, if one is near, and all words."""
     words = list(words)
     near = get_close_matches(str(given).lower(), words, n=1, cutoff=0.6)
     meant = f"did you mean {near[0]}? " if near else ""
@@ -158,7 +158,7 @@ def did_you_mean(given: Any, words: Iterable[str]) -> str:
 
 
 def wrong_value(given: Any, annotation: Any) -> str:
-    """What is wrong with a value that its setting does not take, and what it takes."""
+    """The message about a value that its setting does not take: the value and what is expected."""
     words = choices(annotation)
     if words and isinstance(given, str):
         return f"is {show(given)}; {did_you_mean(given, words)}"

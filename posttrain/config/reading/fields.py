@@ -1,4 +1,4 @@
-"""What the schema says about each setting: its path, default, description, and what it accepts, in words."""
+"""Each setting of the schema: path, default, description, and its accepted values in words."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. `path` is dotted, with `model.` for an entry of `models`; `methods` is () for those all have."""
+    """One setting. `path` is dotted, with `model.` for an entry of `models`; `methods` is () for all methods."""
 
     path: str
     annotation: Any
@@ -35,20 +35,20 @@ class Setting:
 
     @property
     def group(self) -> bool:
-        """Whether it stands for a mapping of further settings, such as model.lora."""
+        """Whether it is a mapping of further settings, such as model.lora."""
         return bool(models_in(self.annotation))
 
     @property
     def switch(self) -> bool:
-        """Whether `true` and `false` are values of it."""
+        """Whether it may be `true` or `false`."""
         return bool in options(self.annotation) or OnOff in marks(self.annotation)
 
 
 def all_settings() -> list[Setting]:
     """Every setting, in the order of the schema.
 
-    A method setting appears once for the methods that have it with the same values, default and description, and
-    again for those that have it otherwise.
+    A method setting appears once for all methods with the same values, default and description, and again for
+    others.
     """
     kinds = Literal[*METHOD_NAMES]
     kind = Setting("method.type", kinds, None, True, "The training method; ipo is dpo with the ipo loss.")
@@ -64,7 +64,7 @@ def all_settings() -> list[Setting]:
 
 
 def known_paths() -> dict[str, list[str]]:
-    """Every setting's last name -> the dotted paths that end in it."""
+    """Last name of a setting -> the dotted paths that end in it."""
     found: dict[str, list[str]] = {}
     for setting in all_settings():
         paths = found.setdefault(setting.path.rsplit(".", 1)[-1], [])
@@ -88,17 +88,17 @@ def _settings(model: type[BaseModel], prefix: str, method: str = "") -> Iterator
 
 
 def full(info: FieldInfo) -> Any:
-    """A field's annotation with the constraints that pydantic took apart."""
+    """A field's annotation with the constraints that pydantic split off."""
     return Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
 
 
 def marks(annotation: Any) -> tuple[Any, ...]:
-    """What an annotation says of a setting beside its type: constraints, and OnOff."""
+    """The metadata of an annotation: constraints and OnOff."""
     return get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
 
 
 def options(annotation: Any, value: Any = None) -> list[Any]:
-    """The branches of a union, without their constraints; the one alone whose `type` the mapping `value` has."""
+    """The branches of a union, without constraints; only one if the mapping `value` has its `type`."""
     if get_origin(annotation) is Annotated:
         return options(get_args(annotation)[0], value)
     if get_origin(annotation) not in (Union, UnionType):
@@ -110,7 +110,7 @@ def options(annotation: Any, value: Any = None) -> list[Any]:
 
 
 def kinds_of(annotation: Any) -> list[str]:
-    """The values of `type` that tell apart the groups of settings which `annotation` offers."""
+    """The values of `type` that discriminate the groups of settings in `annotation`."""
     types = (cls.model_fields["type"] for cls in models_in(annotation) if "type" in cls.model_fields)
     return [kind for info in types for kind in get_args(info.annotation)]
 
@@ -123,7 +123,7 @@ def models_in(annotation: Any, value: Any = None) -> list[type[BaseModel]]:
 
 
 def step(annotation: Any, key: str | int, value: Any) -> Any:
-    """The annotation of the entry `key` inside a setting, or None where there is no such entry."""
+    """The annotation of the entry `key` inside a setting, or None."""
     for option in options(annotation, value):
         if isinstance(option, type) and issubclass(option, BaseModel):
             if key in option.model_fields:
@@ -136,7 +136,7 @@ def step(annotation: Any, key: str | int, value: Any) -> Any:
 
 
 def choices(annotation: Any) -> list[str]:
-    """The values that may be written out, for a setting that takes one of a few words; otherwise empty."""
+    """The allowed words of a setting that takes one of a few words; otherwise empty."""
     branches = options(annotation)
     words = [str(word) for option in branches if get_origin(option) is Literal for word in get_args(option)]
     others = [option for option in branches if get_origin(option) is not Literal and option not in (bool, type(None))]
@@ -146,14 +146,14 @@ def choices(annotation: Any) -> list[str]:
 
 
 def list_choices(annotation: Any) -> list[str]:
-    """The words that a list may hold, for a setting that takes a list of words; otherwise empty."""
+    """The allowed words of a setting that takes a list of words; otherwise empty."""
     return [
         word for option in options(annotation) if get_origin(option) is tuple for word in choices(get_args(option)[0])
     ]
 
 
 def expected(annotation: Any) -> str:
-    """What a setting accepts, in words: "a whole number of 1 or more or null"."""
+    """The accepted values of a setting in words: "a whole number of 1 or more or null"."""
     if get_origin(annotation) is Annotated:
         base, *constraints = get_args(annotation)
         words, bounds = expected(base), _bounds(constraints)

@@ -13,28 +13,28 @@ from posttrain.terminal import visible
 
 KeyPath = tuple[str | int, ...]
 MOST_BYTES = 1_000_000  # of a settings file
-# Nodes of a file, and the characters of its texts, aliases counted each time: a bomb of YAML aliases has no bound.
+# Limits of a file's nodes and characters, counting each use of an alias: YAML aliases can grow exponentially.
 MOST_NODES, MOST_CHARACTERS = 100_000, 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Plain values (dict, list, text, numbers, None) and, for each key path, where it was written."""
+    """Plain values (dict, list, str, numbers, None) and the place of each key path."""
 
     values: dict[str, Any]
     origins: dict[KeyPath, str] = field(default_factory=dict)
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's reader with the scalars of YAML 1.2: `1e-6` is a number, `no` is a word, `2024-01-01` is text."""
+    """PyYAML's reader with the scalars of YAML 1.2: `1e-6` is a number, `no` and `2024-01-01` are strings."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's writer, which puts in quotes what YAML 1.1 or 1.2 would take for something else than text."""
+    """PyYAML's writer; quotes strings that YAML 1.1 or 1.2 would read as another type."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    # YAML counts these as line breaks, and folds them unless they are escaped.
+    # YAML reads these as line breaks and folds them unless they are escaped.
     style = '"' if set("\r\x85\u2028\u2029") & set(value) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
@@ -67,7 +67,7 @@ _PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float
 def write_yaml(values: Any, flow: bool | None = False) -> str:
     """Plain values as YAML, mappings in their order; `flow` True puts all on one line.
 
-    Where a text would steer a terminal, all that is not ASCII is written as YAML's own escapes, which read back equal.
+    If a string has control characters, all non-ASCII characters are written as YAML escapes, which read back equal.
     """
 
     def write(allow_unicode: bool) -> str:
@@ -87,13 +87,13 @@ def write_yaml(values: Any, flow: bool | None = False) -> str:
 def read_settings(path: Path, name: str | None = None) -> Tree:
     """The settings in a YAML or JSON file; `name` is what messages call the file (its path by default).
 
-    Raises ConfigError: unreadable file, not UTF-8, bad syntax (line and column), a tag, a key twice, not a mapping.
+    Raises ConfigError: unreadable file, not UTF-8, bad syntax (line and column), a tag, a repeated key, not a mapping.
     """
     try:
         with path.open("rb") as stream:
             content = stream.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
-            raise ConfigError(f"{path} is no settings file: it has more than {MOST_BYTES:,} bytes")
+            raise ConfigError(f"{path} is not a settings file: it has more than {MOST_BYTES:,} bytes")
         text = content.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
@@ -111,8 +111,8 @@ def read_settings(path: Path, name: str | None = None) -> Tree:
 def parse_value(text: str, origin: str) -> Tree:
     """The value of an override or flag, read as YAML: `1e-6`, `true`, `null`, `[a, b]`, `{ratio: 0.05}`, or plain text.
 
-    Text without quotes is taken whole, where YAML would drop a comment, fold lines or read an anchor.
-    The value stands under the key "value"; origins inside it all name `origin`.
+    A string without quotes is kept whole, where YAML would drop a comment, fold lines or read an anchor.
+    The value is under the key "value"; all origins inside it are `origin`.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -120,12 +120,12 @@ def parse_value(text: str, origin: str) -> Tree:
         raise ConfigError(f"{origin[:60]}: the value is nested too deeply") from None
     except yaml.YAMLError:
         if text[:1] in "[{":
-            raise ConfigError(f"{origin}: {text!r} does not close its bracket, or is no YAML value") from None
+            raise ConfigError(f"{origin}: {text!r} does not close its bracket, or is not a YAML value") from None
         return Tree({"value": text}, {("value",): origin})
     plain = node is None or (isinstance(node, yaml.ScalarNode) and node.style is None)
     block = isinstance(node, yaml.CollectionNode) and not node.flow_style
     if block or (plain and text.strip() != ("" if node is None else node.value)):
-        return Tree({"value": text}, {("value",): origin})  # `a: b` is text here; a mapping is written {a: b}
+        return Tree({"value": text}, {("value",): origin})  # `a: b` is a string here; a mapping is written {a: b}
     reader = _Reader(origin, lines=False)
     value = None if node is None else reader.convert(node, ("value",))
     return Tree({"value": value}, {**reader.origins, ("value",): origin})
@@ -140,12 +140,12 @@ def _read_json(text: str, name: str) -> Tree:
         raise ConfigError(f"{name}: not usable JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f'{name} holds a {_kind(values)}; a settings file is a mapping such as {{"method": "sft"}}')
-    # JSON is YAML except for tabs between tokens (inside a JSON string a tab is written \t), so YAML finds the lines.
+    # JSON is YAML except for tabs between tokens (in a JSON string a tab is \t), so YAML finds the lines.
     return Tree(values, _Reader(name).read(text.replace("\t", " ")).origins)
 
 
 class _Reader:
-    """Turns composed YAML nodes into plain values, and notes where each key stands."""
+    """Turns composed YAML nodes into plain values, and records the place of each key."""
 
     def __init__(self, name: str, lines: bool = True):
         self.name, self.lines, self.nodes, self.characters = name, lines, 0, 0
@@ -156,7 +156,7 @@ class _Reader:
             node = yaml.compose(text, Loader=_Loader)
         except yaml.MarkedYAMLError as error:
             raise ConfigError(self._syntax(error, text)) from error
-        except yaml.YAMLError as error:  # a character that no YAML file may hold, such as NUL
+        except yaml.YAMLError as error:  # a character that YAML does not allow, such as NUL
             raise ConfigError(f"{self.name} is not plain text: {str(error).splitlines()[0]}") from error
         except RecursionError as error:
             raise ConfigError(f"{self.name} is nested too deeply") from error
@@ -172,7 +172,7 @@ class _Reader:
         self.characters += len(node.value) if isinstance(node, yaml.ScalarNode) else 0
         if self.nodes > MOST_NODES or self.characters > MOST_CHARACTERS:
             raise ConfigError(
-                f"{self.name} is too large, or its YAML aliases multiply without end: more than {MOST_NODES:,} values "
+                f"{self.name} is too large, or its YAML aliases multiply: more than {MOST_NODES:,} values "
                 f"or {MOST_CHARACTERS:,} characters"
             )
         if node.tag == "tag:yaml.org,2002:merge":
@@ -187,8 +187,8 @@ class _Reader:
             return [self.convert(child, (*path, index)) for index, child in enumerate(node.value)]
         try:
             return _scalar(node.value, node.tag.rsplit(":", 1)[-1])
-        except ValueError:  # an explicit tag on something else, such as `!!int abc`, or a number of thousands of digits
-            raise ConfigError(f"{self._at(node)}: {node.value[:40]!r} is no {_short(node.tag)}") from None
+        except ValueError:  # an explicit tag on another value, such as `!!int abc`, or a number of thousands of digits
+            raise ConfigError(f"{self._at(node)}: {node.value[:40]!r} is not a {_short(node.tag)}") from None
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         result: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Names of other systems and what to write here: the one table behind messages and docs/migrating.md."""
+"""Names of other systems and their settings here: the table of messages and docs/migrating.md."""
 
 from posttrain.config.reading.layers import ALIASES
 from posttrain.config.schema.methods import PPO_NAMES
@@ -16,7 +16,7 @@ _LORA = "write model.lora: true, or {r: 16}; leave it out for all weights"
 _LOSSES = "write method.loss_type, a list of losses, and method.loss_weights"
 _TEMPLATE = "write data.template: chat (the tokenizer's own), a name such as tags or r1_zero, or a .jinja file"
 _RESUME = "train with --resume, or --resume FOLDER; the settings come from the checkpoint"
-_BEST = "write checkpoint.best_metric, e.g. eval_loss; best/ is kept beside final/"
+_BEST = "write checkpoint.best_metric, e.g. eval_loss; best/ is kept next to final/"
 _REWARDS = "write rewards, e.g. [{type: math}, {type: python, function: 'my_rewards:brevity', weight: 0.1}]"
 _REWARD_MODEL = "write rewards: [{type: model, path: FOLDER}], or {type: model, from: STAGE}"
 _QUANTISED = "not offered for reward models and references; model.load_in_4bit is QLoRA of the policy"
@@ -27,7 +27,7 @@ _RULES = (
     "each rule is an entry of rewards: match_format_exactly, match_format_approximately, check_answer, check_numbers"
 )
 
-# Name there -> what to say of it. Each is of a system below, and no setting of ours has the name.
+# Name there -> hint. Each belongs to a system below, and is not the name of a setting here.
 HINTS = {
     # models
     **dict.fromkeys(("model_name_or_path", "model_name", "huggingface_id", "sft_model_path", "base_model"), _MODEL),
@@ -40,14 +40,14 @@ HINTS = {
     **dict.fromkeys(("use_lora", "use_peft", "peft", "finetuning_type"), _LORA),
     "lora_rank": "write model.lora.r",
     "lora_target": "write model.lora.target_modules: auto, all-linear or a list",
-    "lora_modules_to_save": "not offered: adapters alone are trained",
+    "lora_modules_to_save": "not offered: only adapters are trained",
     "quantization_bit": "write model.load_in_4bit: true, with model.lora",
     "load_in_8bit": "write model.load_in_4bit: true, with model.lora; 8 bits are not offered for training",
     "adapter_name_or_path": "write model.path: an adapter's folder is loaded with its base, and merged",
     **dict.fromkeys(("fast_inference", "use_vllm"), "write rollout.engine: embedded, which is fast, or vllm"),
     # data
     **dict.fromkeys(("dataset", "dataset_name", "dataset_dir", "data_path", "train_file"), _SOURCE),
-    **dict.fromkeys(("dataset_config", "subset"), "write it behind the set's name: data.source: owner/name/subset"),
+    **dict.fromkeys(("dataset_config", "subset"), "append it to the data set's name: data.source: owner/name/subset"),
     "sft_dataset_name": f"{_SOURCE}, in the stage of SFT",
     "grpo_dataset_name": f"{_SOURCE}, in the stage of GRPO",
     **dict.fromkeys(("dataset_train_split", "sft_dataset_split", "grpo_dataset_split"), "write data.split"),
@@ -71,18 +71,18 @@ HINTS = {
     ),
     **dict.fromkeys(
         ("packing", "neat_packing", "padding_free", "packing_strategy", "pad_to_multiple_of"),
-        "examples are always packed, without padding; training.tokens_per_pack is how many tokens at a time",
+        "examples are always packed, without padding; training.tokens_per_pack is the size of a pack",
     ),
     **dict.fromkeys(("mix_strategy", "interleave_probs"), "write data.source: a list of {source: ..., weight: ...}"),
     "train_on_prompt": "write method.completion_only_loss: false",
-    "mask_history": "write method.completion_only_loss: true, which trains the last turn alone",
+    "mask_history": "write method.completion_only_loss: true, which trains the last turn only",
     **dict.fromkeys(("chat_template_path", "chat_template", "prompt", "prompt_path"), _TEMPLATE),
     "system_prompt_template": "write data.system_prompt",
     **dict.fromkeys(
         ("preprocessing_num_workers", "dataset_num_proc", "overwrite_cache"),
-        "leave it out: tokens are cached, and found again by the content of data and settings",
+        "leave it out: tokens are cached by the content of data and settings",
     ),
-    "streaming": "not offered: rows are read once and cached; data.max_rows takes the first ones",
+    "streaming": "not offered: rows are read once and cached; data.max_rows limits them",
     "filter_numeric_only": "not offered: rows whose answer a reward cannot read are counted as bad_gold",
     # the optimisation
     **dict.fromkeys(("per_device_train_batch_size", "train_batch_size", "rollout_batch_size"), _BATCH),
@@ -121,14 +121,14 @@ HINTS = {
     "use_std_normalization": "write method.scale_rewards: group, batch or none",
     "advantage_eps": "leave it out: it is fixed",
     "vllm_importance_sampling_cap": "write method.importance_sampling_cap",
-    "sync_ref_model": "not offered: a reference stays as it is; start a further stage with init_from",
+    "sync_ref_model": "not offered: a reference is fixed; start another stage with init_from",
     # rewards
     **dict.fromkeys(("reward_funcs", "reward", "reward_weights", "reward_fn"), _REWARDS),
     **dict.fromkeys(("reward_model_path", "reward_model"), _REWARD_MODEL),
     **dict.fromkeys(("rm_quant_type", "ref_quant_type"), _QUANTISED),
     **dict.fromkeys(("use_format_exact", "use_format_approximate", "use_answer_check", "use_number_check"), _RULES),
     **dict.fromkeys(("eos_penalty", "missing_eos_penalty"), "write rewards: [{type: overlong, cache: 64}, ...]"),
-    "print_every_steps": "leave it out: every completion is kept; see posttrain rollouts RUN",
+    "print_every_steps": "leave it out: every completion is stored; see posttrain rollouts RUN",
     # completions
     **dict.fromkeys(("vllm_sampling", "sampling_params"), "write rollout: temperature, top_p, top_k, ..."),
     **dict.fromkeys(("max_new_tokens", "response_length", "sampling_max_tokens", "max_tokens"), _NEW_TOKENS),
@@ -156,7 +156,7 @@ HINTS = {
     "overwrite_output_dir": "train with --overwrite",
     **dict.fromkeys(
         ("logging", "log_level", "plot_loss"),
-        "write tracking: {report_to: [tensorboard], ...}; curves and a log always come",
+        "write tracking: {report_to: [tensorboard], ...}; curves and a log are always written",
     ),
     **dict.fromkeys(("log_every", "logging_strategy"), "write tracking.logging_steps"),
     "log_dir": "write tracking.logging_dir, with tracking.report_to: [tensorboard]",
@@ -164,7 +164,7 @@ HINTS = {
     "save_path": "write output_dir and name: the model is in {output_dir}/{name}/final",
     **dict.fromkeys(
         ("push_to_hub", "hub_model_id"),
-        "not offered: final/ is a folder as transformers writes it, to be uploaded by hand",
+        "not offered: final/ is a transformers folder, to be uploaded by hand",
     ),
     "error_analysis_samples": "leave it out: posttrain score FOLDER FILE gives the reward of any rows",
     # the machine
@@ -187,7 +187,7 @@ LABORATORY = "A reward-model and GRPO laboratory (`train_rm.py`, `train_grpo.py`
 PIPELINE = "An SFT-then-GRPO pipeline for maths (`run_training.py`)"
 COURSE = "A course's alignment stack (CS336, assignment 5)"
 
-# System -> the names of its keys and flags, in the order of the page; each is in HINTS, an alias or a setting of ours.
+# System -> the names of its keys and flags, in the order of the page; each is in HINTS, an alias or a setting here.
 SYSTEMS: dict[str, str] = {
     TRL: """
         model_name_or_path model_revision dtype torch_dtype attn_implementation trust_remote_code use_peft lora_r
@@ -267,7 +267,7 @@ SYSTEMS: dict[str, str] = {
 
 
 def hint(name: str) -> str | None:
-    """What to say of a name that is no setting where it was written, if it is known from elsewhere."""
+    """The hint for an unknown name, if another system has it; else None."""
     if name in HINTS:
         return HINTS[name]
     for section, aliases in ALIASES.items():

@@ -1,4 +1,4 @@
-"""`${a.b}` in a setting: the value of another one, which may be left at its default."""
+"""`${a.b}` in a setting: the value of another one, which may be its default."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from posttrain.config.reading.layers import merge
 from posttrain.config.schema.run import RunConfig
 from posttrain.errors import ConfigError
 
-# What all ${...} of the settings may come to in all: names that double at every step would fill any memory.
+# Limit of the total length of all ${...}: references that double at every step would fill any memory.
 MOST_CHARACTERS = 1_000_000
 _REFERENCE = re.compile(r"(?P<slashes>\\*)\$\{(?P<name>[^{}$]*)\}")
 _OPENING = re.compile(r"(?P<slashes>\\*)\$\{")
 
 
 def interpolate(values: dict[str, Any], origins: Mapping[KeyPath, str]) -> dict[str, Any]:
-    r"""The values with every `${a.b}` replaced by the setting it names; `\${` is the text `${`.
+    r"""The values with every `${a.b}` replaced by the setting it names; `\${` is a literal `${`.
 
-    A text that is one `${a.b}` and no more becomes that value, of whatever type. Raises ConfigError for what names no
-    setting, for settings that name one another in a circle, and above MOST_CHARACTERS.
+    A string that is exactly one `${a.b}` becomes that value, of any type. Raises ConfigError for unknown settings, for
+    settings that refer to one another in a cycle, and above MOST_CHARACTERS.
     """
     if not any("${" in text for text in _texts(values)):
         return values
@@ -31,7 +31,7 @@ def interpolate(values: dict[str, Any], origins: Mapping[KeyPath, str]) -> dict[
 
 
 class _Interpolation:
-    """One reading of the settings: each text is resolved once, however often it is named."""
+    """Resolves each string once, however often it is referred to."""
 
     def __init__(self, values: dict[str, Any], origins: Mapping[KeyPath, str]):
         models = values.get("models")
@@ -39,11 +39,11 @@ class _Interpolation:
         self.tree = {**merge(_defaults(RunConfig), values), **one}
         self.origins = origins
         self.done: dict[KeyPath, Any] = {}
-        self.open: list[KeyPath] = []  # the texts that are being resolved, each for the one before it
+        self.open: list[KeyPath] = []  # the strings being resolved, each for the previous one
         self.left = MOST_CHARACTERS
 
     def resolved(self, path: KeyPath, node: Any) -> Any:
-        """The value of a node, with all that it names."""
+        """The value of a node with its references resolved."""
         if isinstance(node, dict):
             return {key: self.resolved((*path, key), value) for key, value in node.items()}
         if isinstance(node, list):
@@ -53,17 +53,17 @@ class _Interpolation:
         path = ("models", 0, *path[1:]) if path[:1] == ("model",) else path
         if path not in self.done:
             if path in self.open:
-                raise self.wrong(path, node, "settings name one another in a circle")
+                raise self.wrong(path, node, "settings refer to one another in a cycle")
             self.open.append(path)
             try:
                 self.done[path] = self.text(path, node)
             except RecursionError:
-                raise self.wrong(path, node, "settings name one another in too long a row") from None
+                raise self.wrong(path, node, "the chain of references is too long") from None
             self.open.pop()
         return self.done[path]
 
     def text(self, path: KeyPath, text: str) -> Any:
-        """A text with what it names in place of the names."""
+        """A string with its references resolved."""
         whole = _REFERENCE.fullmatch(text)
         if whole and not whole["slashes"]:
             return self.spend(path, text, self.named(path, text, whole["name"]))
@@ -85,7 +85,7 @@ class _Interpolation:
         return "".join([*parts, text[at:]])
 
     def named(self, path: KeyPath, text: str, name: str) -> Any:
-        """The resolved value of the setting that is named."""
+        """The resolved value of the setting `name`."""
         if ":" in name:
             raise self.wrong(path, text, "only settings can be named in ${...}, e.g. ${model.path}")
         node: Any = self.tree
@@ -101,7 +101,7 @@ class _Interpolation:
         return self.resolved(at, node)
 
     def spend(self, path: KeyPath, text: str, value: Any) -> Any:
-        """The value, counted. Raises ConfigError when the settings have come to too much."""
+        """The value, counted. Raises ConfigError when the total is above the limit."""
         for leaf in _leaves(value):
             self.left -= 1 + (len(leaf) if isinstance(leaf, str) else 0)
             if self.left < 0:
@@ -114,14 +114,14 @@ class _Interpolation:
 
 
 def _entry(node: Any, key: str) -> tuple[str | int, Any]:
-    """The key as an index or a name, and what is there. Raises what Python does where there is nothing."""
+    """The key as an index or a name, and its value. Raises Python's own errors if there is none."""
     if isinstance(node, list):
         return int(key), node[int(key)]
     return key, node[key]
 
 
 def escaped(node: Any) -> Any:
-    """Text with `${` written so that it is read back as it is."""
+    """Strings with `${` escaped, so that they read back equal."""
     if isinstance(node, str):
         return _OPENING.sub(lambda found: found["slashes"] * 2 + r"\${", node)
     if isinstance(node, dict):
@@ -143,7 +143,7 @@ def _texts(node: Any) -> Iterator[str]:
 
 
 def _defaults(model: type[BaseModel]) -> dict[str, Any]:
-    """The defaults of all sections; a section with a required setting gives the defaults of its others."""
+    """The defaults of all sections; in a section with a required setting, those of the others."""
     result: dict[str, Any] = {}
     for name, info in model.model_fields.items():
         default = info.get_default()

@@ -1,4 +1,4 @@
-"""Layers of settings (preset, file, overrides, flags): their short forms spelt out, and one laid over the other."""
+"""Layers of settings (preset, file, overrides, flags): expanded short forms, merged in order."""
 
 from collections.abc import Collection, Sequence
 from copy import deepcopy
@@ -11,7 +11,7 @@ from posttrain.config.schema.methods import PPO_NAMES, spell_out
 from posttrain.config.schema.model import ModelConfig
 from posttrain.errors import ConfigError
 
-# Names that users of other systems know -> ours, within a section.
+# Names of other systems -> names here, within a section.
 ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
     "models": {
         "lora_r": ("lora", "r"),
@@ -30,27 +30,26 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 ON_OFF = frozenset(name for name, info in ModelConfig.model_fields.items() if OnOff in info.metadata)
 SECTIONS = ("data", "training", "evaluation", "checkpoint", "tracking", "devices", "rollout", "rewards")
-# A choice among alternatives: naming another one in an upper layer replaces what the lower layer chose.
+# A choice among alternatives: another one in an upper layer replaces the lower layer's choice.
 CHOICES: dict[KeyPath, tuple[str, ...]] = {("data", "validation"): ("ratio", "rows", "source")}
 
 
 @dataclass(slots=True)
 class Layers:
-    """Settings laid over one another: plain values with `models` always a list, where each came from, and notes."""
+    """Merged settings: plain values with `models` always a list, the origin of each, and notes."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def copy(self) -> "Layers":
-        """Layers of their own on top of the same ones below."""
+        """A copy with the same layers, for further ones."""
         return Layers(deepcopy(self.values), dict(self.origins), [])
 
     def lay(self, layer: Tree, every_model: bool = False) -> None:
-        """Lay a tree over what is there. `model` merges with the one model there is.
+        """Merge a tree over the present values. `model` merges with the only model.
 
-        `every_model` says what a `model` means where there are several: a change to each of them (overrides), or, if
-        false, all there is from now on (files).
+        With several models, `model` changes each of them if `every_model` (overrides), else replaces them (files).
         """
         layer = spell_out_layer(layer, self.notes)
         values = dict(layer.values)
@@ -66,7 +65,7 @@ class Layers:
         self.origins = {path: at for path, at in self.origins.items() if len(path) == 1 or _is_there(self.values, path)}
 
     def _name_as_ppo(self) -> None:
-        """Give PPO's settings its own names, which a layer that does not say the method cannot know."""
+        """Rename settings to PPO's names, which a layer without the method cannot know."""
         method = self.values.get("method")
         if not isinstance(method, dict) or method.get("type") != "ppo":
             return
@@ -84,7 +83,7 @@ class Layers:
                 f"{where}: there are {len(models)} models; say which: models.0.path=..., or "
                 f"replace the list: models=[...]"
             )
-        # Short forms inside the list are spelt out already: every layer passes through spell_out_layer.
+        # Short forms inside the list are expanded already: every layer passes through spell_out_layer.
         self.values["models"] = [merge(old, model) if isinstance(old, dict) else model for old in models]
         return len(models)
 
@@ -115,7 +114,7 @@ class Layers:
 
 
 def _is_there(values: Any, path: KeyPath) -> bool:
-    """Whether there is a value at a path; what an upper layer replaced has none."""
+    """Whether there is a value at a path, which an upper layer may have replaced."""
     try:
         for key in path:
             values = values[key]
@@ -125,9 +124,9 @@ def _is_there(values: Any, path: KeyPath) -> bool:
 
 
 def merge(lower: dict[str, Any], upper: dict[str, Any], path: KeyPath = ()) -> dict[str, Any]:
-    """Both mappings in one: mappings are merged, anything else (a list too) is replaced by the upper layer's."""
+    """Merge two mappings: nested mappings are merged, other values (lists too) replaced by the upper layer's."""
     if path == ("method",) and upper.get("type", lower.get("type")) != lower.get("type") and "type" in lower:
-        return dict(upper)  # another method: the settings of the old one mean nothing to it
+        return dict(upper)  # another method does not have the settings of the old one
     choice = CHOICES.get(path, ())
     if any(upper.get(name) is not None and lower.get(name) is None for name in choice):
         lower = {}
@@ -141,13 +140,13 @@ def merge(lower: dict[str, Any], upper: dict[str, Any], path: KeyPath = ()) -> d
 
 
 def spell_out_layer(layer: Tree, notes: list[str]) -> Tree:
-    """The layer without short forms: text for a model or method, aliases, `ipo`, and sections left empty."""
+    """The layer with short forms expanded: a string for a model or method, aliases, `ipo`, empty sections."""
     values, origins = dict(layer.values), dict(layer.origins)
     if "model" in values and "models" in values:
         raise ConfigError(f"{origins.get(('models',), 'settings')}: both model and models are given; keep one")
     for section in SECTIONS:
         if section in values and values[section] is None:
-            del values[section]  # a heading with everything under it commented out
+            del values[section]  # a heading with all its settings commented out
     if "model" in values:
         values["model"] = _spell_out_model(values["model"], ("model",), origins, notes)
     if isinstance(values.get("models"), str | dict):
@@ -186,7 +185,7 @@ def _rename(
     notes: list[str],
     own: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The values under our names; those in `own` are aliases elsewhere, and names of a setting here."""
+    """The values under the names here; names in `own` are aliases elsewhere, but settings of this section."""
     aliases = {alias: target for alias, target in ALIASES[section].items() if alias not in own}
     result = {key: value for key, value in values.items() if key not in aliases}
     for alias, target in aliases.items():
@@ -198,7 +197,7 @@ def _rename(
         for key in target[:-1]:
             if not isinstance(node.get(key), dict | None):
                 raise ConfigError(
-                    f"{where}: {alias} means {dotted}, but {key} is given too and is no mapping; keep one"
+                    f"{where}: {alias} means {dotted}, but {key} is given too and is not a mapping; keep one"
                 )
             node[key] = dict(node[key]) if isinstance(node.get(key), dict) else {}
             node = node[key]
@@ -211,7 +210,7 @@ def _rename(
 
 
 def override(layers: Layers, assignments: Sequence[tuple[str, Any, str]]) -> None:
-    """Lay assignments (dotted path, value or text to parse, where it was given) over the layers."""
+    """Merge assignments (dotted path, value or string to parse, origin) over the layers."""
     nested = Layers()
     indexed: list[tuple[list[str], Any, str]] = []
     for dotted, raw, where in assignments:

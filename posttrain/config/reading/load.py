@@ -1,6 +1,6 @@
 """From a file or preset, overrides and flags to a RunConfig.
 
-Precedence: flag, override, file, what the file extends, default; within the file a stage over what stands above it.
+Precedence: flag, override, file, extended files, default; within a file, a stage over the common settings.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
@@ -28,20 +28,20 @@ from posttrain.config.reading.stages import (
 from posttrain.config.schema.run import RunConfig
 from posttrain.errors import ConfigError
 
-MOST_FILES = 100  # that one may extend: files that extend two each of the next double at every step
-Assignment = tuple[str, object, str]  # dotted path, value or text to parse, where it was given
+MOST_FILES = 100  # extended files: files that extend two others each double at every step
+Assignment = tuple[str, object, str]  # dotted path, value or string to parse, origin
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was read: the stages in the order they run (one without a name where there are none), notes for the log."""
+    """The loaded settings: stages in the order they run (without stages, one without a name), and notes."""
 
     stages: tuple[Stage, ...]
     notes: list[str]
 
     @property
     def config(self) -> RunConfig:
-        """The settings of a run without stages. Raises ConfigError where there are several."""
+        """The settings of a run without stages. Raises ConfigError if there are several."""
         first, *others = self.stages
         if others:
             names = ", ".join(stage.name for stage in self.stages)
@@ -50,7 +50,7 @@ class Loaded:
 
 
 class FlagText(str):
-    """The text of a flag; `flag` is the flag as it was typed, for messages to name."""
+    """The value of a flag as typed; `flag` is its name, for messages."""
 
     flag: str
 
@@ -63,10 +63,9 @@ class FlagText(str):
 def load(source: Path | str | None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Loaded:
     """Read and check a configuration.
 
-    `source` is a YAML or JSON file or the name of a preset; `overrides` are texts `a.b=c`; `flags` maps dotted paths to
-    values (text is parsed like the value of an override). Overrides and flags are laid over the settings of every
-    stage, those of the form `stages.NAME.a.b=c` over one; flags over overrides of either form. Raises ConfigError,
-    which lists everything that is wrong.
+    `source` is a YAML or JSON file or the name of a preset; `overrides` are strings `a.b=c`; `flags` maps dotted paths
+    to values (strings are parsed like those of overrides).  Overrides and flags apply to every stage, those of the form
+    `stages.NAME.a.b=c` to one; flags have priority over overrides of either form. Raises ConfigError with all problems.
     """
     common, stages = Layers(), dict[str, list[Tree]]()
     if source is not None:
@@ -98,14 +97,14 @@ def load(source: Path | str | None, overrides: Sequence[str] = (), flags: Mappin
 def _lay_given(
     layers: Layers, given: list[Assignment], flagged: list[Assignment], own: Sequence[Tree] = ()
 ) -> list[str]:
-    """Lay overrides and flags over the layers; a note for each flag that replaces another value of the user's.
+    """Merge overrides and flags over the layers, with a note for each flag that replaces an explicit value.
 
-    That is one of an override, or of `own`, what a stage says of itself; the rest of a file is there to be replaced.
+    Explicit values are those of overrides and of `own`, a stage's own settings; the rest of a file are defaults.
     """
     before = layers.copy()
     override(before, given)
     override(layers, [*given, *flagged])  # in one: `method.beta=1` and `--method dpo` belong together
-    override(layers, flagged)  # entries of lists by number were laid last, and flags go above them too
+    override(layers, flagged)  # entries of lists by number were merged last, and flags have priority over them too
     flags = {where for _, _, where in flagged}
     explicit = {where for _, _, where in given} | {where for tree in own for where in tree.origins.values()}
     notes: list[str] = []
@@ -119,7 +118,7 @@ def _lay_given(
 def _load_stages(
     common: Layers, trees: dict[str, list[Tree]], given: list[Assignment], flagged: list[Assignment]
 ) -> Loaded:
-    """Each stage's settings over the common ones, and what was given on the command line over both."""
+    """Each stage's settings over the common ones, and those of the command line over both."""
     for_all, for_one = _by_stage(given, trees)
     flags_for_all, flags_for_one = _by_stage(flagged, trees)
     sources: dict[str, str | None] = {}
@@ -156,14 +155,14 @@ def _load_stages(
 
 
 def _with_stages(lines: Mapping[str, list[str]], stages: Sized) -> list[str]:
-    """Each line after the stages that it is about; what is so in every stage is so above them."""
+    """Each line with the stages that it is about; without them if it is about all."""
     return [line if len(at) == len(stages) else f"stage {', '.join(at)}: {line}" for line, at in lines.items()]
 
 
 def _by_stage(
     given: list[Assignment], stages: Mapping[str, object]
 ) -> tuple[list[Assignment], dict[str, tuple[list[Tree], list[Assignment]]]]:
-    """What was given for all stages; and for each one, its `init_from` as a tree and the rest."""
+    """The settings for all stages; and for each stage, its `init_from` as a tree and the rest."""
     for_all: list[Assignment] = []
     for_one: dict[str, tuple[list[Tree], list[Assignment]]] = {name: ([], []) for name in stages}
     for path, value, where in given:
@@ -175,7 +174,7 @@ def _by_stage(
         elif rest[0] not in stages:
             raise ConfigError(f"{where}: there is no stage {rest[0]}; {did_you_mean(rest[0], stages)}")
         elif rest[1] in WHOLE_RUN:
-            raise ConfigError(f"{where}: {rest[1]} is of the whole run; write {rest[1]}=...")
+            raise ConfigError(f"{where}: {rest[1]} belongs to the whole run; write {rest[1]}=...")
         elif rest[1:] == ["init_from"]:
             for_one[rest[0]][0].append(Tree({"init_from": None if value == "null" else value}, {("init_from",): where}))
         else:
@@ -184,7 +183,7 @@ def _by_stage(
 
 
 def _check(layers: Layers) -> RunConfig | list[str]:
-    """The settings that the layers come to, or a line for everything that is wrong with them."""
+    """The resulting settings, or a line for each problem."""
     values = interpolate(layers.values, layers.origins)
     try:
         return RunConfig.model_validate(values)
@@ -199,7 +198,7 @@ def _refusal(lines: list[str]) -> ConfigError:
 
 
 def dump(config: RunConfig | Sequence[Stage]) -> str:
-    """The whole configuration as YAML that `load` reads back to an equal one; what all stages share is said once."""
+    """The whole configuration as YAML, which `load` reads back equal; settings of all stages are written once."""
     if isinstance(config, RunConfig):
         return write_yaml(escaped(config.model_dump(mode="json")))
     if len(config) == 1 and not config[0].name:
@@ -216,7 +215,7 @@ def dump(config: RunConfig | Sequence[Stage]) -> str:
 
 
 def find(source: Path | str) -> Path:
-    """The file that `source` names: a path, or a preset. Raises ConfigError with the nearest names there are."""
+    """The file of `source`: a path, or a preset. Raises ConfigError with the nearest names."""
     path = Path(source)
     if path.is_file():
         return path
@@ -236,7 +235,7 @@ def find(source: Path | str) -> Path:
 def _chain(path: Path, seen: tuple[Path, ...] = ()) -> Iterator[Tree]:
     """The file's settings, after those of every file it extends: the lowest layer first."""
     if path.resolve() in seen:
-        raise ConfigError(" extends ".join(map(str, [*seen[seen.index(path.resolve()) :], path])) + ": a circle")
+        raise ConfigError(" extends ".join(map(str, [*seen[seen.index(path.resolve()) :], path])) + ": a cycle")
     preset = preset_path(path.stem) == path
     tree = read_settings(path, f"preset {path.stem}" if preset else str(path))
     base = tree.values.pop("extends", None)

@@ -11,14 +11,14 @@ def preset_names() -> list[str]:
 
 
 def preset_path(name: str) -> Path | None:
-    """The file of a preset, or None where there is no preset of that name."""
+    """The file of a preset, or None."""
     if name not in preset_names():
         return None
     return Path(str(resources.files("posttrain") / "presets" / f"{name}.yaml"))
 
 
 def preset_summary(name: str) -> str:
-    """What the preset is for: the comment on its first line."""
+    """The summary of a preset: the comment on its first line."""
     path = preset_path(name)
     assert path is not None, name
     return path.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ").strip()

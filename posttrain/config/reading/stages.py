@@ -1,4 +1,4 @@
-"""`stages:` in a settings file: several runs in one, each with its own settings laid over the common ones."""
+"""`stages:` in a settings file: several runs in one, each with its own settings over the common ones."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from posttrain.config.schema.base import NAME_BYTES, WORD, is_name
 from posttrain.config.schema.run import RunConfig
 from posttrain.errors import ConfigError
 
-# Entries of the folder that the stages' folders lie in: a stage of that name would be taken for one of them.
+# Other entries of the folder of the stages' folders: names that a stage cannot have.
 RESERVED = ("best", "final", "base", "comparison")
 WHOLE_RUN = ("name", "output_dir", "extends", "stages")
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a run, or all there is of a run without stages (its name is then empty).
+    """One stage of a run; a run without stages is one stage with an empty name.
 
-    `init_from` names the stage whose final model this one starts from; `config.models` are those of the first stage of
-    the line, in place of which the final models are trained.
+    `init_from` is the stage whose final models this one trains; `config.models` are then still the models of the first
+    stage of that chain.
     """
 
     name: str
@@ -29,14 +29,14 @@ class Stage:
 
 
 def check_skip(skip: Collection[str], stages: Sequence[Stage]) -> None:
-    """Raise ConfigError for a stage to skip that is not there."""
+    """Raise ConfigError for an unknown stage to skip."""
     named = [stage.name for stage in stages if stage.name]
     for name in skip:
         if name not in named:
             meant = did_you_mean(name, named) if named else "the settings have no stages"
             raise ConfigError(f"--skip {name}: there is no such stage; {meant}")
     if skip and set(named) <= set(skip):
-        raise ConfigError("--skip: every stage is left out; there is nothing to do")
+        raise ConfigError("--skip: every stage is skipped; there is nothing to do")
 
 
 def split(tree: Tree) -> tuple[Tree, dict[str, Tree]]:
@@ -56,7 +56,7 @@ def split(tree: Tree) -> tuple[Tree, dict[str, Tree]]:
 
 
 def _own(name: str, values: Any, origins: Mapping[KeyPath, str]) -> Tree:
-    """The settings of one stage as a tree of its own."""
+    """The settings of one stage as a tree."""
     where = origins.get(("stages", name), "settings")
     if not is_name(name, WORD) or name in RESERVED or name.startswith("checkpoint-"):
         raise ConfigError(
@@ -68,12 +68,12 @@ def _own(name: str, values: Any, origins: Mapping[KeyPath, str]) -> Tree:
     inner = {path[2:]: at for path, at in origins.items() if path[:2] == ("stages", name) and len(path) > 2}
     for key in WHOLE_RUN:
         if key in (values or {}):
-            raise ConfigError(f"{inner.get((key,), where)}: {key} is of the whole run; give it above the stages")
+            raise ConfigError(f"{inner.get((key,), where)}: {key} belongs to the whole run; set it above the stages")
     return Tree(dict(values or {}), {(): where, **inner})
 
 
 def take_init_from(trees: Sequence[Tree]) -> tuple[list[Tree], str | None, str]:
-    """A stage's trees without `init_from`, its value in the last that gives one, and where that was written."""
+    """A stage's trees without `init_from`, its last value, and the place of that."""
     rest, init_from, where = [], None, trees[0].origins.get((), "settings")
     for tree in trees:
         if "init_from" in tree.values:
@@ -90,7 +90,7 @@ def take_init_from(trees: Sequence[Tree]) -> tuple[list[Tree], str | None, str]:
 def in_order(init_from: Mapping[str, str | None], where: Mapping[str, str]) -> list[str]:
     """The stages in the order of the file, each after the one it starts from.
 
-    Raises ConfigError for an `init_from` that names no stage, and for stages that start from one another in a circle.
+    Raises ConfigError for an `init_from` that names no stage, and for stages that start from one another in a cycle.
     """
     for name, source in init_from.items():
         if source is not None and source not in init_from:
@@ -105,7 +105,7 @@ def in_order(init_from: Mapping[str, str | None], where: Mapping[str, str]) -> l
         while step is not None and step not in done:
             if step in line:
                 circle = [*line[line.index(step) :], step]
-                raise ConfigError(f"{where[step]}: stages start from one another in a circle: {' <- '.join(circle)}")
+                raise ConfigError(f"{where[step]}: stages start from one another in a cycle: {' <- '.join(circle)}")
             line.append(step)
             step = init_from[step]
         done += reversed(line)
@@ -119,8 +119,8 @@ def start_from(stage: RunConfig, source: RunConfig, name: str, where: str) -> Ru
     """
     if source.method.type == "reward" and stage.method.type != "reward":
         raise ConfigError(
-            f"{where}: stage {name} starts from a reward model, which writes no texts: {stage.method.type} needs a "
-            "language model (a reward is given to it under rewards, as {type: model, from: STAGE})"
+            f"{where}: stage {name} starts from a reward model, which writes no completions: {stage.method.type} "
+            "needs a language model (to use it as a reward, set rewards: [{type: model, from: STAGE}])"
         )
     own, theirs = [m.folder_name for m in stage.models], [m.folder_name for m in source.models]
     if own != theirs:
@@ -136,7 +136,7 @@ def start_from(stage: RunConfig, source: RunConfig, name: str, where: str) -> Ru
 
 
 def refuse_other_models(stages: Sequence[Stage]) -> None:
-    """Raise ConfigError unless every stage has as many models as the first; where there are several, the same ones."""
+    """Raise ConfigError unless every stage has as many models as the first; with several, the same ones."""
     first = [model.folder_name for model in stages[0].config.models]
     for stage in stages[1:]:
         own = [model.folder_name for model in stage.config.models]

@@ -1,4 +1,4 @@
-"""What every settings class shares: frozen, no unknown keys, and checks that name the field they complain about."""
+"""Base classes of settings: frozen, without unknown keys, with checks that name the field."""
 
 import re
 from os.path import expanduser
@@ -15,23 +15,23 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
 
-# What an example is made of: a single sequence, a pair of completions, one completion with a label, or a prompt alone.
+# The parts of an example: one sequence, a pair of completions, one completion with a label, or a prompt alone.
 Kind = Literal["sft", "pair", "unpaired", "prompt"]
 
 
 class MethodSettings(Settings):
-    """What every method says of itself, beside its settings."""
+    """Settings of a method, and its facts: class variables that shared code reads."""
 
     kind: ClassVar[Kind] = "pair"
-    dropout: ClassVar[bool] = False  # whether it trains with the model's; a policy that is compared is scored without
-    warmup_from_zero: ClassVar[bool] = True  # whether the first step of warm-up has the rate 0, as in transformers
-    # The defaults, of full fine-tuning and of LoRA, which takes about ten times more where a likelihood is learnt.
+    dropout: ClassVar[bool] = False  # whether training uses the model's dropout; compared policies are scored without
+    warmup_from_zero: ClassVar[bool] = True  # whether warm-up starts at a rate of 0, as in transformers
+    # The defaults of full fine-tuning and of LoRA, which needs about ten times the rate to learn a likelihood.
     learning_rates: ClassVar[tuple[float, float]]
 
-    head: ClassVar[Literal["lm", "reward"]] = "lm"  # what reads the last hidden states
-    learns_ties: ClassVar[bool] = False  # whether a pair may have no better completion
-    samples_completions: ClassVar[bool] = False  # whether it trains on completions of its own, sampled at every step
-    needs_rewards: ClassVar[bool] = False  # whether it learns from what completions are worth
+    head: ClassVar[Literal["lm", "reward"]] = "lm"  # the head on the last hidden states
+    learns_ties: ClassVar[bool] = False  # whether a pair may be a tie
+    samples_completions: ClassVar[bool] = False  # whether it trains on completions that it samples at every step
+    needs_rewards: ClassVar[bool] = False  # whether it learns from rewards of completions
 
     @property
     def updates(self) -> int:
@@ -40,17 +40,17 @@ class MethodSettings(Settings):
 
     @property
     def completions_per_prompt(self) -> int:
-        """Completions that a step samples for each of its prompts."""
+        """Number of completions that a step samples per prompt."""
         return 0
 
     @property
     def regrades_exactly(self) -> bool:
-        """Whether the advantages of stored completions under other rewards are those that a run would have had."""
+        """Whether regraded advantages equal those of a run with the other rewards."""
         return True
 
     @property
     def scores_reference(self) -> bool:
-        """Whether a reference model scores what is trained on, at every step."""
+        """Whether a reference model scores the examples of every step."""
         return False
 
     @property
@@ -60,17 +60,17 @@ class MethodSettings(Settings):
 
     @property
     def reads_completions(self) -> bool:
-        """Whether prompts come with the data's own completions, to be trained on too."""
+        """Whether it also trains on the data's completions of its prompts."""
         return False
 
     @property
     def joins_completions(self) -> bool:
-        """Whether a prompt is scored with two completions at a time: a pair's, or its own and another's."""
+        """Whether an example has two completions of a prompt: a pair's, or its own and a mismatched one."""
         return self.kind == "pair"
 
 
 class SettingsConflict(ValueError):
-    """Settings that are valid one by one but not together: each problem names the path of the field to change."""
+    """Settings that conflict, though each is valid: every problem has the path of the field to change."""
 
     def __init__(self, problems: list[tuple[str, str]]):
         self.problems = problems
@@ -78,13 +78,13 @@ class SettingsConflict(ValueError):
 
 
 class Problems:
-    """Collects the conflicts among the settings of one group, so that all of them are reported at once."""
+    """Collects the conflicts within a group of settings, to report all of them at once."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, str]] = []
 
     def check(self, holds: bool, path: str, message: str) -> None:
-        """Note `message` about the field at `path` (dotted, relative to the group) unless the condition holds."""
+        """Add `message` about the field at `path` (dotted, relative to the group) unless the condition holds."""
         if not holds:
             self.found.append((path, message))
 
@@ -111,7 +111,7 @@ Positive = Annotated[Int, Field(ge=1)]
 Share = Annotated[Float, Field(gt=0.0, lt=1.0)]
 OneOrMore = BeforeValidator(_one_as_list)
 Text = Annotated[str, Field(min_length=1)]
-Place = Annotated[Text, AfterValidator(expanduser)]  # a hub id, or a folder, of which `~` is the user's own
+Place = Annotated[Text, AfterValidator(expanduser)]  # a hub id, or a folder; `~` is the home folder
 RefModel = Annotated[
     Place | None, Field(description="Hub id or folder of another reference; null: the model itself before training.")
 ]
@@ -121,14 +121,14 @@ Precompute = Annotated[
 
 
 class OnOff:
-    """Mark of a group of settings that may be given as `true` (its defaults) or `false` (none) as well.
+    """Marks a group of settings that may also be `true` (its defaults) or `false` (none).
 
-    Layers spell these short forms out (posttrain/config/reading/layers.py); flags, messages and docs read the mark.
+    Layers expand these short forms (posttrain/config/reading/layers.py); flags, messages and docs read the mark.
     """
 
 
-# Patterns of text settings, and how a message puts them. A name is more than dots: `.` and `..` are other folders.
-NAME_BYTES = 200  # file systems take 255; the rest is for endings such as .tmp-12345
+# Patterns of string settings, and their description in messages. `.` and `..` are other folders, so no names.
+NAME_BYTES = 200  # file systems allow 255; the rest is for suffixes such as .tmp-12345
 LINE = rf"^[^{CONTROLS}]+$"
 FILE_NAME = rf"^[^/\\{CONTROLS}]*[^./\\\s{CONTROLS}][^/\\{CONTROLS}]*$"
 WORD = r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$"
@@ -146,7 +146,7 @@ PATTERNS = {
 
 
 def is_name(text: str, pattern: str = FILE_NAME) -> bool:
-    """Whether a text is short enough for a name and of the pattern of one."""
+    """Whether a string is a name: short enough and of the pattern."""
     return len(text.encode(errors="replace")) <= NAME_BYTES and re.fullmatch(pattern, text) is not None
 
 

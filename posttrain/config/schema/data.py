@@ -1,4 +1,4 @@
-"""The settings of the data: what to train on, and how a row becomes tokens."""
+"""The settings of the data: sources, formats, templates and limits."""
 
 from typing import Annotated, Any, Literal
 
@@ -25,13 +25,13 @@ LABELLED_FORMATS = frozenset({"auto", "kto"})
 
 
 class SourceConfig(Settings):
-    """One part of a mixed training set."""
+    """One source of a mixed training set."""
 
-    source: Text = Field(description="Known set, hub id, file, folder or `builtin:arithmetic`.")
+    source: Text = Field(description="Known data set, hub id, file, folder or `builtin:arithmetic`.")
     split: Text = Field(default="train", description="Split of a hub data set.")
-    max_rows: Positive | None = Field(default=None, description="Use the first so many rows.")
+    max_rows: Positive | None = Field(default=None, description="Maximum number of rows; null: all.")
     weight: Annotated[Float, Field(gt=0)] = Field(
-        default=1.0, description="How often its rows appear: 2 twice, 0.5 every other."
+        default=1.0, description="Weight of the source: 2 repeats its rows, 0.5 takes a random half."
     )
 
 
@@ -43,13 +43,13 @@ SourceEntry = Annotated[SourceConfig, BeforeValidator(_entry, json_schema_input_
 
 
 class ValidationConfig(Settings):
-    """Where the validation rows come from: one of `ratio`, `rows` and `source`."""
+    """The validation rows: one of `ratio`, `rows` and `source`."""
 
     ratio: Share | None = Field(default=None, description="Share of the training rows to hold out.")
     rows: Positive | None = Field(default=None, description="Number of training rows to hold out.")
     source: Text | None = Field(default=None, description="Hub id, file or folder of other rows.")
     split: Text = Field(default="test", description="Split of `source`.")
-    max_rows: Positive | None = Field(default=None, description="Use the first so many rows of `source`.")
+    max_rows: Positive | None = Field(default=None, description="Maximum number of rows of `source`; null: all.")
 
     @model_validator(mode="after")
     def _check(self) -> "ValidationConfig":
@@ -63,7 +63,7 @@ class ValidationConfig(Settings):
         problems.check(
             self.source is not None or (self.max_rows is None and self.split == "test"),
             "split" if self.split != "test" else "max_rows",
-            "goes with source only",
+            "is read with source only",
         )
         problems.report()
         return self
@@ -72,14 +72,14 @@ class ValidationConfig(Settings):
 class TagsConfig(Settings):
     """The tags of `template: tags`."""
 
-    reasoning_start: Text = Field(default="<start_working_out>", description="Before the reasoning.")
-    reasoning_end: Text = Field(default="<end_working_out>", description="After the reasoning.")
-    solution_start: Text = Field(default="<SOLUTION>", description="Before the answer.")
-    solution_end: Text = Field(default="</SOLUTION>", description="After the answer.")
+    reasoning_start: Text = Field(default="<start_working_out>", description="Tag before the reasoning.")
+    reasoning_end: Text = Field(default="<end_working_out>", description="Tag after the reasoning.")
+    solution_start: Text = Field(default="<SOLUTION>", description="Tag before the answer.")
+    solution_end: Text = Field(default="</SOLUTION>", description="Tag after the answer.")
 
 
 def check_template(problems: Problems, template: str) -> None:
-    """Note a template that is neither a name nor a file."""
+    """Report a template that is neither a name nor a file."""
     problems.check(
         template in TEMPLATES or template.endswith(".jinja"),
         "template",
@@ -88,36 +88,37 @@ def check_template(problems: Problems, template: str) -> None:
 
 
 class DataConfig(Settings):
-    """What to train on, and how a row becomes tokens."""
+    """The data: sources, formats, templates and limits."""
 
     source: Text | Annotated[tuple[SourceEntry, ...], Field(min_length=1)] = Field(
-        description="Known set, hub id, file, folder, `builtin:...`, or a list of {source, split, max_rows, weight}."
+        description="Known data set, hub id, file, folder, `builtin:...`, or a list of {source, split, weight, ...}."
     )
     split: Text = Field(default="train", description="Split of a hub data set.")
-    format: Format = Field(default="auto", description="How a row is laid out; auto: told by its columns.")
-    columns: dict[str, Text] = Field(default={}, description="The data's own names for columns, e.g. {chosen: better}.")
-    max_rows: Positive | None = Field(default=None, description="Use the first so many rows; 200 makes a quick test.")
+    format: Format = Field(default="auto", description="Format of the rows; auto: inferred from the columns.")
+    columns: dict[str, Text] = Field(default={}, description="Column names in the data, e.g. {chosen: better}.")
+    max_rows: Positive | None = Field(default=None, description="Maximum number of rows; 200 makes a quick test.")
     skip_rows: Annotated[Int, Field(ge=0)] = Field(
-        default=0, description="Rows of the source to skip first, e.g. those that another stage trains on."
+        default=0, description="Number of rows to skip at the start, e.g. those that another stage trains on."
     )
-    shuffle: bool = Field(default=True, description="false keeps the file's order.")
+    shuffle: bool = Field(default=True, description="Whether to shuffle the rows; false: the file's order.")
     validation: ValidationConfig | None = Field(
         default=None, description="Held-out rows: {ratio: 0.05}, {rows: 500} or {source: ..., split: test}."
     )
     template: Text = Field(
         default="chat",
-        description="chat (the model's own), the name of another, none, or a .jinja file; saved with the model.",
+        description="Template: chat (the model's own), another name, none, or a .jinja file; saved with the model.",
     )
     tags: TagsConfig = Field(default=TagsConfig(), description="The tags of `template: tags`.")
-    system_prompt: str | None = Field(default=None, description="Put before every conversation that has none.")
-    strip_think: bool = Field(default=False, description="Remove <think>...</think> from completions.")
-    max_length: Positive = Field(default=1024, description="Tokens of prompt + completion.")
+    system_prompt: str | None = Field(default=None, description="System prompt of conversations that have none.")
+    strip_think: bool = Field(default=False, description="Whether to remove <think>...</think> from completions.")
+    max_length: Positive = Field(default=1024, description="Maximum number of tokens of prompt and completion.")
     max_prompt_length: Literal["auto"] | Positive | Annotated[str, Field(pattern=PERCENTILE)] | None = Field(
         default="auto",
-        description="Tokens of the prompt, or a percentile such as p90; auto: p90 for online methods, else null.",
+        description="Maximum tokens of the prompt, or a percentile (p90); auto: p90 for online methods, else null.",
     )
     overlong: Literal["drop", "truncate", "error"] = Field(
-        default="drop", description="Examples over the limits are dropped (and counted), truncated, or an error."
+        default="drop",
+        description="What happens to examples over the limits: dropped (and counted), truncated, or an error.",
     )
 
     @model_validator(mode="after")

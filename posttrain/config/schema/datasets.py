@@ -1,14 +1,14 @@
-"""Known data sets: their short names, where they are on the hub, and how their columns are read."""
+"""Known data sets: short names, hub ids and column mappings."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class KnownSet:
-    """A data set of the hub. `repo` is owner/name, `subset` the one that is meant where none is named.
+    """A data set of the hub. `repo` is owner/name, `subset` the default subset.
 
-    `columns` has the data's own names for the fields of `format`. `splits` gives ours (train, test) where the data set
-    calls them otherwise. `files` names the files of a split where the repository does not say it itself.
+    `columns` maps the fields of `format` to the data's columns, `splits` train and test to the data set's splits.
+    `files` has the files of a split where the repository does not list them.
     """
 
     repo: str

@@ -1,4 +1,4 @@
-"""The settings of evaluation during training: how often, on which data, and how completions are sampled for it."""
+"""The settings of evaluation during training: intervals, data sets, sampling."""
 
 from typing import Annotated
 
@@ -13,23 +13,23 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "
 
 
 class EvaluationDataset(Settings):
-    """A further data set to evaluate on. What is null is as for `data.validation`."""
+    """A further data set to evaluate on. Null settings are those of `data.validation`."""
 
-    name: Word = Field(description="In metric names: eval_{name}_loss.")
-    source: Text = Field(description="Known set, hub id, file or folder.")
+    name: Word = Field(description="Name in metrics: eval_{name}_loss.")
+    source: Text = Field(description="Known data set, hub id, file or folder.")
     split: Text = Field(default="test", description="Split of a hub data set.")
-    max_rows: Positive | None = Field(default=None, description="Use the first so many rows.")
-    format: Format | None = Field(default=None, description="How a row is laid out; null: data.format.")
+    max_rows: Positive | None = Field(default=None, description="Maximum number of rows; null: all.")
+    format: Format | None = Field(default=None, description="Format of the rows; null: data.format.")
     columns: dict[str, Text] | None = Field(
-        default=None, description="The data's own names for columns; null: data.columns, none with a format here."
+        default=None, description="Column names in the data; null: data.columns, or none if format is set."
     )
-    template: Text | None = Field(default=None, description="How a row becomes text; null: data.template.")
+    template: Text | None = Field(default=None, description="Template; null: data.template.")
     rewards: tuple[Reward, ...] | None = Field(
-        default=None, description="Rewards of the completions sampled for its prompts; null: those of the run."
+        default=None, description="Rewards of the completions of its prompts; null: those of the run."
     )
     num_batches: Positive | None = Field(default=None, description="Number of batches; null: evaluation.num_batches.")
     with_replacement: bool | None = Field(
-        default=None, description="Rows sampled anew at every evaluation; null: evaluation.with_replacement."
+        default=None, description="Whether every evaluation samples other rows; null: evaluation.with_replacement."
     )
 
     @model_validator(mode="after")
@@ -45,36 +45,38 @@ class EvaluationDataset(Settings):
 class EvaluationConfig(Settings):
     """Evaluation during training."""
 
-    eval_steps: Int = Field(default=100, description="Evaluate every so many steps; -1: never.")
-    at_start: bool = Field(default=True, description="Evaluate before the first step too.")
-    num_batches: Positive | None = Field(default=None, description="Evaluate on so many batches; null: on every row.")
+    eval_steps: Int = Field(default=100, description="Number of steps between evaluations; -1: never.")
+    at_start: bool = Field(default=True, description="Whether to evaluate before the first step too.")
+    num_batches: Positive | None = Field(
+        default=None, description="Number of batches of an evaluation; null: all rows."
+    )
     with_replacement: bool = Field(
-        default=False, description="Sample the rows of num_batches anew at every evaluation; false: the first rows."
+        default=False, description="Whether every evaluation samples other rows for num_batches; false: the first rows."
     )
     num_generations: Positive = Field(
-        default=1, description="Completions sampled for each validation prompt; above 1 their pass@k is measured."
+        default=1, description="Number of completions of each validation prompt; above 1: with pass@k."
     )
     temperature: Annotated[Float, Field(ge=0)] | None = Field(
         default=None,
-        description="Temperature of these completions, 0: greedy; null: as rollout.temperature.",
+        description="Temperature of these completions, 0: greedy; null: rollout.temperature.",
     )
     top_p: Annotated[Float, Field(gt=0, le=1)] | None = Field(
-        default=None, description="Nucleus of these; null: as rollout.top_p."
+        default=None, description="top_p of these completions; null: rollout.top_p."
     )
     top_k: Annotated[Int, Field(ge=0)] | None = Field(
-        default=None, description="Likeliest tokens of these; null: as rollout.top_k."
+        default=None, description="top_k of these completions; null: rollout.top_k."
     )
     min_p: Annotated[Float, Field(ge=0, le=1)] | None = Field(
-        default=None, description="Least share of these; null: as rollout.min_p."
+        default=None, description="min_p of these completions; null: rollout.min_p."
     )
     max_completion_length: Positive | None = Field(
-        default=None, description="Longest of these; null: as the rollout's."
+        default=None, description="Maximum tokens of these completions; null: the rollout's."
     )
     stop: Annotated[tuple[Text, ...], OneOrMore] | None = Field(
-        default=None, description="Texts that end these, beside the stop token; null: as rollout.stop."
+        default=None, description="Stop strings of these completions, besides the stop token; null: rollout.stop."
     )
     datasets: tuple[EvaluationDataset, ...] = Field(
-        default=(), description="Further data sets, a list of {name, source, split, ...}."
+        default=(), description="Further data sets: a list of {name, source, split, ...}."
     )
 
     @model_validator(mode="after")
@@ -101,6 +103,6 @@ class EvaluationConfig(Settings):
         return self
 
     def sampling(self, rollout: RolloutConfig) -> RolloutConfig:
-        """How completions are sampled for an evaluation: as in training but for what is set here."""
+        """The sampling settings of an evaluation: those of training, overridden here."""
         own = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         return rollout.model_copy(update=own)

@@ -17,7 +17,7 @@ from posttrain.config.schema.online import DistillMethod, GRPOMethod, PPOMethod,
 
 
 def spell_out(method: Any) -> Any:
-    """`ipo` is `dpo` with `loss_type: [ipo]`, and a bare name is a method with its defaults; the rest as it is."""
+    """Expand short forms: `ipo` is `dpo` with `loss_type: [ipo]`, a bare name a method with its defaults."""
     if isinstance(method, str):
         method = {"type": method}
     if isinstance(method, dict) and method.get("type") == "ipo":
@@ -27,7 +27,7 @@ def spell_out(method: Any) -> Any:
     return method
 
 
-# What PPO calls otherwise, so that the names that aliases come to (posttrain/config/reading/layers.py) are its own too.
+# Settings with another name in PPO, so that aliases (posttrain/config/reading/layers.py) resolve to its names.
 PPO_NAMES = {"beta": "kl_coef", "epsilon": "cliprange", "num_iterations": "num_ppo_epochs"}
 
 AnyMethod = (

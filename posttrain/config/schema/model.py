@@ -1,4 +1,4 @@
-"""The settings of a model to train: what to load, how it computes, and its adapters."""
+"""The settings of a model: path, dtype, attention, adapters."""
 
 from typing import Annotated, Literal
 
@@ -15,45 +15,52 @@ class LoraConfig(Settings):
 
     r: Positive = Field(default=16, description="Rank of the adapters.")
     alpha: Annotated[Float, Field(gt=0)] = Field(
-        default=32, description="Scale: the update is multiplied by alpha / r."
+        default=32, description="Scale of the update, which is multiplied by alpha / r."
     )
     dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(
-        default=LORA_DROPOUT, description="Dropout on the adapters' input, in sft."
+        default=LORA_DROPOUT, description="Dropout on the adapters' input; read by sft."
     )
     target_modules: Literal["auto", "all-linear"] | tuple[Text, ...] = Field(
-        default="auto", description="auto: the attention of the family; all-linear; or a list of module names."
+        default="auto",
+        description="Modules with adapters: auto (the family's attention), all-linear, or a list of names.",
     )
-    use_rslora: bool = Field(default=False, description="Scale by alpha / sqrt(r) instead, for large ranks.")
-    use_dora: bool = Field(default=False, description="Train each weight's magnitude apart from its direction.")
+    use_rslora: bool = Field(default=False, description="Whether to scale by alpha / sqrt(r) instead, for large ranks.")
+    use_dora: bool = Field(default=False, description="Whether to train each weight's magnitude separately (DoRA).")
 
 
 class ModelConfig(Settings):
     """A model to train."""
 
-    path: Place = Field(description="Hub id or folder.")
+    path: Place = Field(description="Hub id or folder of the model.")
     name: FolderName | None = Field(
         default=None,
-        description="Folder name in the run folder; null: the last part of the path, or the run that saved the model.",
+        description="Name in folders; null: the last part of the path, or the run that saved the model.",
     )
     revision: Text | None = Field(default=None, description="Branch, tag or commit on the hub.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="Of the computation; trained weights keep a float32 master copy."
+        default="auto", description="Dtype of the computation; trained weights have float32 masters."
     )
     attention: Literal["auto", "packed", "eager", "sdpa", "flash_attention_2"] = Field(
-        default="auto", description="auto: packed where the family is proven, else one sequence a row."
+        default="auto", description="Attention; auto: packed for proven families, else one sequence per row."
     )
     lora: Annotated[LoraConfig | None, OnOff] = Field(
         default=None, description="Low-rank adapters; null: full fine-tuning."
     )
-    load_in_4bit: bool = Field(default=False, description="Frozen weights in 4 bits (NF4) under lora: QLoRA.")
-    use_liger_kernel: bool = Field(default=False, description="Liger's GPU kernels for norms and gated MLPs.")
-    triton_kernels: bool = Field(
-        default=True, description="Our own GPU kernels for norms, gated MLPs, scores and generation, where they apply."
+    load_in_4bit: bool = Field(
+        default=False, description="Whether frozen weights have 4 bits (NF4): QLoRA; needs lora."
     )
-    trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
-    allow_pickle: bool = Field(default=False, description="Load pickled weights and adapters, which can run code.")
+    use_liger_kernel: bool = Field(
+        default=False, description="Whether to use Liger's GPU kernels for norms and gated MLPs."
+    )
+    triton_kernels: bool = Field(
+        default=True, description="Whether to use posttrain's GPU kernels for norms, gated MLPs, scores and sampling."
+    )
+    trust_remote_code: bool = Field(default=False, description="Whether to run Python code that comes with the model.")
+    allow_pickle: bool = Field(
+        default=False, description="Whether to load pickled weights and adapters, which can run code."
+    )
 
     @property
     def folder_name(self) -> str:
-        """`name`, or else what the model at that path is called."""
+        """`name`, or else a name from the path."""
         return self.name or model_name(self.path)

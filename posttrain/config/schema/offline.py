@@ -1,4 +1,4 @@
-"""The settings of the methods that learn from given completions. A field that a method does not use is not there."""
+"""The settings of the methods that learn from given completions. A method has only the fields that it reads."""
 
 from typing import Annotated, Literal
 
@@ -28,9 +28,9 @@ UnpairedLoss = Literal["kto", "bco", "apo_zero_unpaired"]
 ContrastiveLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
-# Losses of the difference chosen - rejected alone: f-divergence scores are defined for these (as in TRL 1.16).
+# Losses of the difference chosen - rejected alone; f-divergences are defined for these (as in TRL 1.16).
 F_DIVERGENCE_LOSSES = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"})
-# With reference log-probabilities of 0 these are losses of a difference still; others need the reference's level.
+# With reference log-probabilities of 0 these are still losses of a difference; others need the reference.
 REFERENCE_FREE_LOSSES = F_DIVERGENCE_LOSSES | {"aot", "aot_unpaired"}
 LABEL_SMOOTHING_LOSSES = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"})
 
@@ -45,10 +45,10 @@ class SFTMethod(MethodSettings):
     type: Literal["sft"] = Field(default="sft", description="Supervised fine-tuning.")
     completion_only_loss: bool | None = Field(
         default=None,
-        description="Train on the completion alone; null: yes where the data has a prompt, else every token.",
+        description="Whether to train on the completion alone; null: if the data has a prompt.",
     )
     assistant_only_loss: bool = Field(
-        default=False, description="Train on every assistant turn of a conversation, on nothing else."
+        default=False, description="Whether to train on all assistant turns of a conversation, and on nothing else."
     )
 
     @model_validator(mode="after")
@@ -57,7 +57,7 @@ class SFTMethod(MethodSettings):
         problems.check(
             not (self.completion_only_loss and self.assistant_only_loss),
             "assistant_only_loss",
-            "is at odds with completion_only_loss: true; the first trains every assistant turn, the second the last",
+            "conflicts with completion_only_loss: true; the first trains all assistant turns, the second the last",
         )
         problems.report()
         return self
@@ -73,33 +73,33 @@ class RewardMethod(MethodSettings):
     type: Literal["reward"] = Field(default="reward", description="Reward model.")
     center_rewards_coefficient: Annotated[Float, Field(ge=0)] | None = Field(
         default=None,
-        description="Weight of (chosen + rejected)^2, which keeps rewards near 0; 0.01 is usual, null: none.",
+        description="Weight of (chosen + rejected)^2, which keeps rewards near 0; usually 0.01; null: none.",
     )
 
 
 class DPOMethod(MethodSettings):
-    """Direct preference optimisation and its kin; `type: ipo` is `dpo` with `loss_type: ipo`."""
+    """Direct preference optimisation and its variants; `type: ipo` is `dpo` with `loss_type: ipo`."""
 
     learning_rates = (1e-6, 1e-6)
 
-    type: Literal["dpo"] = Field(default="dpo", description="Preference optimisation on pairs: DPO, IPO and kin.")
+    type: Literal["dpo"] = Field(default="dpo", description="Preference optimisation on pairs: DPO and its variants.")
     loss_type: Annotated[tuple[PreferenceLoss, ...], OneOrMore, Field(min_length=1)] = Field(
-        default=("sigmoid",), description="Loss, or a list of losses that are added up."
+        default=("sigmoid",), description="Loss, or a list of losses whose sum is minimised."
     )
     loss_weights: tuple[Annotated[Float, Field(ge=0)], ...] | None = Field(
-        default=None, description="One weight for each loss of the list; null: 1 each."
+        default=None, description="Weights of the losses in the list; null: 1 each."
     )
     beta: Annotated[Float, Field(gt=0)] = Field(
-        default=0.1, description="How strongly the policy is held to the reference; IPO's tau."
+        default=0.1, description="Strength of the pull towards the reference; IPO's tau."
     )
     label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="Share of pairs assumed to be labelled the wrong way round."
+        default=0.0, description="Share of pairs assumed to have flipped labels."
     )
     f_divergence_type: Divergence = Field(default="reverse_kl", description="Divergence from the reference (f-DPO).")
     f_alpha_divergence_coef: Float = Field(default=0.5, description="The alpha of alpha_divergence.")
     discopop_tau: Annotated[Float, Field(gt=0)] = Field(default=0.05, description="Temperature of the discopop loss.")
     use_ref_model: bool = Field(
-        default=True, description="Compare with a reference; false: its log-probabilities count as 0."
+        default=True, description="Whether to use a reference; false: its log-probabilities count as 0."
     )
     precompute_ref_log_probs: Precompute = False
     ref_model: RefModel = None
@@ -195,7 +195,7 @@ class ORPOMethod(MethodSettings):
         default=0.1, description="Weight of the odds ratio against the likelihood; the paper's lambda."
     )
     completion_only_loss: bool = Field(
-        default=False, description="Take the likelihood of the chosen completion alone; false: of its prompt too."
+        default=False, description="Whether the likelihood term has the chosen completion alone; false: its prompt too."
     )
 
 
@@ -205,10 +205,10 @@ class CPOMethod(MethodSettings):
     learning_rates = (8e-6, 8e-5)
 
     type: Literal["cpo"] = Field(default="cpo", description="Contrastive preference optimisation, no reference.")
-    loss_type: ContrastiveLoss = Field(default="sigmoid", description="How chosen and rejected are compared.")
+    loss_type: ContrastiveLoss = Field(default="sigmoid", description="Loss that compares chosen and rejected.")
     beta: Annotated[Float, Field(gt=0)] = Field(default=0.1, description="Scale of the comparison; IPO's tau.")
     label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="Share of pairs assumed to be labelled the wrong way round."
+        default=0.0, description="Share of pairs assumed to have flipped labels."
     )
     cpo_alpha: Annotated[Float, Field(ge=0)] = Field(
         default=1.0, description="Weight of the chosen completion's negative log-likelihood per token."
@@ -243,10 +243,10 @@ class SimPOMethod(MethodSettings):
         default=2.0, description="Scale of the rewards, which are log-probabilities per token."
     )
     simpo_gamma: Annotated[Float, Field(ge=0)] = Field(
-        default=1.0, description="By how much the chosen reward should be ahead; about half of beta."
+        default=1.0, description="Target margin of the rewards; about half of beta."
     )
     label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="Share of pairs assumed to be labelled the wrong way round."
+        default=0.0, description="Share of pairs assumed to have flipped labels."
     )
     cpo_alpha: Annotated[Float, Field(ge=0)] = Field(
         default=0.0, description="Weight of the chosen completion's negative log-likelihood per token (CPO-SimPO)."
@@ -261,12 +261,10 @@ class KTOMethod(MethodSettings):
     learning_rates = (1e-6, 1e-6)
 
     type: Literal["kto"] = Field(default="kto", description="Single completions labelled desirable or undesirable.")
-    loss_type: UnpairedLoss = Field(default="kto", description="What a completion's reward is held against.")
-    beta: Annotated[Float, Field(gt=0)] = Field(
-        default=0.1, description="How strongly the policy is held to the reference."
-    )
+    loss_type: UnpairedLoss = Field(default="kto", description="Loss: kto, bco or apo_zero_unpaired.")
+    beta: Annotated[Float, Field(gt=0)] = Field(default=0.1, description="Strength of the pull towards the reference.")
     desirable_weight: Annotated[Float, Field(ge=0)] = Field(
-        default=1.0, description="Weight of desirable completions, to make up for classes of unequal size."
+        default=1.0, description="Weight of desirable completions, to balance classes of unequal size."
     )
     undesirable_weight: Annotated[Float, Field(ge=0)] = Field(
         default=1.0, description="Weight of undesirable completions."

@@ -1,4 +1,4 @@
-"""The settings of the methods that learn from completions of the policy itself: GRPO and its variants, PPO, distill."""
+"""The settings of the online methods: GRPO and its variants, PPO, distillation."""
 
 from abc import abstractmethod
 from typing import Annotated, Literal
@@ -32,15 +32,15 @@ DivergenceName = Literal["reverse_kl", "forward_kl", "jensen_shannon"]
 
 
 class OnlineMethod(MethodSettings):
-    """What methods share that learn from completions of the policy itself, sampled at every step."""
+    """Base of the methods that train on completions sampled from the policy at every step."""
 
     kind = "prompt"
     warmup_from_zero = False
     samples_completions = True
 
-    num_generations: Positive = Field(default=8, description="Completions of each prompt.")
+    num_generations: Positive = Field(default=8, description="Number of completions of each prompt.")
     mask_truncated_completions: bool = Field(
-        default=False, description="Leave completions that reached the length limit out of the loss."
+        default=False, description="Whether to exclude completions that reached the length limit from the loss."
     )
 
     @property
@@ -49,27 +49,27 @@ class OnlineMethod(MethodSettings):
 
 
 class RewardedMethod(OnlineMethod):
-    """What methods share that learn from the rewards of their completions."""
+    """Base of the methods that learn from rewards of their completions."""
 
     needs_rewards = True
 
     num_minibatches: Positive = Field(
-        default=1, description="Parts that a step's prompts are divided into, each with an update of its own."
+        default=1, description="Number of minibatches of a step's prompts, each with its update."
     )
-    kl_estimator: KLEstimator = Field(default="k3", description="Estimate of the KL to the reference.")
+    kl_estimator: KLEstimator = Field(default="k3", description="Estimator of the KL to the reference.")
     entropy_coef: Annotated[Float, Field(ge=0)] = Field(
-        default=0.0, description="Weight of the entropy that is added to the objective."
+        default=0.0, description="Weight of the entropy bonus in the objective."
     )
     importance_sampling_cap: Annotated[Float, Field(gt=0)] | None = Field(
         default=3.0,
-        description="Tokens are weighed by trainer's over engine's probability, up to this; null: not at all.",
+        description="Cap of the importance weight pi_trainer / pi_engine of each token; null: no weights.",
     )
     ref_model: RefModel = None
 
     @property
     @abstractmethod
     def needs_reference(self) -> bool:
-        """Whether the KL to a reference has a weight."""
+        """Whether the KL to a reference has a weight above 0."""
 
     @property
     @abstractmethod
@@ -83,30 +83,30 @@ class RewardedMethod(OnlineMethod):
         problems.check(
             self.needs_reference or self.kl_estimator == type(self).model_fields["kl_estimator"].default,
             "kl_estimator",
-            "is of the KL to a reference, which has the weight 0; leave it out",
+            "is for the KL to a reference, whose weight is 0; leave it out",
         )
 
 
 class PolicyGradientMethod(RewardedMethod):
-    """What GRPO, RLOO and REINFORCE++ share: rewards become advantages without a value model."""
+    """Base of GRPO, RLOO and REINFORCE++: advantages from rewards, without a value model."""
 
     learning_rates = (1e-6, 1e-5)
 
-    num_iterations: Positive = Field(default=1, description="How often a step's completions are trained on.")
+    num_iterations: Positive = Field(default=1, description="Number of passes over a step's completions.")
     beta: Annotated[Float, Field(ge=0)] = Field(
-        default=0.05, description="Weight of the KL to the reference; 0: there is no reference."
+        default=0.05, description="Weight of the KL to the reference; 0: no reference."
     )
     kl_in: Literal["loss", "reward"] = Field(
-        default="loss", description="Whether the KL is a term of the loss or taken off the reward."
+        default="loss", description="Place of the KL: a term of the loss, or a penalty on the reward."
     )
     epsilon: Annotated[Float, Field(gt=0)] = Field(
-        default=0.2, description="How far a ratio to the old policy may go below and above 1 before it is clipped."
+        default=0.2, description="Clip range of the ratio to the old policy, below and above 1."
     )
     epsilon_high: Annotated[Float, Field(gt=0)] | None = Field(
-        default=None, description="The same above 1 (clip-higher); of cispo the ratio's bound itself; null: epsilon."
+        default=None, description="Clip range above 1 (clip-higher); cispo: cap of the ratio itself; null: epsilon."
     )
     resampling_rounds: Annotated[Int, Field(ge=0)] = Field(
-        default=0, description="Groups of equal rewards, which teach nothing, are drawn again up to so many times."
+        default=0, description="Maximum number of times that groups of equal rewards are sampled again."
     )
 
     @property
@@ -126,7 +126,7 @@ class PolicyGradientMethod(RewardedMethod):
         problems.check(
             self.resampling_rounds == 0 or self.num_generations > 1,
             "resampling_rounds",
-            "draws groups of equal rewards again, and a group of 1 has always equal rewards; leave it out",
+            "samples groups of equal rewards again, and a group of 1 always has equal rewards; leave it out",
         )
         problems.check(
             self.ref_model is None or self.beta > 0, "ref_model", "names a reference, but beta is 0: nothing reads it"
@@ -143,12 +143,13 @@ class GRPOMethod(PolicyGradientMethod):
     """Group relative policy optimisation: a completion is compared with the others of its prompt."""
 
     type: Literal["grpo"] = Field(default="grpo", description="Group relative policy optimisation.")
-    loss_type: PolicyLossType = Field(default="grpo", description="How tokens become a loss.")
+    loss_type: PolicyLossType = Field(default="grpo", description="Policy-gradient loss and its normalisation.")
     scale_rewards: Literal["group", "batch", "none"] = Field(
-        default="group", description="What advantages are divided by: the group's or the step's spread, or nothing."
+        default="group",
+        description="Standard deviation that divides advantages: the group's, the step's (batch), or none.",
     )
     importance_sampling_level: Literal["token", "sequence"] | None = Field(
-        default=None, description="What has one ratio to the old policy; null: the loss's own, sequence for gspo."
+        default=None, description="Level of the ratio to the old policy; null: the loss's own, sequence for gspo."
     )
 
     @model_validator(mode="after")
@@ -174,35 +175,35 @@ class GRPOMethod(PolicyGradientMethod):
         problems.check(
             self.loss_type != "cispo" or self.epsilon_high is None or self.epsilon == 0.2,
             "epsilon",
-            "is not read by cispo beside epsilon_high, which bounds the ratio; leave it out",
+            "is not read by cispo with epsilon_high, which caps the ratio; leave it out",
         )
         problems.check(
             self.importance_sampling_level != "sequence" or self.loss_type != "cispo",
             "importance_sampling_level",
-            "is sequence, but cispo weighs each token by its own ratio",
+            "is sequence, but cispo has a weight for each token",
         )
         problems.check(
             self.importance_sampling_level != "token" or self.loss_type != "gspo",
             "importance_sampling_level",
-            "is token, but gspo is the loss with one ratio a sequence; loss_type: grpo has one a token",
+            "is token, but gspo is the loss with one ratio per sequence; loss_type: grpo has one per token",
         )
         problems.check(
             not plain or self.updates == 1,
             "num_minibatches" if self.num_minibatches > 1 else "num_iterations",
             f"gives a step {self.updates} updates, but {self.loss_type} has no ratio that would correct for the "
-            "policy's moves between them; give 1, or another loss_type",
+            "changes of the policy between them; give 1, or another loss_type",
         )
         problems.report()
         return self
 
 
 class RLOOMethod(PolicyGradientMethod):
-    """REINFORCE leave-one-out: a completion is compared with the mean of the others of its prompt."""
+    """REINFORCE leave-one-out: the baseline is the mean reward of the prompt's other completions."""
 
     type: Literal["rloo"] = Field(default="rloo", description="REINFORCE leave-one-out.")
-    kl_estimator: KLEstimator = Field(default="k1", description="Estimate of the KL to the reference.")
+    kl_estimator: KLEstimator = Field(default="k1", description="Estimator of the KL to the reference.")
     kl_in: Literal["loss", "reward"] = Field(
-        default="reward", description="Whether the KL is a term of the loss or taken off the reward."
+        default="reward", description="Place of the KL: a term of the loss, or a penalty on the reward."
     )
 
     @model_validator(mode="after")
@@ -219,10 +220,10 @@ class ReinforcePlusPlusMethod(PolicyGradientMethod):
     type: Literal["reinforce_plus_plus"] = Field(
         default="reinforce_plus_plus", description="REINFORCE with returns normalised over the step."
     )
-    num_generations: Positive = Field(default=1, description="Completions of each prompt.")
-    kl_estimator: KLEstimator = Field(default="k1", description="Estimate of the KL to the reference.")
+    num_generations: Positive = Field(default=1, description="Number of completions of each prompt.")
+    kl_estimator: KLEstimator = Field(default="k1", description="Estimator of the KL to the reference.")
     kl_in: Literal["loss", "reward"] = Field(
-        default="reward", description="Whether the KL is a term of the loss or taken off the reward."
+        default="reward", description="Place of the KL: a term of the loss, or a penalty on the reward."
     )
 
     @model_validator(mode="after")
@@ -234,29 +235,29 @@ class ReinforcePlusPlusMethod(PolicyGradientMethod):
 
 
 class PPOMethod(RewardedMethod):
-    """Proximal policy optimisation: a value head says what was to be expected before each token."""
+    """Proximal policy optimisation: a value head predicts the return at each token."""
 
     learning_rates = (3e-6, 3e-5)
 
     type: Literal["ppo"] = Field(default="ppo", description="Proximal policy optimisation with a value head.")
-    num_generations: Positive = Field(default=1, description="Completions of each prompt.")
+    num_generations: Positive = Field(default=1, description="Number of completions of each prompt.")
     num_minibatches: Positive = Field(
-        default=2, description="Parts that a step's prompts are divided into, each with an update of its own."
+        default=2, description="Number of minibatches of a step's prompts, each with its update."
     )
-    num_ppo_epochs: Positive = Field(default=4, description="How often a step's completions are trained on.")
+    num_ppo_epochs: Positive = Field(default=4, description="Number of passes over a step's completions.")
     cliprange: Annotated[Float, Field(gt=0)] = Field(
-        default=0.2, description="How far a ratio to the old policy may go from 1 before it is clipped."
+        default=0.2, description="Clip range of the ratio to the old policy around 1."
     )
     cliprange_value: Annotated[Float, Field(gt=0)] = Field(
-        default=0.2, description="How far an output of the value head may go from the old one before it is clipped."
+        default=0.2, description="Clip range of the value head's output around its old output."
     )
     vf_coef: Annotated[Float, Field(gt=0)] = Field(default=1.0, description="Weight of the value loss.")
     normalize_returns: bool = Field(
         default=True,
-        description="Running mean and spread of the returns as the unit of the value head; false: the rewards' own.",
+        description="Whether the value head predicts returns normalised by their running mean and spread.",
     )
     whiten_rewards: bool = Field(
-        default=False, description="Rewards of the step's tokens are scaled to a spread of 1, their mean kept."
+        default=False, description="Whether a step's token rewards are scaled to a standard deviation of 1, mean kept."
     )
     gamma: Annotated[Float, Field(gt=0, le=1)] = Field(default=1.0, description="Discount of later rewards, per token.")
     lam: Annotated[Float, Field(ge=0, le=1)] = Field(
@@ -265,12 +266,12 @@ class PPOMethod(RewardedMethod):
     kl_coef: Annotated[Float, Field(ge=0)] = Field(
         default=0.05, description="Weight of each token's KL to the reference in its reward; 0: no reference."
     )
-    kl_estimator: KLEstimator = Field(default="k1", description="Estimate of the KL to the reference.")
+    kl_estimator: KLEstimator = Field(default="k1", description="Estimator of the KL to the reference.")
     target_kl: Annotated[Float, Field(gt=0)] | None = Field(
-        default=None, description="kl_coef follows this KL, in nats a completion; null: it stays as it is."
+        default=None, description="Target KL that kl_coef adapts to, in nats per completion; null: kl_coef is fixed."
     )
     kl_horizon: Positive = Field(
-        default=10_000, description="Completions over which kl_coef follows target_kl; fewer: faster."
+        default=10_000, description="Number of completions over which kl_coef adapts to target_kl; fewer: faster."
     )
 
     @property
@@ -291,7 +292,7 @@ class PPOMethod(RewardedMethod):
         problems.check(
             self.target_kl is None or self.kl_coef > 0,
             "target_kl",
-            "needs a kl_coef above 0 to begin with: it is multiplied, and 0 stays 0",
+            "needs a kl_coef above 0: it adapts by factors, and 0 stays 0",
         )
         problems.check(
             self.kl_horizon == 10_000 or self.target_kl is not None,
@@ -319,18 +320,18 @@ class DistillMethod(OnlineMethod):
         description="Hub id or folder of the teacher, with the same tokenizer; null: the model itself before training.",
     )
     teacher_system_prompt: str | None = Field(
-        default=None, description="System prompt of the teacher in place of data.system_prompt; null: the same prompt."
+        default=None, description="System prompt of the teacher instead of data.system_prompt; null: the same prompt."
     )
-    num_generations: Positive = Field(default=1, description="Completions of each prompt.")
+    num_generations: Positive = Field(default=1, description="Number of completions of each prompt.")
     divergence: DivergenceName = Field(
-        default="reverse_kl", description="Divergence between student and teacher that is made smaller at every token."
+        default="reverse_kl", description="Divergence between student and teacher to minimise at every token."
     )
     jensen_shannon_beta: Share = Field(
         default=0.5, description="Weight of the teacher in jensen_shannon; 0 is the forward KL, 1 the reverse KL."
     )
     on_policy_fraction: Annotated[Float, Field(ge=0, le=1)] = Field(
         default=1.0,
-        description="Share of the prompts that the student completes; of the others the data's completion is used.",
+        description="Share of the prompts that the student completes; the others have the data's completion.",
     )
 
     @property

@@ -20,11 +20,11 @@ RuleName = Literal[
 
 
 class RewardTerm(Settings):
-    """What every reward has."""
+    """Settings of every reward."""
 
     loads_model: ClassVar[bool] = False
 
-    weight: Float = Field(default=1.0, description="The reward is multiplied by it; 0 only watches.")
+    weight: Float = Field(default=1.0, description="Weight of the reward in the sum; 0: logged, not trained on.")
     name: Label | None = Field(default=None, description="Name in metrics and logs; null: the type.")
 
 
@@ -37,18 +37,18 @@ class RuleReward(RewardTerm):
 class LengthReward(RewardTerm):
     """-|tokens - target| * scale (Aggarwal and Welleck 2025)."""
 
-    type: Literal["length"] = Field(description="Closeness to a length.")
-    target: Positive = Field(description="The length asked for, in tokens of the completion.")
-    scale: Annotated[Float, Field(gt=0)] = Field(default=0.0003, description="Lost for each token of difference.")
+    type: Literal["length"] = Field(description="Penalty on the distance to a target length.")
+    target: Positive = Field(description="Target length of the completion in tokens.")
+    scale: Annotated[Float, Field(gt=0)] = Field(default=0.0003, description="Penalty per token of difference.")
 
 
 class OverlongReward(RewardTerm):
-    """0, then down in a line to -1 over the last `cache` tokens (DAPO, Yu et al. 2025, eq. 13)."""
+    """0, falling linearly to -1 over the last `cache` tokens (DAPO, Yu et al. 2025, eq. 13)."""
 
-    type: Literal["overlong"] = Field(description="Soft overlong punishment.")
-    cache: Positive = Field(description="Tokens over which the punishment grows.")
+    type: Literal["overlong"] = Field(description="Soft penalty on completions near the length limit.")
+    cache: Positive = Field(description="Number of tokens before the limit over which the penalty grows.")
     max_completion_length: Positive | None = Field(
-        default=None, description="From here on -1, in tokens; null: the rollout's."
+        default=None, description="Length from which the penalty is -1; null: the rollout's."
     )
 
     @model_validator(mode="after")
@@ -67,19 +67,19 @@ class RepetitionReward(RewardTerm):
     """`max_penalty` times the share of n-grams of tokens that repeat an earlier one (Yeo et al. 2025)."""
 
     type: Literal["repetition"] = Field(description="Repetition penalty.")
-    ngram_size: Positive = Field(default=3, description="Tokens of an n-gram.")
-    max_penalty: Annotated[Float, Field(le=0)] = Field(default=-1.0, description="Where everything repeats.")
+    ngram_size: Positive = Field(default=3, description="Length of an n-gram in tokens.")
+    max_penalty: Annotated[Float, Field(le=0)] = Field(default=-1.0, description="Penalty where everything repeats.")
 
 
 class ModelReward(RewardTerm):
-    """A trained reward model, by path or as an earlier stage's."""
+    """A trained reward model: a path, or an earlier stage's."""
 
     loads_model = True
     model_config = ConfigDict(populate_by_name=True)
     type: Literal["model"] = Field(description="A reward model.")
-    path: Place | None = Field(default=None, description="Hub id or folder.")
-    from_stage: Text | None = Field(default=None, alias="from", description="The stage that trains it.")
-    strip_thinking: bool = Field(default=False, description="Score the text behind the last </think> alone.")
+    path: Place | None = Field(default=None, description="Hub id or folder of the reward model.")
+    from_stage: Text | None = Field(default=None, alias="from", description="Stage that trains the reward model.")
+    strip_thinking: bool = Field(default=False, description="Whether to score only what follows the last </think>.")
 
     @model_validator(mode="after")
     def _check(self) -> "ModelReward":
@@ -99,10 +99,10 @@ class PythonReward(RewardTerm):
     type: Literal["python"] = Field(description="A Python function.")
     function: Annotated[str, Field(pattern=FUNCTION)] = Field(description="module:function.")
     timeout: Annotated[Float, Field(gt=0, le=86_400)] | None = Field(
-        default=None, description="Seconds that a call may take; after them its completions have no reward."
+        default=None, description="Timeout of a call in seconds; after it, its completions have no reward."
     )
     retries: Annotated[Int, Field(ge=0)] = Field(
-        default=0, description="Further calls after one that raises or takes too long."
+        default=0, description="Number of further calls after one that raised or timed out."
     )
 
 
@@ -113,12 +113,12 @@ Reward = Annotated[
 
 
 def term_name(reward: Reward) -> str:
-    """The name under which a reward's values are kept."""
+    """The reward's name in metrics."""
     return reward.name or reward.type
 
 
 def check_names(problems: Problems, rewards: Sequence[Reward]) -> None:
-    """Note rewards that would overwrite each other in metrics."""
+    """Report rewards that would overwrite each other in metrics."""
     named = [term_name(reward) for reward in rewards]
     for index, name in enumerate(named):
         problems.check(name not in named[:index], f"rewards.{index}.name", f"would be {name!r}, as an earlier reward's")

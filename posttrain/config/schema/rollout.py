@@ -1,4 +1,4 @@
-"""How completions are drawn: the engine and its sampling."""
+"""The settings of sampling: the engine, filters and limits."""
 
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -14,16 +14,16 @@ class VllmConfig(Settings):
     """Where vLLM runs."""
 
     mode: Literal["colocate", "server"] = Field(
-        default="colocate", description="colocate: in the training process; server: in a process of its own."
+        default="colocate", description="Mode of vLLM; colocate: in the training process; server: in its own process."
     )
     gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = Field(
-        default=0.7, description="Share of the GPU's memory that vLLM takes; on a CPU its cache takes 2 GiB."
+        default=0.7, description="Share of the GPU's memory for vLLM; on a CPU its cache has 2 GiB."
     )
     base_url: Text | None = Field(
-        default=None, description="Address of a running server, http://HOST:PORT; null: one is started and stopped."
+        default=None, description="Address of a running server, http://HOST:PORT; null: the run starts and stops one."
     )
     timeout: Annotated[Float, Field(gt=0)] = Field(
-        default=600.0, description="Seconds in which a server has to start, and to give a sign of life afterwards."
+        default=600.0, description="Seconds that a server may take to start, and between heartbeats."
     )
 
     @model_validator(mode="after")
@@ -58,28 +58,30 @@ def _is_address(url: str) -> bool:
 
 
 class RolloutConfig(Settings):
-    """Drawing completions."""
+    """Sampling completions."""
 
     engine: EngineName = Field(
         default="embedded",
-        description="embedded: fast, for proven families; transformers: any architecture; vllm: vLLM.",
+        description="Engine; embedded: fast, proven families; transformers: any architecture; vllm: vLLM.",
     )
     vllm: VllmConfig = Field(default=VllmConfig(), description="Where vLLM runs.")
-    temperature: Annotated[Float, Field(ge=0)] = Field(default=1.0, description="Of sampling; 0: greedy.")
+    temperature: Annotated[Float, Field(ge=0)] = Field(default=1.0, description="Temperature of sampling; 0: greedy.")
     top_p: Annotated[Float, Field(gt=0, le=1)] = Field(
-        default=1.0, description="Draw from the likeliest tokens that have this share together; 1: from all."
+        default=1.0, description="Nucleus: sample from the likeliest tokens with this total probability; 1: all."
     )
-    top_k: Annotated[Int, Field(ge=0)] = Field(default=0, description="Draw from so many likeliest tokens; 0: all.")
+    top_k: Annotated[Int, Field(ge=0)] = Field(
+        default=0, description="Number of likeliest tokens to sample from; 0: all."
+    )
     min_p: Annotated[Float, Field(ge=0, le=1)] = Field(
-        default=0.0, description="Draw from tokens at least so likely as this share of the likeliest; 0: all."
+        default=0.0, description="Minimum probability of a token relative to the likeliest one; 0: all."
     )
-    max_completion_length: Positive = Field(default=512, description="Longest completion in tokens.")
-    save: bool = Field(default=True, description="Keep every completion of an online run in rollouts.sqlite.")
+    max_completion_length: Positive = Field(default=512, description="Maximum number of tokens of a completion.")
+    save: bool = Field(default=True, description="Whether to store every completion in rollouts.sqlite.")
     max_database_gb: Annotated[Float, Field(gt=0)] = Field(
-        default=20.0, description="When rollouts.sqlite would grow beyond this, its oldest steps make room."
+        default=20.0, description="Maximum size of rollouts.sqlite; above it the oldest steps are deleted."
     )
     stop: Annotated[tuple[Text, ...], OneOrMore] = Field(
-        default=(), description="Texts that end a completion, beside the stop token."
+        default=(), description="Stop strings that end a completion, besides the stop token."
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Every setting of a run, with its default and one line about it. The only source of both; imports no torch."""
+"""Every setting of a run with its default and description, defined here only. Imports no torch."""
 
 from typing import Annotated
 
@@ -33,25 +33,25 @@ class RunConfig(Settings):
     name: FolderName | None = Field(
         default=None, description="Name of the run folder; null: {method}-{model}-{timestamp}."
     )
-    output_dir: Folder = Field(default="runs", description="Run folders are made in this folder.")
+    output_dir: Folder = Field(default="runs", description="Folder that contains the run folders.")
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = Field(
-        default=0, description="Of shuffling, initialisation and dropout."
+        default=0, description="Random seed for shuffling, initialisation and dropout."
     )
     rewards: tuple[Reward, ...] = Field(
         default=(),
-        description="What completions are worth, added up by weight: trained on by GRPO, PPO …, else evaluated.",
+        description="Rewards of completions, summed by weight: trained on by online methods, else evaluated.",
     )
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)] = Field(
-        description="The models to train, one after the other; `model:` is short for one."
+        description="Models to train, one after another; `model:` is the short form for one."
     )
-    method: Method = Field(description="The training method and its settings.")
-    data: DataConfig = Field(description="What to train on, and how a row becomes tokens.")
+    method: Method = Field(description="Training method and its settings.")
+    data: DataConfig = Field(description="Data: sources, formats, templates and limits.")
     training: TrainingConfig = Field(default=TrainingConfig(), description="The optimisation.")
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="Evaluation during training.")
-    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="What is saved during training.")
-    tracking: TrackingConfig = Field(default=TrackingConfig(), description="What is written down.")
-    devices: DevicesConfig = Field(default=DevicesConfig(), description="Where to train.")
-    rollout: RolloutConfig = Field(default=RolloutConfig(), description="How completions are drawn.")
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints and the best model.")
+    tracking: TrackingConfig = Field(default=TrackingConfig(), description="Logging and trackers.")
+    devices: DevicesConfig = Field(default=DevicesConfig(), description="Devices to train on.")
+    rollout: RolloutConfig = Field(default=RolloutConfig(), description="Sampling of completions.")
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
@@ -81,7 +81,7 @@ class RunConfig(Settings):
         return self
 
     def unread(self) -> list[str]:
-        """What is set and not read, where it may yet be meant for other stages, or be overruled for once: no error."""
+        """Warnings about settings that are not read, but may be meant for other stages or be overridden: no error."""
         method, training, lines = self.method, self.training, []
         if not method.dropout and any(m.lora and m.lora.dropout not in (0, LORA_DROPOUT) for m in self.models):
             lines.append(f"model.lora.dropout is not read by {method.type}, which scores its policy with dropout off")
@@ -95,12 +95,12 @@ class RunConfig(Settings):
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is something to evaluate on, and it is done."""
+        """Whether there is validation data and evaluation is on."""
         return self._has_validation and self.evaluation.eval_steps > 0
 
     @property
     def samples(self) -> bool:
-        """Whether completions are sampled: in training, or in the evaluation of a method that learns without."""
+        """Whether completions are sampled, in training or in evaluation."""
         return self.method.samples_completions or self._rewarded
 
     @property
@@ -109,7 +109,7 @@ class RunConfig(Settings):
 
     @property
     def best_metric(self) -> str | None:
-        """The metric by which the best model is kept, if one is."""
+        """The metric of the best model, if one is kept."""
         if self.checkpoint.best_metric != "auto":
             return self.checkpoint.best_metric
         judged = self.method.type == "reward" and self.data.validation is not None and self.evaluates
@@ -117,12 +117,12 @@ class RunConfig(Settings):
 
     @property
     def completion_length(self) -> int:
-        """The most tokens that are drawn after a prompt of the data; 0 where the data has the completions."""
+        """Maximum tokens sampled after a prompt of the data; 0 if the data has the completions."""
         return self.rollout.max_completion_length if self.method.kind == "prompt" else 0
 
     @property
     def longest_example(self) -> int:
-        """The most tokens that an example may have: what a pack must have room for."""
+        """Maximum tokens of an example, which a pack must have room for."""
         return self.data.max_length * (2 if self.method.joins_completions else 1)
 
     def _check_lengths(self, problems: Problems) -> None:
@@ -158,13 +158,13 @@ class RunConfig(Settings):
         problems.check(
             kind == "unpaired" or self.data.format != "kto",
             "data.format",
-            f"is kto, whose labels {self.method.type} does not read; to train on all completions alike say "
+            f"is kto, whose labels {self.method.type} does not read; to train on all completions alike set "
             "prompt_completion or messages",
         )
         problems.check(
             kind == "prompt" or self.data.format != "prompt",
             "data.format",
-            f"is prompt, which has nothing that {self.method.type} could learn from: it needs completions",
+            f"is prompt, which has no completions for {self.method.type} to learn from",
         )
         problems.check(
             self.method.type != "sft" or not self.method.completion_only_loss or self.data.format != "text",
@@ -179,8 +179,8 @@ class RunConfig(Settings):
             problems.check(
                 rollout == RolloutConfig(),
                 "rollout",
-                f"is read where completions are drawn: by online methods, not by {method.type} unless rewards are set, "
-                "which evaluation then gives to completions",
+                f"is read where completions are sampled: by online methods, by {method.type} only if rewards are set, "
+                "for evaluation by completions",
             )
             return
         problems.check(
@@ -191,25 +191,25 @@ class RunConfig(Settings):
         problems.check(
             method.type != "reward",
             "rewards" if self.rewards else "evaluation.datasets",
-            "are given to completions, and a reward model writes none; leave it out",
+            "are for completions, and a reward model writes none; leave it out",
         )
         problems.check(
             online or self.evaluates,
             "rewards",
-            f"are given by {method.type} to completions of validation prompts: set data.validation, e.g. "
-            "{ratio: 0.05}, and evaluation.eval_steps above 0, or leave rewards out",
+            f"score completions of validation prompts with {method.type}: set data.validation, e.g. "
+            "{ratio: 0.05}, and evaluation.eval_steps above 0, or remove rewards",
         )
         problems.check(
             not self.evaluates or self._rewarded,
             "rewards",
             f"are needed to evaluate {method.type} on validation prompts: give some, e.g. rewards: [{{type: math}}], "
-            "or leave data.validation out",
+            "or remove data.validation",
         )
         check_names(problems, self.rewards)
         problems.check(
             not online or rollout.temperature > 0,
             "rollout.temperature",
-            f"is 0, which has one completion only of a prompt; {method.type} learns from what several show",
+            f"is 0, which has one completion of each prompt; {method.type} compares several",
         )
         own = self.evaluation.max_completion_length
         lengths = {"rollout": rollout.max_completion_length if online or own is None else 0, "evaluation": own or 0}
@@ -266,7 +266,7 @@ class RunConfig(Settings):
 
 
 def learning_rate(config: RunConfig, model: ModelConfig) -> float:
-    """The learning rate for this model: as set, or else the method's default for full fine-tuning or LoRA."""
+    """The learning rate for this model: the setting, or the method's default for full fine-tuning or LoRA."""
     if config.training.learning_rate is not None:
         return config.training.learning_rate
     full, lora = config.method.learning_rates

@@ -22,37 +22,38 @@ WARMUP_STEPS = 0.03  # the default
 class TrainingConfig(Settings):
     """The optimisation."""
 
-    batch_size: Positive = Field(default=16, description="Examples (pairs, prompts) per step, over all devices.")
+    batch_size: Positive = Field(
+        default=16, description="Number of examples (pairs, prompts) per step, over all devices."
+    )
     tokens_per_pack: Positive = Field(
-        default=8192, description="The memory knob; accumulation follows from it and batch_size."
+        default=8192, description="Maximum tokens of a pack: determines memory and gradient accumulation."
     )
     learning_rate: Annotated[Float, Field(ge=0)] | None = Field(
-        default=None, description="null: the method's own, for all weights or LoRA; its page in docs/ tells it."
+        default=None,
+        description="Peak learning rate; null: the method's default for all weights or LoRA (see its page).",
     )
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
-        default="cosine", description="How the learning rate changes; constant has no warm-up."
+        default="cosine", description="Schedule of the learning rate; constant has no warm-up."
     )
     warmup_steps: Annotated[Float, Field(ge=0)] = Field(
         default=WARMUP_STEPS,
-        description="Steps of warm-up, below 1 a share of all steps; it starts at rate 0, of online methods above 0.",
+        description="Number of warm-up steps, or below 1 a share of all; offline methods start at a rate of 0.",
     )
     weight_decay: Annotated[Float, Field(ge=0)] = Field(default=0.0, description="AdamW's weight decay.")
     adam_beta1: Annotated[Float, Field(ge=0, lt=1)] = Field(default=0.9, description="AdamW's beta1.")
     adam_beta2: Annotated[Float, Field(ge=0, lt=1)] = Field(default=0.999, description="AdamW's beta2.")
     adam_epsilon: Annotated[Float, Field(gt=0)] = Field(default=1e-8, description="AdamW's epsilon.")
     max_grad_norm: Annotated[Float, Field(ge=0)] = Field(
-        default=1.0, description="Gradients are clipped to this norm; 0: never."
+        default=1.0, description="Maximum norm of gradients, for clipping; 0: no clipping."
     )
-    num_train_epochs: Annotated[Float, Field(gt=0)] = Field(default=1.0, description="Passes over the data.")
-    max_steps: Positive | None = Field(
-        default=None, description="Stop after so many steps, whatever num_train_epochs says."
-    )
+    num_train_epochs: Annotated[Float, Field(gt=0)] = Field(default=1.0, description="Number of passes over the data.")
+    max_steps: Positive | None = Field(default=None, description="Number of steps; overrides num_train_epochs.")
     optimizer: Literal["adamw", "adamw_8bit", "adamw_cpu_offload"] = Field(
         default="adamw",
-        description="adamw_8bit: a byte for each moment; adamw_cpu_offload: all but the weights in CPU memory.",
+        description="Optimizer; adamw_8bit: moments of a byte; adamw_cpu_offload: state in CPU memory.",
     )
     gradient_checkpointing: Literal["auto"] | bool = Field(
-        default="auto", description="Recompute activations in the backward pass: slower, less memory."
+        default="auto", description="Whether to recompute activations in backward: slower, less memory."
     )
 
     @model_validator(mode="after")
@@ -68,33 +69,34 @@ class TrainingConfig(Settings):
 
 
 class CheckpointConfig(Settings):
-    """What is saved during training."""
+    """Checkpoints and the best model."""
 
-    save_steps: Positive = Field(default=500, description="Save a checkpoint every so many steps.")
-    save_total_limit: Positive | None = Field(default=2, description="Keep the newest so many checkpoints; null: all.")
+    save_steps: Positive = Field(default=500, description="Number of steps between checkpoints.")
+    save_total_limit: Positive | None = Field(default=2, description="Number of checkpoints to keep; null: all.")
     best_metric: Annotated[str, Field(pattern=EVAL_METRIC)] | None = Field(
         default="auto",
-        description="Metric that best/ is kept by, e.g. eval_loss; auto: eval_accuracy for reward models; null: none.",
+        description="Metric for best/, e.g. eval_loss; auto: eval_accuracy for reward models; null: none.",
     )
     early_stopping_patience: Positive | None = Field(
-        default=None, description="Stop after so many evaluations without a better best_metric."
+        default=None,
+        description="Number of evaluations without a better best_metric before stopping; null: no stopping.",
     )
 
 
 class TrackingConfig(Settings):
-    """What is written down, and where it is shown."""
+    """Logging and trackers."""
 
-    logging_steps: Positive = Field(default=10, description="Log metrics every so many steps.")
+    logging_steps: Positive = Field(default=10, description="Number of steps between lines of metrics.")
     report_to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], OneOrMore] = Field(
-        default=(), description="Trackers that are given the metrics too: any of tensorboard, wandb, trackio."
+        default=(), description="Trackers that get the metrics: any of tensorboard, wandb, trackio."
     )
     logging_dir: Folder | None = Field(
         default=None,
-        description="Folder of what tensorboard and wandb write, with one inside for each run; null: the run folder.",
+        description="Folder for the files of tensorboard and wandb, by run; null: the run folder.",
     )
     project: FolderName = Field(default="posttrain", description="Project of the run in wandb and trackio.")
     wandb_mode: Literal["auto", "online", "offline"] = Field(
-        default="auto", description="auto: WANDB_MODE, else online where there is a key, offline where there is none."
+        default="auto", description="Mode of wandb; auto: WANDB_MODE, else online with a key, offline without."
     )
 
     @model_validator(mode="after")
@@ -118,15 +120,15 @@ class TrackingConfig(Settings):
 
 
 class DevicesConfig(Settings):
-    """Where to train."""
+    """Devices to train on."""
 
-    type: Literal["auto", "cpu", "cuda", "mps"] = Field(default="auto", description="auto: cuda, else mps, else cpu.")
+    type: Literal["auto", "cpu", "cuda", "mps"] = Field(
+        default="auto", description="Type of device; auto: cuda, else mps, else cpu."
+    )
     ids: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(min_length=1)] | None = Field(
-        default=None, description="GPUs by number, e.g. [0]; null: as visible."
+        default=None, description="Numbers of the GPUs, e.g. [0]; null: the visible ones."
     )
-    full_determinism: bool = Field(
-        default=False, description="On a GPU only kernels that give the same bits every time; slower."
-    )
+    full_determinism: bool = Field(default=False, description="Whether to use deterministic GPU kernels only; slower.")
 
     @model_validator(mode="after")
     def _check(self) -> "DevicesConfig":
