@@ -64,7 +64,7 @@ MALFORMED = {
     "bad JSON": ('{"prompt": "a",', ["not JSON", "column"]),
     "a list": ("[1, 2]", ["must be an object with named columns, not a list"]),
     "a column missing in one row": ({"prompt": "a", "chosen": "b"}, ["rejected is missing"]),
-    "a number for a text": ({**PAIR, "chosen": 5}, ["chosen must be a text or a list of messages, not a number"]),
+    "a number for a text": ({**PAIR, "chosen": 5}, ["chosen must be a string or a list of messages, not a number"]),
     "null": ({**PAIR, "rejected": None}, ["rejected is null"]),
     "NUL": ({**PAIR, "chosen": "a\0b"}, ["chosen contains NUL at character 2"]),
     "a lone surrogate": ({**PAIR, "chosen": "\ud800"}, ["chosen is not valid Unicode"]),
@@ -89,7 +89,7 @@ def test_a_malformed_row_among_many_is_counted_and_left_out(tmp_path, monkeypatc
     assert main(["explore", f"model.path={shared / 'models/stories260K'}", *arguments]) == 0
     shown = capsys.readouterr().out
     assert "121 rows read" in shown and "120 examples used" in shown
-    assert "1 row malformed, left out" in shown and "rows.jsonl line 1: not JSON" in " ".join(shown.split())
+    assert "1 row malformed, dropped" in shown and "rows.jsonl line 1: not JSON" in " ".join(shown.split())
 
 
 UNREADABLE = {
@@ -133,9 +133,9 @@ KTO = {
         ["all 20 training examples are labelled true", "needs both", "method.type: sft"],
     ),
     "the other class": ([row | {"label": False} for row in LABELLED], ["all 20 training examples are labelled false"]),
-    "labels as texts": (
+    "labels as strings": (
         [row | {"label": str(row["label"])} for row in LABELLED],
-        ["20 of 20 rows are malformed", "line 1: label must be true or false", "not the text 'True'"],
+        ["20 of 20 rows are malformed", "line 1: label must be true or false", "not the string 'True'"],
     ),
     "pairs": (PAIRS, ["has preference pairs", "write each pair as two rows", "method.type: dpo"]),
     "no labels": (
@@ -168,7 +168,7 @@ def test_what_pairs_are_needed_for(refused):
 
 def test_a_missing_file_names_its_neighbour(refused):
     write(Path("row.jsonl"), PAIRS)
-    assert "rows.jsonl is not there: did you mean row.jsonl?" in refused()
+    assert "rows.jsonl does not exist: did you mean row.jsonl?" in refused()
 
 
 # --- settings -------------------------------------------------------------------------------------------------------
@@ -404,4 +404,4 @@ def test_debug_shows_the_stack_trace(tmp_path, monkeypatch, shared, capsys):
     arguments = [f"model.path={shared / 'models/stories260K'}", "method=dpo", "data.source=rows.jsonl", "--debug"]
     assert main(["train", *arguments]) == 1
     error = capsys.readouterr().err
-    assert "Traceback" in error and error.splitlines()[-1].startswith("error: rows.jsonl is not there")
+    assert "Traceback" in error and error.splitlines()[-1].startswith("error: rows.jsonl does not exist")

@@ -228,7 +228,7 @@ def test_every_setting_has_a_flag_with_its_description_in_help(run):
     for flag in ("--dry-run", "--resume", "--overwrite", "--model-index", "--debug"):
         assert flag in out
     said = " ".join(re.sub(r"[│\n]", " ", out).split())
-    assert "dpo: How strongly the policy is held to the reference; IPO's tau. [0.1] orpo: Weight of" in said
+    assert "dpo: Strength of the regularisation towards the reference; IPO's tau. [0.1] orpo: Weight of" in said
     assert "One of auto, float32, bfloat16. [auto]" in said
 
 

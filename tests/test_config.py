@@ -113,7 +113,7 @@ def test_extends_a_list_the_later_over_the_earlier(write):
 
 def test_extends_in_a_circle_is_named(write):
     write({"a.yaml": "extends: b.yaml\n", "b.yaml": "extends: a.yaml\n"})
-    with pytest.raises(ConfigError, match="a circle"):
+    with pytest.raises(ConfigError, match="a cycle"):
         load("a.yaml")
 
 

@@ -122,7 +122,7 @@ def test_labels_are_read_by_kto_alone(tmp_path):
         ({"validation": {"ratio": 2}}, "data.validation.ratio is 2; it must be a number above 0 and below 1 or null"),
         ({"validation": {"ratio": 0.1, "rows": 2}}, "needs one of ratio, rows and source, not ratio and rows"),
         ({"validation": {}}, "data.validation needs one of ratio, rows and source, not none"),
-        ({"validation": {"rows": 2, "split": "dev"}}, "data.validation.split goes with source only"),
+        ({"validation": {"rows": 2, "split": "dev"}}, "data.validation.split is read with source only"),
         ({"source": []}, "data.source is a list; it must be text or a list of mappings with source, split"),
         (
             {"source": [{"source": "x", "weigt": 2}]},
@@ -168,13 +168,13 @@ def test_wrong_data_settings(tmp_path, data, message):
         ({"type": "dpo", "use_ref_model": False, "ref_model": "x"}, "names a reference, but use_ref_model is false"),
         (
             {"type": "sft", "completion_only_loss": True, "assistant_only_loss": True},
-            "is at odds with completion_only_loss",
+            "conflicts with completion_only_loss",
         ),
         ({"type": "grpo", "loss_type": "no_baseline", "epsilon": 0.1}, "epsilon is not read by no_baseline"),
         ({"type": "grpo", "loss_type": "reinforce_with_baseline", "epsilon_high": 1}, "epsilon_high is not read by"),
         ({"type": "grpo", "loss_type": "cispo", "epsilon_high": 5, "epsilon": 0.1}, "epsilon is not read by cispo"),
-        ({"type": "grpo", "beta": 0, "kl_estimator": "k1"}, "kl_estimator is of the KL to a reference"),
-        ({"type": "ppo", "kl_coef": 0, "kl_estimator": "k3"}, "kl_estimator is of the KL to a reference"),
+        ({"type": "grpo", "beta": 0, "kl_estimator": "k1"}, "kl_estimator is for the KL to a reference"),
+        ({"type": "ppo", "kl_coef": 0, "kl_estimator": "k3"}, "kl_estimator is for the KL to a reference"),
         ({"type": "reward", "center_rewards_coefficient": -1}, "must be a number of 0 or more or null"),
         ({"type": "kto", "loss_type": "bcoo"}, "method.loss_type is 'bcoo'; did you mean bco?"),
         ({"type": "kto", "desirable_weight": 0, "undesirable_weight": 0}, "are both 0; nothing would be trained"),
@@ -220,7 +220,7 @@ def test_missing_things_say_what_to_write(tmp_path):
     message = refused(tmp_path, "")
     assert "models is missing; name one" in message
     assert f"method is missing; choose one of {NAMES}" in message
-    assert "data is missing; say what to train on" in message
+    assert "data is missing; set the data to train on" in message
 
 
 def test_models_in_one_folder_are_refused(tmp_path):
@@ -279,13 +279,13 @@ def test_an_entry_of_a_list_is_blamed_on_the_override_that_gave_it(tmp_path):
         ("model: [gpt2\n", "not valid YAML"),
         ("model: a: b\n", "a.yaml:1: not valid YAML at column 9: mapping values are not allowed here (text that holds"),
         ("data:\n  source: x\n training: 1\n", "is the line indented like its neighbours?"),
-        ("model: {lora: 4, lora_r: 3}\n", "a.yaml:1: lora_r means lora.r, but lora is given too and is no mapping"),
+        ("model: {lora: 4, lora_r: 3}\n", "a.yaml:1: lora_r means lora.r, but lora is given too and is not a mapping"),
         (
             "model: !!python/object/apply:os.system [ls]\n",
             "a.yaml:1: the YAML tag !!python/object/apply:os.system is refused",
         ),
         ("model: !load x\n", "a.yaml:1: the YAML tag !load is refused"),
-        ("seed: !!int abc\n", "a.yaml:1: 'abc' is no !!int"),
+        ("seed: !!int abc\n", "a.yaml:1: 'abc' is not a !!int"),
         ("- a\n- b\n", "a.yaml holds a list; a settings file is a mapping"),
         ("just text\n", "a.yaml holds a text; a settings file is a mapping"),
         ("a: &a {<<: *a}\n", "not"),

@@ -43,7 +43,7 @@ def test_preference_mixes_of_text_and_messages():
     assert (row.prompt, row.margin) == ([user("hi")], 0.5)
     row = read("preference", {"prompt": [user("hi")], "chosen": "a", "rejected": "b", "system": "Be."})
     assert row.prompt == [{"role": "system", "content": "Be."}, user("hi")] and row.chosen == [assistant("a")]
-    with pytest.raises(RowError, match="both be texts"):
+    with pytest.raises(RowError, match="both be strings"):
         read("preference", {"chosen": "a", "rejected": [assistant("b")]})
 
 
@@ -206,7 +206,7 @@ def test_ties():
     pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
     assert read("preference", {**pair, "tie": True}).tie and not read("preference", {**pair, "tie": 0}).tie
     assert not read("preference", {**pair, "tie": None, "margin": 2}).tie
-    with pytest.raises(RowError, match="tie must be true or false, not the text 'yes'"):
+    with pytest.raises(RowError, match="tie must be true or false, not the string 'yes'"):
         read("preference", {**pair, "tie": "yes"})
     with pytest.raises(RowError, match="tie is true, but margin says that chosen is better by 2"):
         read("preference", {**pair, "tie": True, "margin": 2})
@@ -219,11 +219,11 @@ def test_kto_rows():
     assert read("kto", {"messages": turns, **label}).prompt == [user("q")]
     assert read("kto", {"prompt": [user("q")], "completion": "a", "label": 1}).chosen == [assistant("a")]
     for fields, said in (
-        ({"prompt": "q", "completion": "a", "label": "true"}, "label must be true or false .*, not the text 'true'"),
+        ({"prompt": "q", "completion": "a", "label": "true"}, "label must be true or false .*, not the string 'true'"),
         ({"prompt": "q", "completion": "a", "label": 2}, "not 2"),
         ({"prompt": "q", "completion": "a", "label": None}, "label is null"),
         ({"prompt": "q", **label}, "completion is missing"),
-        ({"messages": turns[:1], **label}, "must end with the assistant's reply"),
+        ({"messages": turns[:1], **label}, "must end with the labelled reply of the assistant"),
     ):
         with pytest.raises(RowError, match=said):
             read("kto", fields)
@@ -258,5 +258,5 @@ def test_numbers_that_are_none_are_malformed_rows(name, fields, reason):
 
 
 def test_columns_given_the_wrong_way_round_are_told():
-    with pytest.raises(DataError, match=r"data\.columns: write \{prompt: question\}, the field's name and then"):
+    with pytest.raises(DataError, match=r"data\.columns: write \{prompt: question\}, first the field, then"):
         find_layout("auto", {"question": "prompt"}, [{"question": "Q", "completion": "c"}], "sft", "rows")

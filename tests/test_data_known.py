@@ -159,7 +159,7 @@ def test_benchmarks_are_read_whole(shared, tmp_path, file):
 def test_names():
     assert known_set("gsm8k") is known_set("openai/gsm8k") is known_set("OpenAI/GSM8K/socratic") is KNOWN["gsm8k"]
     assert known_set("someone/else") is None and layout_of("gsm8k") is KNOWN["gsm8k"]
-    with pytest.raises(DataError, match="gsm8 is no file or folder here and no known data set: did you mean gsm8k"):
+    with pytest.raises(DataError, match="gsm8 is neither a file or folder here nor a known data set: did you mean gsm8k"):
         prepare(DataConfig(source="gsm8"), byte_tokenizer(CHATML), "sft")
 
 
@@ -218,7 +218,7 @@ def test_damage_is_seen(kept):
 def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_text("{broken")
-    with pytest.raises(DataError, match="has no row that can be read"):
+    with pytest.raises(DataError, match="has no readable row"):
         keep("bad.jsonl", tmp_path / "kept")
     with pytest.raises(DataError, match="no split 'dev'"):
         (tmp_path / "folder").mkdir()

@@ -133,7 +133,7 @@ def test_two_stages_on_disjoint_rows(tmp_path, completions):
     assert second.fingerprint != run(tmp_path, source=completions).fingerprint
     task = run(tmp_path, source="builtin:arithmetic", skip_rows=5, max_rows=5)
     assert sorted(rows_of(task.train)) == [5, 6, 7, 8, 9]
-    with pytest.raises(DataError, match="has no row behind the first 20"):
+    with pytest.raises(DataError, match="has no row after the first 20"):
         run(tmp_path, source=completions, skip_rows=20)
 
 

@@ -86,7 +86,7 @@ BAD_FILES = {
     "scalar.json": (b"12", "not a JSON list"),
     "two.json": (b'{"a": [1], "b": [2]}', "one list"),
     "more.json": (b'[{"a": 1}]\n\n[{"a": 2}]', "line 3 column 1 is not JSON: Extra data after the list"),
-    "key.json": (b'[{"a": 1},\n{"a": 1, "a": 2}]', "line 2 is not JSON: the key 'a' is there twice"),
+    "key.json": (b'[{"a": 1},\n{"a": 1, "a": 2}]', "line 2 is not JSON: the key 'a' appears twice"),
     "head.csv": (b'a,"b\n1,2\n', "line 1, of the column names"),
     "twice.csv": (b"a,a\n1,2\n", "column twice"),
     "bytes.parquet": (b"PAR1 no", "Parquet"),
@@ -353,4 +353,4 @@ def test_rows_of_one_line_keep_their_own_reasons(tmp_path):
     assert (first.row, second.row) == (300, 301) and str(second).endswith(
         "a.json line 1 (row 301): completion is missing"
     )
-    assert "prompt must be a text" in first.reason
+    assert "prompt must be a string" in first.reason

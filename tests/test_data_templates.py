@@ -331,7 +331,7 @@ def test_a_published_template_needs_its_tokens(tmp_path):
     for name, (tokens, *_) in PUBLISHED_TEXTS.items():
         if not tokens or name == "chatml":
             continue
-        lacking = f"{name} is written with {', '.join(tokens)}, which the tokenizer lacks: .*zephyr".replace("|", r"\|")
+        lacking = f"{name} needs {', '.join(tokens)}, which the tokenizer lacks: .*zephyr".replace("|", r"\|")
         with pytest.raises(DataError, match=lacking):
             choose_template(DataConfig(source="x", template=name), byte_tokenizer())
     with pytest.raises(DataError, match="zephyr ends replies with the tokenizer's stop token, and it has none"):
@@ -344,7 +344,7 @@ def test_a_published_template_needs_its_tokens(tmp_path):
     gemma = base_tokenizer(PUBLISHED_TEXTS["gemma"][0])
     choose_template(DataConfig(source="x", template="gemma"), gemma)
     with rendering(gemma) as renderer:
-        assert "gemma has turns of user and assistant alone" in (renderer.render([RenderRequest(TALK)])[0].error or "")
+        assert "gemma has only turns of user and assistant" in (renderer.render([RenderRequest(TALK)])[0].error or "")
 
 
 def test_generation_stops_where_a_published_template_ends(scratch_model, tmp_path):

@@ -69,7 +69,7 @@ def test_a_model_and_data_of_the_hub_are_refused_at_once(online, capsys, shared)
     constants.HF_HUB_OFFLINE = False
     model = shared / "models/stories260K"
     assert main(["explore", "dpo-hh", "data.source=nobody/nothing", f"model.path={model}"]) == 1
-    assert "nobody/nothing is no file or folder here" in capsys.readouterr().err
+    assert "nobody/nothing is not a file or folder here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("setting", ["data.source", "model.path"])

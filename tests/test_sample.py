@@ -33,7 +33,7 @@ def test_any_folder_with_prompts_of_a_file_and_a_sweep(stories, capsys):
     rows = re.findall(r"^ *(\S+) +8 +8 to 8 +100% +(\d+)% +- +-2 +0 +100% *$", out, re.MULTILINE)
     assert [row[0] for row in rows] == ["0.5", "1.5"], out
     assert "row 0, temperature 0.5, reward -2 = 1 x -2 (length)" in out and "At temperature 0.5" in out
-    assert "not used: p.jsonl line 2: prompt must be a text" in out and "row 2, prompt of" in out
+    assert "not used: p.jsonl line 2: prompt must be a string" in out and "row 2, prompt of" in out
     assert main([*arguments, "--temperature", "1.5", "--top-k", "1", "--stop", "e"]) == 0
     [(lengths, truncated, distinct)] = set(
         re.findall(r"^ *\d +(\d+) +\d+ to \d+ +(\d+)% +(\d+)% ", capsys.readouterr().out, re.MULTILINE)[:1]

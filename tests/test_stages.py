@@ -117,16 +117,16 @@ def test_dumped_stages_load_back_equal(write):
     ("text", "given", "message"),
     [
         (TWO.replace("m: sft", "m: stf"), [], r"a\.yaml:7: stage dpo: init_from names no stage: stf; did you mean sft"),
-        (TWO, ["stages.sft.init_from=dpo"], r"in a circle: dpo <- sft <- dpo|in a circle: sft <- dpo <- sft"),
-        (TWO, ["stages.sft.init_from=sft"], r"in a circle: sft <- sft"),
+        (TWO, ["stages.sft.init_from=dpo"], r"in a cycle: dpo <- sft <- dpo|in a cycle: sft <- dpo <- sft"),
+        (TWO, ["stages.sft.init_from=sft"], r"in a cycle: sft <- sft"),
         (TWO, ["stages.dop.seed=1"], r"there is no stage dop; did you mean dpo\?"),
-        (TWO, ["stages.dpo.name=x"], r"name is of the whole run"),
+        (TWO, ["stages.dpo.name=x"], r"name belongs to the whole run"),
         (TWO, ["stages.dpo.model.path=b"], r"starts from the final model of another stage and also has a model"),
         (TWO, ["method.beta=1"], r"stage sft: override method\.beta=1: method\.beta is not a setting of sft"),
         (TWO, ["data.fromat=x"], r"^override data\.fromat=x: data\.fromat is not a setting"),
         (TWO.replace("    method: sft\n", ""), [], r"stage sft: method is missing"),
         (TWO.replace("format: messages", "formt: messages"), [], r"stage sft: a\.yaml:12: data\.formt is not"),
-        (TWO + "    output_dir: x\n", [], r"a\.yaml:14: output_dir is of the whole run"),
+        (TWO + "    output_dir: x\n", [], r"a\.yaml:14: output_dir belongs to the whole run"),
         ("stages: []\n", [], r"a\.yaml:5: stages is a mapping of names"),
         ("stages: {}\n", [], r"stages is a mapping of names"),
         ("stages: {final: {method: sft}}\n", [], r"a stage cannot be called 'final'"),
@@ -306,7 +306,7 @@ def test_skipping(tmp_path, shared, scratch_model):
     runner.train(stages, skip=["reward", "dpo"])
     runner.train(stages, skip=["sft", "reward"])
     assert states(tmp_path / "chain") == {"sft": "finished", "dpo": "finished"}
-    with pytest.raises(ConfigError, match="every stage is left out"):
+    with pytest.raises(ConfigError, match="every stage is skipped"):
         runner.train(stages, skip=["sft", "reward", "dpo"])
 
 
@@ -331,5 +331,5 @@ def test_plan_and_explore_show_all_stages(tmp_path, shared, scratch_model, capsy
 
 def test_no_policy_starts_from_a_reward_stage(write):
     text = "model: gpt2\ndata: {source: x}\nstages:\n  rm: {method: reward}\n  dpo: {method: dpo, init_from: rm}\n"
-    with pytest.raises(ConfigError, match="stage dpo starts from a reward model, which writes no texts"):
+    with pytest.raises(ConfigError, match="stage dpo starts from a reward model, which writes no completions"):
         load(write(text))

@@ -421,10 +421,10 @@ BOMBS = {
     "mappings that double": ("  columns:\n    c0: {a: x, b: y}\n" + MAPPINGS, "come to more than 1,000,000 characters"),
     "a long row of names": (
         "  columns:\n    c0: x\n" + "".join(f"    c{n}: '${{data.columns.c{n + 1}}}'\n" for n in range(1, 3000)),
-        "in too long a row",
+        "chain of references is too long",
     ),
-    "a circle": ("  columns: {a: '${data.columns.b}', b: 'x${data.columns.a}'}\n", "name one another in a circle"),
-    "aliases": ("  columns:\n    c0: &c0 [x, x]\n" + ALIASES, "aliases multiply without end: more than 100,000 values"),
+    "a circle": ("  columns: {a: '${data.columns.b}', b: 'x${data.columns.a}'}\n", "refer to one another in a cycle"),
+    "aliases": ("  columns:\n    c0: &c0 [x, x]\n" + ALIASES, "aliases multiply: more than 100,000 values"),
     "long aliases": (
         "  columns:\n    c0: &c " + "x" * 10_000 + "\n" + "".join(f"    c{n}: *c\n" for n in range(1, 999)),
         "or 2,000,000 characters",

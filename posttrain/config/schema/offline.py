@@ -90,7 +90,7 @@ class DPOMethod(MethodSettings):
         default=None, description="Weights of the losses in the list; null: 1 each."
     )
     beta: Annotated[Float, Field(gt=0)] = Field(
-        default=0.1, description="Strength of the pull towards the reference; IPO's tau."
+        default=0.1, description="Strength of the regularisation towards the reference; IPO's tau."
     )
     label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="Share of pairs assumed to have flipped labels."
@@ -262,7 +262,7 @@ class KTOMethod(MethodSettings):
 
     type: Literal["kto"] = Field(default="kto", description="Single completions labelled desirable or undesirable.")
     loss_type: UnpairedLoss = Field(default="kto", description="Loss: kto, bco or apo_zero_unpaired.")
-    beta: Annotated[Float, Field(gt=0)] = Field(default=0.1, description="Strength of the pull towards the reference.")
+    beta: Annotated[Float, Field(gt=0)] = Field(default=0.1, description="Strength of the regularisation towards the reference.")
     desirable_weight: Annotated[Float, Field(ge=0)] = Field(
         default=1.0, description="Weight of desirable completions, to balance classes of unequal size."
     )
