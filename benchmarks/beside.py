@@ -16,10 +16,8 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
-
 from benchmarks.common import SHARED, THREADS, machine, put_table
+from benchmarks.models import write_model
 from posttrain.store.files import load_json, save_json
 
 RESULTS = Path(__file__).parent / "results"
@@ -37,15 +35,10 @@ print(time.perf_counter() - began)
 
 
 def make_model(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers/minimind6400")
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=512, num_hidden_layers=13, intermediate_size=1536, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=64, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+    write_model(
+        folder, SHARED / "tokenizers/minimind6400", hidden_size=512, num_hidden_layers=13, intermediate_size=1536,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True,
     )  # fmt: skip
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def timed(*command: str) -> tuple[float, str]:

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from benchmarks.models import write_model
 from posttrain.memory import peak_of_process  # standard library only, as TRL is measured with it too
 
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
@@ -53,30 +54,17 @@ def make_models(folder: Path, seed: int = 0) -> dict[str, Path]:
     folders = {"policy": folder / "policy", "reward": folder / "reward"}
     if all((path / "model.safetensors").exists() for path in folders.values()):
         return folders
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "minimind6400")
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=512,
-        num_hidden_layers=8,
-        intermediate_size=1536,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=4096,
+    tokenizer = SHARED / "tokenizers/minimind6400"
+    policy = write_model(
+        folders["policy"], tokenizer, seed=seed, hidden_size=512, num_hidden_layers=8, intermediate_size=1536,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=64, max_position_embeddings=4096,
         tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(seed)
-    policy = Qwen3ForCausalLM(config)
-    config.num_labels = 1
-    reward = Qwen3ForSequenceClassification(config)
-    reward.model.load_state_dict(policy.model.state_dict())
+    )  # fmt: skip
+    reward = AutoModelForSequenceClassification.from_config(policy.config, num_labels=1)
+    reward.model.load_state_dict(policy.base_model.state_dict())
     torch.nn.init.normal_(reward.score.weight, std=0.02)
-    for model, path in zip((policy, reward), folders.values(), strict=True):
-        model.save_pretrained(path)
-        tokenizer.save_pretrained(path)
+    reward.save_pretrained(folders["reward"])
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folders["reward"])
     return folders
 
 

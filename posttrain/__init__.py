@@ -4,5 +4,5 @@ import logging
 
 __version__ = "0.1.0"
 
-# Where bitsandbytes is installed, PEFT imports it, and it advises on standard error about kernels for generation.
+# PEFT imports bitsandbytes if it is installed, which then prints advice about generation kernels on standard error.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

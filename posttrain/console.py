@@ -1,4 +1,4 @@
-"""The console that tables, bars and texts go to."""
+"""The console for tables, progress bars and strings."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from posttrain.terminal import visible
 
 
 class PlainConsole(Console):
-    """rich's console for text from anywhere: brackets and colons in it are no markup or emoji, and what would steer
-    the terminal is shown as its escape. Style is given beside the text (`style=`, `Text.append`)."""
+    """rich's console for strings of any origin: brackets and colons are not read as markup or emoji, and control
+    characters are shown as escapes. Styles are passed separately (`style=`, `Text.append`)."""
 
     def __init__(self, stderr: bool = False):
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
@@ -31,7 +31,7 @@ class PlainConsole(Console):
         highlight: bool | None = None,
         highlighter: HighlighterType | None = None,
     ) -> Text:
-        """As rich's, of the visible text: so a table measures what it will show."""
+        """As in rich, after escaping, so that a table measures what it shows."""
         return super().render_str(
             visible(text),
             style=style,
@@ -44,6 +44,6 @@ class PlainConsole(Console):
         )
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich's; what came as a `Text`, and so not through `render_str`, is made visible here."""
+        """As in rich; escapes `Text` objects, which do not pass through `render_str`."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))

@@ -1,7 +1,7 @@
 """The divergence between a student's and a teacher's next-token distributions, from their hidden states.
 
-Both heads are applied to a chunk of rows at a time, and the student's gradient is taken while the chunk is there: a
-[N, V] tensor of either model never exists, and no logits are computed twice.
+Both heads are applied to a chunk of rows at a time, and the student's gradient is computed with the chunk: a [N, V]
+tensor of either model never exists, and no logits are computed twice.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from posttrain.losses.distillation import Divergence
 from posttrain.models.matmul import float32_weight, product
 from posttrain.scoring import chunks_of, head_of, logits_of, row_step
 
-# Elements of a block of logits. Some five of them exist at a time: about what a chunk of `ChunkedScores` takes.
+# Elements of a block of logits. About five of them exist at a time, like a chunk of `ChunkedScores`.
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 
 
 class Compared(NamedTuple):
-    """A student beside its teacher on N scored tokens, float32. Only `loss` has a gradient."""
+    """Student and teacher compared on N scored tokens, float32. Only `loss` has a gradient."""
 
     loss: Tensor  # sum of weight_N * divergence_N
     divergence_N: Tensor  # nats
@@ -30,7 +30,7 @@ class Compared(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What makes logits of hidden states: softcap(hidden W^T + b) / temperature."""
+    """A function from hidden states to logits: softcap(hidden W^T + b) / temperature."""
 
     weight: Tensor
     bias: Tensor | None
@@ -59,10 +59,10 @@ def compare(
     divergence: Divergence,
     temperature: float = 1.0,
 ) -> Compared:
-    """A student beside its teacher, each given as the model and its hidden states (N, D) that predict the targets.
+    """Compare student and teacher, each given as the model and its hidden states (N, D) that predict the targets.
 
-    Heads of different sizes, as of a vocabulary padded to other multiples, are compared on the ids that both have: one
-    distribution each over these. `divergence` is one of posttrain/losses/distillation.py.
+    Heads of different sizes, for instance of a vocabulary padded to another multiple, are compared on the ids that both
+    have. `divergence` is one of posttrain/losses/distillation.py.
     """
     vocabulary = min(len(head_of(model)[0].weight) for model, _ in (student, teacher))
     (ours, hidden_N), (theirs, teacher_N) = (
@@ -77,8 +77,8 @@ def compare(
 class ChunkedDivergence(torch.autograd.Function):
     """The outputs of `Compared`. Sums run in float32 whatever the models' dtypes.
 
-    The weights of the sum are known beforehand, so that forward has all that the gradient needs: it keeps the gradients
-    by hidden states and head, and backward multiplies them by the one that it is given.
+    The weights of the sum are known beforehand, so forward can compute the gradients by hidden states and head, and
+    backward multiplies them by the incoming gradient.
     """
 
     @staticmethod
@@ -126,7 +126,7 @@ class ChunkedDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outputs):
         (factor, *_), gradients = grad_outputs, ctx.gradients
-        ctx.gradients = None  # scaled in place, so for one backward alone
+        ctx.gradients = None  # scaled in place, so usable once
         if gradients is None:
             raise RuntimeError("a divergence has been backpropagated before: compute it again")
         return (*(None if one is None or factor is None else one.mul_(factor) for one in gradients), *[None] * 6)

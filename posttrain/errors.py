@@ -1,4 +1,4 @@
-"""Failures a user can mend. Each message says what was wrong, where, and what to do.
+"""Errors that a user can fix. Each message says what is wrong, where, and what to do.
 
 The command line prints it without a stack trace.
 """
@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 class PosttrainError(Exception):
-    """Base of every failure that is reported as one short message and a non-zero exit status."""
+    """Base class of errors that are reported as one short message and a non-zero exit status."""
 
 
 class ConfigError(PosttrainError):
-    """A setting is unknown, of the wrong type, or at odds with another."""
+    """A setting is unknown, of the wrong type, or in conflict with another."""
 
 
 class DataError(PosttrainError):
@@ -23,11 +23,11 @@ class DataError(PosttrainError):
 
 
 class ModelError(PosttrainError):
-    """A model or tokenizer is missing, refused, or unsuited to the method."""
+    """A model or tokenizer is missing, refused, or unsuitable for the method."""
 
 
 class WeightsError(ModelError):
-    """The weights of a model are damaged, incomplete, or of other shapes than its config.json says."""
+    """The weights of a model are damaged, incomplete, or of other shapes than in its config.json."""
 
 
 class RunError(PosttrainError):
@@ -35,26 +35,26 @@ class RunError(PosttrainError):
 
 
 class DamagedError(RunError):
-    """What was saved cannot be loaded, or does not belong together: no run can be resumed from that checkpoint."""
+    """A checkpoint cannot be loaded, or its parts do not belong together: no run can be resumed from it."""
 
 
 class VitalSignError(PosttrainError):
-    """A check that must hold in every healthy run does not: training would be wrong, so it stops."""
+    """A check that holds in every healthy run fails: training would be wrong, so it stops."""
 
 
 class EngineError(PosttrainError):
-    """What draws completions is absent, does not answer in time, has died, or is of another version."""
+    """An engine is absent, does not answer in time, has died, or is of another version."""
 
 
 class RewardError(PosttrainError):
-    """A reward function, its settings or the grader behind it does not work as a reward must."""
+    """A reward function, its settings or its grader does not work as required."""
 
 
 OUT_OF_MEMORY = "out of memory"
 
 
-# How a RuntimeError or OSError says it: the allocators of CUDA, ROCm and MPS, an asynchronous CUDA error
-# (AcceleratorError), cuBLAS and cuDNN, whose workspace found no room, PyTorch's allocator on a CPU, the system.
+# Messages of a RuntimeError or OSError: the allocators of CUDA, ROCm and MPS, an asynchronous CUDA error
+# (AcceleratorError), the workspaces of cuBLAS and cuDNN, PyTorch's allocator on a CPU, the system.
 _NO_MEMORY = re.compile(
     r"(?:CUDA|HIP|MPS|XPU)\b.{0,40}out of memory|CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED"
     r"|(?:can't|cannot) allocate memory",
@@ -63,20 +63,20 @@ _NO_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, in any of its forms, also inside what torch.compile raises around it."""
+    """Whether the error says that memory ran out, in any form, also wrapped in an error of torch.compile."""
     if isinstance(error, PosttrainError):
         return False
     inner = getattr(error, "inner_exception", None) or error.__cause__
     return (
         isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"  # not by class: this module imports no torch
+        or type(error).__name__ == "OutOfMemoryError"  # not by class: this module does not import torch
         or (isinstance(error, RuntimeError | OSError) and _NO_MEMORY.search(str(error)) is not None)
         or (isinstance(inner, BaseException) and inner is not error and is_out_of_memory(inner))
     )
 
 
 class Stopped(SystemExit):
-    """A signal has ended the run in good order; the status is the shell's for that signal."""
+    """A signal has ended the run cleanly; the exit status is the shell's for that signal."""
 
     def __init__(self, number: int):
         super().__init__(128 + number)
@@ -84,7 +84,7 @@ class Stopped(SystemExit):
 
 
 def reason_of(error: BaseException) -> str:
-    """Why something ended, in a sentence: the message of a failure; else the error's type, message and place."""
+    """The reason of an error in one sentence: a PosttrainError's message; else the error's type, message and place."""
     if isinstance(error, PosttrainError):
         return str(error)
     if isinstance(error, Stopped):
@@ -98,16 +98,16 @@ def reason_of(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """What the user is told of a failure: why, what to do, and the notes that were added on its way."""
+    """The message for the user: the reason, what to do, and the error's notes."""
     notes = getattr(error, "__notes__", ())
     text = OUT_OF_MEMORY if is_out_of_memory(error) else str(error) or type(error).__name__
-    if text == OUT_OF_MEMORY and not notes:  # no run, whose settings would say what to lower
-        text += ": ask for shorter texts or fewer of them at a time (see the lengths and numbers in --help)"
+    if text == OUT_OF_MEMORY and not notes:  # outside a run, which would name the settings to lower
+        text += ": use shorter prompts and completions, or fewer at a time (see the options in --help)"
     return "\n".join([text, *notes])
 
 
 def _place(error: BaseException) -> str:
-    """Where: the innermost line that is no installed package's, or else the innermost."""
+    """The innermost line outside installed packages, or else the innermost line."""
     frames = traceback.extract_tb(error.__traceback__)
     installed = ("<", *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
     own = [frame for frame in frames if not frame.filename.startswith(installed)]

@@ -1,4 +1,4 @@
-"""Packages that posttrain can do without: imported when a setting asks for them, named with their extra when absent."""
+"""Optional packages: imported when a setting needs them; the error for a missing one names its extra."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from posttrain.errors import ConfigError
 
 
 def need(module: str, extra: str, setting: str) -> ModuleType:
-    """The optional module. Raises ConfigError, which says what to install, when it is absent or does not load."""
+    """The optional module. Raises ConfigError with the command to install it if it is missing or does not load."""
     package = module.partition(".")[0]
     try:
         importlib.import_module(package)

@@ -1,4 +1,4 @@
-"""Helper processes between two tasks. One takes half a second or more to start, so it stays a while for the next."""
+"""Reuses idle helper processes. A process takes half a second or more to start, so it is kept for the next task."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import threading
 from collections.abc import Hashable
 from typing import Generic, Protocol, TypeVar
 
-IDLE_SECONDS = 60.0  # how long a process waits for the next task
+IDLE_SECONDS = 60.0  # how long an idle process is kept
 
 
 class Helper(Protocol):
-    """A process that can be handed on."""
+    """A process that can be reused."""
 
     @property
     def is_free(self) -> bool:
-        """Whether it lives and owes no answer."""
+        """Whether it is alive and idle."""
         ...
 
     def end(self) -> None:
-        """Kill it, whatever it is doing. May be called again."""
+        """Kill it. May be called again."""
         ...
 
 
@@ -28,15 +28,15 @@ P = TypeVar("P", bound=Helper)
 
 
 class HelperPool(Generic[P]):
-    """Keeps processes that are free, by their kind: what they were started with. One for all threads, made once.
+    """Keeps idle processes by their kind, the arguments they were started with. Thread-safe; one pool per program.
 
-    None outlives the program; one that ends in peace ends them first.
+    All are terminated at interpreter exit, and none outlives a killed program.
     """
 
     def __init__(self) -> None:
         self._forget()
         atexit.register(self.end_all)
-        if hasattr(os, "register_at_fork"):  # what was forked has the parent's pipes: it starts processes of its own
+        if hasattr(os, "register_at_fork"):  # a fork shares the parent's pipes, so it starts its own processes
             os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
@@ -44,7 +44,7 @@ class HelperPool(Generic[P]):
         self._kept: dict[P, tuple[Hashable, threading.Timer]] = {}
 
     def take(self, kind: Hashable) -> P | None:
-        """A process of this kind, the one put last, if there is one."""
+        """The process of this kind that was put last, or None."""
         while (process := self._pop(kind)) is not None:
             if process.is_free:
                 return process
@@ -52,7 +52,7 @@ class HelperPool(Generic[P]):
         return None
 
     def put(self, kind: Hashable, process: P) -> None:
-        """Keep it for some time; end it now if it is not free."""
+        """Keep it for IDLE_SECONDS; end it now if it is not free."""
         if not process.is_free:
             process.end()
             return
@@ -62,11 +62,11 @@ class HelperPool(Generic[P]):
             self._kept[process] = (kind, timer)
         try:
             timer.start()
-        except RuntimeError:  # this program is ending
+        except RuntimeError:  # the interpreter is exiting
             self._drop(process)
 
     def end_all(self) -> None:
-        """End all that are kept."""
+        """End all kept processes."""
         for process in list(self._kept):
             self._drop(process)
 
@@ -81,6 +81,6 @@ class HelperPool(Generic[P]):
     def _drop(self, process: P) -> None:
         with self._lock:
             _, timer = self._kept.pop(process, (None, None))
-        if timer is not None:  # else it has just been taken
+        if timer is not None:  # else `take` has just returned it
             timer.cancel()
             process.end()

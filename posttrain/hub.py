@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached at all, asked before its library tries for half a minute to."""
+"""Checks whether the Hugging Face hub can be reached, because its library retries for half a minute."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from huggingface_hub import constants
 log = logging.getLogger("posttrain")
 
 TRIES, PAUSE_S = 2, 0.5  # a look-up may fail once
-_ours = False  # whether it is offline by our finding, not by the user's wish
+_ours = False  # whether this module, not the user, has switched the library offline
 
 
 def stay_offline_without_network() -> None:
-    """Where the hub's name cannot be looked up, have its library use the local cache alone, as HF_HUB_OFFLINE=1 does.
+    """If the hub's name does not resolve, restrict its library to the local cache, as HF_HUB_OFFLINE=1 does.
 
-    Asked before every use, so that a long session finds the network when it is back. A proxy looks up names itself.
+    Called before every use, so that a long session notices when the network is back. A proxy resolves names itself.
     """
     global _ours
     place = urlsplit(constants.ENDPOINT)
@@ -28,7 +28,7 @@ def stay_offline_without_network() -> None:
         return
     offline = not _is_known(host)
     if offline and not _ours:
-        log.info("%s cannot be looked up: only the local cache of the hub is used", host)
+        log.info("%s does not resolve: using only the local cache of the hub", host)
     constants.HF_HUB_OFFLINE = _ours = offline
 
 

@@ -1,4 +1,4 @@
-"""Importing torch and transformers at the start of a command in less time."""
+"""Faster imports of torch and transformers at the start of a command."""
 
 import gc
 import sys
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Imports inside look for no garbage: a fifth of their time.
+    """Disable garbage collection during the imports inside, which saves a fifth of their time.
 
-    They make hundreds of thousands of objects that stay, so that none would be found; afterwards none of these is
-    looked at again. Where torch is there already, as in a program of the user's own, nothing changes.
+    They create hundreds of thousands of permanent objects, so a collection would find nothing; afterwards these objects
+    are frozen. If torch is imported already, as in a user's own program, nothing changes.
     """
     if "torch" in sys.modules:
         yield

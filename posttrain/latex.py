@@ -1,4 +1,4 @@
-"""The answer that a solution puts into a box."""
+"""Extracts the boxed answer of a solution."""
 
 import re
 
@@ -9,7 +9,7 @@ _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$\\]+)")
 
 def last_box(text: str) -> str | None:
     r"""The content of the last balanced `\boxed{…}` or `\fbox{…}`, the outer one of nested ones."""
-    opened: list[tuple[int, bool]] = []  # where the content of each open brace begins, and whether it is a box
+    opened: list[tuple[int, bool]] = []  # of each open brace: the start of its content, and whether it is a box
     found: tuple[int, int] | None = None
     for match in _BRACES.finditer(text):
         token = match.group()

@@ -1,4 +1,4 @@
-"""How much memory there is and is used, and giving it back."""
+"""Measures available and used memory, and releases it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # grading workers read their memory here, and must not import torch
+if TYPE_CHECKING:  # grading workers use this module and must not import torch
     import torch
 
 try:
@@ -18,7 +18,7 @@ try:
 except ImportError:  # Windows
     resource = None
 
-# Where a container's limit is told, in Linux's second and first version of control groups.
+# Files with a container's limit, in versions 2 and 1 of Linux's control groups.
 CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -28,7 +28,7 @@ M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def release_memory() -> None:
-    """Give back what no object needs any more: cycles, torch's cache on a GPU, and the free pages that glibc keeps."""
+    """Release unused memory: reference cycles, torch's cache on a GPU, and the free pages that glibc keeps."""
     import torch
 
     gc.collect()
@@ -38,19 +38,19 @@ def release_memory() -> None:
 
 
 def return_free_pages() -> None:
-    """Give back the free pages of main memory that glibc keeps. For between two kinds of work: the tensors of the one
-    seldom fit the holes that the other's have left."""
+    """Release the free pages of main memory that glibc keeps. For use between two kinds of work: the tensors of one
+    seldom fit the holes that those of the other leave."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)
 
 
 def return_tensors_at_once() -> None:
-    """From now on, main memory that a tensor of 256 KiB or more leaves goes back to the system, where glibc is in use.
+    """With glibc, return the memory of freed tensors of 256 KiB or more to the system from now on.
 
-    Else glibc keeps blocks of up to 32 MiB in its heap, where a tensor often does not fit the hole that another has
-    left, and a third to a half more is held than any moment needs. The price is about a fifth of the time on a CPU,
-    as pages that come anew are cleared.
+    Otherwise glibc keeps blocks of up to 32 MiB in its heap, where a tensor often does not fit the hole of another, and
+    the process holds a third to a half more memory than its peak need. The price is about a fifth of the time on a CPU,
+    because the system clears new pages.
     """
     libc = _glibc()
     if libc is not None:
@@ -67,13 +67,13 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def memory_in_use() -> int:
-    """Bytes of main memory that this process holds now (elsewhere than on Linux, its peak)."""
+    """Bytes of main memory that this process holds now (on other systems than Linux, its peak)."""
     held = _status("VmRSS")
     return peak_of_process() if held is None else held
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most this process has held since `reset_peak_memory`, on the GPU where it computes on one."""
+    """Peak memory of this process in bytes since `reset_peak_memory`; of the GPU if `device` is one."""
     if device.type == "cuda":
         import torch
 
@@ -82,10 +82,10 @@ def peak_memory(device: torch.device) -> int:
 
 
 def peak_of_process() -> int:
-    """Bytes of main memory: the most this process has held, on Linux since `reset_peak_memory`; 0 on Windows.
+    """Peak main memory of this process in bytes, on Linux since `reset_peak_memory`; 0 on Windows.
 
-    On Linux not by getrusage, whose ru_maxrss a process inherits from the one that started it: a worker of a large
-    training process would seem large from its first moment.
+    Linux does not use getrusage: a process inherits ru_maxrss from its parent, so a worker of a large training process
+    would seem large from the start.
     """
     peak = _status("VmHWM")
     if peak is not None:
@@ -97,18 +97,18 @@ def peak_of_process() -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin `peak_memory` anew, so that one model's peak is not counted as the next one's."""
+    """Reset `peak_memory`, so that one model's peak does not count for the next one."""
     if device.type == "cuda":
         import torch
 
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with contextlib.suppress(OSError):  # no Linux, or a sandbox that forbids it
+        with contextlib.suppress(OSError):  # not Linux, or a sandbox that forbids it
             (PROCESS / "clear_refs").write_text("5")
 
 
 def _status(field: str) -> int | None:
-    """A size in /proc/self/status, in bytes; None where there is no such file."""
+    """A size in /proc/self/status, in bytes, or None without that file."""
     try:
         lines = (PROCESS / "status").read_text().splitlines()
     except OSError:
@@ -117,7 +117,7 @@ def _status(field: str) -> int | None:
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Bytes that could still be taken on `device`, within the limit of a container; None where nobody says."""
+    """Free memory of `device` in bytes, within the limit of a container; None if unknown."""
     if device.type == "cuda":
         import torch
 

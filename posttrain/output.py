@@ -1,10 +1,10 @@
-"""What is said to nobody: the reader of a pipe has gone (`posttrain train … | head`), or a terminal was closed.
+"""Output without a reader: the reader of a pipe has ended (`posttrain train … | head`), or a terminal was closed.
 
-    with enduring(): ...      # output goes nowhere from then on, and the work goes on
-    with quitting(): ...      # the process ends without a word, as other tools do
+with enduring(): ...      # discards further output and continues
+with quitting(): ...      # ends the process silently, as other tools do
 
-Python code writes to `sys.stdout` and `sys.stderr`, which are wrapped here. Once one fails, its file descriptor leads
-to the null device, so that nothing that has it can fail again.
+Both wrap `sys.stdout` and `sys.stderr`. Once a write fails, the file descriptor is redirected to the null device, so
+that no other user of it fails.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ log = logging.getLogger("posttrain")
 
 # A pipe's reader (Windows calls it an invalid argument), a terminal, a socket's peer.
 GONE = {errno.EPIPE, errno.EIO, errno.ESHUTDOWN, errno.ECONNRESET} | ({errno.EINVAL} if os.name == "nt" else set())
-QUIT = 141  # what a shell says of a process that SIGPIPE has ended
+QUIT = 141  # exit status of a shell for a process that SIGPIPE ended
 
 
 class _Stream:
-    """A text stream that survives the loss of its reader, or with `quits` ends the process then."""
+    """A text stream that survives the loss of its reader; with `quits` it ends the process instead."""
 
     def __init__(self, stream: TextIO, quits: bool):
         self._stream, self._quits = stream, quits
@@ -66,7 +66,7 @@ class _Stream:
 @contextmanager
 def _wrapped(quits: bool) -> Iterator[None]:
     before = sys.stdout, sys.stderr
-    # None where a process was started without one.
+    # A stream is None if the process was started without it.
     sys.stdout, sys.stderr = (cast(TextIO, stream and _Stream(stream, quits)) for stream in before)
     try:
         yield
@@ -76,10 +76,10 @@ def _wrapped(quits: bool) -> Iterator[None]:
 
 @contextmanager
 def enduring() -> Iterator[None]:
-    """Go on when nobody reads any more, and when the terminal is closed (SIGHUP)."""
+    """Continue without output when its reader ends or the terminal is closed (SIGHUP)."""
 
     def note(number: int, frame: object) -> None:
-        log.warning("the terminal was closed: going on without it")
+        log.warning("the terminal was closed: continuing without it")
 
     hang_up = [signal.SIGHUP] if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
     with _wrapped(quits=False), handling(note, *hang_up):
@@ -88,6 +88,6 @@ def enduring() -> Iterator[None]:
 
 @contextmanager
 def quitting() -> Iterator[None]:
-    """End without a word when nobody reads any more."""
+    """End silently when the reader of the output ends."""
     with _wrapped(quits=True):
         yield

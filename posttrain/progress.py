@@ -1,4 +1,4 @@
-"""Progress for people: a live bar on a terminal, a line now and then elsewhere, so that a log file is not flooded."""
+"""Progress display: a live bar on a terminal, an occasional line elsewhere, so that a log file is not flooded."""
 
 import time
 from collections.abc import Iterable, Iterator, Sized
@@ -10,17 +10,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from posttrain.console import PlainConsole
 from posttrain.terminal import visible
 
-PATIENCE_S = 2.0  # work shorter than this shows nothing
-LINE_EVERY_S = 30.0  # where there is no terminal
+PATIENCE_S = 2.0  # shorter work shows nothing
+LINE_EVERY_S = 30.0  # without a terminal
 Item = TypeVar("Item")
 
 
 def progress(
     items: Iterable[Item], description: str, total: int | None = None, console: Console | None = None
 ) -> Iterator[Item]:
-    """Go through `items`, showing how far it is once that has taken two seconds.
+    """Iterate over `items` and show the progress after the first two seconds.
 
-    `total` is the number of items, found out where `items` has a length. Without a terminal: a line every 30 seconds.
+    `total` is the number of items, by default the length of `items` if it has one. Without a terminal: a line every 30
+    seconds.
     """
     console, description = console or PlainConsole(stderr=True), visible(description)
     total = len(items) if total is None and isinstance(items, Sized) else total
@@ -50,7 +51,7 @@ def progress(
 
 
 def bar(console: Console, *columns: TextColumn | TimeRemainingColumn, width: int | None = None) -> Progress:
-    """A bar with a name and a count, and further columns behind them; as wide as there is room unless told."""
+    """A bar with a name, a count and further columns; as wide as the console unless `width` is given."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),

@@ -1,15 +1,14 @@
-"""Rollouts: prompts to completions with their log-probabilities, rewards and verdicts, ready to be trained on.
+"""Rollouts: prompts to completions with their log-probabilities, rewards and verdicts, ready for training.
 
-    rollout = sample(step, prompts)      P prompts, S completions, G to each prompt, those of a prompt side by side
+rollout = sample(step, prompts)      P prompts, S completions, G per prompt, grouped by prompt
 
-Per-token numbers of a rollout (log-probabilities, advantages, values) are flat tensors, completion behind completion in
-the rollout's own order: (R), R scored tokens in all. A `RolloutPack` is a pack of some of the completions, with the
-places of its N scored tokens among the R: `old_R[part.token_N]` are the pack's own numbers.
+Per-token numbers of a rollout (log-probabilities, advantages, values) are flat tensors, completion after completion in
+the rollout's order: (R), R scored tokens in all. A `RolloutPack` is a pack of some of the completions, with the
+positions of its N scored tokens among the R: `old_R[part.token_N]` are the pack's numbers.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.batch import Example, Node, Pack, sent
 from posttrain.config import RolloutConfig
-from posttrain.engines import Completion, Engine, Sampling, text_of
+from posttrain.engines import Completion, Engine, Sampling, seed_of, text_of
 from posttrain.errors import DataError, VitalSignError
 from posttrain.grading.extract import THINK
 from posttrain.rewards.compose import Rewarded, RewardInput, Rewards, picked
@@ -32,7 +31,7 @@ PackOf = Callable[[Sequence[Example]], list[Pack]]
 
 @dataclass(frozen=True, slots=True)
 class RolloutPack:
-    """A pack of completions: which ones (S), and where each scored token's numbers are in the rollout's order (N)."""
+    """A pack of completions: their indices (S), and each scored token's position in the rollout's order (N)."""
 
     pack: Pack
     completion_S: Tensor
@@ -48,21 +47,21 @@ class RolloutPack:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What was drawn for the prompts of a step, and what it is worth.
+    """The completions of a step's prompts, and their rewards.
 
-    `rewarded` has a total for every completion; one of None has no verdict, is no reward, and is left out of training.
+    `rewarded` has a total for every completion; None means no verdict and no reward: it is dropped from the update.
     """
 
     prompts: Sequence[Example]
     completions: tuple[Completion, ...]  # S
     texts: tuple[str, ...]  # S
     rewarded: Rewarded
-    group_S: Tensor  # the place of each completion's prompt in `prompts`
-    resampled: int = 0  # groups that were drawn again because their rewards were equal
+    group_S: Tensor  # the index of each completion's prompt in `prompts`
+    resampled: int = 0  # groups that were sampled again because their rewards were equal
 
     @cached_property
     def reward_S(self) -> Tensor:
-        """Float32; NaN where there is no reward."""
+        """Float32; NaN without a reward."""
         return torch.tensor([np.nan if total is None else total for total in self.rewarded.totals])
 
     @cached_property
@@ -71,7 +70,7 @@ class Rollout:
 
     @cached_property
     def truncated_S(self) -> Tensor:
-        """Whether a completion ended at the limit of its length."""
+        """Whether a completion reached the length limit."""
         return torch.tensor([completion.finish_reason == "length" for completion in self.completions], dtype=torch.bool)
 
     @cached_property
@@ -80,12 +79,12 @@ class Rollout:
 
     @cached_property
     def start_S(self) -> Tensor:
-        """Where each completion's tokens begin in the rollout's order."""
+        """The index of each completion's first token in the rollout's order."""
         return self.length_S.cumsum(0) - self.length_S
 
     @cached_property
     def sampler_R(self) -> Tensor:
-        """The log-probability with which the engine drew each token."""
+        """The engine's log-probability of each sampled token."""
         logprobs = [value for completion in self.completions for value in completion.logprobs]
         return torch.tensor(logprobs, dtype=torch.float32)
 
@@ -99,7 +98,7 @@ class Rollout:
         return int(self.length_S.sum())
 
     def spread_G(self) -> Tensor:
-        """Whether the rewards of each prompt's completions differ: what tells a group's completions apart."""
+        """Whether the rewards of each prompt's completions differ."""
         spread = torch.zeros(len(self.prompts), dtype=torch.bool)
         for group in range(len(self.prompts)):
             values = self.reward_S[(self.group_S == group) & self.has_reward_S]
@@ -107,9 +106,9 @@ class Rollout:
         return spread
 
     def examples(self, chosen: Sequence[int] | Tensor, tokens_per_pack: int) -> tuple[list[Example], list[list[int]]]:
-        """The chosen completions as trees, and which ones are the leaves of each.
+        """The chosen completions as trees, and the indices of each tree's leaves.
 
-        Those of a prompt are leaves of one tree, of several where one would be larger than a pack.
+        Completions of a prompt are leaves of one tree, or of several if one would be larger than a pack.
         """
         examples: list[Example] = []
         owners: list[list[int]] = []
@@ -135,7 +134,7 @@ class Rollout:
         return made
 
     def metrics(self) -> dict[str, float]:
-        """What is to be seen of every rollout, by TRL's names; nothing without completions."""
+        """Metrics of a rollout, by TRL's names; empty without completions."""
         if not self.completions:
             return {}
         length, stopped = self.length_S.float(), self.length_S[~self.truncated_S].float()
@@ -156,7 +155,7 @@ class Rollout:
 
 
 def _fitting(indices: Sequence[int], lengths: Sequence[int], prompt: int, most: int) -> Iterable[list[int]]:
-    """Completions divided so that each part fits a pack with its prompt."""
+    """Completions split into parts that each fit a pack together with the prompt."""
     some: list[int] = []
     taken = prompt
     for index in indices:
@@ -170,7 +169,7 @@ def _fitting(indices: Sequence[int], lengths: Sequence[int], prompt: int, most: 
 
 
 def sampling_of(rollout: RolloutConfig, num_generations: int, stops: tuple[int, ...], seed: int) -> Sampling:
-    """The settings as an engine takes them."""
+    """The settings as an engine's Sampling."""
     return Sampling(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
@@ -185,11 +184,11 @@ def sampling_of(rollout: RolloutConfig, num_generations: int, stops: tuple[int, 
 
 
 class Sampler:
-    """Draws and rewards completions. `seed` is the run's.
+    """Samples and rewards completions. `seed` is the run's.
 
-    A completion's random stream is a function of the run's seed, the step, and the prompt's place in it, so that a
-    resumed run draws what the uninterrupted one would have. `evaluation` has the samplers of the validation sets.
-    Where `keeps` is off, the engine gives back after each rollout what it would keep for the next.
+    A completion's random stream is a function of the run's seed, the step, and the prompt's index in it, so that a
+    resumed run samples the same completions as an uninterrupted one. `evaluation` has the samplers of the validation
+    sets. Without `keeps`, the engine releases its memory after each rollout.
     """
 
     def __init__(
@@ -210,7 +209,7 @@ class Sampler:
 
     @property
     def filtered(self) -> bool:
-        """Whether the engine draws from a part of the policy's distribution only, so that its numbers are others."""
+        """Whether the engine samples from a filtered distribution, so that its log-probabilities differ."""
         return self.sampling.top_p < 1 or self.sampling.top_k > 0 or self.sampling.min_p > 0
 
     def __call__(
@@ -218,32 +217,32 @@ class Sampler:
     ) -> Rollout:
         """`num_generations` completions of each prompt, from weights that must be of this `version`.
 
-        `stream` names the random numbers: the step, or the validation set. Groups of equal rewards are drawn again, in
-        as many `rounds` at most. Raises VitalSignError when the engine serves other weights, RewardError.
+        `stream` names the random numbers: the step, or the validation set. Groups of equal rewards are sampled again,
+        at most `rounds` times. Raises VitalSignError if the engine serves other weights, and RewardError.
         """
-        rollout = self._draw(f"{stream}", prompts, num_generations, version)
+        rollout = self._sample(f"{stream}", prompts, num_generations, version)
         for round in range(1, rounds + 1):
             again = (~rollout.spread_G()).nonzero().squeeze(1).tolist()
             if not again:
                 break
-            fresh = self._draw(f"{stream} {round}", [prompts[place] for place in again], num_generations, version)
+            fresh = self._sample(f"{stream} {round}", [prompts[place] for place in again], num_generations, version)
             rollout = _with_groups(rollout, again, fresh)
         if not self.keeps:
             self.engine.release()
         return rollout
 
-    def _draw(self, stream: str, prompts: Sequence[Example], n: int, version: int) -> Rollout:
-        seeds = [_number(self.seed, stream, place, prompt.row) for place, prompt in enumerate(prompts)]
-        drawn = self.engine.generate(
+    def _sample(self, stream: str, prompts: Sequence[Example], n: int, version: int) -> Rollout:
+        seeds = [seed_of(self.seed, stream, place, prompt.row) for place, prompt in enumerate(prompts)]
+        groups = self.engine.generate(
             [np.asarray(prompt.trees[0].tokens).tolist() for prompt in prompts],
             replace(self.sampling, num_generations=n),
             seeds=seeds,
         )
-        completions = tuple(completion for group in drawn for completion in group)
+        completions = tuple(completion for group in groups for completion in group)
         stale = {completion.version for completion in completions} - {version}
         if stale:
             raise VitalSignError(
-                f"the engine draws from weights of version {min(stale)}, and the policy is at {version}: it was not "
+                f"the engine samples from weights of version {min(stale)}, and the policy is at {version}: it was not "
                 "given the new weights after the last step"
             )
         group_S = torch.arange(len(prompts)).repeat_interleave(n)
@@ -260,12 +259,12 @@ class Sampler:
 
 
 def end_of(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text that a prompt ends in."""
+    """The last characters of a prompt."""
     return str(tokenizer.decode(tokens[-16:].tolist()))  # `<think>` is a few tokens, and a line break
 
 
 def to_reward(completion: Completion, text: str, prompt: str, facts: Mapping[str, Any]) -> RewardInput:
-    """A completion as rewards are given it, with the text that its prompt ends in and the facts of the row."""
+    """A completion as the input of rewards, with the end of its prompt and the facts of the row."""
     return RewardInput(
         text,
         completion.tokens,
@@ -278,19 +277,19 @@ def to_reward(completion: Completion, text: str, prompt: str, facts: Mapping[str
 
 
 def ends_in_thinking(prompt: str) -> bool:
-    """Whether the template has begun the reply's thinking at the end of the prompt."""
+    """Whether the prompt ends with an open `<think>`."""
     return prompt.rstrip().endswith(THINK)
 
 
 def _facts(prompt: Example) -> Mapping[str, Any]:
-    """What rewards are told of a row beside the completion."""
+    """The facts of a row for rewards: prompt, answer, columns."""
     if prompt.facts is None:
-        raise DataError(f"row {prompt.row} is no prompt: rollouts need data that was prepared as prompts")
+        raise DataError(f"row {prompt.row} is not a prompt: rollouts need data that was prepared as prompts")
     return prompt.facts
 
 
 def joined(rollouts: Sequence[Rollout]) -> Rollout:
-    """Several rollouts with the same rewards as one, one behind the other."""
+    """Several rollouts with the same rewards, concatenated."""
     begins = np.cumsum([0, *(len(rollout.prompts) for rollout in rollouts)])
     places = [(which, at) for which, rollout in enumerate(rollouts) for at in range(len(rollout.completions))]
     parts = tuple(picked(same, places) for same in zip(*(one.rewarded.parts for one in rollouts), strict=True))
@@ -323,8 +322,3 @@ def _with_groups(rollout: Rollout, places: Sequence[int], fresh: Rollout) -> Rol
         rollout.group_S,
         rollout.resampled + len(places),
     )
-
-
-def _number(seed: int, stream: str, place: int, row: int) -> int:
-    """The seed of a prompt's completions, 64 bits."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {stream} {place} {row}".encode(), digest_size=8).digest(), "little")

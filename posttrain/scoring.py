@@ -1,7 +1,8 @@
 """Log-probabilities, entropies and rewards of a pack's scored tokens, as the forward of a module.
 
-Only `hidden[source_N]` meets the LM head, in chunks, with the logits computed again in backward: a [N, V] tensor never
-exists, and prompt tokens never meet the head. Being a module's forward, it can be wrapped by DDP and FSDP.
+The LM head is applied only to `hidden[source_N]`, in chunks, with the logits computed again in backward: a [N, V]
+tensor never exists, and prompt tokens never go through the head. As a module's forward, it can be wrapped by DDP and
+FSDP.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from posttrain.models.attention import PackedMask
 from posttrain.models.families import backbone_of, base_of, is_packed, logit_scale, logit_softcap
 from posttrain.models.matmul import ROWS, float32_product, float32_weight, is_for_onednn, product, weight_of
 
-# Elements of the largest block of logits that exists at a time: 16 MB in float32, inside a CPU's cache; more on a GPU,
-# where small products leave the device idle.
+# Elements of the largest block of logits: 16 MB in float32, inside a CPU's cache; more on a GPU, where small products
+# leave the device idle.
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
-GRADIENT_ELEMENTS = 1 << 27  # with kernels/scores.py, of logits' gradients: 256 MB in 16 bits
-READ_STEP = 4 * ROWS  # the last layer goes on with a multiple of so many tokens
+GRADIENT_ELEMENTS = 1 << 27  # of logits' gradients with kernels/scores.py: 256 MB in 16 bits
+READ_STEP = 4 * ROWS  # the last layer continues with a multiple of this number of tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the policy says of a pack's scored tokens, all float32."""
+    """The policy's scores of a pack's scored tokens, all float32."""
 
     logprob_N: torch.Tensor  # nats
     entropy_N: torch.Tensor  # nats, of the whole next-token distribution
@@ -50,9 +51,9 @@ class Scorer(nn.Module):
 
 
 class ValueScorer(nn.Module):
-    """A causal language model with a value head: what return is to be expected before each scored token.
+    """A causal language model with a value head: the expected return before each scored token.
 
-    The head reads the hidden states that predict the tokens. It begins at 0, and is saved beside the model.
+    The head reads the hidden states that predict the tokens. It starts at 0, and is saved next to the model.
     """
 
     FILE = "value_head.safetensors"
@@ -63,7 +64,7 @@ class ValueScorer(nn.Module):
 
     @classmethod
     def of(cls, model: nn.Module, checkpoint: Path | None = None) -> ValueScorer:
-        """The model with a new head, or with the one of a checkpoint. Raises DamagedError where that has none."""
+        """The model with a new head, or with a checkpoint's. Raises DamagedError if that has none."""
         words, _, _ = head_of(model)
         head = nn.Linear(words.in_features, 1).to(words.weight.device)
         nn.init.zeros_(head.weight)
@@ -91,8 +92,8 @@ class ValueScorer(nn.Module):
 class RewardScorer(nn.Module):
     """A sequence classifier with one output that takes packs (made with `keep_last`): rewards (S), float32.
 
-    It reads the last token that is not the config's pad token, as transformers does: of a model that pads with its stop
-    token, the one before the stop tokens at the end.
+    It reads the last token that is not the config's pad token, as in transformers: for a model that pads with its stop
+    token, the one before the final stop tokens.
     """
 
     def __init__(self, model: nn.Module):
@@ -107,7 +108,7 @@ class RewardScorer(nn.Module):
 
 
 def _read_at(pack: Pack, pad: int | None) -> torch.Tensor:
-    """The place (S) of each sequence's last token that is not `pad`; its first token where there is no other."""
+    """The index (S) of each sequence's last token that is not `pad`; its first token if there is no other."""
     if pad is None:
         return pack.last_S
     seen_ST, index_T = pack.seen_ST(), torch.arange(len(pack.tokens_T), device=pack.tokens_T.device)
@@ -117,9 +118,9 @@ def _read_at(pack: Pack, pad: int | None) -> torch.Tensor:
 
 
 def scored_states(model: nn.Module, pack: Pack) -> torch.Tensor:
-    """The last hidden states (N, D) that predict the pack's targets; one that predicts several stands there as often.
+    """The last hidden states (N, D) that predict the pack's targets; one that predicts several is repeated.
 
-    An embedding's gradient sums the repeated ones in float32 and in one order, on a GPU too.
+    As an embedding lookup, whose gradient sums repeated rows in float32 and in a fixed order, on a GPU, too.
     """
     if is_packed(base_of(model)):
         return nn.functional.embedding(pack.where_N, _packed_states(model, pack, pack.read_U))
@@ -134,7 +135,7 @@ def states_of_sequences(model: nn.Module, pack: Pack, index_S: torch.Tensor) -> 
 
 
 def _packed_states(model: nn.Module, pack: Pack, read: torch.Tensor) -> torch.Tensor:
-    """For families proven for packing, which see the pack as it is: last hidden states (len(read), D)."""
+    """For families proven for packing, which take the pack directly: last hidden states (len(read), D)."""
     asked = read
     if len(read) + -len(read) % READ_STEP < len(pack.tokens_T):
         asked = torch.cat([read, read[-1:].expand(-len(read) % READ_STEP)])
@@ -144,12 +145,12 @@ def _packed_states(model: nn.Module, pack: Pack, read: torch.Tensor) -> torch.Te
         use_cache=False,
         packed=PackedMask(pack, asked),
     )
-    hidden = out.last_hidden_state[0]  # of all tokens, or of those asked for alone (models/lean.py)
+    hidden = out.last_hidden_state[0]  # of all tokens, or only of the requested ones (models/lean.py)
     return hidden[: len(read)] if len(hidden) == len(asked) else hidden.index_select(0, read)
 
 
 def _row_states(model: nn.Module, pack: Pack, owner: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """For the other families, one sequence a row, right padded: last hidden states (len(index), D) of physical tokens.
+    """For other families, one sequence per row, right padded: last hidden states (len(index), D) of physical tokens.
 
     A token shared by several sequences is computed in each, and read from the row of the sequence `owner`.
     """
@@ -172,9 +173,9 @@ class _Rows:
 
 
 def _rows(pack: Pack) -> _Rows:
-    """A pack as right-padded rows, one sequence each: column = position. No pad token is needed: the mask hides it."""
+    """A pack as right-padded rows, one sequence each: column = position. No pad token is needed, thanks to the mask."""
     seen_ST, longest = pack.seen_ST(), pack.longest
-    column_ST = pack.position_T.where(seen_ST, longest)  # what is not seen goes to a column of its own
+    column_ST = pack.position_T.where(seen_ST, longest)  # invisible tokens go to an extra column
     tokens_SL = pack.tokens_T.new_zeros(len(seen_ST), longest + 1)
     mask_SL = torch.zeros_like(tokens_SL).scatter_(1, column_ST, seen_ST.long())
     tokens_SL.scatter_(1, column_ST, pack.tokens_T.where(seen_ST, 0))
@@ -184,7 +185,7 @@ def _rows(pack: Pack) -> _Rows:
 class ChunkedScores(torch.autograd.Function):
     """log softmax(cap(h W^T + b) / temperature)[target], that softmax's entropy, and whether the target is its mode.
 
-    A chunk of rows at a time, or all in one go by `fused` kernels (kernels/scores.py). Forward keeps one number a row,
+    A chunk of rows at a time, or all at once by `fused` kernels (kernels/scores.py). Forward saves one number per row,
     the log of the softmax's denominator. Backward computes each chunk's logits again:
         d logprob / d logits = onehot(target) - p          d entropy / d logits = -p (log p + entropy)
     Sums run in float32 whatever the model's dtype, those of the logits too.
@@ -265,7 +266,7 @@ def _scores(hidden_N, weight, bias, target_N, temperature, softcap):
 def _logits_gradient(
     hidden, weight, bias, target, log_z, entropy, grad_logprob, grad_entropy, temperature, softcap
 ) -> torch.Tensor:
-    """One chunk's gradient by h W^T + b, float32. One of the two given ones may be None."""
+    """One chunk's gradient by h W^T + b, float32. One of the two given gradients may be None."""
     logits, capped = logits_of(hidden, weight, bias, temperature, softcap)
     log_p = logits.sub_(log_z[:, None])
     if grad_entropy is None:
@@ -291,21 +292,23 @@ def _triton():
 
 
 def next_token_logits(model: nn.Module, hidden_N: torch.Tensor) -> torch.Tensor:
-    """The logits that scores are made of, whole: (N, D) to (N, V) float32. For engines, which draw from them."""
+    """The complete logits: (N, D) to (N, V) float32. For engines, which sample from them."""
     head, scale, cap = head_of(model)
     return logits_of(hidden_N, weight_of(head), head.bias, 1.0 / scale, cap)[0]
 
 
 def row_chunks(model: nn.Module, size: int) -> list[slice]:
-    """`size` rows divided so that the logits of one part are a block of CHUNK_ELEMENTS."""
+    """`size` rows split so that the logits of one part are a block of CHUNK_ELEMENTS."""
     weight = head_of(model)[0].weight
-    if size <= _rows_of_a_chunk(weight):  # no more is asked of `size`: a compiled caller is good for every such number
+    if size <= _rows_of_a_chunk(
+        weight
+    ):  # the only condition on `size`, so that a compiled caller serves all smaller sizes
         return [slice(None)]
     return _chunks(size, weight)
 
 
 def head_of(model: nn.Module) -> tuple[nn.Linear, float, float | None]:
-    """The LM head, what the family multiplies its logits by, and what it caps them at."""
+    """The LM head, the family's factor of the logits, and their cap."""
     causal = base_of(model)
     head = causal.get_output_embeddings()
     assert isinstance(head, nn.Linear)
@@ -330,7 +333,7 @@ def _rows_of_a_chunk(weight: torch.Tensor) -> int:
 
 
 def _chunks(size: int, weight: torch.Tensor, step: int = 1) -> list[slice]:
-    """Rows in chunks of a multiple of `step`; the last ones, fewer than a step, are a chunk of their own."""
+    """Rows in chunks of a multiple of `step`; fewer remaining rows are a chunk of their own."""
     return chunks_of(size, _rows_of_a_chunk(weight), step)
 
 

@@ -1,4 +1,4 @@
-"""Signal handlers for a while."""
+"""Temporary signal handlers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.errors import Stopped
 log = logging.getLogger("posttrain")
 
 
-RESEND_S = 0.01  # long enough for the code that drops an exception to be over
+RESEND_S = 0.01  # long enough for the code that drops an exception to finish
 
 
 def _raise(error: BaseException) -> None:
@@ -28,11 +28,12 @@ def handling(
     *numbers: signal.Signals,
     again: Callable[[BaseException], None] = _raise,
 ) -> Iterator[None]:
-    """Handle signals so inside the block. Outside the main thread, where Python allows no handlers, nothing changes.
+    """Use `handler` for the signals inside the block. Outside the main thread, where Python allows no handlers, it does
+    nothing.
 
-    Python drops an exception that leaves a `__del__`, a weak reference's callback or a callback from C, and with it
-    the signal whose handler raised it there. The signal is then sent again, and `again` gets the dropped exception in
-    place of `handler`: by default it raises it.
+    Python drops an exception that leaves a `__del__`, a weak reference's callback or a callback from C, and thus the
+    signal whose handler raised it there. The signal is then sent again, and `again` is called with the dropped
+    exception instead of `handler`: by default it raises it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -70,7 +71,7 @@ def handling(
 
 
 def _send(number: int) -> None:
-    """Send this process a signal, to the thread that handles it, so that what it waits for is interrupted."""
+    """Send a signal to the main thread, which handles it, so that a blocking call there is interrupted."""
     if hasattr(signal, "pthread_kill") and (main := threading.main_thread().ident):
         signal.pthread_kill(main, number)
     else:
@@ -78,13 +79,14 @@ def _send(number: int) -> None:
 
 
 def leave(number: int, frame: object) -> None:
-    """End the process in good order, as Ctrl-C does: folders are closed and their state is written."""
+    """End the process cleanly, as Ctrl-C does: folders are closed and their state is written."""
     raise Stopped(number)
 
 
 @contextmanager
 def deferring(doing: str) -> Iterator[list[int]]:
-    """Finish the block in spite of SIGINT and SIGTERM, whose numbers it gives; a second SIGINT leaves it at once."""
+    """Finish the block despite SIGINT and SIGTERM, and yield the list of their numbers; a second SIGINT interrupts
+    it."""
     came: list[int] = []
 
     def note(number: int, frame: object) -> None:

@@ -1,13 +1,13 @@
-"""How OpenMP's threads wait for one another: they spin while the cores are theirs alone, and sleep while they are not.
+"""Controls how OpenMP's threads wait for one another: they spin while they have the cores to themselves, else sleep.
 
-A step of a small model is thousands of short parallel regions, so a thread that spins between two of them is ready when
-the next one starts. Beside another busy process the same spinning keeps the thread that has work off its core, and a
+A step of a small model consists of thousands of short parallel regions, so a thread that spins between two regions is
+ready when the next one starts. If another process is busy, spinning keeps the thread that has work off its core, and a
 run takes up to thirty times as long (benchmarks/README.md).
 
 libgomp, the OpenMP of PyTorch's Linux builds, spins for 300,000 turns, or for 100 while it manages more threads than
-there are cores (its manual, GOMP_SPINCOUNT). `sharing_cores` watches how long this process's threads wait for a core;
-while they do, a further team of threads, which never works, takes libgomp over that count. The number of threads that
-compute stays as it is, and with it every bit of the results.
+there are cores (its manual, GOMP_SPINCOUNT). `sharing_cores` measures how long this process's threads wait for a core;
+while they do, an additional idle team of threads raises libgomp's count above the cores. The number of computing
+threads does not change, so the results are the same to the bit.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-INTERVAL_S = 0.1  # between two looks
-CONTENDED = 0.15  # of an interval, summed over threads: from this much waiting for a core on, threads sleep
-CALM, CALM_LOOKS = 0.03, 10  # so many looks in a row with less waiting than this, and they spin again
+INTERVAL_S = 0.1  # between two measurements
+CONTENDED = 0.15  # share of an interval, summed over threads: threads sleep if the wait for a core is at least this
+CALM, CALM_LOOKS = 0.03, 10  # threads spin again after this many intervals in a row with less waiting
 TASKS = Path("/proc/self/task")
 CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 @contextmanager
 def sharing_cores() -> Iterator[None]:
-    """Let OpenMP's threads sleep, not spin, inside the block while other processes want the cores.
+    """Let OpenMP's threads sleep instead of spin inside the block while other processes need the cores.
 
-    Does nothing with one thread, with an OpenMP other than libgomp, without Linux's scheduler statistics, and where
-    the user has chosen how threads wait (OMP_WAIT_POLICY, GOMP_SPINCOUNT).
+    Does nothing with one thread, with an OpenMP other than libgomp, without Linux's scheduler statistics, or if the
+    user has chosen how threads wait (OMP_WAIT_POLICY, GOMP_SPINCOUNT).
     """
     import torch
 
@@ -50,7 +50,7 @@ def sharing_cores() -> Iterator[None]:
 
 
 class Watch(threading.Thread):
-    """Looks every `INTERVAL_S` whether threads wait for cores, and holds a team while they do."""
+    """Measures every `INTERVAL_S` whether threads wait for cores, and keeps an idle team while they do."""
 
     def __init__(self, library: ctypes.CDLL, team_size: int):
         super().__init__(name="posttrain-cores", daemon=True)
@@ -61,7 +61,7 @@ class Watch(threading.Thread):
 
     @property
     def contended(self) -> bool:
-        """Whether OpenMP's threads are made to sleep now."""
+        """Whether OpenMP's threads sleep now."""
         return self._team is not None
 
     def run(self) -> None:
@@ -73,7 +73,7 @@ class Watch(threading.Thread):
         self._release()
 
     def look(self, share: float) -> None:
-        """Decide by the share of the last interval that threads waited for a core."""
+        """Decide from the share of the last interval in which threads waited for a core."""
         self._calm_looks = self._calm_looks + 1 if share < CALM else 0
         if self._team is None and share > CONTENDED:
             self._team = _Team(self._library, self._team_size)
@@ -82,7 +82,7 @@ class Watch(threading.Thread):
             self._release()
 
     def end(self) -> None:
-        """Stop looking; threads spin again."""
+        """Stop measuring; threads spin again."""
         self._ended.set()
         self.join()
 
@@ -93,7 +93,7 @@ class Watch(threading.Thread):
 
 
 class _Team(threading.Thread):
-    """An OpenMP team that exists and sleeps. libgomp gives its threads up when the thread that made it ends."""
+    """An OpenMP team that only sleeps. libgomp drops its threads when the thread that made it ends."""
 
     def __init__(self, library: ctypes.CDLL, size: int):
         super().__init__(name="posttrain-team", daemon=True)
@@ -101,7 +101,7 @@ class _Team(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)  # what each member does, once
+        nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)  # called once by each member
         self._library.GOMP_parallel(nothing, None, ctypes.c_uint(self._size), ctypes.c_uint(0))
         self._ended.wait()
 
@@ -111,12 +111,12 @@ class _Team(threading.Thread):
 
 
 def team_beside(threads: int) -> int:
-    """Members of a team that takes libgomp's count above the cores. It does not count the thread that makes it."""
+    """Size of a team that raises libgomp's count above the cores. libgomp does not count the thread that makes it."""
     return max(len(os.sched_getaffinity(0)) - threads, 0) + 2
 
 
 def waited() -> int | None:
-    """Nanoseconds that this process's threads have waited for a core so far; None where the system does not count."""
+    """Nanoseconds that this process's threads have waited for a core so far; None if the system does not count them."""
     try:
         return sum(_waited_of(task) for task in TASKS.iterdir())
     except (OSError, ValueError, IndexError):
@@ -127,13 +127,13 @@ def _waited_of(task: Path) -> int:
     try:
         return int((task / "schedstat").read_text().split()[1])
     except (FileNotFoundError, ProcessLookupError):  # this thread has just ended
-        if task.exists():  # no: the system does not count
+        if task.exists():  # it has not: the system does not count
             raise
         return 0
 
 
 def _libgomp() -> ctypes.CDLL | None:
-    """The OpenMP that torch computes with, where it is libgomp."""
+    """torch's OpenMP library if it is libgomp, else None."""
     if sys.platform != "linux":
         return None
     try:

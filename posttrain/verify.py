@@ -1,7 +1,7 @@
-"""Exact resume, shown for any configuration: a run killed again and again ends as the uninterrupted one, to the bit.
+"""Verifies exact resume for any configuration: a run killed many times equals an uninterrupted one, bit for bit.
 
-The configuration is trained twice in a scratch folder: once in peace, once in processes that SIGKILL ends at random
-moments, some of them while they save, and that are resumed each time. Then everything saved and measured is compared.
+The configuration is trained twice in a scratch folder: once uninterrupted, once in processes that are killed (SIGKILL)
+at random moments, some of them during a save, and resumed each time. Then all saved files and metrics are compared.
 
 Each process is forked from a server that has imported torch but computed nothing, so that a kill costs no import.
 """
@@ -39,30 +39,30 @@ from posttrain.store.runs import find_runs
 from posttrain.words import counted
 
 POLL_S = 0.001
-SAVES = 10  # at least so many checkpoints in the run, so that a resume seldom begins at the start
-INSIDE_A_SAVE, WHILE_STARTING = 0.5, 0.15  # shares of the kills aimed so; the rest fall anywhere
+SAVES = 10  # minimum number of checkpoints in the run, so that a resume seldom starts from nothing
+INSIDE_A_SAVE, WHILE_STARTING = 0.5, 0.15  # shares of the kills; the rest are at any moment
 HALF_WRITTEN = re.compile(r"(checkpoint-\d+|best|final)\.(tmp|old)-\d+")
-PRELOADED = ["posttrain.runner", "matplotlib.backends.backend_agg", "pandas"]  # what a run imports, sooner or later
-SHOWN = 10  # differences; there may be as many as there are tensors
+PRELOADED = ["posttrain.runner", "matplotlib.backends.backend_agg", "pandas"]  # imported by every run
+SHOWN = 10  # maximum number of differences shown
 Train = Callable[..., int]
 Moment = Literal["starting", "anywhere", "saving"]
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """When a process is to be killed."""
+    """The moment to kill a process."""
 
     moment: Moment
-    progress: float  # steps made before it, not when `starting`
-    share: float  # of the time that starting, a step or a save takes, to wait then
+    progress: float  # steps before it, unless `starting`
+    share: float  # waiting time as a share of the duration of a start, step or save
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the kills, and how the two runs compare, by run folder (several models: one each)."""
+    """Counts of the kills, and the comparison of the two runs by run folder (one per model)."""
 
     kills: int = 0
-    inside_a_save: int = 0  # died with a half-written folder on the disk
+    inside_a_save: int = 0  # killed with an unfinished folder on the disk
     while_starting: int = 0  # before the first step after a start
     steps_made_again: int = 0
     seconds: float = 0.0
@@ -73,10 +73,10 @@ class Outcome:
         return not any(comparison.differences for comparison in self.comparisons.values())
 
     def lines(self) -> list[str]:
-        """The outcome in words; of differences the first few."""
+        """The outcome in words, with the first differences."""
         lines = [
             f"killed {self.kills} times in {duration(self.seconds)}: {self.inside_a_save} inside a save, "
-            f"{self.while_starting} while starting; {counted(self.steps_made_again, 'step')} made again"
+            f"{self.while_starting} while starting; {counted(self.steps_made_again, 'step')} repeated"
         ]
         for name, seen in self.comparisons.items():
             what = f"{counted(seen.lines, 'line')} of metrics, {counted(seen.tensors, 'tensor')} of "
@@ -91,7 +91,7 @@ class Outcome:
 
 
 def prepared(stages: Sequence[Stage], default_steps: int = 40) -> tuple[Stage, ...]:
-    """The configuration as it is verified: every step logged, checkpoints often enough to resume from, no tracker."""
+    """The configuration for the verification: every step logged, frequent checkpoints, no tracker."""
     return tuple(replace(stage, config=_prepared(stage.config, default_steps)) for stage in stages)
 
 
@@ -116,7 +116,7 @@ def verify_resume(
 ) -> Outcome:
     """Train the stages in `folder/whole`, and with `kills` kills in `folder/killed`; compare the two.
 
-    `train(stages, resume=…)` is what runs in each process; a function of a module, so that processes can find it.
+    `train(stages, resume=…)` runs in each process; a module-level function, so that processes can import it.
     Raises RunError when a process fails by itself.
     """
     console = console or PlainConsole(stderr=True)
@@ -133,7 +133,7 @@ def verify_resume(
         with scratch.process(killed) as process:
             if not scratch.watch(process, killed, plan[outcome.kills]):
                 scratch.refuse_failure(process)
-                continue  # it had finished before its moment came: finished runs can be resumed, and killed, too
+                continue  # it finished before its moment: finished runs can be resumed, and killed, too
         outcome.kills += 1
         saving = killed.saving()
         starting = not killed.moved
@@ -153,7 +153,7 @@ def verify_resume(
 
 
 def planned(kills: int, steps: int, rng: random.Random) -> list[Kill]:
-    """Moments spread over the whole run, in its order."""
+    """Moments spread over the whole run, in order."""
     saving, starting = math.ceil(kills * INSIDE_A_SAVE), int(kills * WHILE_STARTING)
     counts: dict[Moment, int] = {"saving": saving, "starting": starting, "anywhere": kills - saving - starting}
     moments: list[Moment] = [moment for moment, count in counts.items() for _ in range(count)]
@@ -163,11 +163,11 @@ def planned(kills: int, steps: int, rng: random.Random) -> list[Kill]:
 
 
 class Watched:
-    """What can be seen from outside of the runs below `root` while another process trains them."""
+    """The progress of the runs below `root`, observed while another process trains them."""
 
     def __init__(self, root: Path):
         self.root = root
-        self.steps = 0  # made in all runs, as their metrics say
+        self.steps = 0  # of all runs, by their metrics
         self.moved = False  # since the process started
         self._runs: list[Path] = []
         self._known: dict[Path, tuple[int, int]] = {}
@@ -175,7 +175,7 @@ class Watched:
         self._base = 0
 
     def start(self) -> None:
-        """A new process begins: what is there now was made by an earlier one."""
+        """A new process starts: existing files are from earlier ones."""
         self._runs, self._look_at, self.moved = find_runs(self.root), 0.0, False
         self._known = {run: _identity(run) for run in self._runs}
         self._base = self.saved_steps()
@@ -187,23 +187,23 @@ class Watched:
         changed = [run for run in self._runs if _identity(run) != self._known.get(run, (0, 0))]
         if changed:
             self._known |= {run: _identity(run) for run in changed}
-            with suppress(FileNotFoundError):  # a run begun anew
+            with suppress(FileNotFoundError):  # a run that starts again
                 self.steps = sum(last_metrics(run).get("step", 0) for run in self._runs)
             self.moved |= self.steps > self._base
 
     def saving(self) -> bool:
-        """Whether some folder is half written."""
+        """Whether some folder is unfinished."""
         names = [name for run in self._runs for name in os.listdir(run)]
         return any(map(HALF_WRITTEN.fullmatch, names))
 
     def saved_steps(self) -> int:
-        """The steps that a resume need not make again."""
+        """The steps that a resume does not repeat."""
         newest = [list_checkpoints(run)[-1:] for run in find_runs(self.root)]
         return sum(int(path.name.rpartition("-")[2]) for paths in newest for path in paths)
 
 
 def _identity(run: Path) -> tuple[int, int]:
-    """Changes whenever a line is added to the run's metrics, or lines are cut away."""
+    """Changes whenever a line is added to the run's metrics, or lines are removed."""
     try:
         facts = os.stat(run / "metrics.jsonl")
     except FileNotFoundError:
@@ -240,7 +240,7 @@ class Scratch:
             process.join()
 
     def watch(self, process: BaseProcess, watched: Watched, kill: Kill | None) -> bool:
-        """Wait for the process, or kill it at its moment: whether it was killed. Learns how long things take."""
+        """Wait for the process, or kill it at its moment; returns whether it was killed. Measures durations."""
         began, saving_since = time.monotonic(), 0.0
         first, first_at = watched.steps, 0.0
         due = math.inf
@@ -277,7 +277,7 @@ class Scratch:
         return self.start_s if moment == "starting" else self.step_s
 
     def refuse_failure(self, process: BaseProcess) -> None:
-        """Raise RunError, with what it said last, when a process ended otherwise than well."""
+        """Raise RunError with its last message if a process failed."""
         process.join()
         if process.exitcode:
             logs = sorted(self.folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
@@ -287,7 +287,7 @@ class Scratch:
 
 
 def _train(train: Train, stages: Sequence[Stage], resume: bool, log: Path) -> None:
-    """The body of a process: train, with everything said appended to `log`."""
+    """The body of a process: train, with all messages appended to `log`."""
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())

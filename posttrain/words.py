@@ -1,4 +1,4 @@
-"""Counts and names as people read them. Imports nothing slow."""
+"""Counts and names in readable form. Imports nothing slow."""
 
 import re
 from os.path import abspath
@@ -7,12 +7,12 @@ SAVED = re.compile(r"final|best|checkpoint-\d+")  # folders of a run that hold a
 
 
 def counted(count: int, noun: str, several: str | None = None) -> str:
-    """A number with its noun: 1 step, 2 steps, 12,000 steps; `several` is the plural where that is not noun + s."""
+    """A number with its noun: 1 step, 2 steps, 12,000 steps; `several` is the plural if it is not noun + s."""
     return f"{count:,} {noun if count == 1 else several or noun + 's'}"
 
 
 def model_name(path: str) -> str:
-    """What a model is called: the last part of its hub id or folder; of a model that a run saved, the run's name."""
+    """The short name of a model: the last part of its hub id or folder; for a model saved by a run, the run's name."""
     parts = path.replace("\\", "/").rstrip("/").split("/")
     if parts[-1] in (".", ".."):
         parts = abspath(path).replace("\\", "/").split("/")

@@ -114,24 +114,11 @@ def grading_pool():
 @pytest.fixture(scope="session")
 def scratch_model(shared, tmp_path_factory) -> Path:
     """A tiny Qwen3 with random weights and the minimind tokenizer (with its chat template)."""
-    import torch
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+    from benchmarks.models import write_model
 
     folder = tmp_path_factory.mktemp("models") / "tiny-qwen3"
-    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "minimind6400")
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=48,
-        num_hidden_layers=2,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=12,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    write_model(
+        folder, shared / "tokenizers/minimind6400", hidden_size=48, num_hidden_layers=2, intermediate_size=96,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=True,
+    )  # fmt: skip
     return folder

@@ -367,11 +367,11 @@ def test_cache_of_somebody_else_is_left_alone(tmp_path, completions, monkeypatch
 
 
 def test_a_folder_that_another_run_has_just_finished_is_passed_over(tmp_path, monkeypatch):
-    (tmp_path / ".making-a").mkdir()
-    monkeypatch.setattr(Path, "glob", lambda *_: [tmp_path / ".making-gone", tmp_path / ".making-a"])
+    (tmp_path / "a.tmp-1").mkdir()
+    monkeypatch.setattr(Path, "iterdir", lambda *_: [tmp_path / "gone.tmp-1", tmp_path / "a.tmp-1"])
     monkeypatch.setattr(cache, "LEFTOVER_SECONDS", -1)
     cache._clean(tmp_path)
-    assert not (tmp_path / ".making-a").exists()
+    assert not (tmp_path / "a.tmp-1").exists()
 
 
 def test_cache_that_cannot_be_written(tmp_path, completions):
@@ -551,4 +551,4 @@ def test_several_runs_may_fill_one_cache(tmp_path):
     umask = os.umask(0)
     os.umask(umask)
     assert (tmp_path / "data/key").stat().st_mode & 0o777 == 0o777 & ~umask
-    assert not list((tmp_path / "data").glob(".making-*"))
+    assert not list((tmp_path / "data").glob("*.tmp-*"))

@@ -17,7 +17,7 @@ from posttrain.losses import DIVERGENCES, divergence_of
 from posttrain.store.files import load_json
 from posttrain.store.stored_rollouts import StoredRun
 
-BETA = {"reverse_kl": 1.0, "forward_kl": 0.0, "jensen_shannon": 0.3}  # what TRL's beta is for each
+BETA = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.3}  # what TRL's beta is for each
 
 
 def random_log_probs(rows: int, vocabulary: int, dtype=torch.float64, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -33,12 +33,12 @@ def random_log_probs(rows: int, vocabulary: int, dtype=torch.float64, seed: int 
 def test_a_divergence_and_its_gradient_are_those_of_autograd(name):
     student, teacher = random_log_probs(5, 11)
     student.requires_grad_(True)
-    p, q, beta = student.softmax(-1), teacher.softmax(-1), BETA["jensen_shannon"]
+    p, q, beta = student.softmax(-1), teacher.softmax(-1), BETA["jsd"]
     m = (1 - beta) * p + beta * q
     dense = {
         "reverse_kl": p * (p / q).log(),
         "forward_kl": q * (q / p).log(),
-        "jensen_shannon": beta * q * (q / m).log() + (1 - beta) * p * (p / m).log(),
+        "jsd": beta * q * (q / m).log() + (1 - beta) * p * (p / m).log(),
     }[name].sum(-1)
     (gradient,) = torch.autograd.grad(dense.sum(), student)
     value, by_logits = divergence_of(name, beta)(student.detach().log_softmax(-1), teacher.log_softmax(-1))
@@ -53,7 +53,7 @@ def test_a_divergence_is_that_of_trl(name):
     theirs = GKDTrainer.generalized_jsd_loss(student[None], teacher[None], beta=BETA[name], temperature=0.7)
     (gradient,) = torch.autograd.grad(theirs, student)
     log_p, log_q = ((one.detach() / 0.7).log_softmax(-1) for one in (student, teacher))
-    value, by_logits = divergence_of(name, BETA["jensen_shannon"])(log_p, log_q)
+    value, by_logits = divergence_of(name, BETA["jsd"])(log_p, log_q)
     assert value.sum().item() == pytest.approx(theirs.item(), abs=1e-12)  # their mean is over a batch of one
     torch.testing.assert_close(by_logits / 0.7, gradient, rtol=0, atol=1e-12)
 
@@ -62,7 +62,7 @@ def test_a_divergence_is_that_of_trl(name):
 def test_jensen_shannon_goes_over_into_the_two_others(beta, limit):
     """Divided by the weight that vanishes, as GKD (arXiv 2306.13649, section 3) says of β → 0."""
     log_p, log_q = (one.log_softmax(-1) for one in random_log_probs(3, 9))
-    value, _ = divergence_of("jensen_shannon", beta)(log_p, log_q)
+    value, _ = divergence_of("jsd", beta)(log_p, log_q)
     weight = min(beta, 1 - beta)
     torch.testing.assert_close(value / weight, divergence_of(limit, 0.5)(log_p, log_q)[0], rtol=1e-5, atol=1e-6)
 
@@ -118,7 +118,7 @@ def test_chunks_give_the_dense_loss_and_gradient(monkeypatch, name, chunk, softc
     dense_N = {
         "reverse_kl": p * (log_p - log_q),
         "forward_kl": q * (log_q - log_p),
-        "jensen_shannon": 0.3 * q * (log_q - log_m) + 0.7 * p * (log_p - log_m),
+        "jsd": 0.3 * q * (log_q - log_m) + 0.7 * p * (log_p - log_m),
     }[name].sum(-1)
     loss = (weight_N * dense_N).sum()
     assert found.loss.item() == pytest.approx(loss.item(), rel=1e-6)
@@ -327,7 +327,7 @@ def test_rows_without_a_completion_are_refused_where_they_are_needed(tmp_path, s
     ("method", "sections", "message"),
     [
         ({}, {}, "method.teacher is missing: name a model to learn from"),
-        ({"teacher": "x", "jensen_shannon_beta": 0.2}, {}, "is read by divergence: jensen_shannon only"),
+        ({"teacher": "x", "jsd_beta": 0.2}, {}, "is read by divergence: jsd only"),
         ({"teacher": "x"}, {"data": {"source": "x", "validation": {"rows": 2}}}, "rewards are needed to evaluate"),
     ],
 )

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from test_equivalence import forest, make
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.models import write_model
 from posttrain.batch import pack
 from posttrain.cli import main
 from posttrain.models.experts import RouterLoad
@@ -53,17 +53,14 @@ def test_the_load_is_that_of_the_tokens_one_by_one(family):
 def hybrid_model(scratch_model, tmp_path_factory):
     """A Qwen3-Next with random weights: linear attention, full attention, and experts."""
     folder = tmp_path_factory.mktemp("hybrid")
-    tokenizer = AutoTokenizer.from_pretrained(scratch_model)
-    config = CONFIG_MAPPING["qwen3_next"](
-        vocab_size=len(tokenizer), hidden_size=48, num_hidden_layers=2, intermediate_size=96, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+    write_model(
+        folder, scratch_model, "qwen3_next", hidden_size=48, num_hidden_layers=2, intermediate_size=96,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=24,
         shared_expert_intermediate_size=24, layer_types=["linear_attention", "full_attention"],
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=True,
+        tie_word_embeddings=True,
     )  # fmt: skip
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     return folder
 
 

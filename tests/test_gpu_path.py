@@ -223,7 +223,7 @@ def test_memory_is_given_back_before_updates_where_a_gpu_is_short_of_it(monkeypa
     engine = SimpleNamespace(release=lambda: released.append(True))
     for keeps in (True, False):
         sample = Sampler(engine, None, None, job.config.rollout, stop_token_ids=(), seed=0, keeps=keeps)  # pyright: ignore
-        monkeypatch.setattr(sample, "_draw", lambda *given: "rollout", raising=False)
+        monkeypatch.setattr(sample, "_sample", lambda *given: "rollout", raising=False)
         assert sample(1, [], 2) == "rollout"
         assert released == [True] * (not keeps)
 

@@ -13,7 +13,7 @@ LAYERS = [
     ["latex", "terminal", "words"],
     ["console"],
     ["errors", "helpers", "hub", "imports", "memory", "progress", "threads"],
-    ["extras", "signals"],
+    ["atomic", "extras", "signals"],
     ["output"],
     ["config"],
     ["losses"],

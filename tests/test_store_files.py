@@ -156,7 +156,7 @@ def test_what_is_read_is_never_written_to(tmp_path, monkeypatch):
     Path("dangling").symlink_to("nowhere")
     os.mkfifo("pipe")
     for name in ("rows.jsonl", "model/../rows.jsonl", "soft", "hard", "model/config.json"):
-        with pytest.raises(RunError, match="it is a file that is read; give another one with --output"):
+        with pytest.raises(RunError, match="it is an input file; give another one with --output"):
             ready_to_write(Path(name), (rows, folder), overwrite=True)
     with pytest.raises(RunError, match="dangling exists"):
         ready_to_write(Path("dangling"), (rows, folder))

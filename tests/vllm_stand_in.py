@@ -55,7 +55,7 @@ class Core:
                 own[name].copy_(tensor)
         self.mark = mark
 
-    def draw(self, mark, asked, sampling, tick=lambda: None):
+    def generate(self, mark, asked, sampling, tick=lambda: None):
         if mark != self.mark:
             raise VitalSignError(f"vLLM holds other weights ({self.mark}) than those asked for ({mark})")
         tick()

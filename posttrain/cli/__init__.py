@@ -15,19 +15,19 @@ from posttrain.output import enduring, quitting
 from posttrain.store.logs import ConsoleLog
 from posttrain.terminal import say
 
-# Their work ends in files, whether anybody reads what they say meanwhile or not.
+# Their results are files, so a closed output does not end them.
 ENDURING = ("train", "quickstart", "verify-resume", "score", "grade", "generate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (that of the process by default); returns the exit status."""
     if argv is None:
-        atexit.register(gc.freeze)  # else a process that has imported torch searches a second for garbage at its end
+        atexit.register(gc.freeze)  # else a process with torch spends a second on garbage collection at exit
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"] or ["--help"]
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a locale may know fewer characters than data and models have
+        if isinstance(stream, io.TextIOWrapper):  # a locale may lack characters of data and models
             stream.reconfigure(errors="backslashreplace")
     with enduring() if args[0] in ENDURING else quitting():
         if args == ["--version"]:

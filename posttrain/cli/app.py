@@ -1,7 +1,7 @@
-"""The command tree. A verb is a function in a module of its own, which imports what is slow inside the function.
+"""The command tree. A verb is a function in a module of its own, which imports slow modules inside the function.
 
-Of a command line only the verb's module is imported: `runs list` has no use for the settings, whose schema takes half
-a second. Help, and a verb that does not exist, need them all.
+A command line imports only its verb's module: `runs list` does not need the settings, whose schema takes half a second.
+Help, and an unknown verb, need all modules.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from types import ModuleType
 import typer
 
 EPILOG = "--debug, anywhere on the command line, shows the stack trace of an error; --version, alone, the version."
-HELP = "Post-training of language models: supervised fine-tuning, reward models, DPO and its kin, GRPO and PPO."
-# Verb -> the module here with the function of its name. The help lists them in this order.
+HELP = "Post-training of language models: supervised fine-tuning, reward models, DPO and its variants, GRPO, PPO."
+# Verb -> its module here, with a function of the same name. The help lists them in this order.
 VERBS = {
     "train": "train",
     "plan": "train",
@@ -28,11 +28,11 @@ VERBS = {
     "quickstart": "quickstart",
 }
 TAKE_SETTINGS = ("train", "plan", "explore", "verify-resume")  # every setting is a flag of theirs
-GROUPS = {"config": "Settings", "data": "Settings", "runs": "Runs"}  # verbs with verbs below them -> the help's panel
+GROUPS = {"config": "Settings", "data": "Settings", "runs": "Runs"}  # verbs with subcommands -> their panel in the help
 
 
 def build(verb: str = "") -> typer.Typer:
-    """The application: with this verb only, or with all where it has none of that name."""
+    """The application: with this verb only, or with all if the verb is unknown."""
     app = typer.Typer(
         name="posttrain",
         help=HELP,

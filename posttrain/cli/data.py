@@ -1,4 +1,4 @@
-"""`posttrain data`: the data sets known by a short name, and keeping one for offline use."""
+"""`posttrain data`: the data sets known by a short name, and saving one for offline use."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +13,7 @@ from posttrain.errors import DataError
 from posttrain.terminal import say
 from posttrain.words import counted
 
-app = typer.Typer(help="Known data sets, and keeping one for offline use.", no_args_is_help=True)
+app = typer.Typer(help="Known data sets, and saving one for offline use.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -26,7 +26,7 @@ def list_() -> None:
         table.add_row(name, known.source, known.format, known.about)
     console = PlainConsole()
     console.print(table)
-    console.print("Keep one for offline use: posttrain data save NAME FOLDER")
+    console.print("Save one for offline use: posttrain data save NAME FOLDER")
 
 
 @app.command()
@@ -34,19 +34,21 @@ def save(
     source: Annotated[str, typer.Argument(metavar="NAME", help="A known set, a hub id, a file or a folder.")],
     folder: Annotated[Path, typer.Argument(help="A new folder; data.source: FOLDER reads it later.")],
     split: Annotated[
-        list[str] | None, typer.Option("--split", help="Only this split; repeatable. Default: all there are.")
+        list[str] | None, typer.Option("--split", help="Only this split; repeatable. Default: all splits.")
     ] = None,
-    max_rows: Annotated[int | None, typer.Option("--max-rows", min=1, help="The first so many rows of each.")] = None,
+    max_rows: Annotated[
+        int | None, typer.Option("--max-rows", min=1, help="Maximum number of rows of each split.")
+    ] = None,
 ) -> None:
-    """Keep a data set in a folder, for a machine without a network or a hub that changes."""
+    """Save a data set to a folder, for a machine without a network or against changes on the hub."""
     if source.startswith("builtin:"):
         raise DataError(f"{source} is made on the spot and needs no saving")
     if folder.exists():
-        raise DataError(f"{folder} is there already: choose another folder, or remove it first")
+        raise DataError(f"{folder} already exists: choose another folder, or remove it first")
     from posttrain.data.download import keep  # imports torch, which takes seconds
 
     for done in keep(source, folder, split, max_rows):
-        left_out = f", {done.malformed:,} malformed left out" if done.malformed else ""
+        left_out = f", {done.malformed:,} malformed dropped" if done.malformed else ""
         say(f"{done.name}: {counted(done.rows, 'row')}, {done.bytes / 2**20:.1f} MiB{left_out}")
     name = name_of(known_set(source))
     say(f"saved in {folder}; use it with data.source={folder}" + (f" (columns as {name})" if name else ""))

@@ -9,7 +9,7 @@ NAMES = ("HF_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")
 
 
 def load_tokens(file: Path) -> None:
-    """Set those of NAMES that the file's `NAME=value` lines give and the environment does not have yet."""
+    """Set those of NAMES that are in the file's `NAME=value` lines and not in the environment yet."""
     if file.is_file():
         try:
             text = file.read_text(encoding="utf-8-sig", errors="replace")

@@ -16,15 +16,15 @@ FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
 
 class Interrupted(Exception):
-    """Ctrl-C with something to say: typer makes an exit status of a KeyboardInterrupt, and drops its message."""
+    """Ctrl-C with a message: typer turns a KeyboardInterrupt into an exit status and drops its message."""
 
 
 class UsageError(PosttrainError):
-    """A command line that cannot be understood."""
+    """An invalid command line."""
 
 
 def guarded(run: Callable[[], object], debug: bool) -> int:
-    """Run a command; its exit status. What goes wrong is one message on stderr, after the trace with `debug`."""
+    """Run a command; returns its exit status. An error is one message on stderr, after the trace with `debug`."""
     pressed: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -35,7 +35,7 @@ def guarded(run: Callable[[], object], debug: bool) -> int:
     try:
         with handling(note, *numbers):
             status = run()
-        if status == INTERRUPTED:  # all that typer leaves of one
+        if status == INTERRUPTED:  # typer's trace of a KeyboardInterrupt
             raise KeyboardInterrupt
         return status if isinstance(status, int) else 0
     except Interrupted as error:
@@ -46,11 +46,11 @@ def guarded(run: Callable[[], object], debug: bool) -> int:
         return _report(str(error), USAGE, debug)
     except PosttrainError as error:
         return _report(message_of(error), FAILURE, debug)
-    except typer.TyperException as error:  # what typer says of the command line
+    except typer.TyperException as error:  # typer's errors about the command line
         message = error.format_message()
         return _report(message, error.exit_code, debug) if message else error.exit_code  # no message: help was shown
     except Exception as error:
-        if pressed:  # libraries that it meets while they are imported make another error of it
+        if pressed:  # libraries may turn it into another error while they are imported
             return _report("interrupted", INTERRUPTED, debug)
         if is_out_of_memory(error):
             return _report(message_of(error), FAILURE, debug)

@@ -8,7 +8,7 @@ import typer
 from posttrain.cli.settings import Config, Overrides, load_stages
 from posttrain.imports import quick_imports
 
-Rows = Annotated[int, typer.Option("--rows", min=0, help="How many training examples to show.")]
+Rows = Annotated[int, typer.Option("--rows", min=0, help="Number of training examples to show.")]
 
 
 def explore(config: Config = None, overrides: Overrides = None, rows: Rows = 3, *, flags: Mapping[str, str]) -> None:

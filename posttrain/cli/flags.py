@@ -1,4 +1,4 @@
-"""Every setting as a flag, made from the schema: `--max-steps 200`, or in full `--training.max-steps 200`."""
+"""Every setting as a flag, generated from the schema: `--max-steps 200`, or in full `--training.max-steps 200`."""
 
 import inspect
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from posttrain.config.reading.load import FlagText
 from posttrain.config.render import HEADINGS, described, flow
 from posttrain.config.schema.evaluation import SAMPLING
 
-# Short names that the rule (the path without its section) would make obscure or ambiguous.
+# Exceptions to the rule (the path without its section), which would give unclear or ambiguous names.
 SHORT = {"model.path": "model", "model.name": "model-name", "method.type": "method", "devices.type": "device"}
 SHORT |= {"devices.ids": "device-ids", "evaluation.num_generations": "eval-num-generations"}
 SHORT |= {f"evaluation.{name}": f"eval-{name}" for name in SAMPLING}
@@ -41,7 +41,7 @@ def short_names() -> dict[str, str]:
 
 @cache
 def _by_path() -> dict[str, list[Setting]]:
-    """Each path with its setting; with several, where methods have it in different ways."""
+    """Each path with its settings, which are several if methods differ."""
     found: dict[str, list[Setting]] = {}
     for setting in all_settings():
         found.setdefault(setting.path, []).append(setting)
@@ -50,19 +50,19 @@ def _by_path() -> dict[str, list[Setting]]:
 
 @cache
 def _spellings() -> dict[str, str]:
-    """Every accepted spelling of a setting's flag -> the one that is declared."""
+    """Every accepted spelling of a setting's flag -> the declared one."""
     names = short_names()
     return {path.replace("_", "-"): short for path, short in names.items()} | {short: short for short in names.values()}
 
 
 @cache
 def _switches() -> frozenset[str]:
-    """Flags of settings that may be true or false: their value may be left out."""
+    """Flags of settings that may be true or false, whose value is optional."""
     return frozenset(short_names()[setting.path] for setting in all_settings() if setting.switch)
 
 
 def with_settings(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a verb a flag for every setting. Its parameter `flags` receives those given: dotted path -> text."""
+    """Add a flag for every setting to a verb. Its parameter `flags` receives the given ones: dotted path -> string."""
     parameters = [p for p in inspect.signature(verb, eval_str=True).parameters.values() if p.name != "flags"]
     paths = {path.replace(".", "__"): path for path in short_names()}
     generated = [
@@ -124,10 +124,10 @@ def _panel(variants: list[Setting]) -> str:
 
 
 class SettingsCommand(TyperCommand):
-    """A command with settings' flags: each may be spelt in full or with underscores, and a switch needs no value."""
+    """A command with settings' flags: full names and underscores are accepted, and a switch needs no value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # an argument has its bare name among its `opts`: it is no flag
+        # an argument, which is not a flag, has its bare name in `opts`
         declared = {opt[2:]: p.name for p in self.params for opt in p.opts if opt.startswith("--")}
         typed: dict[str, str] = {}
         rest = super().parse_args(ctx, plain(args, set(declared), typed))
@@ -140,8 +140,8 @@ class SettingsCommand(TyperCommand):
 def plain(args: list[str], declared: set[str], spelt: dict[str, str] | None = None) -> list[str]:
     """The arguments with every flag as `--declared=value`. Raises UsageError for an unknown flag.
 
-    `declared` has the names, without dashes, of all flags of the command; `--resume` may have a folder or nothing.
-    `spelt` receives each declared name as it was typed.
+    `declared` has the names, without dashes, of all flags of the command; the value of `--resume` is optional.
+    `spelt` receives the typed form of each declared name.
     """
     result: list[str] = []
     rest = list(args)
@@ -204,17 +204,17 @@ def _is_folder_name(text: str) -> bool:
 
 
 def _refuse_another_systems(typed: str, name: str) -> None:
-    """Raise UsageError for a flag spelt with `_` as another system spells one that means something else."""
-    told = hint(typed) if "_" in typed else None
+    """Raise UsageError for a flag spelt with `_` that means something else in another system."""
+    message = hint(typed) if "_" in typed else None
     path = next((path for path, short in short_names().items() if short == name), None)
-    if told is not None and path is not None and path not in told:
-        raise UsageError(f"--{typed} is a flag of other systems: {told}; --{name} is {path}")
+    if message is not None and path is not None and path not in message:
+        raise UsageError(f"--{typed} is a flag of another system: {message}; --{name} is {path}")
 
 
 def _unknown_flag(typed: str, declared: set[str]) -> str:
     key = typed.rpartition(".")[2].replace("-", "_")
-    told = hint(key) or hint(key.removeprefix("no_"))
-    if told is not None:
-        return f"there is no flag --{typed}; {told}"
+    message = hint(key) or hint(key.removeprefix("no_"))
+    if message is not None:
+        return f"there is no flag --{typed}; {message}"
     near = get_close_matches(typed.replace("_", "-"), [*declared, *_spellings()], n=1, cutoff=0.7)
     return f"there is no flag --{typed}" + (f"; did you mean --{near[0]}?" if near else "; see --help")

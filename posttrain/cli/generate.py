@@ -18,12 +18,12 @@ File = Annotated[Path, typer.Argument(help="Prompts, as rows of any format: JSON
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; default: FILE.generated.jsonl.")]
 NumGenerations = Annotated[int, typer.Option("--num-generations", "-n", min=1, help="Completions of each prompt.")]
 EngineOption = Annotated[str, typer.Option("--engine", help="embedded; transformers: any architecture; vllm.")]
-Temperature = Annotated[float, typer.Option("--temperature", help="Of sampling; 0: greedy.")]
-TopP = Annotated[float, typer.Option("--top-p", help="The likeliest tokens that have this share together.")]
-TopK = Annotated[int, typer.Option("--top-k", help="So many likeliest tokens; 0: all.")]
-MinP = Annotated[float, typer.Option("--min-p", help="Tokens at least so likely as this share of the likeliest.")]
+Temperature = Annotated[float, typer.Option("--temperature", help="Sampling temperature; 0: greedy.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Total probability of the most likely tokens to sample from.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Number of most likely tokens; 0: all.")]
+MinP = Annotated[float, typer.Option("--min-p", help="Minimum probability, as a share of the most likely token's.")]
 MaxLength = Annotated[int, typer.Option("--max-completion-length", help="Longest completion in tokens.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", help="A text that ends a completion; repeatable.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="String that ends a completion; repeatable.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same completions.")]
 
 
@@ -46,10 +46,10 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Draw completions for the prompts of a file.
+    """Sample completions for the prompts of a file.
 
-    Rows come out in the order they came in, with all their fields and `completions`, each with `text`, `token_ids`,
-    `logprobs` (of the distribution drawn from) and `finish_reason` (stop or length).
+    Rows keep their order and fields, with `completions`, each with `text`, `token_ids`, `logprobs` (of the sampling
+    distribution) and `finish_reason` (stop or length).
     """
     model_settings = from_flags(ModelConfig, {"path": model, "dtype": dtype})
     rollout = from_flags(
@@ -77,6 +77,6 @@ def generate(
     say(
         f"{counted(done.completions, 'completion')} of {counted(done.prompts, 'prompt')}: "
         f"{counted(done.tokens, 'token')} in {done.seconds:.1f} s "
-        f"({done.tokens / max(done.seconds, 1e-9):,.0f} a second), {done.truncated:,} ended by the limit"
+        f"({done.tokens / max(done.seconds, 1e-9):,.0f} per second), {done.truncated:,} reached the length limit"
     )
     say(f"written: {target}")

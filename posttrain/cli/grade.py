@@ -18,10 +18,10 @@ Reward = Annotated[
     ),
 ]
 AnswerColumn = Annotated[str, typer.Option("--answer-column", help="The column with the right answer.")]
-CompletionColumn = Annotated[str, typer.Option("--completion-column", help="The column with what was written.")]
+CompletionColumn = Annotated[str, typer.Option("--completion-column", help="The column with the completion.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; default: FILE.graded.jsonl.")]
-Deadline = Annotated[float, typer.Option("--deadline", help="Seconds that one completion may take.")]
-Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Processes; default: one a core, at most 8.")]
+Deadline = Annotated[float, typer.Option("--deadline", help="Time limit of one completion, in seconds.")]
+Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Processes; default: one per core, at most 8.")]
 
 
 def grade(
@@ -36,8 +36,8 @@ def grade(
 ) -> None:
     """Grade a file's completions in supervised worker processes, as in training.
 
-    Rows come out in the order they came in, with all their fields and `verdict` (correct, wrong, timeout, crashed,
-    bad_gold), `score`, `extracted`, `seconds`, and `parts` where a reward has some.
+    Rows keep their order and fields, with `verdict` (correct, wrong, timeout, crashed, bad_gold), `score`, `extracted`,
+    `seconds`, and `parts` if a reward has some.
     """
     from posttrain.rewards.file import Columns, grade_file
 

@@ -1,4 +1,4 @@
-"""`posttrain rollouts`, `posttrain why` and `posttrain regrade`: what a run was trained on, down to the tokens."""
+"""`posttrain rollouts`, `posttrain why` and `posttrain regrade`: a run's stored completions, down to the tokens."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,12 +7,12 @@ import typer
 
 from posttrain.cli.errors import UsageError
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of a method that draws completions.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of a method that samples completions.")]
 OneStep = Annotated[int | None, typer.Option("--step", min=1, help="The completions of one step; default: all steps.")]
 Step = Annotated[int, typer.Option("--step", min=1, help="Which step.")]
-Prompt = Annotated[int | None, typer.Option("--prompt", min=0, help="One prompt of the step: rewards by their parts.")]
+Prompt = Annotated[int | None, typer.Option("--prompt", min=0, help="One prompt of the step: rewards by part.")]
 Rollout = Annotated[int | None, typer.Option("--rollout", min=0, help="One completion of the prompt: its tokens.")]
-Limit = Annotated[int, typer.Option("--limit", min=0, help="Rows of the table at most; sign changes come first.")]
+Limit = Annotated[int, typer.Option("--limit", min=0, help="Maximum rows of the table; sign changes come first.")]
 Rewards = Annotated[
     list[str],
     typer.Option(
@@ -30,10 +30,10 @@ def rollouts(run: Run, step: OneStep = None) -> None:
 
 
 def why(run: Run, step: Step, prompt: Prompt = None, rollout: Rollout = None) -> None:
-    """Say why a step did what it did: its metrics, its groups, a group's rewards by part, a completion's tokens.
+    """Explain a step: its metrics, its groups, a group's rewards by part, a completion's tokens.
 
-    Of each token: the log-probability with which it was drawn, that of the old, the new and the reference policy, the
-    advantage, the ratio, and whether it was clipped.
+    For each token: its log-probability under the engine, the old, the new and the reference policy, the advantage, the
+    ratio, and whether it was clipped.
     """
     if rollout is not None and prompt is None:
         raise UsageError("--rollout needs --prompt: which prompt's?")
@@ -44,9 +44,9 @@ def why(run: Run, step: Step, prompt: Prompt = None, rollout: Rollout = None) ->
 
 
 def regrade(run: Run, reward: Rewards, step: OneStep = None, limit: Limit = 50) -> None:
-    """Give a run's stored completions other rewards, and list the advantages that change their sign. Needs no GPU.
+    """Compute other rewards for a run's stored completions, and list the advantages that change sign. Needs no GPU.
 
-    Advantages that become 0, or were 0, are listed and counted apart.
+    Advantages that become 0, or were 0, are listed and counted separately.
     """
     from posttrain.cli.settings import rewards_from_flags
     from posttrain.console import PlainConsole

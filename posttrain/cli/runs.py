@@ -1,4 +1,4 @@
-"""`posttrain runs`: what there is in the run folders, one run in full, and deleting some. Imports no torch."""
+"""`posttrain runs`: listing runs, showing one, deleting some. Imports no torch."""
 
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ RUNS = Path("runs")
 
 @app.command("list")
 def list_(output_dir: OutputDir = RUNS) -> None:
-    """List the runs, the latest last: how they stand, the number their method is judged by, how much room they take."""
+    """List the runs, the latest last: state, main metric of the method, and size."""
     folders = runs_below(output_dir.expanduser())
     if not folders:
         say(f"there are no runs in {output_dir}")
@@ -49,7 +49,7 @@ def list_(output_dir: OutputDir = RUNS) -> None:
 
 @app.command()
 def show(run: Name, output_dir: OutputDir = RUNS) -> None:
-    """Show one run: state, settings in short, what was measured last, what was saved, where it came from."""
+    """Show one run: state, main settings, last metrics, saved models, provenance."""
     found = summarise(_folder(run, output_dir))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True, style="bold")
@@ -65,7 +65,7 @@ def rm(runs: Names, yes: Yes = False, output_dir: OutputDir = RUNS) -> None:
 
     Only run folders are deleted (there is a run.json), none in which a process runs, and links are not followed.
     """
-    found = [summarise(_folder(run, output_dir)) for run in runs]  # all of them, before the first is gone
+    found = [summarise(_folder(run, output_dir)) for run in runs]  # all of them before the first deletion
     for run in found:
         what = f"{run.folder}: {run.method} of {run.model}, {run.state} at step {run.step}, {in_units(run.size)}"
         if not yes:
@@ -74,20 +74,20 @@ def rm(runs: Names, yes: Yes = False, output_dir: OutputDir = RUNS) -> None:
                     say(f"kept {run.folder}")
                     continue
             except typer.Abort:
-                raise RunError(f"nobody answered, so {run.folder} is kept: say --yes to delete it") from None
+                raise RunError(f"not confirmed, so {run.folder} is kept: give --yes to delete it") from None
         remove_run(run.folder)
         say(f"deleted {what}")
 
 
 def _folder(run: str, output_dir: Path) -> Path:
-    """The run folder that the user means. Raises RunError, which lists what there is."""
+    """The run folder that the user names. Raises RunError, which lists the existing runs."""
     places = [Path(run).expanduser(), output_dir.expanduser() / run]
     for place in places:
         if (place / "run.json").is_file():
             return place
     for place in places:
         if place.is_dir() and (below := runs_below(place)):
-            raise RunError(f"{place} holds {counted(len(below), 'run')}: name one, such as {below[-1]}")
+            raise RunError(f"{place} contains {counted(len(below), 'run')}: name one, such as {below[-1]}")
     if places[0].is_dir():
         raise RunError(f"{run} is not a run folder: it has no run.json")
     known = [str(path.relative_to(output_dir.expanduser())) for path in runs_below(output_dir.expanduser())]
@@ -95,7 +95,7 @@ def _folder(run: str, output_dir: Path) -> Path:
 
 
 def _facts(run: Summary) -> list[tuple[str, str]]:
-    """Names and values of one run, in the order a reader asks for them."""
+    """Names and values of one run, most important first."""
     facts = [("run", str(run.folder)), ("state", run.state)]
     if run.problem:
         facts.append(("problem", run.problem))

@@ -23,9 +23,9 @@ File = Annotated[
 ]
 Config = Annotated[
     str | None,
-    typer.Option("--config", metavar="FILE|PRESET", help="Settings to draw with; default: those of the model's run."),
+    typer.Option("--config", metavar="FILE|PRESET", help="Settings to sample with; default: those of the model's run."),
 ]
-StageName = Annotated[str | None, typer.Option("--stage", help="Which stage of the settings, or of the run folder.")]
+StageName = Annotated[str | None, typer.Option("--stage", help="Stage of the settings, or of the run folder.")]
 Reward = Annotated[
     list[str] | None,
     typer.Option(
@@ -33,22 +33,26 @@ Reward = Annotated[
         help='A reward: its type, module:function, or settings such as "{type: length, target: 50}"; repeatable.',
     ),
 ]
-Prompts = Annotated[int, typer.Option("--prompts", min=1, help="How many prompts: the first usable ones.")]
+Prompts = Annotated[int, typer.Option("--prompts", min=1, help="Number of prompts: the first usable ones.")]
 NumGenerations = Annotated[int, typer.Option("--num-generations", "-n", min=2, help="Completions of each prompt.")]
 Show = Annotated[int, typer.Option("--show", min=0, help="Completions shown of each prompt.")]
 Temperature = Annotated[
     str | None,
-    typer.Option("--temperature", metavar="FLOAT[,FLOAT...]", help="Of sampling; several: a table by temperature."),
+    typer.Option(
+        "--temperature", metavar="FLOAT[,FLOAT...]", help="Sampling temperature; several: a table by temperature."
+    ),
 ]
-TopP = Annotated[float | None, typer.Option("--top-p", help="The likeliest tokens that have this share together.")]
-TopK = Annotated[int | None, typer.Option("--top-k", help="So many likeliest tokens; 0: all.")]
+TopP = Annotated[
+    float | None, typer.Option("--top-p", help="Total probability of the most likely tokens to sample from.")
+]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Number of most likely tokens; 0: all.")]
 MinP = Annotated[
-    float | None, typer.Option("--min-p", help="Tokens at least so likely as this share of the likeliest.")
+    float | None, typer.Option("--min-p", help="Minimum probability, as a share of the most likely token's.")
 ]
 MaxLength = Annotated[int | None, typer.Option("--max-completion-length", help="Longest completion in tokens.")]
 Engine = Annotated[str | None, typer.Option("--engine", help="embedded; transformers: any architecture; vllm.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
-Format = Annotated[str | None, typer.Option("--format", help="How a row is laid out, as data.format.")]
+Format = Annotated[str | None, typer.Option("--format", help="Format of the rows, as data.format.")]
 Template = Annotated[
     str | None, typer.Option("--template", help="As data.template; without settings: chat if there is one, else none.")
 ]
@@ -81,18 +85,18 @@ def sample(
     dtype: Dtype = None,
     device: DeviceOption = None,
 ) -> None:
-    """Draw completions from a model as training would, and say what they show.
+    """Sample completions from a model as in training, and report findings.
 
     Prompts, template, rewards, model and sampling settings are those of the model's run or of --config, unless given
-    here; without either they have their defaults. For every prompt: lengths, how many the limit cut off, how many
-    differ, how many keep the format of the template, and the mean and spread of their rewards; then what that suggests,
-    and faults of stop tokens, begin tokens and tags.
+    here; without either they have their defaults. For every prompt: lengths, the shares of truncated, of distinct and
+    of well-formatted completions, and the mean and spread of their rewards; then suggestions, and problems of stop
+    tokens, begin tokens and tags.
     """
     folder = _folder(model, stage)
     path = str(newest_model(folder)) if folder.is_dir() else model
     settings = _settings(model, folder, config, stage)
     if settings is None and file is None:
-        what = "is not part of a run" if folder.is_dir() else "is no such folder, and a model of the hub has no run"
+        what = "is not part of a run" if folder.is_dir() else "is not a folder, and a hub model has no run"
         raise UsageError(f"{model} {what}, so there are no prompts: give a FILE of prompts, or settings with --config")
     limits = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "max_completion_length": max_completion_length}
     given = limits | {"engine": engine, "stop": tuple(stop) if stop else None}
@@ -123,13 +127,13 @@ def sample(
 
 
 def _folder(model: str, stage: str | None) -> Path:
-    """The folder that is meant, that of the stage where the run has several; it is not there for a hub id."""
+    """The model's folder, or the stage's folder in a run with stages; it does not exist for a hub id."""
     folder = Path(model).expanduser()
     return folder / stage if stage and (folder / stage / "run.json").is_file() else folder
 
 
 def _settings(model: str, folder: Path, config: str | None, stage: str | None) -> RunConfig | None:
-    """The settings of --config, or else of the run that the folder is or lies in; None without either."""
+    """The settings of --config, or else of the run that the folder is or belongs to; None without either."""
     if config is not None:
         stages = {one.name: one.config for one in load(config, (), {"model.path": model}).stages}
         if stage is None and len(stages) > 1:
@@ -137,7 +141,7 @@ def _settings(model: str, folder: Path, config: str | None, stage: str | None) -
         if stage is not None and stage not in stages:
             named = [name for name in stages if name]
             there = did_you_mean(stage, named) if named else f"{config} has none"
-            raise UsageError(f"--stage {stage}: there is no such stage; {there}")
+            raise UsageError(f"--stage {stage}: unknown stage; {there}")
         return stages[stage] if stage is not None else next(iter(stages.values()))
     if stage is not None and folder.name != stage:
         raise UsageError(f"--stage {stage}: {folder} has no run of a stage of that name, and there is no --config")
@@ -150,7 +154,7 @@ def _settings(model: str, folder: Path, config: str | None, stage: str | None) -
 
 
 def _saved_settings(folder: Path) -> Path | None:
-    """The settings beside a checkpoint, or of the run that a folder is or lies in."""
+    """The settings next to a checkpoint, or of the run that a folder is or belongs to."""
     if (folder / "config.yaml").is_file() and ((folder / "run.json").is_file() or (folder / "state.json").is_file()):
         return folder / "config.yaml"
     above = folder.absolute().parent
@@ -162,7 +166,7 @@ def _data(settings: RunConfig | None, file: Path | None, given: dict[str, str | 
     if file is not None:
         values |= {"source": str(file), "split": "train", "validation": None}
     if given["format"] is not None:
-        values["columns"] = {}  # they are of the format that the settings have
+        values["columns"] = {}  # they belong to the format of the settings
     if given["template"] not in (None, "tags"):
         values["tags"] = {}
     return from_flags(DataConfig, values | {name: value for name, value in given.items() if value is not None})
@@ -172,14 +176,14 @@ def _rollouts(settings: RunConfig | None, temperature: str | None, given: dict[s
     """The sampling settings at each temperature."""
     rollout = settings.rollout if settings else RolloutConfig()
     if given.get("engine", "vllm") != "vllm":
-        given["vllm"] = {}  # where vLLM runs in training means nothing to another engine
+        given["vllm"] = {}  # training's vLLM settings do not apply to another engine
     values = rollout.model_dump() | given
     at = [rollout.temperature] if temperature is None else [_number(text) for text in temperature.split(",")]
     return [from_flags(RolloutConfig, values | {"temperature": value}) for value in at]
 
 
 def _model(settings: RunConfig | None, path: str, dtype: str | None) -> ModelConfig:
-    """The model at `path`, loaded as the settings say. A folder holds whole weights, or an adapter that is merged."""
+    """The model at `path` with the settings' options. A folder has full weights, or an adapter that is merged."""
     model = settings.models[0] if settings else ModelConfig(path=path)
     values = model.model_dump() | {"path": path, "lora": None, "load_in_4bit": False}
     if path != model.path:
@@ -188,7 +192,7 @@ def _model(settings: RunConfig | None, path: str, dtype: str | None) -> ModelCon
 
 
 def _longest_prompt(settings: RunConfig | None) -> int | None:
-    """The tokens of the longest prompt that an online method takes; None where there is no such limit."""
+    """The maximum prompt length of an online method, in tokens; None without a limit."""
     if settings is None or not settings.method.samples_completions:
         return None
     room, most = settings.data.max_length - settings.completion_length, settings.data.max_prompt_length
@@ -196,7 +200,7 @@ def _longest_prompt(settings: RunConfig | None) -> int | None:
 
 
 def _number(text: str | float) -> str | float:
-    """A number that is typed as text; other text as it is, for the schema to refuse."""
+    """A number from its string; any other string unchanged, for the schema to refuse."""
     try:
         return float(text)
     except ValueError:

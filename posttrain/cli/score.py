@@ -16,13 +16,17 @@ File = Annotated[Path, typer.Argument(help="JSONL, JSON, CSV or Parquet; also .g
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; default: FILE.scored.jsonl.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it exists.")]
 Format = Annotated[
-    str, typer.Option("--format", help="How a row is laid out, as data.format; auto: told by its columns.")
+    str, typer.Option("--format", help="Format of the rows, as data.format; auto: inferred from the columns.")
 ]
 Template = Annotated[
     str | None, typer.Option("--template", help="As data.template; default: chat if there is one, else none.")
 ]
-MaxLength = Annotated[int, typer.Option("--max-length", min=2, help="Longest row in tokens; a longer one is an error.")]
-TokensPerPack = Annotated[int, typer.Option("--tokens-per-pack", min=2, help="The memory knob, as in training.")]
+MaxLength = Annotated[
+    int, typer.Option("--max-length", min=2, help="Maximum length of a row in tokens; a longer one is an error.")
+]
+TokensPerPack = Annotated[
+    int, typer.Option("--tokens-per-pack", min=2, help="Maximum tokens per pack, which limits memory, as in training.")
+]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
 
 
@@ -40,8 +44,8 @@ def score(
 ) -> None:
     """Score a file's completions: log-probabilities by a causal model, rewards by a reward model.
 
-    Rows come out in the order they came in, with all their fields and `logprob` and `logprobs`, or `reward`; rows with
-    chosen and rejected get both (`chosen_reward`, `rejected_reward`).
+    Rows keep their order and fields, with `logprob` and `logprobs`, or `reward`; rows with chosen and rejected get both
+    (`chosen_reward`, `rejected_reward`).
     """
     from posttrain.config import load
 

@@ -1,4 +1,4 @@
-"""The arguments that every command with settings takes, and loading them."""
+"""The arguments of commands with settings, and loading them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ Overrides = Annotated[
 
 
 def load_stages(config: str | None, overrides: list[str] | None, flags: Mapping[str, str]) -> tuple[Stage, ...]:
-    """The checked configuration, a stage without a name where it has none; notes about it go to stderr."""
+    """The checked configuration, with one unnamed stage if it has none; notes about it go to stderr."""
     config, given = split_arguments(config, overrides)
     loaded = load(config, given, flags)
     for note in loaded.notes:
@@ -37,10 +37,10 @@ def load_stages(config: str | None, overrides: list[str] | None, flags: Mapping[
 
 
 def split_arguments(config: str | None, overrides: list[str] | None) -> tuple[str | None, list[str]]:
-    """The file or preset, if there is one, and the overrides, in whichever order they were given."""
+    """The file or preset, if any, and the overrides, in any order."""
     given = list(overrides or [])
     if config is not None and "=" in config and not Path(config).is_file():
-        # The file comes after overrides, or there is none: settings alone make a run too.
+        # The file comes after overrides, or is missing: overrides alone are enough.
         given.insert(0, config)
         config = next((text for text in given if "=" not in text), None)
         if config is not None:
@@ -52,7 +52,7 @@ Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, a GPU by
 
 
 def devices_from_flag(device: str) -> DevicesConfig:
-    """The device that `--device` names. Raises UsageError for one that is none."""
+    """The device that `--device` names. Raises UsageError for an unknown one."""
     found = re.fullmatch(r"(auto|cpu|mps|cuda)(?:(?<=cuda):(\d+))?", device)
     if found is None:
         raise UsageError(f"--device is {device!r}: it is one of auto, cpu, cuda, cuda:0 (a GPU by number), mps")
@@ -60,7 +60,7 @@ def devices_from_flag(device: str) -> DevicesConfig:
 
 
 class _Rewards(Settings):
-    """A list of rewards, found where a whole configuration has it."""
+    """A list of rewards, as in a full configuration."""
 
     rewards: tuple[Reward, ...]
 
@@ -68,7 +68,7 @@ class _Rewards(Settings):
 def rewards_from_flags(texts: Sequence[str]) -> tuple[Reward, ...]:
     """The rewards that `--reward` names: `math` is {type: math}, `my_rewards:brevity` a function, braces are settings.
 
-    Raises UsageError in the words of a configuration.
+    Raises UsageError with the messages of a configuration.
     """
     values: dict[str, Any] = {"rewards": []}
     for text in texts:
@@ -84,7 +84,7 @@ def rewards_from_flags(texts: Sequence[str]) -> tuple[Reward, ...]:
 
 
 def from_flags(group: type[Group], given: Mapping[str, Any]) -> Group:
-    """A group of settings from a verb's own flags, by the names of its fields. Raises UsageError for a wrong value."""
+    """A group of settings from a verb's flags, by field name. Raises UsageError for a wrong value."""
     try:
         return group(**given)
     except ValidationError as error:

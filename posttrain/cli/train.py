@@ -16,27 +16,30 @@ from posttrain.imports import quick_imports
 from posttrain.reports.progress import duration
 from posttrain.terminal import say
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what the run would do, and do nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what the run would do, and do nothing.")]
 Resume = Annotated[
     str | None,
-    typer.Option("--resume", metavar="[PATH]", help="Go on from the newest checkpoint, or from the one named."),
+    typer.Option("--resume", metavar="[PATH]", help="Resume from the newest checkpoint, or from the given one."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the run folder first if it exists.")]
 ModelIndex = Annotated[
-    int | None, typer.Option("--model-index", metavar="INT", help="Train only this one of the models, 0 for the first.")
+    int | None, typer.Option("--model-index", metavar="INT", help="Train only this model of the list, 0 for the first.")
 ]
 Probe = Annotated[
-    bool, typer.Option("--probe", help="Also find the largest tokens_per_pack that fits, by trying: loads the model.")
+    bool,
+    typer.Option("--probe", help="Also find the largest tokens_per_pack that fits, by real steps: loads the model."),
 ]
 MemoryLimit = Annotated[
     float | None,
-    typer.Option("--memory-limit", metavar="GIB", help="For --probe: what the run may hold; else all that is free."),
+    typer.Option(
+        "--memory-limit", metavar="GIB", help="For --probe: memory limit of the run; default: all that is free."
+    ),
 ]
 
 
 Skip = Annotated[
     list[str] | None,
-    typer.Option("--skip", metavar="STAGE", help="Leave this stage out, its final model taken as it is; repeatable."),
+    typer.Option("--skip", metavar="STAGE", help="Skip this stage and use its existing final model; repeatable."),
 ]
 
 
@@ -51,13 +54,13 @@ def train(
     *,
     flags: Mapping[str, str],
 ) -> int:
-    """Train one model or several, in one stage or several: supervised fine-tuning, a reward model, DPO and its kin.
+    """Train one or several models, in one or several stages: SFT, a reward model, DPO and its variants, PPO, GRPO.
 
-    Precedence: flag, a.b=c, file, what the file extends, default. With `--resume PATH` the file may be left out.
-    `--method all` (or `dpo,grpo`) trains every method that the data can serve, and compares what they write.
+    Precedence: flag, a.b=c, file, what the file extends, default. With `--resume PATH` the file is optional.
+    `--method all` (or `dpo,grpo`) trains every method that the data allows, and compares their completions.
     """
     if overwrite and resume is not None:
-        raise UsageError("--resume goes on with a run and --overwrite deletes it; give one of them")
+        raise UsageError("--resume continues a run and --overwrite deletes it; give one of them")
     checkpoint = Path(resume) if resume else None
     compared = several_methods(flags)
     if compared:
@@ -100,11 +103,11 @@ def train(
 
 
 def several_methods(flags: Mapping[str, str]) -> tuple[str, ...]:
-    """The methods that `--method` names, where it names several or all."""
+    """The methods of `--method`, if it names several or all."""
     given = flags.get("method.type", "")
     if given != "all" and "," not in given:
         return ()
-    writing = [name for name in METHOD_NAMES if name != "reward"]  # whose model writes something to compare
+    writing = [name for name in METHOD_NAMES if name != "reward"]  # methods whose model generates
     if given == "all":
         return tuple(name for name in writing if name in METHODS)
     names = dict.fromkeys(name.strip() for name in given.split(",") if name.strip())
@@ -122,7 +125,7 @@ def plan(
     *,
     flags: Mapping[str, str],
 ) -> None:
-    """Say what a run would do, in examples, tokens, steps and memory, and do nothing: `train --dry-run`."""
+    """Print a run's examples, tokens, steps and memory, and do nothing: `train --dry-run`."""
     if memory_limit is not None and not (probe and memory_limit > 0):
         raise UsageError("--memory-limit is for --probe, a number of GiB above 0")
     stages = load_stages(config, overrides, flags)

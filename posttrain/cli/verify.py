@@ -13,7 +13,7 @@ from posttrain.errors import RunError
 from posttrain.terminal import say
 from posttrain.words import counted
 
-Kills = Annotated[int, typer.Option("--kills", min=1, help="How often the second run is killed.")]
+Kills = Annotated[int, typer.Option("--kills", min=1, help="Number of kills of the second run.")]
 Keep = Annotated[bool, typer.Option("--keep", help="Keep the scratch folder also when both runs are equal.")]
 
 
@@ -25,17 +25,18 @@ def verify_resume(
     *,
     flags: Mapping[str, str],
 ) -> None:
-    """Show, for your own settings, that a killed and resumed run ends as an uninterrupted one, bit for bit.
+    """Verify, for your own settings, that a killed and resumed run equals an uninterrupted one, bit for bit.
 
-    Trains twice in a scratch folder below output_dir: once undisturbed, once killed by SIGKILL at random moments, about
-    half of them inside a save, and resumed each time. Then compares weights, optimizer, random states, learning rates,
-    the order of the rows and all metrics, and says where they first differ: step, file, tensor, index, both values.
+    Trains twice in a scratch folder below output_dir: once uninterrupted, once killed (SIGKILL) at random moments,
+    about half of them inside a save, and resumed each time. Then compares weights, optimizer, random states, learning
+    rates, the order of the rows and all metrics, and reports the first differences: step, file, tensor, index, both
+    values.
 
-    Every step is logged and checkpoints are made at least ten times a run. Without training.max_steps it is 40 steps.
-    To cross the end of epochs quickly, train on few rows: --max-rows 50 --batch-size 4 --max-steps 40.
+    Every step is logged, with at least ten checkpoints per run. Without training.max_steps it has 40 steps. To cross
+    the end of epochs quickly, train on few rows: --max-rows 50 --batch-size 4 --max-steps 40.
 
-    Exit status 0: identical. 1: they differ, or a run failed by itself. On a GPU sums may come in another order from
-    run to run; --device cpu is exact.
+    Exit status 0: identical. 1: they differ, or a run failed by itself. On a GPU the order of sums may vary between
+    runs; --device cpu is exact.
     """
     stages = load_stages(config, overrides, flags)
     say("importing torch …")
@@ -59,7 +60,7 @@ def verify_resume(
     for line in outcome.lines():
         console.print(line)
     if not outcome.identical:
-        raise RunError(f"the resumed run is not the uninterrupted one; both are kept in {folder}")
+        raise RunError(f"the resumed run differs from the uninterrupted one; both are kept in {folder}")
     if keep:
         console.print(f"kept: {folder}", soft_wrap=True)
     else:
@@ -67,7 +68,7 @@ def verify_resume(
 
 
 def _scratch(output_dir: Path) -> Path:
-    """A new folder where the runs would be made, since there is room for checkpoints."""
+    """A new folder in output_dir, where there is space for checkpoints."""
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="verify-resume-", dir=output_dir))

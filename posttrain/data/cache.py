@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.atomic import LEFTOVER, put_folder, take_away
 from posttrain.data.report import Reading
 from posttrain.errors import DataError
 
@@ -137,7 +137,8 @@ def cached(
                 try:
                     return *_load(place), note
                 except _DamagedError as damage:
-                    _remove(place)
+                    with contextlib.suppress(FileNotFoundError):  # another run may remove it, too
+                        take_away(place)
                     if attempt == 0:
                         note = f"the cached tokens in {place} were damaged ({damage}) and have been rebuilt"
                         logger.warning(note)
@@ -175,9 +176,7 @@ def _load(place: Path) -> tuple[pa.Table, Reading, str]:
 
 
 def _build(place: Path, kind: str, build: Callable[[Writer], Reading]) -> None:
-    work = place.parent / f".making-{uuid.uuid4().hex}"  # with the user's umask: others may share the cache
-    work.mkdir()
-    try:
+    def write(work: Path) -> None:
         writer = Writer(work / "rows.arrow", kind)
         try:
             reading = build(writer)
@@ -185,29 +184,16 @@ def _build(place: Path, kind: str, build: Callable[[Writer], Reading]) -> None:
             writer.close()
         with (work / "rows.arrow").open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            os.fsync(stream.fileno())
         facts = {"sha256": digest, "content": writer.content(), "reading": reading.to_json()}
         (work / "facts.json").write_text(json.dumps(facts))
-        try:
-            work.rename(place)
-        except OSError:
-            if not place.exists():  # else another run has built the same entry meanwhile
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
-
-def _remove(place: Path) -> None:
-    """Remove a damaged entry, which another run may be doing too."""
-    aside = place.with_name(f".making-{uuid.uuid4().hex}")
-    with contextlib.suppress(FileNotFoundError):
-        place.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    put_folder(place, write, replace=False)  # another run may have built the same entry meanwhile
 
 
 def _clean(folder: Path) -> None:
     """Remove unfinished entries of killed runs."""
-    for work in folder.glob(".making-*"):
-        with contextlib.suppress(FileNotFoundError):  # another run has just put it in its place
-            if time.time() - work.stat().st_mtime > LEFTOVER_SECONDS:
-                shutil.rmtree(work, ignore_errors=True)
+    for work in folder.iterdir():
+        if LEFTOVER.fullmatch(work.name):
+            with contextlib.suppress(FileNotFoundError):  # another run has just put it in its place
+                if time.time() - work.stat().st_mtime > LEFTOVER_SECONDS:
+                    shutil.rmtree(work, ignore_errors=True)

@@ -114,10 +114,10 @@ def _detect(columns: dict[str, str], there: Iterable[str], sample: list[dict], k
         return "hh" if "prompt" not in names and sum(transcripts) * 2 > len(transcripts) else "preference"
     if "conversations" in names:
         return "sharegpt"
-    told = ["messages", "alpaca", "prompt_completion", "problem_answer", "text"]
+    inferred = ["messages", "alpaca", "prompt_completion", "problem_answer", "text"]
     if kind == "prompt":  # a column of this name is a prompt as it is, unless its answer comes from a solution
-        told.insert(3 if "prompt" in names and "solution" not in names else 4, "prompt")
-    for format in told:
+        inferred.insert(3 if "prompt" in names and "solution" not in names else 4, "prompt")
+    for format in inferred:
         known = FORMATS[format]
         found = _resolve(known, columns, names)
         if set(known.required) <= found.keys() and (not known.one_of or {found.get(n) for n in known.one_of} & names):

@@ -188,28 +188,16 @@ def prepare(
     room = Room(completion_length)
     longest, longest_evaluated = (longest_prompt(data, kind, one, positions) for one in (room, evaluated or room))
     template = choose_template(data, tokenizer)
+    cache_dir = cache_dir or cache.default_folder()
     reader = Reader(
-        data,
-        tokenizer,
-        template,
-        kind,
-        completion_only_loss,
-        assistant_only_loss,
-        cache_dir or cache.default_folder(),
-        seed,
-        with_completions,
+        data, tokenizer, template, kind, completion_only_loss, assistant_only_loss, cache_dir, seed, with_completions
     )
     parts = _parts_of(data)
     max_rows = None if isinstance(data.source, str) else data.max_rows
     whole = reader.load("train", parts, partial(training_limits, data, kind, longest), max_rows)
     limits = evaluation_limits(data, longest_evaluated, whole.limits)
-    rng = np.random.default_rng([seed, zlib.crc32(b"validation")])
     rows = whole.fitted.view[:, 0]
-    if held_out is None or (data.validation is not None and data.validation.source is not None):
-        held_out = _held_out(data, np.unique(rows), rng)  # the chunks of a document stay together
-        is_held_out = np.isin(rows, held_out)
-    else:
-        is_held_out = np.isin(whole.table.row[rows], held_out)
+    is_held_out = _is_held_out(data, whole, held_out, seed)
     validating, indices = np.flatnonzero(is_held_out), np.flatnonzero(~is_held_out)
     train = Dataset(whole.table, whole.fitted, _weighted(indices, whole, parts, seed))
     if kind == "unpaired":
@@ -225,6 +213,15 @@ def prepare(
     validation |= {n: Dataset(one.table, one.fitted, np.arange(len(one.fitted.view))) for n, one in further.items()}
     reports = {name: one.report for name, one in loaded.items()}
     return Prepared(kind, train, validation, reports, _fingerprint(loaded, train, validation))
+
+
+def _is_held_out(data: DataConfig, whole: Loaded, held_out: np.ndarray | None, seed: int) -> np.ndarray:
+    """Which examples validate: those of the row numbers, or else of a random part of the rows."""
+    rows = whole.fitted.view[:, 0]
+    if held_out is None or (data.validation is not None and data.validation.source is not None):
+        rng = np.random.default_rng([seed, zlib.crc32(b"validation")])
+        return np.isin(rows, _held_out(data, np.unique(rows), rng))  # the chunks of a document stay together
+    return np.isin(whole.table.row[rows], held_out)
 
 
 def _parts_of(data: DataConfig) -> list[SourcePart]:
@@ -305,7 +302,7 @@ def _weighted(indices: np.ndarray, whole: Loaded, parts: Sequence[SourcePart], s
         extra = np.sort(rng.permutation(mine)[: round(share * len(mine))])
         out += [*[mine] * times, extra]
         begin = end
-    drawn = np.concatenate(out)
-    if not len(drawn):
+    sampled = np.concatenate(out)
+    if not len(sampled):
         raise DataError("data.source: the weights leave no example to train on: raise one")
-    return drawn
+    return sampled

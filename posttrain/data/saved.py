@@ -8,14 +8,12 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.atomic import put_folder
 from posttrain.data.readers import Record
 from posttrain.errors import DataError
 from posttrain.progress import progress
@@ -43,11 +41,10 @@ def save(
     """
     if folder.exists():
         raise DataError(f"{folder} already exists: choose another folder, or remove it first")
-    work = None
-    try:
-        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.absolute().parent))
-        entries, done = {}, []
+    done: list[SavedSplit] = []
+
+    def write(work: Path) -> None:
+        entries = {}
         for name, records, revision in splits:
             file = work / f"{name}.jsonl.gz"
             rows, malformed = _write(file, progress(records, f"saving {name}"))
@@ -56,15 +53,13 @@ def save(
             done.append(SavedSplit(name, rows, malformed, file.stat().st_size))
             entries[name] = {"file": file.name, "rows": rows, "revision": revision, "sha256": _sha256(file)}
         manifest = {"format": FORMAT, **facts, "splits": entries}
-        _write_safely(work / MANIFEST, json.dumps(manifest, indent=2).encode() + b"\n")
-        work.chmod(0o755)  # a temporary folder is private to its owner
-        work.rename(folder)
-        return done
+        (work / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+    try:
+        put_folder(folder.absolute(), write)
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error.strerror or error}") from error
-    finally:
-        if work is not None and work.exists():
-            shutil.rmtree(work, ignore_errors=True)
+    return done
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -99,24 +94,14 @@ def saved_files(folder: Path, split: str) -> tuple[Path, ...] | None:
 
 def _write(file: Path, records: Iterable[Record]) -> tuple[int, int]:
     rows = malformed = 0
-    with file.open("wb") as raw:
-        with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as stream:  # the same rows, the same bytes
-            for record in records:
-                if record.value is None:
-                    malformed += 1
-                    continue
-                stream.write(json.dumps(record.value, default=str).encode() + b"\n")
-                rows += 1
-        raw.flush()
-        os.fsync(raw.fileno())
+    with file.open("wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as stream:
+        for record in records:  # the same rows give the same bytes
+            if record.value is None:
+                malformed += 1
+                continue
+            stream.write(json.dumps(record.value, default=str).encode() + b"\n")
+            rows += 1
     return rows, malformed
-
-
-def _write_safely(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sha256(path: Path) -> str:

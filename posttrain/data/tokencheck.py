@@ -73,16 +73,16 @@ def prompt_faults(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase)
 
 
 def completion_faults(
-    drawn: Sequence[tuple[Prompt, Sequence[int]]], tags: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    sampled: Sequence[tuple[Prompt, Sequence[int]]], tags: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
     """Prompts that end in other tokens once a completion follows, and tags that completions write in other tokens.
 
-    `drawn` has each completion's tokens, without the stop token, beside its prompt. Text of prompt and completion that
-    is tokenised again, as SFT does, then gives other tokens than the model was given and has drawn.
+    `sampled` has each completion's tokens, without the stop token, beside its prompt. Text of prompt and completion
+    that is tokenised again, as SFT does, then gives other tokens than the model was given and has sampled.
     """
     borders: list[tuple[str, str]] = []  # of each completion concerned, how the first is split, and how its text is
     odd: dict[str, list[tuple[str, str]]] = {}
-    for prompt, tokens in drawn:
+    for prompt, tokens in sampled:
         base = _encode(prompt.text, tokenizer)
         written = list(pieces(tokens, tokenizer, prompt.tokens[-CHARACTER:]))
         text = "".join(piece for _, piece in written)
@@ -101,17 +101,17 @@ def completion_faults(
                     odd.setdefault(tag, []).append((" ".join(map(repr, split[0])), " ".join(map(repr, split[1]))))
                     break
     found = []
-    if borders and len(borders) >= MANY * len(drawn):
+    if borders and len(borders) >= MANY * len(sampled):
         found.append(
-            f"{len(borders)} of {len(drawn)} prompts end in other tokens once their completion follows: "
+            f"{len(borders)} of {len(sampled)} prompts end in other tokens once their completion follows: "
             f"{borders[0][0]} becomes {borders[0][1]}. Let the prompt end where a token does, such as after a line "
             "break or a tag that is one token."
         )
     for tag, cases in odd.items():
-        if len(cases) >= MANY * len(drawn):
+        if len(cases) >= MANY * len(sampled):
             found.append(
-                f"{len(cases)} of {len(drawn)} completions write {tag!r} as {cases[0][0]}, and their text is tokenised "
-                f"as {cases[0][1]}: training on such texts teaches other tokens than are drawn. Choose tags that are "
+                f"{len(cases)} of {len(sampled)} completions write {tag!r} as {cases[0][0]}, and it is tokenised "
+                f"as {cases[0][1]}: training on such texts teaches other tokens than are sampled. Choose tags that are "
                 "split in one way (data.tags), best of one token each."
             )
     return found

@@ -1,4 +1,4 @@
-"""Engines draw completions: token ids in, tokens with their log-probabilities out (docs/engines.md)."""
+"""Engines generate completions: token ids in, tokens with their log-probabilities out (docs/engines.md)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_engine(
     vllm: VllmConfig | None = None,
     longest_prompt: int = 1,
 ) -> Engine:
-    """The engine of that name over `policy`; `vllm` says where vLLM runs. Raises ModelError where it cannot run this
+    """The engine of that name over `policy`; `vllm` has the settings of vLLM. Raises ModelError if it cannot run this
     model. Close it: it may hold a process, or a GPU's memory.
 
     What the embedded engine keeps on a GPU is laid out for prompts of `longest_prompt` tokens.

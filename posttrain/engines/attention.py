@@ -1,21 +1,21 @@
-"""Attention of prompts as they are read, and of one new token of each completion to the keys and values in the cache.
+"""Attention of the prefill, and of one new token per completion to the keys and values in the cache.
 
-A prompt's are computed and kept once, and all its completions read them there: with n completions and r query heads to
-a head of keys, n·r queries meet them in one product. A completion's own are apart. Each part gives the largest logit m,
-the sum z of 2^(logit - m), and the sum o of 2^(logit - m)·value; with h the higher m of the two,
+A prompt's keys and values are computed and stored once for all its completions: with n completions and r query heads
+per key head, n·r queries are multiplied with them in one product. A completion's own are stored separately. Each part
+gives the largest logit m, the sum z of 2^(logit - m), and the sum o of 2^(logit - m)·value; with h the higher m,
 
     output = (o_1 2^(m_1 - h) + o_2 2^(m_2 - h)) / (z_1 2^(m_1 - h) + z_2 2^(m_2 - h))
 
-is attention to both, without a copy of either. Logits are divided by ln 2 on the way, so that powers of 2 are those of
-e: on a CPU they take a third of the time, and none longer where a power is nearly 0.
+is attention to both, without copying either. Logits are divided by ln 2 beforehand, so that powers of 2 replace those
+of e: on a CPU they take a third of the time, also when the result is nearly 0.
 
-The m keep every power within the range of a float. That is seldom needed, and a CPU spends as much on finding and
-subtracting them as on the powers. So there all m are 0 as long as the sums of a layer show that this was right
-(`_plain`). Logits far below 0 are raised to where a power has no weight in such a sum but is no denormal number, with
-which a product would be slow. A layer whose sums do not show it is computed again, and from then on, with its m.
+The m keep every power within the range of a float. That is seldom needed, and on a CPU finding and subtracting them
+takes as long as the powers. So on a CPU all m are 0 as long as the sums of a layer show that this is valid (`_plain`).
+Logits far below 0 are raised to a value whose power is negligible in the sum but not a denormal number, which would
+slow down products. A layer whose sums fail the check is computed again with its m, also in all later steps.
 
-Letters: R rows (live completions), G groups (their prompts), K heads of keys and values, r query heads to each of them,
-n completions of a group, M places for the live ones of these, d the size of a head.
+Letters: R rows (live completions), G groups (their prompts), K key heads, r query heads per key head, n completions of
+a group, M slots for the live ones of these, d the size of a head.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from posttrain.engines.cache import Cache, Layer, index_of
 from posttrain.models.attention import How, PackedMask
 
 LOG2_E = 1 / math.log(2)
-PLAIN_SUMS = (2.0**-60, 2.0**90)  # with these m = 0 was right: values may be up to 2^37 then
-LEAST = -110.0  # logits are raised to it, hidden ones too: what that adds for a key is at most 2^-50 of the sum
-HIDDEN = -1e30  # added to a logit that is not seen; finite, so that a part in which nothing is seen has no NaN
+PLAIN_SUMS = (2.0**-60, 2.0**90)  # range of sums in which m = 0 is valid: values may be up to 2^37
+LEAST = -110.0  # logits are raised to it, also masked ones, which adds at most 2^-50 of the sum per key
+HIDDEN = -1e30  # added to a masked logit; finite, so that a fully masked part has no NaN
 
 
 class Prefill(PackedMask):
-    """A pack of prompts, whose keys and values go to the groups `slots`, one for each tree."""
+    """A pack of prompts, whose keys and values are stored in the groups `slots`, one for each tree."""
 
     def __init__(self, pack: Pack, cache: Cache, slots: Sequence[int]):
         super().__init__(pack, pack.last_S)
@@ -54,7 +54,7 @@ class Prefill(PackedMask):
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """Attention to some of the keys, before it is divided: o, z, m of the module's docstring, float32."""
+    """Attention to some of the keys, before the division: o, z, m of the module's docstring, float32."""
 
     out: Tensor
     total: Tensor
@@ -62,15 +62,15 @@ class Attended:
 
 
 class Decoding:
-    """One new token of each live completion: its keys and values are written, and it attends to prompt and own ones.
+    """One new token of each live completion: its keys and values are written, and it attends to its prompt and itself.
 
-    `column_R` is where the token's own keys go, `length_G` and `age_G` how long each group's prompt is and how many
-    tokens its completions have (they begin together and stay of one age). `prompt_columns` and `own_columns` say how
-    much of the cache is looked at. Where every prompt has `prompt_columns` tokens (`even_prompts`), and every live
-    completion `own_columns` (`even_ages`), all of that is seen; elsewhere some is another's, or nobody's, and hidden.
-    `group_R` and `member_R` are the place of a row among the queries to its prompt, and `row_GM` the row in each place;
-    one that no row has repeats some other's query. An idle row may see what is left over there: nothing reads it, but
-    its sums too decide whether a layer needs its m. `fused` takes models/kernels/decode.py in place of all this.
+    `column_R` is the column of the token's own keys, `length_G` the length of each group's prompt, and `age_G` the
+    number of tokens of its completions (they start together and have the same age). `prompt_columns` and `own_columns`
+    are the columns of the cache that are read. If every prompt has `prompt_columns` tokens (`even_prompts`), and every
+    live completion `own_columns` (`even_ages`), nothing is masked; otherwise unused columns are. `group_R` and
+    `member_R` are the slot of a row among the queries to its prompt, and `row_GM` the row in each slot; an empty slot
+    repeats another row's query. An idle row may see leftovers: nothing reads it, but its sums also decide whether a
+    layer needs its m. `fused` uses models/kernels/decode.py instead.
     """
 
     read = slice(None)
@@ -101,7 +101,8 @@ class Decoding:
         self._places: dict[int, tuple[Tensor, Tensor]] = {}
 
     def masks(self, window: int | None) -> tuple[Tensor | None, Tensor | None]:
-        """What is added to logits: prompt (G, 1, 1, prompt_columns), own (R, 1, 1, own_columns); None: all is seen."""
+        """Masks added to logits: prompt (G, 1, 1, prompt_columns), own (R, 1, 1, own_columns); None: nothing is
+        masked."""
         if window is not None and self.prompt_columns + self.own_columns <= window:
             window = None
         if window not in self._masks:
@@ -119,7 +120,7 @@ class Decoding:
         return self._masks[window]
 
     def places(self, heads: int) -> tuple[Tensor, Tensor]:
-        """For each (group, head, place) the (row, head) whose query lies there, and where each of these lies; flat."""
+        """For each (group, head, slot) the (row, head) of its query, and the inverse; flat indices."""
         if heads not in self._places:
             head_K = torch.arange(heads, device=self.group_R.device)
             query_GKM = self.row_GM[:, None, :] * heads + head_K[None, :, None]
@@ -145,7 +146,7 @@ class Decoding:
         return out.to(query.dtype).reshape(1, rows, -1, size).transpose(1, 2)
 
     def _fused(self, layer: Layer, query_RKrd: Tensor, how: How) -> Tensor:
-        """The same by kernels, which read no further than prompts and completions go."""
+        """The same by kernels, which read only the actual lengths of prompts and completions."""
         from posttrain.models.kernels.decode import decode_attention  # needs Triton
 
         rows, (groups, _) = len(query_RKrd), self.row_GM.shape
@@ -178,7 +179,7 @@ class Decoding:
         return own, self._prompt(layer, query_RKrd, prompt_mask, how, shifted)
 
     def _prompt(self, layer: Layer, query_RKrd: Tensor, mask: Tensor | None, how: How, shifted: bool) -> Attended:
-        """The queries of a group side by side, so that they meet its keys together; then back to rows."""
+        """The queries of a group gathered, so that one product multiplies them with its keys; then back to rows."""
         groups, columns = len(self.row_GM), self.prompt_columns
         rows, heads, each, size = query_RKrd.shape
         query_GKM, place_RK = self.places(heads)
@@ -194,7 +195,7 @@ class Decoding:
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How, shifted: bool
     ) -> Attended:
-        """query (N, K, q, d), key and value (N, K, L, d), of which the first two axes are as one; mask (N, 1, 1, L)."""
+        """query (N, K, q, d), key and value (N, K, L, d), whose first two axes can be merged; mask (N, 1, 1, L)."""
         count, heads, queries, size = query.shape
         columns = key.shape[2]
         key, value = key.flatten(0, 1), value.flatten(0, 1)
@@ -230,15 +231,15 @@ def _joined(own: Attended, prompt: Attended) -> Tensor:
 
 
 def _plain(own: Attended, prompt: Attended) -> Tensor | None:
-    """Attention to both parts, with every m 0; None where that was not right."""
+    """Attention to both parts, with every m 0; None if that is not valid."""
     total = own.total.add_(prompt.total)
     lowest, highest = total.aminmax()
-    is_right = PLAIN_SUMS[0] <= lowest.item() and highest.item() <= PLAIN_SUMS[1]  # not where a sum is not a number
+    is_right = PLAIN_SUMS[0] <= lowest.item() and highest.item() <= PLAIN_SUMS[1]  # False for NaN
     return own.out.add_(prompt.out).div_(total) if is_right else None
 
 
 def _mask(seen: Tensor | None) -> Tensor | None:
-    """What is added to logits (N, K, q, L) where (N, L) says which keys are seen."""
+    """The mask to add to logits (N, K, q, L), from the visible keys (N, L)."""
     return None if seen is None else torch.where(seen, 0.0, HIDDEN)[:, None, None, :]
 
 

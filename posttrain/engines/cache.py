@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from posttrain.engines.room import Room, cache_dtype
 
-SMALL_HEAD = 32  # of fewer numbers: keys lie number by number, which makes their products up to twice as fast on a CPU
-WIDTH_STEP = 48  # columns that a cache is widened by: fewer cost more moving, more leave larger gaps
+SMALL_HEAD = 32  # below this size keys are stored transposed, which makes products up to twice as fast on a CPU
+WIDTH_STEP = 48  # columns by which a cache grows: fewer cost more copies, more leave larger gaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class Layer:
 
 
 class Buffers:
-    """Memory for the keys and values of so many tokens, layer by layer, allocated when a layer is first met.
+    """Memory for the keys and values of this number of tokens, allocated per layer at its first use.
 
-    In float32 on a CPU, which has no products of 16 bits with float32 sums: they would be copied at every step. Caches
-    of several sizes can lie in it in turn. `finite` says that one may read what another has left there, so it
-    begins as zeros.
+    In float32 on a CPU, which has no 16-bit products with float32 sums: they would be converted at every step. Caches
+    of several sizes can use it in turn. With `finite` it starts as zeros, since one cache may read what another has
+    left.
     """
 
     def __init__(self, tokens: int, finite: bool = False):
@@ -51,19 +51,18 @@ class Buffers:
 class Cache:
     """The keys and values of every layer, within `buffers`.
 
-    What is not seen is multiplied by 0, or nearly, and must be finite. So a prompt's places begin as zeros, and those
-    of a completion are made zeros by `widen` and by `clear`, which is for rows that come into use. They lie in `width`
-    columns: while completions are of one age a step reads no gaps, and columns that none has grown into are memory that
-    is never touched. `still` says that the memory serves many calls and that steps over it are recorded: all columns
-    are there from the beginning then, and what is computed may depend neither on numbers nor on what a call has left,
-    which is finite.
+    Masked values are multiplied by about 0 and must be finite. So a prompt's columns start as zeros, and those of a
+    completion are zeroed by `widen`, and by `clear` for rows that come into use. A completion has `width` columns:
+    while all have the same age a step reads no gaps, and columns beyond the width are memory that is never touched.
+    With `still` the memory serves many calls, and steps over it are recorded: all columns exist from the start, and
+    computations may depend neither on values nor on leftovers of earlier calls, which are finite.
     """
 
     def __init__(self, room: Room, still: bool = False, buffers: Buffers | None = None):
         self.room, self.buffers = room, buffers or Buffers(room.tokens)
         self.still, self.width = still, room.own_columns if still else 0
         self.layers: dict[int, Layer] = {}
-        self.steep: set[int] = set()  # layers for which m = 0 was not right
+        self.steep: set[int] = set()  # layers for which m = 0 was not valid
         self._scratch: Tensor | None = None
 
     def layer(self, module: nn.Module, key: Tensor) -> Layer:
@@ -71,7 +70,7 @@ class Cache:
         index = index_of(module)
         if index not in self.layers:
             heads, size, room = key.shape[1], key.shape[3], self.room
-            own = room.groups * room.prompt_columns * heads * size  # where those of completions begin
+            own = room.groups * room.prompt_columns * heads * size  # start of the completions' part
 
             def halves(memory: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
                 prompts = _laid(memory, room.groups, heads, room.prompt_columns, size, turned)
@@ -87,7 +86,7 @@ class Cache:
         return self.layers[index]
 
     def widen(self, rows: int, columns: int) -> None:
-        """Make room for `columns` of completions, in the first `rows`, which are those in use."""
+        """Make room for `columns` of completions, in the first `rows`, which are in use."""
         if columns <= self.width:
             return
         self.width = min(self.room.own_columns, -(-columns // WIDTH_STEP) * WIDTH_STEP)
@@ -98,7 +97,7 @@ class Cache:
             self.layers[index] = replace(layer, own_key=own_key, own_value=own_value)
 
     def clear(self, rows: slice) -> None:
-        """Make the places of completions zeros."""
+        """Zero the columns of completions."""
         if self.still:
             return
         for layer in self.layers.values():
@@ -106,41 +105,42 @@ class Cache:
             layer.own_value[rows] = 0
 
     def move_rows(self, source: Tensor, target: Tensor, columns: int) -> None:
-        """Copy the first `columns` of the completions at `source` to the places `target`, int64 both."""
+        """Copy the first `columns` of the completions at `source` to `target`, both int64."""
         for layer in self.layers.values():
             for side in (layer.own_key, layer.own_value):
                 side[target, :, :columns] = side[source, :, :columns]
 
     def move_group(self, source: int, target: int, columns: int) -> None:
-        """Copy a prompt's keys and values to another place."""
+        """Copy a prompt's keys and values to another slot."""
         for layer in self.layers.values():
             for side in (layer.prompt_key, layer.prompt_value):
                 side[target, :, :columns] = side[source, :, :columns]
 
     def scratch(self, *shape: int) -> Tensor:
-        """Memory to write into, until the next call: fresh pages would cost more than the arithmetic on them."""
+        """Scratch memory until the next call: fresh pages would cost more time than the arithmetic."""
         size = math.prod(shape)
         if self._scratch is None or self._scratch.numel() < size:
-            self._scratch = torch.empty(size * 5 // 4)  # what is asked for grows with every step
+            self._scratch = torch.empty(size * 5 // 4)  # requests grow with every step
         return self._scratch[:size].view(shape)
 
 
 def index_of(module: nn.Module) -> int:
-    """The number of the layer that an attention module is of."""
+    """The layer number of an attention module."""
     return module.layer_idx  # pyright: ignore[reportReturnType]
 
 
 def _laid(memory: Tensor, count: int, heads: int, columns: int, size: int, turned: bool) -> Tensor:
-    """The front of memory as keys or values (count, K, columns, d); turned: number by number, columns side by side."""
+    """The start of the memory as keys or values (count, K, columns, d); turned: stored transposed."""
     inner = (1, columns) if turned else (size, 1)
     return memory.as_strided((count, heads, columns, size), (heads * columns * size, columns * size, *inner))
 
 
 def _widened(side: Tensor, rows: int, columns: int, turned: bool) -> Tensor:
-    """The same memory with more columns: the first `rows` have what they had, and zeros beyond; the others anything."""
+    """The same memory with more columns: the first `rows` keep their values, with zeros beyond; the rest is
+    undefined."""
     count, heads, before, size = side.shape
     wide = _laid(side, count, heads, columns, size, turned)
-    while rows:  # the last ones first, as many as can move without writing over what has not moved yet
+    while rows:  # last rows first, as many as can move without overwriting rows that have not moved
         start = min(rows - 1, -(-rows * before // columns))
         kept = side[start:rows]
         wide[start:rows, :, :before] = kept.clone() if start * columns < rows * before else kept

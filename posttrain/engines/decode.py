@@ -12,7 +12,7 @@ from posttrain.engines.attention import Decoding
 from posttrain.engines.cache import Cache
 from posttrain.engines.protocol import Sampling
 from posttrain.engines.room import Room
-from posttrain.engines.sampling import draw
+from posttrain.engines.sampling import sample_tokens
 from posttrain.engines.streams import token_words
 from posttrain.models import kernels
 from posttrain.models.families import backbone_of, base_of
@@ -20,11 +20,11 @@ from posttrain.scoring import next_token_logits, row_chunks
 
 
 class Shape(NamedTuple):
-    """How much of everything a step looks at: about the live part on a CPU, rounded up to a few sizes on a GPU."""
+    """The sizes of a step: about the live part on a CPU, rounded up to a few sizes on a GPU."""
 
-    rows: int  # maybe a few more than there are live ones
+    rows: int  # may be a few more than the live ones
     groups: int
-    members: int  # most live completions of a group
+    members: int  # maximum number of live completions of a group
     prompt_columns: int
     own_columns: int
     even_prompts: bool  # every prompt has `prompt_columns` tokens
@@ -33,19 +33,19 @@ class Shape(NamedTuple):
 
 @dataclass(slots=True)
 class State:
-    """What a step reads and writes, on the device. Rows are the live completions, the first of the tensors' places."""
+    """The tensors that a step reads and writes, on the device. The first rows are the live completions."""
 
-    token_R: Tensor  # the last token drawn, which is fed next
-    count_R: Tensor  # tokens drawn so far
+    token_R: Tensor  # the last sampled token, the next input
+    count_R: Tensor  # tokens sampled so far
     limit_R: Tensor
     done_R: Tensor
-    group_R: Tensor  # the group's place in the cache
-    member_R: Tensor  # the row's place among the live ones of its group
-    row_GM: Tensor  # the row that has that place; 0 where none has it, so that it is one of every step's
+    group_R: Tensor  # the group's slot in the cache
+    member_R: Tensor  # the row's slot among the live ones of its group
+    row_GM: Tensor  # the row in each slot; 0 for an empty slot, since row 0 is in every step
     key_R2: Tensor  # of its random stream
     length_G: Tensor  # of the group's prompt
     age_G: Tensor  # tokens that its completions have
-    tokens_RL: Tensor  # what was drawn, with a column for what comes after a row is done
+    tokens_RL: Tensor  # sampled tokens, with an extra column for tokens after a row is done
     logprobs_RL: Tensor
 
     @classmethod
@@ -74,19 +74,19 @@ class State:
         return State(*(getattr(self, field.name).clone() for field in fields(self)))
 
     def become(self, other: State) -> None:
-        """Take the other's values, each tensor staying where it is."""
+        """Copy the other's values; each tensor keeps its address."""
         for field in fields(self):
             getattr(self, field.name).copy_(getattr(other, field.name))
 
     def idle(self, start: int) -> None:
-        """Let the rows from `start` on be computed without an effect: done, and with the prompt of group 0."""
+        """Make the rows from `start` on idle: done, and with the prompt of group 0."""
         self.done_R[start:] = True
         self.count_R[start:] = 1
         self.group_R[start:] = 0
         self.member_R[start:] = 0
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy what the rows at `source` have to the places `target`; their group and member are set apart."""
+        """Copy the rows at `source` to `target`, except group and member."""
         for tensor in (
             self.token_R,
             self.count_R,
@@ -100,10 +100,10 @@ class State:
 
 
 class Stepper:
-    """Feeds every live completion its last token and draws its next one."""
+    """Feeds every live completion its last token and samples its next one."""
 
     steps_between_checks = 1
-    still = False  # whether a step's addresses and shapes are to stay
+    still = False  # whether a step's addresses and shapes must not change
 
     def __init__(self, policy: nn.Module, sampling: Sampling, device: torch.device):
         self.policy, self.sampling, self.device = policy, sampling, device
@@ -114,7 +114,7 @@ class Stepper:
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
 
     def rounded(self, shape: Shape, room: Room) -> Shape:
-        """The shape that a step takes in place of `shape`, within what there is room for."""
+        """The shape of the step for `shape`, within the room."""
         return shape
 
     def step(self, state: State, cache: Cache, shape: Shape) -> None:
@@ -142,11 +142,11 @@ class Stepper:
         state.age_G[groups] += 1
 
     def record(self, state: State, rows: slice, hidden_R: Tensor) -> None:
-        """Draw the next token of the rows from their last hidden states. A row that is done keeps what it has."""
+        """Sample the next token of the rows from their last hidden states. A row that is done does not change."""
         place_R, done_R, key_R2 = state.count_R[rows].clone(), state.done_R[rows], state.key_R2[rows]
         for part in row_chunks(self.policy, len(hidden_R)):
             logits = next_token_logits(self.policy, hidden_R[part])
-            token, logprob = draw(logits, self.sampling, self.words_V, key_R2[part], place_R[part])
+            token, logprob = sample_tokens(logits, self.sampling, self.words_V, key_R2[part], place_R[part])
             state.token_R[rows][part] = torch.where(done_R[part], state.token_R[rows][part], token)
             state.tokens_RL[rows][part].scatter_(1, place_R[part, None], token[:, None])
             state.logprobs_RL[rows][part].scatter_(1, place_R[part, None], logprob[:, None])

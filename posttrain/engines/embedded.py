@@ -1,9 +1,8 @@
-"""The engine inside the training process: it runs the policy's own modules, so new weights are there at once.
+"""The engine inside the training process: it runs the policy's own modules, so it always has the current weights.
 
-A call of `generate` keeps as many completions alive as there is room for (room.py). A prompt is prefilled once, its
-keys and values are read by all its completions (cache.py), and every step gives each live completion its next token
-(decode.py). Finished rows leave, the last ones move into their places, and when a whole group fits the next prompts
-enter (generation.py).
+A call of `generate` has as many live completions as fit (room.py). A prompt is prefilled once, all its completions
+read its keys and values (cache.py), and every step gives each live completion its next token (decode.py). Finished
+rows are removed, the last ones move into their slots, and new prompts enter when a complete group fits (generation.py).
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ MAX_ROWS = 512  # more live completions are hardly faster
 
 
 class EmbeddedEngine:
-    """Engine (see protocol.py) for families that take packs. `tokenizer` is needed for stop texts only.
+    """Engine (see protocol.py) for families that take packs. Only stop strings need a `tokenizer`.
 
-    The policy may be a plain transformers model or a PEFT one; adapters count as they are switched when `generate` is
-    called. In float32 log-probabilities are those of `posttrain.scoring` to 1e-5.
+    The policy is a plain transformers model or a PEFT model, whose active adapters at the call of `generate` are used.
+    In float32 log-probabilities equal those of `posttrain.scoring` to 1e-5.
 
     At most `max_rows` completions are alive, whose keys and values, with those of their prompts, take `cache_bytes`
-    (None: the device's default). `static` says whether steps have few shapes and are recorded (graphs.py); by default
-    they are on a GPU. What such steps need is kept between calls, and laid out for prompts of `longest_prompt` tokens.
+    (None: the device's default). `static`: whether steps have few shapes and are recorded (graphs.py), by default on a
+    GPU. The memory of such steps is kept between calls, with room for prompts of `longest_prompt` tokens.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class EmbeddedEngine:
         self.load(policy, version)
 
     def load(self, policy: nn.Module, version: int) -> None:
-        """Run on `policy` from now on. Its weights are used where they are, so for the same module this is a number."""
+        """Use `policy` from now on. Its weights are not copied, so for the same module only the version changes."""
         base = base_of(policy)
         if not is_packed(base):
             raise ModelError(
@@ -65,13 +64,13 @@ class EmbeddedEngine:
             )
         if is_recurrent(base):
             raise ModelError(
-                f"the embedded engine keeps keys and values alone, and layers of this {base.config.model_type} carry a "
+                f"the embedded engine caches only keys and values, and layers of this {base.config.model_type} have a "
                 "recurrent state: set rollout.engine: transformers"
             )
         self.policy, self.version = policy, version
 
     def release(self) -> None:
-        """Give back what a GPU holds between calls: the cache and the recorded steps, which are then made anew."""
+        """Release a GPU's memory that is kept between calls: the cache and the recorded steps."""
         if self._kept is not None:
             self._kept.release()
 
@@ -106,17 +105,17 @@ class EmbeddedEngine:
             try:
                 return Generation(memory, room, asked, texts, self.version, rows_step).completions()
             except BaseException:
-                self.release()  # it may hold what is not finite, which no mask hides
+                self.release()  # its leftovers may not be finite, which no mask hides
                 raise
 
     def _memory(
         self, base: PreTrainedModel, asked: Sequence[Request], sampling: Sampling, device: torch.device
     ) -> tuple[Memory, Room]:
-        """What to draw in, and how much of it: made for the call, or where shapes are static kept and rounded up."""
+        """The memory of a call and its sizes: new for the call, or with static shapes kept and rounded up."""
         static = device.type == "cuda" if self.static is None else self.static
         tokens = cache_tokens(base.config, base.dtype, device, self.cache_bytes)
         longest, own = (max(len(r.tokens) for r in asked), max(max(r.limits) for r in asked))
-        if static:  # what may come, for all calls to have the same shapes
+        if static:  # the maximum, so that all calls have the same shapes
             longest, own = max(longest, self.longest_prompt), sampling.max_completion_length
         room = Room.of(
             len(asked), sampling.num_generations, longest, own, max_rows=self.max_rows, tokens=tokens, static=static
@@ -131,7 +130,7 @@ class EmbeddedEngine:
 
 @contextlib.contextmanager
 def evaluating(policy: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode, without dropout, and afterwards as it was."""
+    """Context: every module in evaluation mode, without dropout; restored afterwards."""
     training = [module for module in policy.modules() if module.training]
     for module in training:
         module.training = False

@@ -1,4 +1,4 @@
-"""One call of the embedded engine: which completions are alive, and where in its memory they lie."""
+"""One call of the embedded engine: the live completions and their slots in its memory."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ TOKENS_PER_PREFILL = 8192
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """A prompt with the completions that are being drawn together: these numbers of it."""
+    """A prompt with the numbers of its completions that are generated together."""
 
     request: Request
     numbers: range
-    slot: int = -1  # its place in the cache
+    slot: int = -1  # in the cache
     live: list[Slot] = field(default_factory=list)
     age: int = 1  # tokens that each live completion has
 
@@ -39,7 +39,7 @@ class Slot:
 
     group: Group
     number: int
-    seen: int = 0  # tokens in which stop texts were looked for
+    seen: int = 0  # tokens already searched for stop strings
 
 
 def groups_of(asked: Sequence[Request], members: int) -> Iterator[Group]:
@@ -57,14 +57,14 @@ class Generation:
         self, memory: Memory, room: Room, asked: list[Request], texts: StopTexts, version: int, rows_step: int
     ):
         self.room = room
-        self.rows_step = rows_step  # products are quick with a multiple of so many rows
+        self.rows_step = rows_step  # products are fast with a multiple of this number of rows
         self.cache, self.state, self.stepper = memory.cache, memory.state, memory.stepper
         self.policy, self.device = self.stepper.policy, self.stepper.device
         self.texts, self.version = texts, version
-        # Long prompts first would waste least, but the order of a caller is often by difficulty: it is kept.
+        # Long prompts first would waste least, but callers often sort by difficulty: their order is kept.
         self.waiting = deque(groups_of(asked, room.members))
         self.groups: list[Group] = []  # by slot
-        self.rows: list[Slot] = []  # by place in the state's tensors
+        self.rows: list[Slot] = []  # in the order of the state's tensors
         self.found: list[list[Completion | None]] = [[None] * len(request.limits) for request in asked]
 
     def completions(self) -> list[list[Completion]]:
@@ -92,7 +92,7 @@ class Generation:
         return self.stepper.rounded(shape, self.room)
 
     def admit(self) -> bool:
-        """Let waiting prompts in while a whole group fits; whether any came."""
+        """Admit waiting prompts while a complete group fits; returns whether any was admitted."""
         begin, before = len(self.rows), len(self.groups)
         while (
             self.waiting
@@ -120,7 +120,7 @@ class Generation:
         return True
 
     def prefill(self, fresh: list[Group]) -> torch.Tensor:
-        """Each prompt once through the model, its keys and values into the cache; the last hidden states (G, D)."""
+        """Run each prompt once, store its keys and values in the cache; returns the last hidden states (G, D)."""
         examples = [Example((Node(group.request.tokens),), index) for index, group in enumerate(fresh)]
         budget = max(TOKENS_PER_PREFILL, *(len(group.request.tokens) for group in fresh))
         step = width_step(self.device, budget)
@@ -133,13 +133,13 @@ class Generation:
             out = backbone(
                 input_ids=packed.tokens_T[None], position_ids=packed.position_T[None], use_cache=False, packed=mask
             )
-            hidden = out.last_hidden_state[0]  # of all tokens, or of the last ones alone (models/lean.py)
+            hidden = out.last_hidden_state[0]  # of all tokens, or only of the last ones (models/lean.py)
             parts.append(hidden if len(hidden) == len(owners) else hidden[packed.last_S])
             order += owners
         return torch.cat(parts)[self.whole(order).argsort()]
 
     def retire(self) -> None:
-        """Take out what is done, and close the gaps."""
+        """Remove finished rows and close the gaps."""
         flags = self.state.done_R[: len(self.rows)]
         done = flags.nonzero().squeeze(1).tolist() if flags.any() else []
         ends = dict.fromkeys(done) | (self.stopped_by_text() if self.texts else {})
@@ -160,7 +160,7 @@ class Generation:
         self.place()
 
     def collect(self, places: list[int], ends: dict[int, int | None]) -> None:
-        """Make completions of rows that are done, each up to where a stop text ended it or whole."""
+        """Convert finished rows to completions, each up to its stop string if any."""
         index = self.whole(places)
         counts = self.state.count_R[index].tolist()
         columns = max(counts)
@@ -179,7 +179,7 @@ class Generation:
             self.found[row.group.request.index][row.number] = completion
 
     def stopped_by_text(self) -> dict[int, int | None]:
-        """Places of the rows that have a stop text, with how many of their tokens it takes."""
+        """The rows with a stop string, and the number of tokens up to its end."""
         found: dict[int, int | None] = {}
         tokens = self.state.tokens_RL[: len(self.rows)].tolist()
         counts = self.state.count_R[: len(self.rows)].tolist()
@@ -191,7 +191,7 @@ class Generation:
         return found
 
     def close_groups(self) -> None:
-        """Drop prompts without live completions; the last ones move into their places."""
+        """Remove prompts without live completions; the last ones move into their slots."""
         slot = 0
         while slot < len(self.groups):
             if self.groups[slot].live:
@@ -204,7 +204,7 @@ class Generation:
                 self.groups[slot] = last
 
     def place(self) -> None:
-        """Tell the state which group each row is of, and which of its live rows it is."""
+        """Set each row's group and its slot among the group's live rows."""
         member = {id(row): number for group in self.groups for number, row in enumerate(group.live)}
         state, rows, groups = self.state, slice(len(self.rows)), slice(len(self.groups))
         state.idle(len(self.rows))

@@ -1,9 +1,9 @@
 """The step on a GPU: few shapes, compiled once, and recorded as a CUDA graph for each shape.
 
 A step of a small model launches hundreds of kernels, each shorter than its launch. Recorded once, they are replayed by
-one call. A recording knows addresses and sizes, so the state and the cache stay where they are between calls of
+one call. A recording has fixed addresses and sizes, so the state and the cache keep their memory between calls of
 `generate`, and shapes are rounded up: rows to a power of two, columns to some hundreds. Rows beyond the live ones are
-computed and thrown away.
+computed and discarded.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from posttrain.engines.room import Room, in_columns, power_of_two
 log = logging.getLogger("posttrain")
 
 FEWEST_ROWS = 8
-STEPS_BETWEEN_CHECKS = 8  # steps without asking the GPU which rows are done; those that are stand still
-WARM_UPS = 2  # runs before a recording, in which libraries choose their kernels and allocate their memory
+STEPS_BETWEEN_CHECKS = 8  # steps between transfers of the finished rows from the GPU; these rows idle
+WARM_UPS = 2  # runs before a recording, in which libraries choose kernels and allocate memory
 
 
 class Recordings:
     """The recorded steps over one policy. All share one pool of memory: they never run at the same time.
 
-    A recording reads weights where they lay and through the adapters that were on, and would go on doing so.
+    A recording always reads the weights and adapters at the addresses of its time.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ class Recordings:
         self._recorded_with: object = None
 
     def check(self, policy: nn.Module) -> None:
-        """Drop all recordings if weights lie elsewhere now, or other adapters are on."""
+        """Drop all recordings if weights have moved or other adapters are active."""
         found = recorded_with(policy)
         if found != self._recorded_with:
             self.graphs.clear()
         self._recorded_with = found
 
     def drop(self, stepper: Stepper) -> None:
-        """Drop the recordings of one stepper, whose state is no more."""
+        """Drop the recordings of one stepper, whose state is gone."""
         self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] is not stepper}
 
     @property
@@ -54,7 +54,7 @@ class Recordings:
 
 
 def recorded_with(policy: nn.Module) -> tuple[object, ...]:
-    """What a recording takes over from the policy beside its architecture: addresses, and the state of adapters."""
+    """The policy's facts in a recording, besides its architecture: addresses, and active adapters."""
     tensors = [(t.data_ptr(), t.dtype, t.shape) for t in chain(policy.parameters(), policy.buffers())]
     modules: list[Any] = list(policy.modules())
     adapters = [
@@ -66,11 +66,11 @@ def recorded_with(policy: nn.Module) -> tuple[object, ...]:
 
 
 class StaticStepper(Stepper):
-    """A stepper of few shapes over one state and one cache; recorded where they are on a GPU.
+    """A stepper of few shapes over one state and one cache; recorded on a GPU.
 
-    `compiled` lets torch.compile fuse what lies between the matrix products: drawing and attention are chains of
-    elementwise operations. Numbers are symbols there, so one compilation serves every shape. Fused operations round
-    to the model's dtype where single ones would: else the sampler would not be the trainer.
+    `compiled` lets torch.compile fuse the operations between matrix products: sampling and attention are chains of
+    elementwise operations. Sizes are symbolic, so one compilation serves every shape. Fused operations round to the
+    model's dtype like single ones, so that the sampler equals the trainer.
     """
 
     steps_between_checks = STEPS_BETWEEN_CHECKS
@@ -86,7 +86,7 @@ class StaticStepper(Stepper):
             self.run = torch.compile(self.run, dynamic=True, options={"emulate_precision_casts": True})
 
     def rounded(self, shape: Shape, room: Room) -> Shape:
-        """The shape whose recording serves: all prompt columns and every place of a group."""
+        """The shape of the recording: all prompt columns and every slot of a group."""
         return Shape(
             rows=min(room.rows, max(FEWEST_ROWS, power_of_two(shape.rows))),
             groups=min(room.groups, max(2, power_of_two(shape.groups))),  # torch.compile takes a 1 for a constant
@@ -107,7 +107,7 @@ class StaticStepper(Stepper):
         graphs[self, shape].replay()
 
     def _record(self, state: State, cache: Cache, shape: Shape) -> torch.cuda.CUDAGraph:
-        """Run the step on a side stream until all is set up, take back what that changed, and record it."""
+        """Run the step on a side stream to warm up, undo its changes, and record it."""
         before = state.copy()
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -119,6 +119,6 @@ class StaticStepper(Stepper):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.recordings.pool):  # pyright: ignore[reportArgumentType]
             self.run(state, cache, shape)
-        state.become(before)  # recording does not compute; drawn tokens come with the first replay
+        state.become(before)  # recording does not compute; the first replay gives the tokens
         log.debug("the engine recorded a step of %s", shape)
         return graph

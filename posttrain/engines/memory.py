@@ -1,4 +1,4 @@
-"""The tensors that completions are drawn in: made for a call, or on a GPU kept between calls with its recordings."""
+"""The tensors of generation: allocated for a call, or on a GPU kept between calls with the recordings."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from posttrain.engines.graphs import Recordings, StaticStepper
 from posttrain.engines.protocol import Sampling
 from posttrain.engines.room import Room
 
-MOST_KEPT = 4  # ways of drawing whose state and recordings are kept: those of a run and of its evaluations
+MOST_KEPT = 4  # sampling settings whose state and recordings are kept: those of a run and of its evaluations
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Room for completions, and what steps over them."""
+    """Memory for completions, and its stepper."""
 
     room: Room
     cache: Cache
@@ -32,11 +32,11 @@ class Memory:
 
 
 class Kept:
-    """What is kept of static shapes for one policy.
+    """The memory of static shapes that is kept for one policy.
 
-    Evaluation often draws another number of completions than training, at another temperature: each way of drawing has
-    a state and recordings of its own, while keys and values of all lie in the same buffers in turn. A call looks at the
-    part of its memory that is within its own room, so that what earlier calls needed changes nothing.
+    Evaluation often samples another number of completions than training, at another temperature: each sampling setting
+    has its own state and recordings, while the keys and values of all use the same buffers in turn. A call only uses
+    the part of the memory within its own room, so that the needs of earlier calls have no influence.
     """
 
     def __init__(self, policy: nn.Module, device: torch.device):
@@ -44,10 +44,10 @@ class Kept:
         self.recordings = Recordings()
         self.memories: dict[Sampling, Memory] = {}
         self._buffers = Buffers(0)
-        self._steppers: dict[Sampling, StaticStepper] = {}  # beyond `release`: what was compiled serves again
+        self._steppers: dict[Sampling, StaticStepper] = {}  # survive `release`: compiled code is used again
 
     def memory(self, sampling: Sampling, room: Room, tokens: int) -> Memory:
-        """One that covers `room`; together with what it had room for before, if that is at most `tokens`."""
+        """Memory that covers `room`, and the earlier room too if that is at most `tokens`."""
         self.recordings.check(self.policy)
         key = replace(sampling, seed=0, max_completion_length=1, stop=())
         held = self.memories.get(key)
@@ -60,7 +60,7 @@ class Kept:
         self.memories.pop(key, None)
         self.recordings.drop(stepper)
         if room.tokens > self._buffers.tokens:
-            self.release()  # before the new ones are made: there may not be room for both
+            self.release()  # before the new allocation: there may not be memory for both
             self._buffers = Buffers(room.tokens, finite=True)
         self.memories[key] = Memory.of(room, stepper, self._buffers)
         return self.memories[key]
@@ -76,7 +76,7 @@ class Kept:
         return self._steppers[key]
 
     def release(self) -> None:
-        """Give back all but what is compiled."""
+        """Release everything except compiled code."""
         self.memories.clear()
         self.recordings.graphs.clear()
         self._buffers = Buffers(0)

@@ -1,7 +1,7 @@
 """The engine of transformers' own `generate`: slower, for any architecture that transformers can generate with.
 
-Drawing, streams, limits and stops are those of the other engines: `generate` runs the model and the cache, and is told
-each token by a processor of logits that has only that token left.
+Sampling, streams, limits and stops are those of the other engines: `generate` runs the model and the cache, and a
+logits processor leaves it only the sampled token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import (
 
 from posttrain.engines.embedded import evaluating
 from posttrain.engines.protocol import Completion, Request, Sampling, not_finite, requests
-from posttrain.engines.sampling import draw
+from posttrain.engines.sampling import sample_tokens
 from posttrain.engines.stops import StopTexts
 from posttrain.engines.streams import keys, token_words
 from posttrain.models.attention import NAME as PACKED
@@ -33,7 +33,7 @@ from posttrain.models.families import base_of, logit_softcap, positions_of
 class TransformersEngine:
     """Engine (see protocol.py) by transformers' `generate`, `max_rows` completions at a time, prompts left padded.
 
-    A policy whose attention is `packed` generates with transformers' own, and is packed again afterwards.
+    A policy with `packed` attention generates with transformers' attention, and is switched back afterwards.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class TransformersEngine:
         self.policy, self.version = policy, version
 
     def release(self) -> None:
-        """It keeps nothing."""
+        """Nothing is kept."""
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Nothing to close."""
 
     def generate(
         self,
@@ -92,22 +92,22 @@ class TransformersEngine:
         for row, request in enumerate(asked):
             prompts[row, width - len(request.tokens) :] = torch.as_tensor(request.tokens)
             mask[row, width - len(request.tokens) :] = 1
-        drawing = _Drawing(asked, sampling, texts, device)
+        sampler = _Sampler(asked, sampling, texts, device)
         base.generate(
             input_ids=prompts.repeat_interleave(n, 0).to(device),  # pyright: ignore
             attention_mask=mask.repeat_interleave(n, 0).to(device),
             generation_config=GenerationConfig(
                 max_new_tokens=max(max(request.limits) for request in asked), do_sample=False, pad_token_id=0
             ),
-            logits_processor=LogitsProcessorList([drawing]),
-            stopping_criteria=StoppingCriteriaList([_Done(drawing)]),
+            logits_processor=LogitsProcessorList([sampler]),
+            stopping_criteria=StoppingCriteriaList([_Done(sampler)]),
         )
-        rows = drawing.completions(self.version)
+        rows = sampler.completions(self.version)
         return [rows[start : start + n] for start in range(0, len(rows), n)]
 
 
 def _batches(asked: Sequence[Request], at_once: int, positions: int | None) -> Iterator[Sequence[Request]]:
-    """Up to `at_once` prompts, or one where rows that are done would go on beyond the model's positions."""
+    """Up to `at_once` prompts, or one if finished rows would exceed the model's positions."""
     for start in range(0, len(asked), at_once):
         batch = asked[start : start + at_once]
         steps, longest = max(max(request.limits) for request in batch), max(len(request.tokens) for request in batch)
@@ -117,8 +117,8 @@ def _batches(asked: Sequence[Request], at_once: int, positions: int | None) -> I
             yield from ([request] for request in batch)
 
 
-class _Drawing(LogitsProcessor):
-    """Draws each row's token and keeps it with its log-probability; `generate` is left no other."""
+class _Sampler(LogitsProcessor):
+    """Samples each row's token and keeps it with its log-probability; masks all others for `generate`."""
 
     def __init__(self, asked: Sequence[Request], sampling: Sampling, texts: StopTexts, device: torch.device):
         self.sampling, self.texts = sampling, texts
@@ -138,15 +138,15 @@ class _Drawing(LogitsProcessor):
         if self.words_V is None:
             self.words_V = token_words(scores.shape[-1], scores.device)
         place_B = torch.full_like(self.count_B, len(self.tokens))
-        token_B, logprob_B = draw(scores.clone(), self.sampling, self.words_V, self.key_B2, place_B)
+        token_B, logprob_B = sample_tokens(scores.clone(), self.sampling, self.words_V, self.key_B2, place_B)
         self.tokens.append(token_B)
         self.logprobs.append(logprob_B)
         self.count_B += ~self.done_B
         stopped_B = (token_B[:, None] == self.stops).any(1)
         if self.texts:
             for row in (~self.done_B).nonzero().squeeze(1).tolist():
-                drawn = [int(token[row]) for token in self.tokens[-self.texts.tail - 1 :]]
-                stopped_B[row] |= self.texts.first(drawn, len(drawn) - 1) is not None
+                sampled = [int(token[row]) for token in self.tokens[-self.texts.tail - 1 :]]
+                stopped_B[row] |= self.texts.first(sampled, len(sampled) - 1) is not None
         self.stopped_B |= stopped_B & ~self.done_B
         self.done_B |= stopped_B | (self.count_B >= self.limit_B)
         return torch.full_like(scores, -torch.inf).scatter_(1, token_B[:, None], 0.0)
@@ -163,16 +163,16 @@ class _Drawing(LogitsProcessor):
 
 
 class _Done(StoppingCriteria):
-    def __init__(self, drawing: _Drawing):
-        self.drawing = drawing
+    def __init__(self, sampler: _Sampler):
+        self.sampler = sampler
 
     def __call__(self, input_ids, scores, **_unused) -> torch.BoolTensor:
-        return self.drawing.done_B  # pyright: ignore
+        return self.sampler.done_B  # pyright: ignore
 
 
 @contextlib.contextmanager
 def _own_attention(base: PreTrainedModel) -> Iterator[None]:
-    """transformers' attention in place of `packed`; capped logits need the eager one."""
+    """Context: transformers' attention instead of `packed`; capped logits need the eager one."""
     if base.config._attn_implementation != PACKED:
         yield
         return
@@ -186,7 +186,7 @@ def _own_attention(base: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _plain_defaults(base: PreTrainedModel) -> Iterator[None]:
-    """Without the model's own defaults of generation (penalties, stop tokens): what is asked for is all there is."""
+    """Context without the model's generation defaults (penalties, stop tokens): only the given settings apply."""
     own = base.generation_config
     base.generation_config = GenerationConfig()
     try:

@@ -1,10 +1,10 @@
-"""What every engine takes and gives: token ids in, completions out. Text is made and read elsewhere.
+"""The interface of all engines: token ids in, completions out. Tokenisation happens elsewhere.
 
     engine.generate(prompts, sampling) -> completions of each prompt
     engine.load(policy, version)       from now on completions come from these weights and carry this version
 
-What was sampled is what is trained on: a completion holds the very tokens, each with its log-probability under the
-distribution that it was drawn from.
+Training uses exactly the sampled tokens: a completion has them, each with its log-probability under the distribution
+that it was sampled from.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are drawn. The filters apply in transformers' order: temperature, top_k, top_p, min_p.
+    """How completions are sampled. The filters apply in transformers' order: temperature, top_k, top_p, min_p.
 
-    With `temperature` 0 the most likely token is taken each time, and its log-probability is that at temperature 1.
+    `temperature` 0 is greedy decoding, with log-probabilities at temperature 1.
     """
 
     temperature: float = 1.0
-    top_p: float = 1.0  # the fewest most likely tokens that have this share together; 1: all
-    top_k: int = 0  # so many most likely tokens; 0: all
-    min_p: float = 0.0  # tokens at least so likely as this share of the likeliest one; 0: all
+    top_p: float = 1.0  # smallest set of most likely tokens with this total probability; 1: all
+    top_k: int = 0  # number of most likely tokens; 0: all
+    min_p: float = 0.0  # minimum probability as a share of the most likely token's; 0: all
     max_completion_length: int = 512  # tokens, the stop token included
     num_generations: int = 1  # completions of each prompt
     stop_token_ids: tuple[int, ...] = ()  # a completion ends with one of these, which is its last token
-    stop: tuple[str, ...] = ()  # or with the token that completes one of these texts
+    stop: tuple[str, ...] = ()  # or with the token that completes one of these strings
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -46,10 +46,10 @@ class Sampling:
             (0 <= self.min_p <= 1, "min_p", "from 0 (off) to 1"),
             (self.max_completion_length >= 1, "max_completion_length", "1 or more"),
             (self.num_generations >= 1, "num_generations", "1 or more"),
-            (all(self.stop), "stop", "texts that are not empty"),
+            (all(self.stop), "stop", "non-empty strings"),
         ):
             if not holds:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it has to be {wanted}")
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
 
     @property
     def greedy(self) -> bool:
@@ -61,16 +61,16 @@ class Completion:
     """One completion. `logprobs` are of the processed distribution: after temperature and filters, renormalised."""
 
     tokens: list[int]  # at least one; without the prompt, with the stop token
-    logprobs: list[float]  # nats, one a token
-    finish_reason: FinishReason  # a stop token or text came, or the limit
-    version: int  # of the weights that drew it
+    logprobs: list[float]  # nats, one per token
+    finish_reason: FinishReason  # a stop token or string, or the length limit
+    version: int  # of the sampling weights
 
 
 class Engine(Protocol):
-    """Draws completions.
+    """Generates completions.
 
-    A completion's random stream depends on its prompt's seed and its number alone: in float32 the same seed gives the
-    same tokens whatever else is asked for beside it.
+    A completion's random stream depends only on its prompt's seed and its number: in float32 the same seed gives the
+    same tokens, independent of other requests.
     """
 
     version: int
@@ -85,30 +85,30 @@ class Engine(Protocol):
     ) -> list[list[Completion]]:
         """`sampling.num_generations` completions of every prompt, in order.
 
-        `seeds`: one a prompt; by default from `sampling.seed` and the prompt's place. `limits`: a limit of its own, at
-        most `max_completion_length`, for every completion of every prompt. No completion goes beyond the model's
-        positions: what they leave is the limit of a long prompt.
+        `seeds`: one per prompt; by default from `sampling.seed` and the prompt's index. `limits`: an individual limit,
+        at most `max_completion_length`, for every completion of every prompt. Completions of a long prompt are limited
+        by the model's remaining positions.
 
         Raises DataError for a prompt that is empty, has ids outside the vocabulary, or leaves no room.
         """
         ...
 
     def load(self, policy: nn.Module, version: int) -> None:
-        """Take the weights of `policy`, with its adapters as they are switched at the time of `generate`."""
+        """Use the weights of `policy`, with the adapters that are active when `generate` is called."""
         ...
 
     def release(self) -> None:
-        """Give back what it keeps from one call to the next; the next one makes it anew."""
+        """Release the memory that is kept between calls; the next call allocates it again."""
         ...
 
     def close(self) -> None:
-        """Give back what it holds beside the policy: memory, a process. It cannot be used afterwards."""
+        """Release memory and processes, but not the policy. The engine cannot be used afterwards."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt with everything that is asked of it: what engines make of the arguments of `generate`."""
+    """A prompt with its arguments of `generate`."""
 
     index: int
     tokens: Sequence[int]
@@ -125,7 +125,7 @@ def requests(
     vocabulary: int,
     positions: int | None,
 ) -> list[Request]:
-    """The arguments of `generate`, checked. `positions` is how many the model has, None where it knows no bound."""
+    """The arguments of `generate`, checked. `positions` is the model's number of positions, None without a limit."""
     n, longest = sampling.num_generations, sampling.max_completion_length
     for name, given in (("seeds", seeds), ("limits", limits)):
         if given is not None and len(given) != len(prompts):
@@ -140,12 +140,12 @@ def requests(
                 f"prompt {index} has the token id {outside}, and the model's vocabulary has {vocabulary}: it was made "
                 "with another tokenizer"
             )
-        # The last token drawn is not fed, and so needs no position.
+        # The last sampled token is not fed, so it needs no position.
         room = longest if positions is None else min(longest, positions - len(tokens) + 1)
         if room < 1:
             raise DataError(
                 f"prompt {index} has {len(tokens)} tokens and the model {positions} positions, which leaves no room "
-                "for a completion: shorten the prompt (data.max_prompt_length) or leave it out"
+                "for a completion: shorten the prompt (data.max_prompt_length) or drop it"
             )
         own = [longest] * n if limits is None else list(limits[index])
         if len(own) != n or min(own) < 1:
@@ -156,8 +156,8 @@ def requests(
 
 
 def not_finite() -> VitalSignError:
-    """What to raise when a log-probability is NaN or infinite."""
+    """The error for a log-probability that is NaN or infinite."""
     return VitalSignError(
-        "the engine: the model gives log-probabilities that are not finite, so nothing can be drawn from it: its "
+        "the engine: the model gives log-probabilities that are not finite, so nothing can be sampled: its "
         "weights have diverged or are damaged; go back to an earlier checkpoint, or lower the learning rate"
     )

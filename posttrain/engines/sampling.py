@@ -1,9 +1,8 @@
-"""Drawing a token for every row of logits, each row with a random stream of its own.
+"""Samples a token for every row of logits, each row with its own random stream.
 
-A token is drawn by a race: token i finishes after e_i / p_i, with e_i exponential, and the first one is taken, which is
-i with probability p_i. Rounding that differs with what else is in a batch (1e-6 of p) changes the winner only where two
-finish within 1e-6 of one another; a draw from cumulated probabilities, by contrast, moves with the error of all the
-tokens before.
+Sampling is an exponential race: token i arrives after e_i / p_i, with e_i exponential, and the first one wins, which is
+i with probability p_i. Rounding that depends on the rest of the batch (1e-6 of p) changes the winner only if two
+arrive within 1e-6 of each other; sampling by cumulative probabilities would accumulate the errors of all tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from posttrain.engines.streams import exponentials
 
 
 def process(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The logits of the distribution to draw from: (B, V) float32, -inf where a filter leaves a token out.
+    """The logits of the sampling distribution: (B, V) float32, -inf for filtered tokens.
 
-    As transformers' warpers; tokens exactly as likely as the last one kept are kept too. May overwrite `logits`.
+    Like transformers' warpers, but tokens exactly as likely as the last one kept are kept, too. May overwrite `logits`.
     """
     if sampling.greedy:
         return logits
@@ -31,7 +30,7 @@ def process(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.top_p < 1.0:
         ordered = logits.sort(descending=True).values
         share = ordered.softmax(-1)
-        before = _running_sum(share).sub_(share)  # of the tokens likelier than each
+        before = _running_sum(share).sub_(share)  # of the more likely tokens
         least = ordered.masked_fill_(before >= sampling.top_p, torch.inf).amin(-1, keepdim=True)
         logits = logits.masked_fill_(logits < least, -torch.inf)
     if sampling.min_p > 0.0:
@@ -41,13 +40,13 @@ def process(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def _running_sum(share: torch.Tensor) -> torch.Tensor:
-    """Along the last axis. A GPU adds floats in any order, so there shares are whole numbers, of 2^-40."""
+    """Along the last axis. A GPU adds floats in any order, so there shares are integers, in units of 2^-40."""
     if not share.is_cuda:
         return share.cumsum(-1)
     return (share.double() * 2.0**40).long().cumsum(-1).double().mul_(2.0**-40).float()
 
 
-def draw(
+def sample_tokens(
     logits: torch.Tensor, sampling: Sampling, words_V: torch.Tensor, key_B2: torch.Tensor, place_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A token of each row (B, int64) and its log-probability (B, float32, nats) under the processed distribution.
@@ -59,6 +58,6 @@ def draw(
     weight = (logits - highest).exp_()
     total = weight.sum(-1)
     race = logits if sampling.greedy else weight.div_(exponentials(words_V, key_B2, place_B))
-    token_B = race.max(-1).indices  # on a CPU a half of the time of argmax
+    token_B = race.max(-1).indices  # on a CPU half the time of argmax
     chosen = logits.gather(1, token_B[:, None]).squeeze(1)
     return token_B, chosen - highest.squeeze(1) - total.log()

@@ -1,4 +1,4 @@
-"""What ends a completion: stop tokens, and stop texts that its newest tokens complete."""
+"""The end of completions: stop tokens, and stop strings that the newest tokens complete."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from posttrain.models.families import base_of
 
 
 class StopTexts:
-    """Looks for `stop` in the text of completions; with none it finds nothing, and needs no tokenizer."""
+    """Searches completions for `stop`; without stop strings it needs no tokenizer."""
 
     def __init__(self, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase | None):
         if stop and tokenizer is None:
-            raise ConfigError("stop texts need a tokenizer, and this engine was made without one: give stop_token_ids")
+            raise ConfigError(
+                "stop strings need a tokenizer, and this engine was created without one: give stop_token_ids"
+            )
         self.stop, self.tokenizer = tuple(stop), tokenizer
-        # A token has at least a byte of text, but for special ones and the pieces of a character: some more are read.
+        # A token has at least one byte of text, except special tokens and parts of a character: some more are read.
         self.tail = max((len(text.encode()) for text in stop), default=0) + 8
 
     def __bool__(self) -> bool:
         return bool(self.stop)
 
     def first(self, tokens: Sequence[int], seen: int) -> int | None:
-        """How many of `tokens` there are when a stop text is first complete; the first `seen` have none."""
+        """The number of `tokens` up to the first complete stop string; the first `seen` tokens have none."""
         if self.tokenizer is None:
             return None
         for end in range(seen + 1, len(tokens) + 1):
@@ -37,13 +39,13 @@ class StopTexts:
 
 
 def stop_token_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What ends a completion of this model: the tokenizer's end of text, and what its generation_config.json adds."""
+    """The stop tokens of this model: the tokenizer's end of text, and those of its generation_config.json."""
     given = getattr(base_of(policy).generation_config, "eos_token_id", None)
     ids = [tokenizer.eos_token_id, *(given if isinstance(given, list) else [given])]
     return tuple(dict.fromkeys(int(id) for id in ids if id is not None))
 
 
 def text_of(completion: Completion, stop_token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """A completion as rewards and readers are given it: without its stop token and without special tokens."""
+    """A completion as a string for rewards and readers: without its stop token and without special tokens."""
     tokens = completion.tokens[:-1] if completion.tokens[-1] in stop_token_ids else completion.tokens
     return str(tokenizer.decode(tokens, skip_special_tokens=True))

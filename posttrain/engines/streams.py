@@ -1,32 +1,34 @@
-"""Random streams: one for each completion, a function of (its key, the place in it, the token id) alone.
+"""Random streams: one for each completion, a function of (its key, the position in it, the token id).
 
-The numbers are a hash, so nothing is kept from step to step, a row can leave and enter without moving another's stream,
-and CPU and GPU have the same ones.
+The numbers are a hash, so there is no state, rows can leave and enter without changing another's stream, and CPU and
+GPU give the same numbers.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
 
 WORD = 0xFFFFFFFF
-# Multipliers of 32-bit integers, as signed ones: odd numbers whose products spread every bit (Wellons, "lowbias32").
+# Odd multipliers of 32-bit integers, as signed integers, whose products spread every bit (Wellons, "lowbias32").
 SPREAD_1, SPREAD_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
 GOLDEN = 0x9E3779B9 - (1 << 32)  # 2^32 over the golden ratio: multiples of it are far apart
 LARGEST = 1 - 2.0**-24  # below 1 in float32
 
 
-def seed_of(*parts: int) -> int:
-    """A 64-bit seed from whole numbers, such as a run's seed, the step and the row: others for each combination."""
+def seed_of(*parts: int | str) -> int:
+    """A 64-bit seed from numbers and names, such as a run's seed, the step and the row: one for each combination."""
     seed = 0
     for part in parts:
-        seed = _mix64(seed ^ _mix64(part & (1 << 64) - 1))
+        number = zlib.crc32(part.encode()) if isinstance(part, str) else part & (1 << 64) - 1
+        seed = _mix64(seed ^ _mix64(number))
     return seed
 
 
 def keys(streams: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
-    """Keys of streams, each given as (seed, number of the completion): int32 (len(streams), 2)."""
+    """Keys of streams, each of (seed, number of the completion): int32 (len(streams), 2)."""
     words = []
     for seed, number in streams:
         mixed = _mix64(_mix64(seed & (1 << 64) - 1) + number + 1)
@@ -48,7 +50,7 @@ def _signed(word: int) -> int:
 
 def _hash(x: torch.Tensor) -> torch.Tensor:
     """lowbias32 in place on int32: a bijection, every bit of whose result depends on every bit of x."""
-    x ^= (x >> 16).bitwise_and_(0xFFFF)  # the shift of signed integers copies the sign, which a mask takes away
+    x ^= (x >> 16).bitwise_and_(0xFFFF)  # the shift of signed integers copies the sign, which the mask removes
     x *= SPREAD_1
     x ^= (x >> 15).bitwise_and_(0x1FFFF)
     x *= SPREAD_2
@@ -57,12 +59,12 @@ def _hash(x: torch.Tensor) -> torch.Tensor:
 
 
 def token_words(vocabulary: int, device: torch.device) -> torch.Tensor:
-    """A 32-bit word for each token id (V), the same for all streams: made once."""
+    """A 32-bit word for each token id (V), the same for all streams."""
     return _hash(torch.arange(1, vocabulary + 1, dtype=torch.int32, device=device))
 
 
 def exponentials(words_V: torch.Tensor, key_B2: torch.Tensor, place_B: torch.Tensor) -> torch.Tensor:
-    """Standard exponential numbers (B, V), float32 above 0, of streams `key_B2` at the places `place_B`."""
+    """Standard exponential numbers (B, V), float32 above 0, of streams `key_B2` at the positions `place_B`."""
     first_B = _hash(key_B2[:, 0] + place_B.to(torch.int32) * GOLDEN)
     x = words_V[None, :] ^ first_B[:, None]
     x ^= (x >> 16).bitwise_and_(0xFFFF)

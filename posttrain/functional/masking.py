@@ -1,4 +1,4 @@
-"""Sums and means over the elements that a mask chooses. What lies outside may be anything, NaN and −∞ included."""
+"""Sums and means over the elements that a mask selects. Other elements may have any value, also NaN and −∞."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         mean_i = Σ_j m_ij x_ij / Σ_j m_ij
 
     `mask` has the tensor's shape, or one that broadcasts to it; bool, or numbers that are 0 or 1. As with
-    `tensor.mean`, `dim` is gone from the result, and the mean of nothing (a row whose mask is all 0) is NaN.
+    `tensor.mean`, `dim` is removed from the result, and an empty mean (a row whose mask is all 0) is NaN.
 
-    GRPO averages over each response in this way (arXiv 2402.03300, eq. 3): a token of a short response weighs more
-    than one of a long response. `masked_normalize` weighs all tokens alike.
+    GRPO averages over each response in this way (arXiv 2402.03300, eq. 3): a token of a short response has more weight
+    than one of a long response. `masked_normalize` gives all tokens the same weight.
     """
     kept = _kept(tensor, mask)
     total, count = (x.sum() if dim is None else x.sum(dim) for x in (_only(tensor, kept), kept))
@@ -27,8 +27,8 @@ def masked_normalize(tensor: Tensor, mask: Tensor, dim: int | None = None, norma
 
         s_i = Σ_j m_ij x_ij / c
 
-    `mask` as in `masked_mean`; the sum of nothing is 0. With c the same for every batch (Dr. GRPO, arXiv 2503.20783,
-    takes the longest completion allowed), every token weighs alike, however long its response.
+    `mask` as in `masked_mean`; an empty sum is 0. With c the same for every batch (in Dr. GRPO, arXiv 2503.20783, the
+    maximum completion length), every token has the same weight, however long its response.
 
     Raises ValueError for a constant of 0.
     """
@@ -47,5 +47,5 @@ def _kept(tensor: Tensor, mask: Tensor) -> Tensor:
 
 
 def _only(tensor: Tensor, kept: Tensor) -> Tensor:
-    """0 in place of what is not kept; multiplying by the mask would make NaN of an infinity there."""
+    """0 in place of masked elements; multiplication by the mask would turn an infinity into NaN."""
     return torch.where(kept, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))

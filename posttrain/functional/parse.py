@@ -1,4 +1,4 @@
-"""Answers out of a model's text."""
+"""Parses answers from a model's output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUMBER = re.compile(
 
 
 def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> str | None:
-    """The option that a model's text chooses, "A" to "D", or None where it chooses none, or more than one.
+    """The option that a model's output chooses, "A" to "D", or None if it chooses none, or more than one.
 
     `mmlu_example` has `options`, the texts of A, B, … in this order (and `answer`, which is not looked at). In turn:
 
@@ -59,7 +59,7 @@ def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> s
 
 
 def parse_gsm8k_response(model_output: str) -> str | None:
-    """The last number of a text, as a string that `float` reads, or None where there is none.
+    """The last number of a string, as a string that `float` reads, or None.
 
     Separators of thousands go ("1,250" is "1250"), currency and percent signs are no part of it, nor is the full stop
     of a sentence. A minus is part of the number where it is no subtraction: "-3", "= −$3", but 2 in "5-2" and "5 - 2".

@@ -26,7 +26,7 @@ def compute_group_normalized_rewards(
     advantage_eps: float,
     normalize_by_std: bool,
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Reward n responses and compare each with the others to its prompt: (advantages (n,), raw rewards (n,), metadata).
+    """Reward n responses, normalise in each prompt's group: (advantages (n,), raw rewards (n,), metadata).
 
         A_i = (r_i − mean r) / (std r + ε)        arXiv 2402.03300, section 4.1.2
         A_i =  r_i − mean r                       without normalize_by_std: Dr. GRPO, arXiv 2503.20783
@@ -36,7 +36,7 @@ def compute_group_normalized_rewards(
     ε = advantage_eps. A group of equal rewards, or of one response, has advantages 0. Both tensors are float32.
 
     `reward_fn(response, truth)` gives `reward`, `format_reward` and `answer_reward`. Metadata: the mean of each, std,
-    min and max of `reward`, and `frac_reward_zero_std`, the share of groups that teach nothing.
+    min and max of `reward`, and `frac_reward_zero_std`, the share of groups without a learning signal.
 
     Raises ValueError when the lists differ in length or do not divide into groups, and for a reward that is missing or
     not finite, with the number of its response.
@@ -51,7 +51,7 @@ def compute_group_normalized_rewards(
         given = reward_fn(response, truth)
         for name in REWARDS:
             if not math.isfinite(given.get(name, math.nan)):
-                raise ValueError(f"the reward function gave no finite {name} for response {index}: {dict(given)}")
+                raise ValueError(f"the reward function returned no finite {name} for response {index}: {dict(given)}")
             values[name].append(float(given[name]))
     rewards = torch.tensor(values["reward"])
     groups = torch.arange(count) // group_size

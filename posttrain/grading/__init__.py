@@ -1,7 +1,7 @@
-"""Grading what a model wrote, in worker processes that may hang, crash or fill up without harm to the run.
+"""Grading of completions in worker processes that may hang, crash or run out of memory without harm to the run.
 
-`pool` supervises the workers, `template` forks them, `process` is a worker as seen from here, `worker` from within,
-`isolation` what it is kept from. `extract` finds the answer; `answers` says whether it equals the right one, reading
-`numbers`, `units`, `sets`, `parts`, `dates` and `labels` in the tidy text of `notation`, and asks `symbolic` last. Only
-a worker imports `symbolic`.
+`pool` supervises the workers, `template` forks them, `process` is the supervisor's side of a worker, `worker` the
+worker itself, `isolation` its restrictions. `extract` finds the answer; `equality` decides whether it equals the right
+one by `numbers`, `units`, `sets`, `parts`, `dates` and `labels` in the normalised text of `notation`, and last by
+`symbolic`, which only workers import.
 """

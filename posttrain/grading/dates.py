@@ -1,4 +1,4 @@
-"""Dates, times of day and telephone numbers: read as what they are, so that none is taken for a sum or a quotient."""
+"""Dates, times of day and telephone numbers: recognised, so that none is read as a sum or a quotient."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _any_of(names: tuple[str, ...]) -> str:
     return "|".join([*names, more, *(name[:3] for name in names)])
 
 
-# What is none of these need not be looked at closely.
+# A quick test that most answers fail.
 _PERHAPS = re.compile(rf":|\d ?-|/\d+/|\d ?[ap]\.? ?m\b|clock|noon|midnight|\b(?:{_any_of(_MONTHS + _WEEKDAYS)})\b")
 _MONTH = rf"(?P<month>{_any_of(_MONTHS)})\b\.?"
 _DAY = r"(?:the )?(?P<day>\d{1,2})(?:st|nd|rd|th)?"
@@ -32,7 +32,7 @@ _DATES = [
         r"(?P<year>\d{4})(?P<sign>[-/])(?P<month>\d{1,2})(?P=sign)(?P<day>\d{1,2})",
     )
 ]
-# Which of the first two is the month cannot be told unless one is above 12.
+# The order of day and month is unknown unless one is above 12.
 _FIGURES = re.compile(r"(?P<one>\d{1,2})(?P<sign>[-/])(?P<two>\d{1,2})(?P=sign)(?P<year>\d{4}|\d{2})")
 _YEARS = re.compile(r"(?P<first>1[5-9]\d\d|20\d\d) ?- ?(?P<last>1[5-9]\d\d|20\d\d|\d\d)")
 _TELEPHONE = re.compile(r"(?:\+?\d{1,2}[- ])?(?:\(\d{3}\) ?|\d{3}[- ])?\d{3}-\d{4}")
@@ -51,7 +51,7 @@ class Occasion:
     half_known: bool = True  # of a time: whether it says which half of the day
 
     def same(self, other: Occasion) -> bool:
-        """Whether both mean the same; a time that leaves a.m. and p.m. out may be either."""
+        """Whether both mean the same; a time without a.m. or p.m. may be either."""
         if self.half_known == other.half_known or self.kind != "time" or other.kind != "time":
             return (self.kind, self.value) == (other.kind, other.value)
         known, open_ = (self, other) if self.half_known else (other, self)

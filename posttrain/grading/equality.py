@@ -47,7 +47,7 @@ _LEAD_IN = re.compile(r"(?:\\text\{)?\s*(?:the )?(?:final |correct )?answer(?: i
 
 
 def same_answer(gold: str, answer: str) -> bool:
-    """Whether `answer` means `gold`. Both are what stands in a box or tag; only `gold` is trusted to be an answer."""
+    """Whether `answer` means `gold`. Both are the content of a box or tag; only `gold` is trusted to be an answer."""
     if len(answer) > LONGEST or len(gold) > LONGEST:
         return False
     return _same(_bare(gold), _bare(answer), DEEPEST)
@@ -83,7 +83,7 @@ def _same(gold: str, answer: str, depth: int) -> bool:
         decided = compare(gold, answer, depth)
         if decided is not None:
             return decided
-    from posttrain.grading import symbolic  # a worker has it loaded; nobody else comes here
+    from posttrain.grading import symbolic  # loaded already in a worker, where this runs
 
     if "=" in gold or "=" in answer:
         return symbolic.same_equation(gold, answer)
@@ -145,7 +145,7 @@ def _is_function(text: str) -> bool:
     return text in ("inf", "infinity") or re.match(r"(?:sqrt|sin|cos|tan|log|exp|pi)(?![a-z])", text) is not None
 
 
-# --- what is no expression --------------------------------------------------------------------------------------------
+# --- answers that are not expressions ---------------------------------------------------------------------------------
 
 
 def _as_choices(gold: str, answer: str, depth: int) -> bool | None:
@@ -217,7 +217,7 @@ def _same_interval(one: Interval, other: Interval, depth: int) -> bool:
 
 
 def _pair_off(left: Sequence[T], right: Sequence[T], same: Callable[[T, T], bool]) -> bool:
-    """Whether each on the left has one of its own on the right, and none is over."""
+    """Whether the two sides match one to one."""
     rest = list(right)
     for item in left:
         match = next((other for other in rest if same(item, other)), None)

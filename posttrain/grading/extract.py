@@ -1,4 +1,4 @@
-"""Where in a completion the answer stands. Plain text work, in one pass, whatever the text."""
+"""Finds the answer in a completion. One pass over the string, whatever its content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MARKED = re.compile(r"(?:####|^A:)[ \t]*(.*)$", re.MULTILINE)
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last `</think>`. Thinking that has not ended answers nothing: the result is then empty."""
+    """The text after the last `</think>`; empty if the thinking has not ended."""
     end = text.rfind(THINK_END)
     if text.rfind(THINK) > end:
         return ""
@@ -39,7 +39,7 @@ def final_answer(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    """What stands behind the last `####` (or a line's `A:`), as in GSM8K's own solutions."""
+    """The text after the last `####` (or a line's `A:`), as in GSM8K's solutions."""
     found = _last(_MARKED, text)
     return found[1].strip() if found else None
 

@@ -1,8 +1,8 @@
-"""What a grading worker is kept from: memory, files, programs, the network. Each where the platform allows it.
+"""The restrictions of a grading worker: memory, files, programs, the network, each if the platform supports it.
 
-A worker calls `isolate` once, after its imports. It never fails: what is in force is returned, by name, for the parent
-to show. Linux: resource limits (setrlimit(2)), Landlock (landlock(7)) for files, programs and TCP, and a network
-namespace of its own where an unprivileged process may make one. macOS: resource limits. Windows: none of these.
+A worker calls `isolate` once, after its imports. It never fails: it returns the names of the active restrictions for
+the parent to show. Linux: resource limits (setrlimit(2)), Landlock (landlock(7)) for files, programs and TCP, and an
+own network namespace if an unprivileged process may create one. macOS: resource limits. Windows: none of these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEW_USER, NEW_NET = 0x10000000, 0x40000000
 
 
 def isolate(memory_bytes: int = MEMORY_BYTES) -> list[str]:
-    """Give up what grading does not need; returns the names of what is now in force."""
+    """Drop rights that grading does not need; returns the names of the active restrictions."""
     in_force = []
     if sys.platform == "linux":
         if _no_network_namespace():
@@ -39,7 +39,7 @@ def isolate(memory_bytes: int = MEMORY_BYTES) -> list[str]:
 
 
 def allow_cpu_seconds(seconds: float) -> None:
-    """Let this process compute so much longer and no more: the last resort against one whose parent has died."""
+    """Limit this process's further CPU time: the last resort if its parent has died."""
     if os.name == "posix":
         import resource
 
@@ -51,7 +51,7 @@ def allow_cpu_seconds(seconds: float) -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the thread that forked this process ends: what computes for ever cannot see to it itself.
+    """Get killed when the thread that forked this process ends: an endless computation cannot check that itself.
 
     Linux. After `isolate`, whose new user namespace would undo it.
     """

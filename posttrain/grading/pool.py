@@ -1,12 +1,12 @@
-"""The pool of grading workers: completions in, verdicts out, in order, whatever the completions are.
+"""The pool of grading workers: verdicts of completions, in order, whatever their content.
 
     with Pool(workers=4) as pool:
         grades = pool.grade(jobs)                 # from any thread
         grades = await pool.grade_async(jobs)     # from asyncio
 
-Each worker has a thread here that hands it one job at a time and waits for the reply; a further thread kills workers
-that are late. A job's deadline starts when it is handed over, so a queue costs nobody their time. A worker that was
-killed is replaced by one that has been started ahead; one that is free when its pool closes waits for the next pool.
+Each worker has a thread here that sends it one job at a time and waits for the reply; another thread kills workers that
+exceed their deadline. A job's deadline starts when it is sent, so waiting in the queue does not count. A killed worker
+is replaced by one that was started ahead; a free one is kept for the next pool when its pool closes.
 """
 
 from __future__ import annotations

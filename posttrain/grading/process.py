@@ -1,4 +1,4 @@
-"""A worker process as its supervisor sees it: started, asked one job at a time, killed at a deadline."""
+"""The supervisor's side of a worker process: started, given one job at a time, killed at a deadline."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from posttrain.grading.template import Forked, Template
 from posttrain.grading.verdict import Grade, GradeRequest, read_grade
 
 STARTUP_S = 120.0
-TICK_S = 0.05  # how often deadlines are looked at
-OUT_OF_CPU = -24  # SIGXCPU: its own limit was faster than we
-REPLY_BYTES = 64_000  # a longer line is no reply of ours
-COMPLETION_CHARACTERS = 1_000_000  # an answer stands at the end: of a longer completion the end is graded
-# What a worker sees of the environment: no key, no token, no proxy.
+TICK_S = 0.05  # interval of deadline checks
+OUT_OF_CPU = -24  # SIGXCPU: its own CPU limit came first
+REPLY_BYTES = 64_000  # a longer line is not a valid reply
+COMPLETION_CHARACTERS = 1_000_000  # of a longer completion only the end, which has the answer, is graded
+# A worker's environment variables: no key, no token, no proxy.
 KEPT_VARIABLES = ("SYSTEMROOT", "WINDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 SET_VARIABLES = {
-    # gmpy2 computes in C without looking at signals or limits; plain integers are fast enough here
+    # gmpy2 computes in C without checking signals or limits; plain integers are fast enough here
     "SYMPY_GROUND_TYPES": "python",
     "MPMATH_NOGMPY": "1",
     "SYMPY_CACHE_SIZE": "1000",
@@ -37,10 +37,9 @@ SET_VARIABLES = {
 
 
 class Deadlines:
-    """Kills what is late. A thread of its own, so that a deadline holds whatever the rest of the program does.
+    """Kills workers at their deadline, in a thread of its own, so that deadlines hold whatever the program does.
 
-    Time during which this process itself stood still (a laptop asleep, SIGSTOP, a machine far too busy) is nobody's
-    fault: every deadline moves by it.
+    If this process itself was stopped (a sleeping laptop, SIGSTOP, an overloaded machine), deadlines move by that time.
     """
 
     def __init__(self) -> None:
@@ -80,8 +79,8 @@ class Deadlines:
 class WorkerProcess:
     """One worker. Owned by one thread at a time; `kill` may be called from any.
 
-    `environment`: all that it sees of this process's, see `worker_environment`. With a template it is forked, else it
-    is started and imports everything itself.
+    `environment`: its environment variables, see `worker_environment`. With a template it is forked, else it is started
+    and imports everything itself.
     """
 
     def __init__(self, modules: Iterable[str], environment: Mapping[str, str], template: Template | None = None):
@@ -99,11 +98,11 @@ class WorkerProcess:
 
     @property
     def is_free(self) -> bool:
-        """Whether it lives, owes no answer and can take another job."""
+        """Whether it is alive, has no open job and can take another one."""
         return not (self._is_taken or self._is_killed) and self._process.poll() is None
 
     def wait_ready(self, deadlines: Deadlines) -> None:
-        """Wait until it has imported everything. Raises RewardError when it does not come up."""
+        """Wait until it has imported everything. Raises RewardError if it does not start."""
         if self._ready:
             return
         deadlines.start(self, STARTUP_S)
@@ -121,7 +120,7 @@ class WorkerProcess:
         self._ready = True
 
     def ask(self, job: GradeRequest, deadline: float, deadlines: Deadlines) -> Grade:
-        """The grade of one job; whether this worker can take another, `is_free` says. The deadline starts now."""
+        """The grade of one job, whose deadline starts now; afterwards check `is_free`."""
         line = json.dumps(
             {
                 "rule": job.rule,
@@ -164,7 +163,7 @@ class WorkerProcess:
         self._process.kill()
 
     def end(self) -> None:
-        """Kill it and collect what is left of it. May be called again."""
+        """Kill it and release its resources. May be called again."""
         self.kill()
         for pipe in (self._jobs, self._replies):
             with contextlib.suppress(OSError):
@@ -176,7 +175,7 @@ class WorkerProcess:
         self.template = None
 
     def _read(self) -> dict[str, Any] | None:
-        """The next line; None when it has died or says what no worker of ours says."""
+        """The next reply; None if it has died or the line is invalid."""
         line = self._replies.readline(REPLY_BYTES)
         try:
             reply = json.loads(line)
@@ -197,6 +196,6 @@ def _start(modules: Iterable[str], environment: Mapping[str, str]) -> subprocess
 
 
 def worker_environment() -> dict[str, str]:
-    """What a worker may see of this process's environment, and where it finds the same modules."""
+    """A worker's environment variables, with the path of the same modules."""
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     return kept | SET_VARIABLES | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}

@@ -1,8 +1,8 @@
-"""One process that has imported everything, and workers that are forked from it: a fresh one is there in milliseconds.
+"""A template process that has imported everything, from which workers are forked in milliseconds.
 
-A template never grades. Each worker has pipes of its own and a link, a socket, to its template: it tells the worker's
-process id and how it ended, and once our end of it is shut the template kills the worker. So no process id is killed
-that might meanwhile be another's, and all workers are gone when this program is.
+A template never grades. Each worker has its own pipes and a socket to its template, which reports the worker's process
+id and exit status; when our end closes, the template kills the worker. So a reused process id is never killed, and all
+workers end with this program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UNKNOWN_STATUS = -9  # of a worker whose template was killed, which kills the wo
 
 
 class Forked:
-    """A worker forked from a template, with what a `Popen` has of interest here."""
+    """A worker forked from a template, with the needed part of `Popen`'s interface."""
 
     def __init__(self, template: Template, jobs: BinaryIO, replies: BinaryIO, link: socket.socket):
         self._template: Template | None = template  # which lives as long as one of its workers
@@ -56,7 +56,7 @@ class Forked:
             self._link.shutdown(socket.SHUT_WR)
 
     def forget(self) -> None:
-        """Once it is killed: nobody asks for it any more. Waits for its end, unless it has not been forked yet."""
+        """Release a killed worker. Waits for its end, unless it has not been forked yet."""
         if self._template is None:
             return
         if self.poll() is None and self._told:
@@ -103,7 +103,7 @@ class Template:
         weakref.finalize(self, _end, self._control, process, os.getpid())
 
     def fork(self) -> Forked:
-        """A new worker. Raises OSError when the template is gone."""
+        """A new worker. Raises OSError if the template has ended."""
         jobs_in, jobs_out = os.pipe()
         replies_in, replies_out = os.pipe()
         link, theirs = socket.socketpair()

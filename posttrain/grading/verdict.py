@@ -1,4 +1,4 @@
-"""What a grader says of a completion."""
+"""The result of grading a completion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 Verdict = Literal["correct", "wrong", "timeout", "crashed", "bad_gold"]
 VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "timeout", "crashed", "bad_gold")
-# These say nothing about the completion: they are counted and left out of the update, never turned into a reward.
+# These say nothing about the completion: they are counted and dropped from the update, never turned into a reward.
 NON_VERDICTS = frozenset({"timeout", "crashed", "bad_gold"})
 EXTRACTED_CHARACTERS = 1000  # of an answer, kept for people to read
 
@@ -20,7 +20,7 @@ class BadGold(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a rule says: its score, whether that means a right answer, the answer it read, the score's parts."""
+    """A rule's judgement: score, whether the answer is right, the extracted answer, the parts of the score."""
 
     score: float
     correct: bool
@@ -62,7 +62,7 @@ class Grade:
 
     @property
     def counts(self) -> bool:
-        """Whether it says anything about the completion."""
+        """Whether the verdict says anything about the completion."""
         return self.verdict not in NON_VERDICTS
 
     @property
@@ -72,7 +72,7 @@ class Grade:
 
 
 def read_grade(reply: object, seconds: float) -> Grade:
-    """A worker's reply as a grade; what is not exactly of the agreed form is a crash. `reply` is parsed JSON."""
+    """A worker's reply as a grade; a reply of any other form is a crash. `reply` is parsed JSON."""
     broken = Grade("crashed", seconds=seconds, reason="the worker's reply was not of the agreed form")
     if not isinstance(reply, dict) or reply.get("verdict") not in VERDICTS:
         return broken

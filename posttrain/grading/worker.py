@@ -10,7 +10,7 @@ Jobs come in on stdin, replies go out, a JSON object a line:
           {"verdict": …, "score": …, "extracted": …, "parts": {…}}  or  {"verdict": …, "reason": …}
           with "retire": true                         in the last reply of a worker that ends itself
 
-What a model wrote comes in as JSON text and its judgement goes out as JSON of bounded length: nothing is pickled.
+A completion comes in as JSON and its grade goes out as JSON of bounded length: nothing is pickled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from posttrain.grading.verdict import EXTRACTED_CHARACTERS, BadGold, Rule
 from posttrain.memory import peak_of_process
 
 RETIRE_BYTES = MEMORY_BYTES // 2  # above this ordinary answers could run out of memory
-ORPHAN_S = 0.25  # how often a worker looks whether its parent is still there
+ORPHAN_S = 0.25  # interval at which a worker checks whether its parent is alive
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _load(modules: list[str]) -> str | None:
-    """Import modules and warm them up; what went wrong, if anything did."""
+    """Import modules and warm them up; returns the error, if any."""
     try:
         for module in modules:
             warm_up = getattr(importlib.import_module(module), "warm_up", None)
@@ -65,7 +65,7 @@ def _load(modules: list[str]) -> str | None:
 
 
 def _serve(jobs: BinaryIO, replies: BinaryIO, template: int | None = None) -> None:
-    """Grade job after job until there are no more. `template`: of a forked worker, the process it was forked from."""
+    """Grade jobs until there are no more. `template`: for a forked worker, the process it was forked from."""
     in_force = isolate()
     if template is not None:
         die_with_parent()
@@ -87,9 +87,9 @@ def _serve(jobs: BinaryIO, replies: BinaryIO, template: int | None = None) -> No
 
 
 def _be_a_template(modules: list[str]) -> None:
-    """Import everything, then fork a worker for each request and kill those whose link is shut.
+    """Import everything, then fork a worker for each request and kill those whose socket is closed.
 
-    It ends, and its workers with it, when its parent does. Single-threaded from the first fork on.
+    It ends, with its workers, when its parent does. Single-threaded from the first fork on.
     """
     parent, loaded = os.getppid(), threading.Event()
     watch = threading.Thread(target=_leave_with, args=(parent, loaded), daemon=True)

@@ -1,1 +1,1 @@
-"""What a model or a run does, looked at: sample, generate, score, and the receipt of a step."""
+"""Inspection of a model or a run: sample, generate, score, and the receipt of a step."""

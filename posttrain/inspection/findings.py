@@ -1,4 +1,4 @@
-"""What the completions of a few prompts show, in a table and in words: lengths, ends, format, spread of rewards."""
+"""Findings about the completions of a few prompts: lengths, truncation, format, spread of rewards."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from posttrain.engines import Completion
 from posttrain.words import counted
 
 Keeps = Callable[[str], bool]
-FEW = 0.5  # a share below this is worth a word
+FEW = 0.5  # a share below this is reported
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the completions of one prompt show. Shares are of the completions."""
+    """Statistics of the completions of one prompt. Shares are of the completions."""
 
     row: int
     lengths: tuple[int, ...]
-    truncated: float  # ended by the limit
+    truncated: float  # reached the length limit
     distinct: float
-    formatted: float | None  # keep the template's format; None where it has none
-    rewards: tuple[float, ...] | None = None  # of the completions that have one; None where there are no rewards
+    formatted: float | None  # follow the template's format; None if it has none
+    rewards: tuple[float, ...] | None = None  # of the completions that have one; None without rewards
 
 
 def tags_of(data: DataConfig) -> tuple[str, ...]:
-    """The marks that a completion is to write by the template."""
+    """The tags that the template asks a completion to write."""
     if data.template == "tags":
         return data.tags.reasoning_end, data.tags.solution_start, data.tags.solution_end
     return {"r1_zero": ("</think>", "<answer>", "</answer>"), "question_only": ("\\boxed{",)}.get(data.template, ())
 
 
 def format_of(data: DataConfig) -> Keeps | None:
-    """Whether a completion keeps the format that the template asks for; None where it asks for none."""
+    """Whether a completion follows the template's format; None if it has none."""
     if data.template == "tags":
         tags: TagsConfig = data.tags
         parts = (tags.reasoning_end, tags.solution_start, tags.solution_end)
@@ -71,7 +71,7 @@ COLUMNS = ("tokens, mean", "range", "cut off", "distinct", "in format", "reward,
 
 
 def table(measured: Mapping[float, Sequence[Measured]], title: str) -> Table:
-    """By prompt; with several temperatures by temperature, `spread` being the mean of the prompts' spreads."""
+    """A table by prompt, or with several temperatures by temperature, with the mean of the prompts' spreads."""
     sweep = len(measured) > 1
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
     for name in ("temperature" if sweep else "row", *COLUMNS, *(("no spread",) if sweep else ())):
@@ -109,7 +109,7 @@ def shown_number(reward: float | None) -> str:
 
 
 def over_temperatures(measured: Mapping[float, Sequence[Measured]], rollout: RolloutConfig) -> list[str]:
-    """The suggestions at each temperature, each said once with the temperatures that it is about."""
+    """The suggestions, each once with its temperatures."""
     where: dict[str, list[str]] = {}
     for temperature, prompts in measured.items():
         for line in suggestions(prompts, rollout.model_copy(update={"temperature": temperature})):
@@ -120,13 +120,13 @@ def over_temperatures(measured: Mapping[float, Sequence[Measured]], rollout: Rol
 
 
 def suggestions(measured: Sequence[Measured], rollout: RolloutConfig) -> list[str]:
-    """What the completions suggest to do before, or instead of, training on them."""
+    """Suggestions before, or instead of, training on the completions."""
 
     found = []
     if fmean([one.truncated for one in measured]) > FEW:
         found.append(
-            f"Most completions are cut off at {rollout.max_completion_length} tokens, so a reward sees no ending: "
-            "raise rollout.max_completion_length, or train with SFT first, which teaches where to stop."
+            f"Most completions are truncated at {rollout.max_completion_length} tokens, so a reward sees no ending: "
+            "raise rollout.max_completion_length, or train with SFT first, which teaches the model to stop."
         )
     if fmean([one.distinct for one in measured]) < FEW:
         found.append(
@@ -136,25 +136,25 @@ def suggestions(measured: Sequence[Measured], rollout: RolloutConfig) -> list[st
     formats = [one.formatted for one in measured if one.formatted is not None]
     if formats and fmean(formats) < FEW:
         found.append(
-            f"Only {fmean(formats):.0%} keep the template's format: with a reward on the answer alone most would count "
-            "as wrong. Train with SFT first, or add a format reward."
+            f"Only {fmean(formats):.0%} follow the template's format: with a reward on the answer alone most would "
+            "count as wrong. Train with SFT first, or add a format reward."
         )
     rewards = [one.rewards for one in measured if one.rewards is not None]
-    drawn, rewarded = sum(len(one.lengths) for one in measured), sum(map(len, rewards))
+    sampled, rewarded = sum(len(one.lengths) for one in measured), sum(map(len, rewards))
     if rewards and not rewarded:
         found.append(
-            f"None of the {drawn} completions has a reward: no verdict, or none that applies. Nothing can be trained "
-            "on: see whether the data has the answers, and the reward the format, that it needs."
+            f"None of the {sampled} completions has a reward: no verdict, or none that applies. Nothing can be trained "
+            "on: check whether the data has the answers, and the completions the format, that the rewards need."
         )
-    elif rewards and rewarded < drawn:
+    elif rewards and rewarded < sampled:
         found.append(
-            f"{drawn - rewarded} of {counted(drawn, 'completion')} have no reward: no verdict, or none that applies."
+            f"{sampled - rewarded} of {counted(sampled, 'completion')} have no reward: no verdict, or none applies."
         )
     same = sum(len(set(some)) == 1 for some in rewards)
     if same:
         advice = (
             ": choose easier prompts where it is low and harder ones where it is high, generate more completions (-n), "
-            "or add a reward that gives part of the way."
+            "or add a reward for partial success."
         )
         found.append(
             f"Of {counted(len(rewards), 'prompt')} {same} {'has' if same == 1 else 'have'} completions of one and the "

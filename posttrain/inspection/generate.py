@@ -28,17 +28,17 @@ from posttrain.threads import sharing_cores
 
 log = logging.getLogger("posttrain")
 
-COMPLETIONS_AT_ONCE = 1024  # between two movements of the progress bar
+COMPLETIONS_AT_ONCE = 1024  # between two updates of the progress bar
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What came of a file."""
+    """Counts of a generated file."""
 
     prompts: int
     completions: int
     tokens: int
-    truncated: int  # completions that the limit ended
+    truncated: int  # completions that reached the length limit
     seconds: float
 
 
@@ -54,11 +54,11 @@ def generate(
     seed: int,
     overwrite: bool = False,
 ) -> Generated:
-    """Draw completions for every row of `file` and write the rows with their `completions` to `output` as JSONL.
+    """Sample completions for every row of `file` and write the rows with their `completions` to `output` as JSONL.
 
-    A completion has `text` (as rewards are given it: without special tokens), `token_ids`, `logprobs` and
-    `finish_reason`. A row without a usable prompt keeps its place, with `error`. A row's completions depend on the seed
-    and its number alone. What is read is never written to, an existing `output` with `overwrite` only.
+    A completion has `text` (as for rewards: without special tokens), `token_ids`, `logprobs` and `finish_reason`. A row
+    without a usable prompt keeps its place, with `error`. A row's completions depend only on the seed and its number.
+    Input files are never overwritten, an existing `output` only with `overwrite`.
     """
     ready_to_write(output, (file, Path(model.path)), overwrite)
     device = take_device(devices)
@@ -71,7 +71,7 @@ def generate(
     good = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
     with closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)) as engine:
         began = time.perf_counter()
-        drawn = draw_all(engine, good, sampling, f"generating for {file.name}")
+        sampled = generate_all(engine, good, sampling, f"generating for {file.name}")
         seconds = time.perf_counter() - began
 
     rows = []
@@ -80,14 +80,14 @@ def generate(
         if isinstance(prompt, Malformed):
             row["error"] = prompt.reason
         else:
-            row["completions"] = [as_json(done, sampling, tokenizer) for done in drawn[prompt.row]]
+            row["completions"] = [as_json(done, sampling, tokenizer) for done in sampled[prompt.row]]
         rows.append(row)
     save_rows(output, rows)
     if len(good) < len(records):
         log.warning(
             "%d of %d rows have no usable prompt: see their field `error`", len(records) - len(good), len(records)
         )
-    found = [completion for group in drawn.values() for completion in group]
+    found = [completion for group in sampled.values() for completion in group]
     return Generated(
         prompts=len(good),
         completions=len(found),
@@ -98,7 +98,7 @@ def generate(
 
 
 def too_long(prompt: Prompt | Malformed, policy: PreTrainedModel) -> Malformed | None:
-    """Why nothing can be drawn for a prompt of more tokens than the model has positions; else None."""
+    """The reason why a prompt with more tokens than the model has positions cannot be completed; else None."""
     positions = positions_of(policy.config)
     if not isinstance(prompt, Prompt) or positions is None or len(prompt.tokens) <= positions:
         return None
@@ -106,17 +106,19 @@ def too_long(prompt: Prompt | Malformed, policy: PreTrainedModel) -> Malformed |
     return Malformed("", 0, reason, prompt.row)
 
 
-def draw_all(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, what: str) -> dict[int, list[Completion]]:
-    """The completions of each prompt, by its row; streams are by row, so that how rows are divided changes nothing."""
+def generate_all(
+    engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, what: str
+) -> dict[int, list[Completion]]:
+    """The completions of each prompt, by its row; random streams are by row, so batching does not change them."""
     at_once = max(1, COMPLETIONS_AT_ONCE // sampling.num_generations)
-    drawn = {}
+    sampled = {}
     for start in progress(range(0, len(prompts), at_once), what):
         some = prompts[start : start + at_once]
         groups = engine.generate(
             [p.tokens for p in some], sampling, seeds=[seed_of(sampling.seed, p.row) for p in some]
         )
-        drawn |= {prompt.row: group for prompt, group in zip(some, groups, strict=True)}
-    return drawn
+        sampled |= {prompt.row: group for prompt, group in zip(some, groups, strict=True)}
+    return sampled
 
 
 def as_json(completion: Completion, sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

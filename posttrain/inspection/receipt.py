@@ -1,4 +1,4 @@
-"""`posttrain rollouts`, `why` and `regrade`: from a step's metrics down to the tokens that made its gradient."""
+"""`posttrain rollouts`, `why` and `regrade`: from a step's metrics down to the tokens behind its gradient."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from posttrain.store.stored_rollouts import StoredRun
 from posttrain.terminal import visible
 from posttrain.training.inputs import located
 
-SHOWN = 60  # characters of a text in a table
+SHOWN = 60  # characters of a string in a table
 
 
 def show_rollouts(folder: Path, step: int | None, console: Console) -> None:
-    """All steps of a run in a line each, or the completions of one step."""
+    """All steps of a run, one per line, or the completions of one step."""
     with StoredRun(folder) as stored:
         if step is None:
             table = _table("step", "prompts", "completions", "reward", "lowest", "highest", "left out", "truncated")
@@ -60,7 +60,7 @@ def show_rollouts(folder: Path, step: int | None, console: Console) -> None:
 
 
 def why(folder: Path, step: int, prompt: int | None, rollout: int | None, console: Console) -> None:
-    """The step's metrics and groups; with `prompt` a group's rewards by their parts; with `rollout` its tokens."""
+    """The step's metrics and groups; with `prompt` a group's rewards by parts; with `rollout` its tokens."""
     with StoredRun(folder) as stored:
         _require(stored, step)
         if prompt is None:
@@ -81,7 +81,7 @@ def why(folder: Path, step: int, prompt: int | None, rollout: int | None, consol
 
 
 def _print_metrics(folder: Path, step: int, console: Console) -> None:
-    """What was logged of the step: alone if every step is, else with the steps since the line before."""
+    """The logged metrics of the step: alone if every step is logged, else with the steps since the previous line."""
     lines = [line for line in read_metrics(folder) if line["step"] >= step and "loss" in line]
     if not lines:
         return
@@ -150,7 +150,7 @@ def _print_tokens(one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | N
 
 
 def _texts(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> Iterator[str]:
-    """What to show of each token: of several that hold one character, the last has it, the others an ellipsis."""
+    """The text of each token; if several hold one character, the last shows it, the others an ellipsis."""
     if tokenizer is None:
         yield from map(str, tokens)
         return
@@ -161,19 +161,19 @@ def _texts(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> 
 def regrade(
     folder: Path, settings: Sequence[Reward], console: Console, step: int | None = None, limit: int = 50
 ) -> int:
-    """Give the stored completions of a step, or of all, other rewards; list those whose advantage changes its sign.
+    """Compute other rewards for the stored completions of a step, or of all; list advantages that change sign.
 
-    Sign changes are counted apart from advantages that become 0 or were 0; the table has `limit` rows, sign changes
-    first. Returns how many change their sign.
+    Sign changes are counted separately from advantages that become 0 or were 0; the table has `limit` rows, sign
+    changes first. Returns the number of sign changes.
     """
     config = _config(folder)
     method, found, total = config.method, [], 0
     regraded = REGRADED.get(method.type)
     if regraded is None:
-        raise RunError(f"{folder} is a run of {method.type}, which learns from no rewards")
+        raise RunError(f"{folder} is a run of {method.type}, which does not learn from rewards")
     most, tokenizer = config.rollout.max_completion_length, _tokenizer(folder)
     if tokenizer is None:
-        console.print("The run's tokenizer is not there: rewards are not told which prompts open <think>.")
+        console.print("The run's tokenizer is missing: rewards do not know which prompts open <think>.")
     with (
         StoredRun(folder) as stored,
         Rewards(settings, tags=config.data.tags, devices=config.devices, max_completion_length=most) as rewards,
@@ -231,10 +231,10 @@ def _print_changes(
 def _completion(
     prompt: Mapping[str, Any], one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None
 ) -> RewardInput:
-    """A stored completion as rewards were given it; without a tokenizer no prompt is known to open `<think>`."""
-    drawn = engines.Completion(one["tokens"].tolist(), [], one["finish_reason"], one["version"])
+    """A stored completion as the input of rewards; without a tokenizer no prompt is known to open `<think>`."""
+    sampled = engines.Completion(one["tokens"].tolist(), [], one["finish_reason"], one["version"])
     end = "" if tokenizer is None else end_of(prompt["tokens"], tokenizer)
-    return to_reward(drawn, one["completion"], end, prompt["facts"])
+    return to_reward(sampled, one["completion"], end, prompt["facts"])
 
 
 def _require(stored: StoredRun, step: int) -> None:
@@ -251,7 +251,7 @@ def _config(folder: Path) -> RunConfig:
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The run's tokenizer; None where it is not there any more, and tokens are shown as numbers."""
+    """The run's tokenizer; None if it is missing, and tokens are shown as numbers."""
     model = _config(folder).models[0]
     for path in (folder / "final", None):
         try:

@@ -1,4 +1,4 @@
-"""`posttrain sample`: a few completions of a model, drawn and rewarded as training would, and what they show."""
+"""`posttrain sample`: a few completions of a model, sampled and rewarded as in training, and findings about them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from posttrain.inspection.findings import (
     table,
     tags_of,
 )
-from posttrain.inspection.generate import draw_all, too_long
+from posttrain.inspection.generate import generate_all, too_long
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer
 from posttrain.rewards import compose
@@ -39,31 +39,31 @@ from posttrain.rollout import sampling_of, to_reward
 from posttrain.terminal import visible
 from posttrain.threads import sharing_cores
 
-SHOWN = 2_000  # characters of a text; the middle of a longer one is left out
+SHOWN = 2_000  # characters of a completion; the middle of a longer one is omitted
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What to draw from, for which prompts, and how: the settings of training that bear on completions."""
+    """Model, prompts and sampling: the settings of training that affect completions."""
 
     model: ModelConfig
     data: DataConfig
     rewards: tuple[Reward, ...]
     rollout: RolloutConfig
     devices: DevicesConfig
-    longest_prompt: int | None  # tokens; training leaves out longer ones
+    longest_prompt: int | None  # tokens; training drops longer ones
     seed: int  # of the rows of a built-in task
 
 
 @dataclass(frozen=True, slots=True)
 class SampledGroup:
-    """The completions of one prompt at one temperature, with their texts and rewards (where there are any)."""
+    """The completions of one prompt at one temperature, with their strings and rewards (if any)."""
 
     prompt: Prompt
     completions: Sequence[Completion]
     texts: Sequence[str]
     rewards: Sequence[float | None] | None
-    parts: Sequence[str]  # of each reward: how it came about
+    parts: Sequence[str]  # of each reward: its sum in words
 
     def measure(self, keeps: Keeps | None) -> Measured:
         return measure(self.prompt.row, self.completions, self.texts, keeps, self.rewards)
@@ -79,37 +79,39 @@ def sample(
     seed: int,
     console: Console,
 ) -> dict[float, list[Measured]]:
-    """Draw and reward at each temperature; print `show` completions of every prompt, a table, and what it suggests.
+    """Sample and reward at each temperature; print `show` completions of every prompt, a table, and suggestions.
 
-    The table has a line for each prompt, with several temperatures one for each of these. Faults of tokenisation are
-    told first.
+    The table has a line for each prompt, or with several temperatures for each of these. Tokenisation problems are
+    reported first.
     """
     if is_reward_model(setup.model):
-        raise RunError(f"{setup.model.path} is a reward model, which draws no completions: sample from a policy")
+        raise RunError(f"{setup.model.path} is a reward model, which does not generate: sample from a policy")
     device, tokenizer = take_device(setup.devices), load_tokenizer(setup.model)
     policy = load_model(setup.model, "lm", compute_dtype(setup.model, device), device)
     rollout, stops = setup.rollout, stop_token_ids(policy, tokenizer)
     prompts, unused = first_prompts(setup, policy, tokenizer, num_prompts)
     sampling = sampling_of(rollout, num_generations, stops, seed)
-    drawn: dict[float, list[SampledGroup]] = {}
+    sampled: dict[float, list[SampledGroup]] = {}
     with (
         rewards_of(setup) as rewards,
         closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)) as engine,
     ):
         for temperature in temperatures:
-            found = draw_all(engine, prompts, replace(sampling, temperature=temperature), "sampling")
+            found = generate_all(engine, prompts, replace(sampling, temperature=temperature), "sampling")
             texts = {row: [text_of(one, stops, tokenizer) for one in group] for row, group in found.items()}
-            drawn[temperature] = rewarded(prompts, found, texts, rewards)
+            sampled[temperature] = rewarded(prompts, found, texts, rewards)
 
     keeps = format_of(setup.data)
-    measured = {temperature: [one.measure(keeps) for one in group] for temperature, group in drawn.items()}
+    measured = {temperature: [one.measure(keeps) for one in group] for temperature, group in sampled.items()}
     for malformed in unused:
         console.print(Text(visible(f"not used: {malformed}")))
     if str(given := setup.data.max_prompt_length).startswith("p"):
-        console.print(Text(f"data.max_prompt_length: {given} is not applied: training takes it of all its own prompts"))
-    show_completions(drawn, show, console)
+        console.print(
+            Text(f"data.max_prompt_length: {given} is not applied: training computes it from all its prompts")
+        )
+    show_completions(sampled, show, console)
     console.print(table(measured, setup.model.path))
-    for fault in token_faults(setup, tokenizer, stops, prompts, list(itertools.chain(*drawn.values()))):
+    for fault in token_faults(setup, tokenizer, stops, prompts, list(itertools.chain(*sampled.values()))):
         console.print(Text(visible(f"Tokenisation: {fault}")))
     for line in over_temperatures(measured, rollout):
         console.print(Text(line))
@@ -119,9 +121,9 @@ def sample(
 def first_prompts(
     setup: Setup, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int
 ) -> tuple[list[Prompt], list[Malformed]]:
-    """The first usable prompts of the validation set, or else of the training set; and the rows between them.
+    """The first usable prompts of the validation set, or else of the training set; and the unusable rows among them.
 
-    Raises DataError where none of the first rows has any.
+    Raises DataError if none of the first rows has one.
     """
     data, held, skip = setup.data, setup.data.validation, 0
     if held is not None and held.source is not None:
@@ -137,7 +139,7 @@ def first_prompts(
     for record, prompt in zip(records, prompts_of(records, data, tokenizer, source), strict=True):
         wrong = prompt if isinstance(prompt, Malformed) else too_long(prompt, policy)
         if isinstance(prompt, Prompt) and wrong is None and len(prompt.tokens) > (setup.longest_prompt or 1 << 62):
-            wrong = Malformed("", 0, f"{len(prompt.tokens):,} tokens, and training takes {setup.longest_prompt:,}", 0)
+            wrong = Malformed("", 0, f"{len(prompt.tokens):,} tokens, and training allows {setup.longest_prompt:,}", 0)
         if wrong is not None:
             unused.append(Malformed(record.file, record.line, wrong.reason, record.row))
         elif isinstance(prompt, Prompt):
@@ -151,7 +153,7 @@ def first_prompts(
 
 @contextmanager
 def rewards_of(setup: Setup) -> Iterator[compose.Rewards | None]:
-    """The rewards as training makes them; None where there are none."""
+    """The rewards of training, or None."""
     if not setup.rewards:
         yield None
         return
@@ -164,29 +166,29 @@ def rewards_of(setup: Setup) -> Iterator[compose.Rewards | None]:
 
 def rewarded(
     prompts: Sequence[Prompt],
-    drawn: Mapping[int, Sequence[Completion]],
+    sampled: Mapping[int, Sequence[Completion]],
     texts: Mapping[int, Sequence[str]],
     rewards: compose.Rewards | None,
 ) -> list[SampledGroup]:
     """Each prompt's completions with their rewards."""
     if rewards is None:
-        return [SampledGroup(prompt, drawn[prompt.row], texts[prompt.row], None, ()) for prompt in prompts]
+        return [SampledGroup(prompt, sampled[prompt.row], texts[prompt.row], None, ()) for prompt in prompts]
     result = rewards(
         [
             to_reward(completion, text, prompt.text, prompt.facts)
             for prompt in prompts
-            for text, completion in zip(texts[prompt.row], drawn[prompt.row], strict=True)
+            for text, completion in zip(texts[prompt.row], sampled[prompt.row], strict=True)
         ]
     )
     found, start = [], 0
     for prompt in prompts:
-        places = range(start, start := start + len(drawn[prompt.row]))
+        places = range(start, start := start + len(sampled[prompt.row]))
         sums = [
             " + ".join(f"{part.weight:g} x {shown_number(part.values[place])} ({part.name})" for part in result.parts)
             for place in places
         ]
         totals = [result.totals[place] for place in places]
-        found.append(SampledGroup(prompt, drawn[prompt.row], texts[prompt.row], totals, sums))
+        found.append(SampledGroup(prompt, sampled[prompt.row], texts[prompt.row], totals, sums))
     return found
 
 
@@ -195,12 +197,12 @@ def token_faults(
     tokenizer: PreTrainedTokenizerBase,
     stops: tuple[int, ...],
     prompts: Sequence[Prompt],
-    drawn: Sequence[SampledGroup],
+    sampled: Sequence[SampledGroup],
 ) -> list[str]:
-    """What is wrong with stop tokens, begin tokens and tags."""
+    """Problems of stop tokens, begin tokens and tags."""
     completions = [
         (one.prompt, [token for token in completion.tokens if token not in stops])
-        for one in drawn
+        for one in sampled
         for completion in one.completions
     ]
     return [
@@ -210,14 +212,14 @@ def token_faults(
     ]
 
 
-def show_completions(drawn: Mapping[float, Sequence[SampledGroup]], show: int, console: Console) -> None:
-    """Every prompt as the model is given it, and the first completions of it at each temperature."""
-    for groups in zip(*drawn.values(), strict=True) if show else ():
+def show_completions(sampled: Mapping[float, Sequence[SampledGroup]], show: int, console: Console) -> None:
+    """Print every prompt as the model sees it, and its first completions at each temperature."""
+    for groups in zip(*sampled.values(), strict=True) if show else ():
         prompt = groups[0].prompt
         console.rule(f"row {prompt.row}, prompt of {len(prompt.tokens):,} tokens", align="left", characters="-")
         console.print(Text(visible(_shortened(prompt.text)), style="dim"))
-        for temperature, one in zip(drawn, groups, strict=True):
-            at = f", temperature {temperature:g}" if len(drawn) > 1 else ""
+        for temperature, one in zip(sampled, groups, strict=True):
+            at = f", temperature {temperature:g}" if len(sampled) > 1 else ""
             for number, text in enumerate(one.texts[:show]):
                 worth = ""
                 if one.rewards is not None:

@@ -27,7 +27,7 @@ from posttrain.threads import sharing_cores
 
 log = logging.getLogger("posttrain")
 
-BATCH = 32  # rows laid out at a time
+BATCH = 32  # rows per batch
 
 
 @sharing_cores()
@@ -42,10 +42,10 @@ def score(
 ) -> dict[str, float]:
     """Score every row of `file` and write the rows with their scores to `output` as JSONL; returns means.
 
-    A causal model gives `logprob` (nats, summed over the completion) and `logprobs` (each of its tokens), a reward
-    model `reward`; for rows with chosen and rejected, both of each (`chosen_logprob`, `rejected_logprob` …). A row that
-    cannot be read keeps its place, with `error`. What is read is never written to, an existing `output` with
-    `overwrite` only.
+    A causal model gives `logprob` (nats, summed over the completion) and `logprobs` (one per token), a reward model
+    `reward`; rows with chosen and rejected have each twice (`chosen_logprob`, `rejected_logprob` …). A row that cannot
+    be read keeps its place, with `error`. Input files are never overwritten, an existing `output` only with
+    `overwrite`.
     """
     ready_to_write(output, (file, Path(model.path)), overwrite)
     reward = is_reward_model(model)
@@ -106,7 +106,7 @@ def _values(scorer: RewardScorer | Scorer, packed) -> Iterator[dict[str, Any]]:
 
 
 def _kind(records: list[Record], data: DataConfig) -> Kind:
-    """Pairs when the rows have a chosen and a rejected completion under the names that the settings give them."""
+    """Pairs if the rows have a chosen and a rejected completion by the settings' column names."""
     first = next((record.value for record in records if record.value is not None), None)
     if first is None:
         raise DataError(f"{records[0].file} has no readable row: {records[0].problem}")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-DIVERGENCES = ("reverse_kl", "forward_kl", "jensen_shannon")
+DIVERGENCES = ("reverse_kl", "forward_kl", "jsd")
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,5 +53,5 @@ def divergence_of(name: str, beta: float) -> Divergence:
     return {
         "reverse_kl": reverse_kl,
         "forward_kl": forward_kl,
-        "jensen_shannon": partial(jensen_shannon, beta=beta),
+        "jsd": partial(jensen_shannon, beta=beta),
     }[name]

@@ -3,10 +3,10 @@
 A query sees the keys `k <= q < end_T[k]` and, in a layer with a sliding window, only those with
 `position_q - position_k < window`. The facts of one pack travel as the keyword argument `packed` from the backbone's
 forward down to the attention function: a `PackedMask`, whose masks are built once and shared by all layers. What is
-passed there says itself how to attend, so that engines can pass a cache instead (posttrain/engines/attention.py).
+passed there has its own `attend`, so that engines can pass a cache instead (posttrain/engines/attention.py).
 
 On CPU and MPS every node of a tree is one call of scaled_dot_product_attention. On CUDA FlexAttention takes the whole
-pack with one BlockMask, where it suits (models/flex.py); else it goes node by node there too.
+pack with one BlockMask if it supports the case (models/flex.py); else it also goes node by node.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAME = "packed"
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """What a layer asks of its attention, beside the projections."""
+    """The settings of a layer's attention, besides the projections."""
 
     scaling: float  # of the products of queries and keys
     dropout: float
@@ -38,7 +38,7 @@ class How:
 
 
 class Visible(Protocol):
-    """What travels as `packed`: which keys the tokens of a forward see, and how they attend to them.
+    """The argument `packed`: which keys the tokens of a forward see, and how they attend to them.
 
     `read` are the tokens, in order, whose last hidden states will be read.
     """
@@ -61,7 +61,7 @@ class Node:
     before: tuple[slice, ...]  # the physical tokens above it in its tree, which all of its tokens see
 
     def mask(self, position_T: torch.Tensor, window: int | None) -> torch.Tensor | None:
-        """Which keys (those before, then its own) each of its tokens sees; None where plain causality says it all."""
+        """Which keys (those before, then its own) each of its tokens sees; None for plain causality."""
         length = self.stop - self.start
         seen = sum(part.stop - part.start for part in self.before)
         if not seen and (window is None or length <= window):
@@ -75,9 +75,9 @@ class Node:
 
 
 class PackedMask:
-    """What each query of a pack sees, in the form each kernel wants; built on demand, once per sliding window.
+    """The visible keys of each query of a pack, in the form of each kernel; built on demand, once per sliding window.
 
-    `read` are the tokens, in order, whose last hidden states will be read; all of them unless told.
+    `read` are the tokens, in order, whose last hidden states will be read; all by default.
     """
 
     def __init__(self, pack: Pack, read: torch.Tensor | None = None):
@@ -99,7 +99,7 @@ class PackedMask:
         return visible
 
     def nodes(self) -> list[Node]:
-        """The pack cut where what is seen changes: at the start of every node of every tree. Padding is one node."""
+        """The pack split where visibility changes: at the start of every node of every tree. Padding is one node."""
         if self._nodes is None:
             total, width = self.num_tokens, len(self.end_T)
             stops = [*(start for start, _ in self._cuts[1:]), total]
@@ -113,7 +113,7 @@ class PackedMask:
         return self._nodes
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor | None]:
-        """A mask per node to add to the logits, of `dtype`: from one of bools every layer would make its own."""
+        """A mask per node to add to the logits, of `dtype`: every layer would convert a bool mask again."""
         if (window, dtype) not in self._masks:
             seen = [node.mask(self.position_T, window) for node in self.nodes()]
             self._masks[window, dtype] = [
@@ -156,7 +156,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query (1, H, T, d), key and value (1, H_kv, T, d) to output (1, T, H, d).
 
-    `_unused` takes what other implementations ask for (output_attentions, cache facts).
+    `_unused` takes arguments of other implementations (output_attentions, cache facts).
     """
     if packed is None:
         raise ModelError(
@@ -169,7 +169,7 @@ def packed_attention(
 
 
 def _by_node(query, key, value, packed, how):
-    """Every node's tokens against those above them and themselves: no product that the mask would throw away."""
+    """Every node's tokens against their ancestors and themselves, without products that the mask would discard."""
     attend = _sdpa if how.softcap is None else _eager
     nodes = packed.nodes()
     sizes = [node.stop - node.start for node in nodes]
@@ -210,8 +210,8 @@ def _eager(q, k, v, mask, how):
 
 
 def width_step(device: torch.device, tokens_per_pack: int) -> int | None:
-    """What packs are padded to a multiple of: on a GPU FlexAttention's block, so that no layer need pad; on a CPU whose
-    products keep something of every shape (models/matmul.py) a 64th of the budget; nothing elsewhere."""
+    """The multiple to which packs are padded: on a GPU FlexAttention's block, so that layers need no padding; on a CPU
+    with products that cache every shape (models/matmul.py) a 64th of the budget; elsewhere 1."""
     if device.type == "cuda":
         return flex.BLOCK
     return -(-tokens_per_pack // 64 // ROWS) * ROWS if device.type == "cpu" and ONEDNN else None

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: a layer keeps its input alone for backward, and is computed again there."""
+"""Gradient checkpointing: a layer saves only its input for backward, where it is computed again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from posttrain.models.families import base_of
 
 
 def enable_gradient_checkpointing(policy: nn.Module) -> None:
-    """Recompute each layer's activations in backward, be the layer in training mode or not.
+    """Recompute each layer's activations in backward, in training and evaluation mode.
 
     transformers' own switch works in training mode only, which would also turn on the dropout that some layers apply
-    themselves (OPT, Falcon); whether there is dropout is for the recipe to say.
+    themselves (OPT, Falcon); the recipe decides on dropout.
     """
     for layer in base_of(policy).modules():
         if isinstance(layer, GradientCheckpointingLayer):
@@ -26,8 +26,8 @@ def enable_gradient_checkpointing(policy: nn.Module) -> None:
 
 
 def _checkpointed(forward: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
-    """The layer's forward, recomputed in backward where there will be one. Without gradients `checkpoint` would still
-    save the state of random generators at every call, which engines make by the thousand."""
+    """The layer's forward, recomputed in backward if there is one. Without gradients `checkpoint` would still save the
+    state of random generators at every call, of which engines make thousands."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **settings)
     return checkpoint(forward, *inputs, use_reentrant=False, **settings)

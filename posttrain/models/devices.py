@@ -1,4 +1,4 @@
-"""The device that the settings ask for, the dtype it computes in, and deterministic kernels."""
+"""The device of the settings, its dtype, and deterministic kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.errors import ModelError
 
 
 def take_device(devices: DevicesConfig) -> torch.device:
-    """The device to compute on, made the current one: kernels of other packages run on that."""
+    """The device to compute on, set as the current one, which other packages' kernels use."""
     device = device_of(devices)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -23,9 +23,9 @@ def take_device(devices: DevicesConfig) -> torch.device:
 
 @contextlib.contextmanager
 def determinism(devices: DevicesConfig) -> Iterator[None]:
-    """While this lasts PyTorch takes kernels alone that give the same bits every time, where the settings ask for it.
+    """Context in which PyTorch uses only deterministic kernels, if set.
 
-    Enter it before anything has run on the GPU: cuBLAS reads what is set for it at its start.
+    Enter it before anything has run on the GPU: cuBLAS reads its setting at its start.
     """
     if not devices.full_determinism:
         yield
@@ -40,7 +40,7 @@ def determinism(devices: DevicesConfig) -> Iterator[None]:
 
 
 def device_of(devices: DevicesConfig) -> torch.device:
-    """The device to compute on: the one named, or the best present. A GPU's has its index, which torch asks for."""
+    """The device to compute on: the named one, or the best available. A GPU has its index."""
     kind = devices.type
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -54,8 +54,8 @@ def device_of(devices: DevicesConfig) -> torch.device:
         raise ModelError(f"devices.ids number GPUs, and PyTorch sees none: this run computes on {kind}; leave them out")
     if devices.ids and len(devices.ids) > 1:
         raise ModelError(
-            f"devices.ids names {len(devices.ids)} GPUs, but one process trains on one: give a single id, and divide "
-            "the models of a list over processes with --model-index"
+            f"devices.ids names {len(devices.ids)} GPUs, but one process trains on one: give a single id, and "
+            "distribute the models of a list over processes with --model-index"
         )
     if kind == "cuda":
         [chosen], there = devices.ids or (0,), torch.cuda.device_count()

@@ -1,10 +1,10 @@
 """The element-wise chains of a decoder layer, with gradients: RMS norm, rotation by position, the gated MLP's middle.
 
-Plain autograd keeps every intermediate of `weight * (x * rsqrt(mean(x^2) + eps))` and of `silu(gate) * up`. Here the
-norm keeps its input and one number a row, the MLP its gate and up projections; the rest is computed again, which costs
-less than writing it to memory and reading it back. Queries and keys are rotated without a copy of their swapped halves.
+Plain autograd saves every intermediate of `weight * (x * rsqrt(mean(x^2) + eps))` and of `silu(gate) * up`. Here the
+norm saves its input and one number per row, the MLP its gate and up projections; the rest is computed again, which is
+faster than writing it to memory and reading it back. Queries and keys are rotated without copying their halves.
 
-The operations without gradients stand below in PyTorch, and in kernels/layers.py, under the same names, in Triton.
+The operations without gradients are below in PyTorch, and in kernels/layers.py in Triton, under the same names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from posttrain.models.matmul import product
 
-BLOCK_ELEMENTS = 1 << 19  # of a tensor: 2 MB in float32; those of one operation stay in the cache for the next
+BLOCK_ELEMENTS = 1 << 19  # of a tensor: 2 MB in float32, which stay in the cache for the next operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Kernels:
     """The chains as a model's modules call them, with gradients.
 
     norm(x, weight, eps), swiglu(gate, up), rotated(x, cos, sin) and gated_linear(gate, up, weight, bias), which is
-    (silu(gate) * up) W^T + b with less kept than the two in turn; None: there is none.
+    (silu(gate) * up) W^T + b with less saved than the two in turn; None if missing.
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -38,7 +38,7 @@ class Kernels:
 
     @classmethod
     def of(cls, operations: Any) -> Kernels:
-        """Those made of a module's `rms_norm`, `swiglu`, `rotate` and their gradients."""
+        """The chains of a module with `rms_norm`, `swiglu`, `rotate` and their gradients."""
         return cls(
             partial(_norm, operations),
             partial(_swiglu, operations),
@@ -108,7 +108,7 @@ class Rotated(torch.autograd.Function):
 
 
 class GatedLinear(torch.autograd.Function):
-    """(silu(gate) * up) W^T + b, keeping gate and up: what W multiplies is made again for its gradient."""
+    """(silu(gate) * up) W^T + b, saving gate and up: the input of W is computed again for its gradient."""
 
     @staticmethod
     def forward(ctx, operations: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -177,7 +177,7 @@ def swiglu_gradients(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, 
 
 
 def swiglu_gradients_again(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients, the one by `up` in the place of `grad_y`, and y again, in one pass."""
+    """The gradients, the one by `up` in place of `grad_y`, and y again, in one pass."""
     grad_gate, y = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
     for gate_rows, up_rows, grad, out_gate, out in _blocks(gate, up, grad_y, grad_gate, y):
         _grad_gate(gate_rows, up_rows, grad, out_gate)
@@ -192,7 +192,7 @@ def _grad_gate(gate: Tensor, up: Tensor, grad_y: Tensor, out: Tensor) -> None:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors' rows together, on a CPU a block at a time: what one operation leaves the next finds in the cache."""
+    """The tensors' rows, on a CPU a block at a time, so that the next operation finds them in the cache."""
     rows = [tensor.flatten(0, -2) for tensor in tensors]
     size = BLOCK_ELEMENTS // rows[0].shape[1] if rows[0].device.type == "cpu" else len(rows[0])
     return zip(*(tensor.split(max(1, size)) for tensor in rows), strict=True)

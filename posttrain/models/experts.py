@@ -1,6 +1,6 @@
-"""How a mixture-of-experts model divides its tokens: counted while it trains, for the metrics of a step.
+"""The load of a mixture-of-experts model's routers, counted during training for the metrics of a step.
 
-No expert has a capacity, so no token is ever dropped; what goes wrong instead is that few experts get most of them.
+Experts have no capacity limit, so no token is ever dropped; the possible problem is that few experts get most tokens.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from posttrain.models.families import backbone_of, base_of
 
 
 class RouterLoad:
-    """Counts what the routers of a model choose in forwards with gradients; those of engines and references are not.
+    """Counts the choices of a model's routers in forwards with gradients, not in those of engines and references.
 
-    Padding is left out. A layer that goes on with the tokens that are read alone (models/lean.py) counts these.
+    Padding is not counted. A layer that continues with only the tokens that are read (models/lean.py) counts these.
     """
 
     def __init__(self, model: nn.Module):
         routers = [module for module in base_of(model).modules() if type(module).__name__.endswith("TopKRouter")]
         self._counts: list[Tensor | None] = [None] * len(routers)  # of each router, the choices of each expert
-        self._tokens: int | None = None  # of the pack that is computed; None where it is in rows
+        self._tokens: int | None = None  # of the current pack; None if it is in rows
         if not routers:
             return
         backbone_of(base_of(model)).register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -45,9 +45,9 @@ class RouterLoad:
         return count
 
     def take(self) -> dict[str, float]:
-        """The metrics of what was counted since the last call: means over the layers; none without any.
+        """The metrics since the last call, as means over the layers; empty without counts.
 
-        router/load_max: the busiest expert's choices over the mean of all experts, 1 where all get as many.
+        router/load_max: the busiest expert's choices divided by the mean of all experts; 1 is balanced.
         router/idle_experts: the share of experts that no token chose.
         """
         counted = [counts.double() for counts in self._counts if counts is not None]

@@ -1,8 +1,8 @@
-"""What is known of each model family: one line of facts each, proven by tests/test_equivalence.py.
+"""The facts of each model family, one line each, proven by tests/test_equivalence.py.
 
 `packed`: its attention goes through transformers' interface and depends on nothing but positions, so that a pack gives
-the log-probabilities of one-by-one evaluation. The others (ALiBi, own attention code) take packs one sequence a row, as
-every family not listed here does.
+the log-probabilities of one-by-one evaluation. Other families (ALiBi, own attention code), and those not listed here,
+take packs with one sequence per row.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ FAMILIES: dict[str, Family] = {  # by config.json's model_type
 }
 
 
-LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo")  # a row of a table each; the others compute them, of any number
+LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo")  # in a table; other families compute any number of positions
 
 
 def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
-    """Whether it is a PEFT model. PEFT is not asked: it takes a second to load, and most runs do without."""
+    """Whether it is a PEFT model, without importing PEFT, which takes a second and which most runs do not need."""
     return hasattr(model, "get_base_model")
 
 
@@ -86,18 +86,18 @@ def is_packed(base: PreTrainedModel) -> bool:
 
 
 def is_recurrent(base: PreTrainedModel) -> bool:
-    """Whether some layers carry a state from token to token in place of keys and values."""
+    """Whether some layers have a recurrent state instead of keys and values."""
     family = FAMILIES.get(base.config.model_type)
     return family is not None and family.recurrent
 
 
 def positions_of(config: PreTrainedConfig) -> int | None:
-    """How many positions the model has, or was trained on; None where it knows no bound."""
+    """The number of positions that the model has, or was trained on; None without a limit."""
     return getattr(config, "max_position_embeddings", None)
 
 
 def check_longest(config: PreTrainedConfig, longest: int) -> None:
-    """Refuse a sequence of `longest` tokens where positions are a table that ends before it."""
+    """Refuse a sequence of `longest` tokens if the table of positions is shorter."""
     limit = positions_of(config)
     if config.model_type in LEARNED_POSITIONS and limit is not None and longest > limit:
         raise ModelError(
@@ -107,10 +107,11 @@ def check_longest(config: PreTrainedConfig, longest: int) -> None:
 
 
 def check_positions(config: PreTrainedConfig, max_length: int) -> None:
-    """Refuse lengths at which the rotary embedding depends on the longest sequence beside it (`dynamic`, `longrope`).
+    """Refuse lengths at which the rotary embedding depends on the longest sequence of the batch (`dynamic`,
+    `longrope`).
 
-    transformers then turns every position of a batch another way, so that no log-probability is that of one-by-one
-    evaluation. Up to the length that the model was first trained on, both are plain rotary embeddings.
+    transformers then rotates all positions of a batch differently, so that log-probabilities differ from one-by-one
+    evaluation. Up to the length of the model's first training, both are plain rotary embeddings.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     for part in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
@@ -125,7 +126,7 @@ def check_positions(config: PreTrainedConfig, max_length: int) -> None:
 
 
 def logit_scale(config: PreTrainedConfig) -> float:
-    """What a family multiplies its logits by: Cohere's logit_scale, the inverse of Granite's logits_scaling, or 1."""
+    """A family's factor of the logits: Cohere's logit_scale, the inverse of Granite's logits_scaling, or 1."""
     return getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
 
 

@@ -1,4 +1,4 @@
-"""FlexAttention on a GPU: when it suits, the padding to its blocks, the blocks that fit a card.
+"""FlexAttention on a GPU: when it is used, the padding to its blocks, the blocks that fit a card.
 
 arXiv 2412.05496. One compilation with dynamic shapes serves every width, with the kernels of a fixed width, because
 tokens are padded to whole blocks here. Padding sees itself alone and is cut off again.
@@ -21,20 +21,20 @@ from torch import Tensor
 log = logging.getLogger("posttrain")
 
 BLOCK = 128  # tokens of one block of the mask
-NARROWEST = 16  # head that it takes
-OWN_BLOCKS_BYTES = 160 << 10  # of shared memory: from here on PyTorch's own choice of blocks fits heads of 64 and 128
+NARROWEST = 16  # smallest head size that it supports
+OWN_BLOCKS_BYTES = 160 << 10  # of shared memory: with this, PyTorch's default blocks fit heads of 64 and 128
 
 
 def suits(query: Tensor, dropout: float) -> bool:
-    """Whether it takes this attention: on CUDA, in 16 bits (in float32 `scaled_dot_product_attention` is exact and its
-    blocks fit), without attention dropout, and where kernels can be compiled."""
+    """Whether it is used for this attention: on CUDA, in 16 bits (in float32 `scaled_dot_product_attention` is exact
+    and its blocks fit), without attention dropout, and if kernels can be compiled."""
     on_gpu = query.is_cuda and query.dtype != torch.float32
     return on_gpu and not dropout and query.shape[-1] >= NARROWEST and lacking() is None
 
 
 @functools.cache
 def lacking() -> str | None:
-    """What is missing to compile kernels for a GPU; None where nothing is."""
+    """What is missing to compile kernels for a GPU, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
@@ -45,13 +45,13 @@ def lacking() -> str | None:
 
 @functools.cache
 def announce() -> None:
-    """Say once that attention goes without it."""
+    """Warn once that attention runs without it."""
     if why := lacking():
         log.warning("attention is slower than it could be, without FlexAttention: %s", why)
 
 
 def width(tokens: int) -> int:
-    """What so many tokens are padded to: whole blocks, two at least, since torch compiles a size of 1 apart."""
+    """The padded number of tokens: complete blocks, at least two, since torch compiles a size of 1 separately."""
     return max(2, -(-tokens // BLOCK)) * BLOCK
 
 
@@ -59,10 +59,10 @@ def block_mask(end_T: Tensor, position_T: Tensor, window: int | None):
     """Which keys each query sees (models/attention.py), as a BlockMask `width(T)` wide."""
     total = width(len(end_T))
     index_T = torch.arange(total, dtype=torch.int32, device=end_T.device)
-    # Padding sees itself alone: the softmax of a row that sees nothing would be no number.
+    # Padding sees itself: the softmax of a row that sees nothing would be NaN.
     end, position = index_T + 1, torch.zeros_like(index_T)
     end[: len(end_T)], position[: len(end_T)] = end_T, position_T
-    # Tensors only: a number that a compiled mask captures would be compiled anew with each window.
+    # Tensors only: a captured number would be compiled again for each window.
     until = position + (total if window is None else window)
 
     def visible(b, h, q, k):
@@ -107,7 +107,7 @@ def _compiled() -> Callable[..., Any]:
 
 @functools.cache
 def _block_mask_maker(device_type: str) -> Callable[..., Any]:
-    """create_block_mask; compiled on a GPU, so that no (width, width) tensor exists on the way to the blocks."""
+    """create_block_mask; compiled on a GPU, so that no (width, width) tensor exists in between."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     return _with_dynamic_sizes(create_block_mask) if device_type == "cuda" else create_block_mask
@@ -118,14 +118,14 @@ def _with_dynamic_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo import config
 
     config.specialize_float = True
-    # Beyond the limit of recompilations torch would quietly compute the full matrix of scores.
+    # Beyond the limit of recompilations torch would silently compute the full matrix of scores.
     config.fail_on_recompile_limit_hit = True
     return torch.compile(function, dynamic=True)
 
 
 @functools.cache
 def _options_on(device: torch.device, head: int) -> dict[str, Any]:
-    # The compiler does not know of a dynamic width that it is whole blocks, and would check every one of them.
+    # The compiler does not know that a dynamic width is a multiple of blocks, and would check every one.
     options: dict[str, Any] = {"IS_DIVISIBLE": True}
     if device.type == "cuda":
         options |= blocks_for(head, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
@@ -133,10 +133,10 @@ def _options_on(device: torch.device, head: int) -> dict[str, Any]:
 
 
 def blocks_for(head: int, shared: int) -> dict[str, int]:
-    """Blocks of FlexAttention's kernels in 16 bits that fit so many bytes of shared memory; none where its own do.
+    """Blocks of FlexAttention's 16-bit kernels that fit in this shared memory (bytes); empty if its defaults fit.
 
-    Forward keeps M queries and streams N keys and values; backward keeps as many of the ones as of the others, with
-    their gradients' operands, and streams the rest. Heads are laid out to a power of two.
+    Forward keeps M queries and streams N keys and values; backward keeps as many of each, with the operands of their
+    gradients, and streams the rest. Heads are padded to a power of two.
     """
     wide = 1 << (head - 1).bit_length()
     if shared >= OWN_BLOCKS_BYTES and head in (16, 32, 64, 128):

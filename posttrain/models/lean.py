@@ -40,7 +40,7 @@ WINDOWS: dict[str, Callable[[Any], int | None]] = {
 
 
 def lean(model: PreTrainedModel, kernels: Kernels = TORCH) -> None:
-    """Give the model's linear layers, attention, norms, gated MLPs and last layer these forwards, in place.
+    """Set these forwards on the model's linear layers, attention, norms, gated MLPs and last layer, in place.
 
     `kernels` are the element-wise chains.
     """
@@ -94,7 +94,7 @@ def lean(model: PreTrainedModel, kernels: Kernels = TORCH) -> None:
 
 
 def _is_trained(layer: nn.Module) -> bool:
-    """Whether it is a linear layer, no adapter around one, whose weight is to get a gradient."""
+    """Whether it is a linear layer (not an adapter around one) whose weight gets a gradient."""
     return type(layer) is nn.Linear and layer.weight.requires_grad and torch.is_grad_enabled()
 
 

@@ -1,4 +1,4 @@
-"""Models and tokenizers from the hub or a folder, as transformers loads them, with errors that say what to do."""
+"""Models and tokenizers from the hub or a folder, loaded by transformers, with errors that name the remedy."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from posttrain.models.untrusted import (
     check_indexes,
 )
 
-# Their bars flash by on every load and save; ours say what a person waits for.
+# transformers' progress bars appear on every load and save; ours cover long waits.
 hf_logging.disable_progress_bar()
-# PEFT asks transformers for a name that it is about to change, which is no user's business.
+# PEFT uses a transformers name that will change, which users cannot influence.
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 Head = Literal["lm", "reward"]
-BASE = "base"  # in a run folder, what its adapters go on
+BASE = "base"  # in a run folder, the base model of its adapters
 # What transformers, tokenizers and PEFT raise over files that are not what they should be; memory that ran out is not.
 READING = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError)
 READING += (RecursionError, StrictDataclassError)
-# One of these is in every folder that a tokenizer can be loaded from.
+# Every folder with a tokenizer has one of these files.
 DESCRIPTIONS = ("config.json", "adapter_config.json", "tokenizer_config.json")
 
 
@@ -67,15 +67,15 @@ def load_model(
 
     With `stay` it is left in CPU memory, ready to be moved to `device`.
 
-    A folder with a LoRA adapter gives its base model with the adapter merged in. A reward head that the weights lack is
-    drawn from a normal distribution with standard deviation 0.02. With `load_in_4bit` linear layers hold 4-bit weights.
+    A folder with a LoRA adapter gives its base model with the adapter merged. A missing reward head is initialised from
+    a normal distribution with standard deviation 0.02. With `load_in_4bit` linear layers have 4-bit weights.
     """
     check_attention(model, device)
     chains, stored = chains_for(model, device), quantization(model, dtype)
     base = base_settings(model)
     config = load_config(base)
     if head == "lm" and is_reward_model(model):
-        raise ModelError(f"model {model.path}: is a reward model, which says what texts are worth and writes none")
+        raise ModelError(f"model {model.path}: is a reward model, which scores completions and does not generate")
     auto: Any = AutoModelForCausalLM
     if head == "reward":
         auto, config.num_labels = AutoModelForSequenceClassification, 1
@@ -113,9 +113,9 @@ def load_model(
 
 
 def check_embeddings(loaded: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str) -> int:
-    """How many embeddings the model has. Raises ModelError where its tokenizer's own vocabulary is larger.
+    """The number of the model's embeddings. Raises ModelError if its tokenizer's own vocabulary is larger.
 
-    Tokens added to that (a pad token, one for pictures) may lack one, as long as no text has them.
+    Added tokens (a pad token, one for images) may lack an embedding as long as they do not occur.
     """
     embeddings = cast(torch.nn.Embedding, loaded.get_input_embeddings()).num_embeddings
     ends = cast(list[int | None], [tokenizer.bos_token_id, tokenizer.eos_token_id])
@@ -129,7 +129,7 @@ def check_embeddings(loaded: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 
 def use_packed(model: ModelConfig, loaded: PreTrainedModel) -> bool:
-    """Whether the model takes packs as they are: its family is proven and no other attention is asked for."""
+    """Whether the model takes packs directly: its family is proven and no other attention is set."""
     family = FAMILIES.get(loaded.config.model_type)
     proven = family is not None and family.packed
     if model.attention == "packed" and not proven:
@@ -158,7 +158,7 @@ def _source(model: ModelConfig) -> dict[str, Any]:
 
 
 def load_config(model: ModelConfig) -> PreTrainedConfig:
-    """The model's config.json, for an adapter its base model's. Raises ModelError for models not for text alone."""
+    """The model's config.json, for an adapter its base model's. Raises ModelError for models that are not text-only."""
     model = base_settings(model)
     with _clear_errors(model, "config.json"):
         check_config(model.path, model.revision)
@@ -176,14 +176,14 @@ def _refuse_vision(model: ModelConfig, config: PreTrainedConfig) -> None:
 
 
 def is_adapter(model: ModelConfig) -> bool:
-    """Whether the path is a folder with a PEFT adapter rather than a whole model."""
+    """Whether the path is a folder with a PEFT adapter rather than a full model."""
     return _adapter_config(model) is not None
 
 
 def base_settings(model: ModelConfig) -> ModelConfig:
     """The settings of an adapter's base model; of any other model, its own.
 
-    A base called `base` is the one beside the adapter, where there is one: a run folder may have been moved with both.
+    A base called `base` is the folder next to the adapter, if it exists: a run folder may have been moved with both.
     """
     adapter = _adapter_config(model)
     if adapter is None:
@@ -208,7 +208,7 @@ def _merge_adapter(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel
         if config.task_type == TaskType.CAUSAL_LM and not hasattr(base, "prepare_inputs_for_generation"):
             config.task_type = None  # a reward model that starts from it: the backbones have the same names
         merged = PeftModel.from_pretrained(base, model.path, config=config).merge_and_unload()
-    return merged.requires_grad_(True)  # PEFT froze it; it is a whole model again, for all of it to be trained
+    return merged.requires_grad_(True)  # PEFT froze it; the merged model is fully trainable
 
 
 def _some(names: set[str]) -> str:
@@ -218,7 +218,7 @@ def _some(names: set[str]) -> str:
 
 @contextlib.contextmanager
 def _no_report() -> Iterator[None]:
-    """Without transformers' table of missing and unexpected weights: what matters in it is an error of ours."""
+    """Context without transformers' table of missing and unexpected weights, which we check ourselves."""
     before = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
     try:
@@ -229,7 +229,7 @@ def _no_report() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
-    """Turn what transformers and the hub raise into one sentence that says what to do."""
+    """Turn errors of transformers and the hub into one sentence with the remedy."""
     path = model.path
     folder = Path(path).expanduser()
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
@@ -247,7 +247,7 @@ def _clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
         kind = WeightsError if isinstance(error, SafetensorError) else ModelError
         raise kind(f"model {path}: {_explain(model, part, error)}") from error
     except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):  # memory that ran out, for one, is no fault of the model's
+        if "ignore_mismatched_sizes" not in str(error):  # other errors, such as memory, are not the model's fault
             raise
         raise WeightsError(
             f"model {path}: weights and config.json disagree about shapes (see the report above)"
@@ -275,11 +275,11 @@ def _explain(model: ModelConfig, part: str, error: Exception) -> str:
             "give a folder, or connect once"
         )
     if "backend tokenizer" in text:
-        return "has no tokenizer: it needs tokenizer.json, or what that can be made from, beside the weights"
+        return "has no tokenizer: it needs tokenizer.json, or the files to build it, next to the weights"
     if isinstance(error, RecursionError):
         return f"{part} is nested too deeply"
     if isinstance(error, SafetensorError):
-        return f"the weights are damaged or cut short ({error}): fetch them again"
+        return f"the weights are damaged or incomplete ({error}): download them again"
     if part == "tokenizer" and "config.json" not in text:
         return f"has no tokenizer that transformers can load ({_first_line(error)})"
     return f"{part} cannot be loaded: {_first_line(error)}"

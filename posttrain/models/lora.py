@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def add_lora(model: PreTrainedModel, lora: LoraConfig, head: Head, revision: str | None = None) -> PeftModel:
-    """`model` with trainable adapters and everything else frozen; a reward model's head is trained and saved too.
+    """`model` with trainable adapters and everything else frozen; a reward model's head is trained and saved, too.
 
-    The adapters name the model as what they belong to, at its `revision`. Raises ModelError when the target modules
-    match nothing, or what can have no adapters.
+    The adapters name the model as their base, at its `revision`. Raises ModelError if the target modules match nothing,
+    or modules that cannot have adapters.
     """
     from peft import LoraConfig as PeftLoraConfig
     from peft import PeftModel, TaskType, get_peft_model
@@ -47,10 +47,10 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig, head: Head, revision: str
 
 
 def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """`model` with the adapters of a checkpoint, trainable; they name the model as what they belong to now.
+    """`model` with the adapters of a checkpoint, trainable; they name the model as their base.
 
-    Raises DamagedError where they are not the adapters that their adapter_config.json speaks of: PEFT leaves those that
-    it does not find as they began.
+    Raises DamagedError if they differ from their adapter_config.json: PEFT would leave missing ones at their initial
+    values.
     """
     from peft import PeftModel, get_peft_model_state_dict
 
@@ -73,7 +73,7 @@ def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str] | str:
-    """Names for PEFT: the family's for `auto`, every linear layer but the head for `all-linear`, or the given list."""
+    """Target modules for PEFT: the family's for `auto`, every linear layer but the head for `all-linear`, or a list."""
     if lora.target_modules == "all-linear":
         return "all-linear"
     candidates = linear_layers(model)
@@ -93,7 +93,7 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str] | str:
 
 
 def _refuse_ends(model: PreTrainedModel, given: list[str]) -> None:
-    """The LM head multiplies by itself, chunk by chunk; tied embeddings would change it too once they are merged."""
+    """The LM head is applied in chunks, without adapters; tied embeddings would change it, too, once merged."""
     head = model.get_output_embeddings()
     ends = {"the LM head": head}
     if head is not None and model.config.tie_word_embeddings:

@@ -1,13 +1,13 @@
-"""x W^T on a CPU through oneDNN, which PyTorch carries beside MKL and uses by itself for dtypes other than float32.
+"""x W^T on a CPU through oneDNN, which PyTorch has besides MKL and uses itself for dtypes other than float32.
 
-On an AMD EPYC the models' own shapes run 10 to 25 % faster this way (x W^T and its gradient by x; the gradient by W is
-as fast through MKL and stays there). On Intel's processors MKL is as fast or faster, a training step by 4 %, but not
-with few rows and weights laid out beforehand, as drawing has them: `packed_weights` is for every x86 processor.
-Elsewhere, and where PyTorch has no oneDNN, this is `torch.nn.functional.linear`.
+On an AMD EPYC the models' shapes run 10 to 25 % faster this way (x W^T and its gradient by x; the gradient by W is as
+fast through MKL and stays there). On Intel's processors MKL is as fast or faster, a training step by 4 %, but not with
+few rows and weights packed beforehand, as in generation: `packed_weights` is for every x86 processor. Elsewhere, and
+if PyTorch has no oneDNN, this is `torch.nn.functional.linear`.
 
-oneDNN makes machine code for every shape that it multiplies and keeps it, 0.3 MB, for as long as the process lives: a
-run whose packs are all of other sizes would grow without end. So it gets numbers of rows that come again, multiples of
-ROWS, to which packs are padded (`width_step` in models/attention.py); MKL takes the others.
+oneDNN caches machine code for every shape, 0.3 MB, until the process ends: with packs of ever new sizes the process
+would grow without limit. So it gets recurring numbers of rows, multiples of ROWS, to which packs are padded
+(`width_step` in models/attention.py); MKL takes the others.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-# Private to torch.compile's compiler, which lowers its own linear layers to it: hence the look before the use.
+# Private to torch.compile's compiler, so its existence is checked before use.
 PACKS = (
     torch.backends.mkldnn.is_available()
     and platform.machine() in ("x86_64", "AMD64")
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 )
-# Asked of the processor, not measured: two runs on one machine must multiply alike.
+# By the processor's name, not by measurement: two runs on one machine must use the same kernels.
 CAPABILITIES = getattr(torch.cpu, "get_capabilities", dict)()
 ONEDNN = PACKS and "Intel" not in CAPABILITIES.get("cpu_name", "")
 
-# oneDNN would keep 1,024 products' code ready beside. It takes a millisecond to make, and a pack has some 16 shapes.
+# oneDNN would cache the code of 1,024 shapes. It takes a millisecond to generate, and a pack has about 16 shapes.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 ROWS = 16
-DRAWN_ROWS = 4  # the same with packed weights, for rows that drop out one by one
-SMALL = 1 << 16  # numbers of a weight below which oneDNN's longer way to the product costs more than it saves
-PACKED_BYTES = 1 << 30  # of weights that may lie in memory twice
+SAMPLED_ROWS = 4  # the same with packed weights, for rows that finish one by one
+SMALL = 1 << 16  # size of a weight below which oneDNN's overhead exceeds its gain
+PACKED_BYTES = 1 << 30  # of weights that may be in memory twice
 
 
 def multiplies_bfloat16(capabilities: dict = CAPABILITIES) -> bool | None:
     """Whether the processor has instructions for it (AVX512-BF16, AMX): products then take a half to a fifth of
-    float32's time, and else up to four times as long. None where PyTorch does not say."""
+    float32's time, otherwise up to four times as long. None if PyTorch does not report it."""
     names = ("avx512_bf16", "amx_bf16")
     return any(capabilities[name] for name in names) if all(name in capabilities for name in names) else None
 
 
-PACKED_DTYPES = {torch.float32, *([torch.bfloat16] if multiplies_bfloat16() else [])}  # others wait for no layout
+PACKED_DTYPES = {torch.float32, *([torch.bfloat16] if multiplies_bfloat16() else [])}  # others gain nothing
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b without gradients: (..., K), (M, K), (M) -> (..., M)."""
     if weight.is_mkldnn:
         rows = x.flatten(0, -2)
-        missing = -len(rows) % DRAWN_ROWS
+        missing = -len(rows) % SAMPLED_ROWS
         filled = nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
         return _onednn(filled, weight, bias)[: len(rows)].view(*x.shape[:-1], -1)
     return _onednn(x, weight, bias) if _suits_onednn(x, weight) else nn.functional.linear(x, weight, bias)
@@ -63,7 +63,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same with sums and results in float32, whatever the dtype of x and W: (N, K), (M, K), (M) -> (N, M).
 
-    A logit of 20 that leaves in bfloat16 is off by up to 0.06, otherwise with other rows beside it.
+    A logit of 20 in bfloat16 is off by up to 0.06, and differently in other batches.
     """
     if weight.is_cuda and weight.dtype != torch.float32:
         out = torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -72,12 +72,12 @@ def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
 
 def float32_weight(weight: Tensor) -> Tensor:
-    """What `float32_product` multiplies with: made once for several products. Only CUDA's take two dtypes."""
+    """The weight for `float32_product`, converted once for several products. Only CUDA's take two dtypes."""
     return weight if weight.is_cuda or weight.is_mkldnn else weight.float()
 
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The layer's own forward, through `product` where that differs."""
+    """The layer's forward, through `product` if that differs."""
     if torch.is_autocast_enabled("cpu"):
         return nn.functional.linear(x, layer.weight, layer.bias)
     if not torch.is_grad_enabled():
@@ -88,7 +88,7 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def is_for_onednn(weight: Tensor) -> bool:
-    """Whether oneDNN is to multiply with this weight, given rows that suit it."""
+    """Whether oneDNN multiplies with this weight, for suitable rows."""
     return ONEDNN and weight.dtype == torch.float32 and _is_large(weight)
 
 
@@ -109,12 +109,12 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @contextmanager
 def packed_weights(model: nn.Module, head: nn.Linear) -> Iterator[int]:
-    """While this lasts, products without gradients find large weights in the layout that oneDNN multiplies from.
+    """Context in which products without gradients use large weights packed in oneDNN's layout.
 
-    Else it makes that layout for every product anew, which with few rows takes a good part of the time: 40 % of it with
-    16 rows, 15 % with 60. The price is a second copy, so a model of more than PACKED_BYTES stays as it is.
+    Otherwise oneDNN packs them for every product, which takes much of the time with few rows: 40 % with 16 rows, 15 %
+    with 60. The cost is a second copy, so a model of more than PACKED_BYTES is not packed.
 
-    Yields the number of which the rows should be a multiple: others are filled up at every product.
+    Yields the multiple that the number of rows should have: others are padded at every product.
     """
     weights = {m: m.weight.detach() for m in model.modules() if type(m) is nn.Linear and m is not head}
     weights[head] = float32_weight(head.weight.detach())
@@ -128,14 +128,14 @@ def packed_weights(model: nn.Module, head: nn.Linear) -> Iterator[int]:
     for layer, weight in packed.items():
         layer.packed = weight
     try:
-        yield DRAWN_ROWS if large else 1
+        yield SAMPLED_ROWS if large else 1
     finally:
         for layer in packed:
             del layer.packed
 
 
 def weight_of(layer: nn.Linear) -> Tensor:
-    """What `product` is to multiply with: the layer's weight, or its packed copy."""
+    """The weight for `product`: the layer's weight, or its packed copy."""
     return layer.__dict__.get("packed", layer.weight)
 
 

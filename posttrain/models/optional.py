@@ -1,4 +1,4 @@
-"""What a model can use where it is installed: 4-bit weights by bitsandbytes, Liger's and flash-attn's GPU kernels."""
+"""Optional packages of a model: 4-bit weights by bitsandbytes, Liger's and flash-attn's GPU kernels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from posttrain.models.elementwise import TORCH, Kernels
 
 
 def quantization(model: ModelConfig, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    """How transformers is to store the weights of linear layers: NF4 with double quantisation, or as they are.
+    """transformers' quantisation of linear layers: NF4 with double quantisation, or none.
 
     NF4 has a 4-bit code with a level for each equal share of a normal distribution, a scale for every 64 weights, and
-    the scales themselves in 8 bits: 4.127 bits a weight (QLoRA, Dettmers et al., arXiv 2305.14314, section 3).
+    8-bit scales: 4.127 bits per weight (QLoRA, Dettmers et al., arXiv 2305.14314, section 3).
     """
     if not model.load_in_4bit:
         return None
@@ -28,9 +28,9 @@ def quantization(model: ModelConfig, dtype: torch.dtype) -> BitsAndBytesConfig |
 
 
 def keep_storage(loaded: PreTrainedModel) -> None:
-    """Keep bitsandbytes from rewriting 4-bit weights in another layout on the first forward on a CPU with bfloat16.
+    """Prevent bitsandbytes from converting 4-bit weights to another layout on the first forward on a CPU with bfloat16.
 
-    That layout is for generation: it has no backward, and the frozen weights of a run have to stay as they are.
+    That layout is for generation: it has no backward, and the frozen weights of a run must not change.
     """
     for module in loaded.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -38,10 +38,10 @@ def keep_storage(loaded: PreTrainedModel) -> None:
 
 
 def chains_for(model: ModelConfig, device: torch.device) -> Kernels:
-    """The element-wise chains: Liger's where they are asked for, on other GPUs our own in Triton, else PyTorch's.
+    """The element-wise chains: Liger's if set, else on a GPU our own in Triton, else PyTorch's.
 
-    Of Liger's kernels (arXiv 2410.10989) these are the norms and gated MLPs. Its fused cross-entropy has no part here:
-    posttrain.scoring never makes full logits for it to save.
+    From Liger (arXiv 2410.10989) these are the norms and gated MLPs. Its fused cross-entropy is not used:
+    posttrain.scoring never computes full logits.
     """
     if not model.use_liger_kernel:
         return _triton_chains() if takes_triton(model, device) else TORCH
@@ -61,7 +61,7 @@ def chains_for(model: ModelConfig, device: torch.device) -> Kernels:
 
 
 def takes_triton(model: ModelConfig, device: torch.device) -> bool:
-    """Whether a model on that device takes the kernels of models/kernels."""
+    """Whether a model on this device uses the kernels of models/kernels."""
     return model.triton_kernels and device.type == "cuda" and flex.lacking() is None
 
 
@@ -72,8 +72,8 @@ def _triton_chains() -> Kernels:
 
 
 def check_attention(model: ModelConfig, device: torch.device) -> None:
-    """flash_attention_2 needs its package and a GPU: say so before transformers does in its own way; say, too, where a
-    GPU's own attention over packs has to go without FlexAttention."""
+    """Check that flash_attention_2 has its package and a GPU, with a clearer message than transformers'; warn if
+    attention over packs on a GPU runs without FlexAttention."""
     if device.type == "cuda" and model.attention != "flash_attention_2":
         flex.announce()
     if model.attention == "flash_attention_2":

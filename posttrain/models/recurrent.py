@@ -1,9 +1,8 @@
 """Linear attention over a pack: a layer's recurrent state is forked where a tree branches.
 
-The layers of hybrid models (gated delta rule, arXiv 2412.06464, behind a short convolution) carry a state from token to
-token in place of keys and values. Every node of a tree is one call of transformers' own forward, which begins with the
-states that its parent ended with; gradients flow back through them. Siblings begin with the same states and never see
-one another.
+The layers of hybrid models (gated delta rule, arXiv 2412.06464, after a short convolution) have a recurrent state
+instead of keys and values. Every node of a tree is one call of transformers' own forward, which starts with its
+parent's final states; gradients flow back through them. Siblings start with the same states and never see each other.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ LAYERS = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5Mo
 
 
 def fork_states(module: nn.Module) -> bool:
-    """Give a linear-attention layer a forward that takes packs, in place; False for any other module."""
+    """Set a forward that takes packs on a linear-attention layer, in place; False for any other module."""
     if type(module).__name__ not in LAYERS:
         return False
     module.forward = MethodType(_forward, module)
@@ -29,7 +28,7 @@ def fork_states(module: nn.Module) -> bool:
 def _forward(self, hidden_states: Tensor, *args, packed: Visible | None = None, **settings) -> Tensor:
     if packed is None:
         return type(self).forward(self, hidden_states, *args, **settings)
-    assert isinstance(packed, PackedMask), "engines other than transformers' keep no recurrent states"
+    assert isinstance(packed, PackedMask), "only transformers' engine has recurrent states"
     ends: dict[int, _States] = {}
     parts = []
     for node in packed.nodes():
@@ -40,7 +39,7 @@ def _forward(self, hidden_states: Tensor, *args, packed: Visible | None = None, 
 
 
 class _States:
-    """What a layer of transformers asks of its cache: the states that a node begins with, and takes those at its end.
+    """The cache interface of a transformers layer: provides the initial states of a node, and receives its final ones.
 
     `conv` are the last inputs of the convolution (1, channels, width - 1), `recurrent` the state of the delta rule.
     """
@@ -56,10 +55,10 @@ class _States:
         return self.recurrent
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        return True  # no state is changed in place, not by a single token either: siblings begin with it too
+        return True  # states are never changed in place: siblings start with them, too
 
     def update_conv_state(self, inputs: Tensor, layer_idx: int, conv_kernel_size: int, **_unused) -> Tensor:
-        """The inputs (1, channels, T) behind those before them, which the convolution sees too."""
+        """The inputs (1, channels, T) with the preceding ones in front, which the convolution sees, too."""
         if self.conv is None:  # the convolution pads with zeros itself
             seen = inputs
             whole = nn.functional.pad(inputs, (conv_kernel_size - 1, 0))

@@ -1,4 +1,4 @@
-"""What a model's folder says of itself, checked before transformers or PEFT act on it.
+"""Checks of a model's folder before transformers or PEFT use it.
 
 A config of ten million layers costs hours and all memory before any weight is read; an index can name files elsewhere.
 """
@@ -14,7 +14,7 @@ from transformers.utils.hub import cached_file
 
 from posttrain.errors import ModelError
 
-# Names of sizes in config.json, over the families -> the most that is believed; no model comes near.
+# Names of sizes in config.json of all families -> the accepted maximum; no model comes near.
 SIZES: dict[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2_000),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4_096),
@@ -23,25 +23,25 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim"), 2**22),
     "vocab_size": 2**24,
 }
-RANK = 2**14  # the most that is believed of an adapter
-MOST_BYTES = 100_000_000  # of a file of JSON that describes a model; an index of 100,000 tensors has 10 MB
+RANK = 2**14  # accepted maximum of an adapter
+MOST_BYTES = 100_000_000  # of a JSON file that describes a model; an index of 100,000 tensors has 10 MB
 
 
 def check_config(path: str, revision: str | None) -> None:
     """Raise ModelError for a config.json, of a folder or the hub, that is too deep or has sizes that no model has.
 
-    One that is not there, or cannot be fetched, is for the loader to tell.
+    The loader reports a file that is missing or cannot be fetched.
     """
     file = _found(path, "config.json", revision)
     if file is not None:
         config = read_json(file, path)
         if not isinstance(config, dict):
-            raise ModelError(f"model {path}: config.json holds no settings of a model, but a {type(config).__name__}")
+            raise ModelError(f"model {path}: config.json is not a model's settings, but a {type(config).__name__}")
         check_sizes(config, path)
 
 
 def _found(path: str, name: str, revision: str | None) -> Path | None:
-    """A file of a folder or of the hub; None where it is not there, or cannot be fetched."""
+    """A file of a folder or of the hub; None if it is missing or cannot be fetched."""
     file = cached_file(
         path,
         name,
@@ -69,7 +69,7 @@ def check_sizes(config: Mapping[str, Any], path: str) -> None:
 
 
 def check_indexes(folder: Path, path: str) -> None:
-    """Raise ModelError for an index of weights in the folder that names files outside it, or none."""
+    """Raise ModelError for an index of weights in the folder that names files outside it, or no files."""
     for file in sorted(folder.glob("*.index.json")):
         index = read_json(file, path)
         names = index.get("weight_map") if isinstance(index, dict) else None
@@ -81,7 +81,7 @@ def check_indexes(folder: Path, path: str) -> None:
 
 
 def adapter_config(folder: Path, path: str) -> dict[str, Any] | None:
-    """The adapter_config.json of a folder with a PEFT adapter, None without one. Raises ModelError for one amiss."""
+    """The adapter_config.json of a folder with a PEFT adapter, or None. Raises ModelError if it is invalid."""
     file = folder / "adapter_config.json"
     if not file.is_file():
         return None
@@ -99,18 +99,18 @@ def adapter_config(folder: Path, path: str) -> dict[str, Any] | None:
 
 
 def check_adapter_weights(folder: Path, path: str, allow_pickle: bool) -> None:
-    """Raise ModelError for an adapter whose weights are pickled, unless that is allowed, or not there."""
+    """Raise ModelError for an adapter whose weights are missing, or pickled unless that is allowed."""
     if (folder / "adapter_model.safetensors").is_file():
         return
     if not (folder / "adapter_model.bin").is_file():
-        raise ModelError(f"model {path}: the adapter's weights, adapter_model.safetensors, are not there")
+        raise ModelError(f"model {path}: the adapter's weights, adapter_model.safetensors, are missing")
     if not allow_pickle:
         raise ModelError(f"model {path}: {NEEDS_PICKLE}")
 
 
 def check_embedded_adapter(path: str, revision: str | None, allow_pickle: bool) -> None:
-    """Raise ModelError for a folder or model of the hub with a pickled adapter beside its weights, unless that is
-    allowed: transformers loads both."""
+    """Raise ModelError for a folder or hub model with a pickled adapter next to its weights, unless that is allowed:
+    transformers loads both."""
     if allow_pickle or _found(path, "adapter_config.json", revision) is None:
         return
     safe, pickled = (_found(path, f"adapter_model.{kind}", revision) for kind in ("safetensors", "bin"))
@@ -122,7 +122,7 @@ NEEDS_PICKLE = "has no safetensors weights; pickled ones can run code: if you tr
 
 
 def read_json(file: Path, path: str) -> Any:
-    """A file that describes a model. Raises ModelError for one too large, too deep, or no JSON."""
+    """A file that describes a model. Raises ModelError if it is too large, too deeply nested, or not JSON."""
     try:
         if file.stat().st_size > MOST_BYTES:
             raise ModelError(f"model {path}: {file.name} has more than {MOST_BYTES:,} bytes")

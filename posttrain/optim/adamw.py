@@ -1,8 +1,8 @@
 """AdamW on float32 master weights.
 
-bfloat16 alone does not move at a learning rate of 1e-6: the update is below its spacing. So a model that computes in
-bfloat16 keeps a float32 master of each trained tensor here, gradients are summed in float32 as each backward delivers
-them, and the model's own weights are the masters rounded. In float32 the masters are the model's weights themselves.
+bfloat16 weights do not change at a learning rate of 1e-6: the update is below their resolution. So for a model that
+computes in bfloat16, each trained tensor has a float32 master here, gradients are summed in float32, and the model's
+weights are the rounded masters. In float32 the masters are the model's weights themselves.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from posttrain.errors import DamagedError
 class AdamW:
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over the trainable parameters of `model`, with clipping.
 
-    Weight decay leaves out vectors (biases and norms), as transformers' Trainer does. `compute_dtype` is what the
-    model's trainable weights are rounded to; pass the model with float32 weights so that the masters start exact.
+    Weight decay does not apply to vectors (biases and norms), as in transformers' Trainer. `compute_dtype` is the dtype
+    of the model's trainable weights; pass the model with float32 weights so that the masters start exact.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class AdamW:
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=True)
 
-    # What the variants of this optimizer do in their own way: where masters lie, and how a gradient gets there.
+    # Overridden by the variants of this optimizer: the place of the masters, and the transfer of gradients.
 
     def _adopt(self, name: str, parameter: Tensor, compute_dtype: torch.dtype) -> Tensor:
         """The parameter's master; the parameter itself becomes the master rounded to `compute_dtype`."""
@@ -55,24 +55,24 @@ class AdamW:
         return master
 
     def _collect(self) -> None:
-        """Before a step: see to it that every master has its gradient."""
+        """Before a step: make sure that every master has its gradient."""
 
     def _update(self, learning_rate: float) -> None:
-        """Move the masters by their gradients, which are clipped already."""
+        """Update the masters by their clipped gradients."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
 
     def _publish(self, name: str) -> None:
-        """Give the model's weight the value of its master."""
+        """Copy the master to the model's weight."""
         if self.parameters[name] is not self.masters[name]:
             self.parameters[name].copy_(self.masters[name])
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> float:
-        """Clip, update, and forget the gradients. Returns the gradient norm before clipping.
+        """Clip, update, and drop the gradients. Returns the gradient norm before clipping.
 
-        A norm that is not finite leaves weights and optimizer state as they were.
+        If the norm is not finite, weights and optimizer state do not change.
         """
         self._collect()
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
@@ -88,17 +88,17 @@ class AdamW:
         return value
 
     def forget(self) -> None:
-        """Drop the gradients gathered so far."""
+        """Drop the accumulated gradients."""
         for master in self.masters.values():
             master.grad = None
 
     @property
     def updates(self) -> int:
-        """How often the weights have moved, in the runs whose state was loaded too."""
+        """The number of updates, with those of a loaded state."""
         return max((int(value) for name, value in self.state().items() if name.endswith("|step")), default=0)
 
     def state(self) -> dict[str, Tensor]:
-        """What a resumed run needs, by parameter name: moments, step counts, and masters that are not the weights."""
+        """The state for resuming, by parameter name: moments, step counts, and masters that differ from the weights."""
         tensors = {}
         for name, master in self.masters.items():
             for key, value in self._adamw.state.get(master, {}).items():
@@ -109,11 +109,11 @@ class AdamW:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `state` gave. The model's weights follow the masters; a parameter whose moments are not given
-        has not moved yet.
+        """Restore a `state`. The model's weights follow the masters; a parameter without moments has not been updated
+        yet.
 
-        Raises DamagedError for a tensor of no trained parameter or of another shape, and for a parameter of which some
-        are missing; nothing is taken then.
+        Raises DamagedError for a tensor of an unknown parameter or another shape, and for a parameter with missing
+        tensors; nothing is changed then.
         """
         found: dict[str, dict[str, torch.Size]] = {}
         for full, value in tensors.items():
@@ -121,7 +121,7 @@ class AdamW:
             found.setdefault(name, {})[key] = value.shape
         for name, shapes in found.items():
             if name not in self.masters:
-                raise DamagedError(f"optimizer.safetensors: {name or 'a tensor'} is no trained weight of this model")
+                raise DamagedError(f"optimizer.safetensors: {name or 'a tensor'} is not a trained weight of this model")
             master = {"master": self.masters[name].shape} if "master" in shapes else {}
             expected = master | (self._shapes(name) if shapes.keys() - master.keys() else {})
             for key in sorted(expected.keys() | shapes.keys()):
@@ -139,23 +139,23 @@ class AdamW:
                 self._load(name, key, value)
 
     def _shapes(self, name: str) -> dict[str, torch.Size]:
-        """Of what `state` has of a parameter that was moved, but for its master."""
+        """The tensors in `state` of an updated parameter, without its master."""
         shape = self.masters[name].shape
         return {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
 
     def _forget_moments(self, name: str) -> None:
-        """Have a parameter's moments and step count as they begin."""
+        """Reset a parameter's moments and step count."""
         self._adamw.state.pop(self.masters[name], None)
 
     def _load(self, name: str, key: str, value: Tensor) -> None:
-        """Take back one tensor of a parameter's moments or its step count."""
+        """Restore one tensor of a parameter's moments or its step count."""
         master = self.masters[name]
         device = "cpu" if key == "step" and not master.is_cuda else master.device
         self._adamw.state[master][key] = value.to(device, torch.float32)
 
 
 def _deliver_to(master: Tensor):
-    """Move a parameter's fresh gradient into its float32 master's as soon as backward has it."""
+    """Add a parameter's new gradient to its float32 master's as soon as backward has it."""
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None

@@ -1,8 +1,8 @@
 """AdamW whose moments take one byte each: bitsandbytes' block-wise dynamic quantisation.
 
-Every 256 values of a moment are stored as bytes on a scale of their own (Dettmers et al., arXiv 2110.02861). At each
-step a block is read back to float32, moved as AdamW moves it, and rounded again. As that paper advises, embeddings keep
-float32 moments, and so do small tensors, where nothing is to be saved.
+Every 256 values of a moment are stored as bytes with their own scale (Dettmers et al., arXiv 2110.02861). At each step
+a block is converted to float32, updated as in AdamW, and rounded again. As the paper advises, embeddings keep float32
+moments, and so do small tensors, which would save nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SMALLEST = 4096  # elements of the smallest tensor with 8-bit moments, bitsandby
 
 
 def eight_bit_names(model: nn.Module) -> set[str]:
-    """Trained parameters whose moments are stored in 8 bits: large, and no embedding's."""
+    """Trained parameters with 8-bit moments: large tensors except embeddings."""
     embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     return {
         name
@@ -73,7 +73,7 @@ class AdamW8bit(AdamW):
     def _moments_of(self, name: str) -> dict[str, Tensor]:
         if name not in self._moments:
             master = self.masters[name]
-            assert master.is_contiguous()  # a block is 256 neighbours in memory
+            assert master.is_contiguous()  # a block is 256 adjacent values in memory
             blocks = -(-master.numel() // BLOCK)
             self._moments[name] = {"step": torch.zeros(())}
             for moment in ("exp_avg", "exp_avg_sq"):
@@ -82,7 +82,7 @@ class AdamW8bit(AdamW):
         return self._moments[name]
 
     def _codes_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What each byte stands for, between -1 and 1 for the first moment, between 0 and 1 for the second."""
+        """The value of each byte, between -1 and 1 for the first moment, between 0 and 1 for the second."""
         if device not in self._codes:
             signed, unsigned = (self._library.create_dynamic_map(signed=signed) for signed in (True, False))
             self._codes[device] = signed.to(device), unsigned.to(device)

@@ -1,8 +1,8 @@
-"""AdamW in the computer's own memory: masters, moments and gradients leave the GPU, which keeps the weights alone.
+"""AdamW in CPU memory: masters, moments and gradients are moved off the GPU, which keeps only the weights.
 
-In bfloat16 the GPU then holds 2 bytes a trained parameter, not 18 (weight 2, master 4, moments 8, gradient 4). Each
-pack's gradients cross while backward goes on, and are summed on the CPU in float32; the step is torch's fused AdamW
-there; rounded weights go back. The idea is ZeRO-Offload's (arXiv 2101.06840).
+In bfloat16 the GPU then has 2 bytes per trained parameter instead of 18 (weight 2, master 4, moments 8, gradient 4).
+Each pack's gradients are transferred during backward and summed on the CPU in float32; the step is torch's fused AdamW
+there; rounded weights are copied back. The idea is ZeRO-Offload's (arXiv 2101.06840).
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from posttrain.optim.adamw import AdamW
 
 
 class AdamWCPUOffload(AdamW):
-    """AdamW whose masters, moments and gradients lie in CPU memory, wherever the model computes.
+    """AdamW whose masters, moments and gradients are in CPU memory, wherever the model computes.
 
-    Same updates as `AdamW` and the same saved state, so that a run may go on with either.
+    Same updates as `AdamW` and the same saved state, so that a run can be resumed with either.
     """
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype, *, device: torch.device, **settings):
-        """`device` is where the model will compute; give it while in CPU memory, and float32 weights never fill it."""
+        """`device` is where the model will compute; pass the model in CPU memory, so that float32 weights never fill
+        it."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: dict[str, Tensor] = {}
@@ -47,7 +48,7 @@ class AdamWCPUOffload(AdamW):
         return master
 
     def _fetch(self, name: str, parameter: Tensor) -> None:
-        """Send for a parameter's fresh gradient. That of the pack before was added long ago, or is waited for."""
+        """Start the transfer of a parameter's new gradient; waits for the previous pack's, which is usually done."""
         self._take(name)
         grad = parameter.grad
         assert grad is not None
@@ -58,8 +59,8 @@ class AdamWCPUOffload(AdamW):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 self._buffers[name].copy_(grad, non_blocking=True)
-                arrived = self._stream.record_event(torch.cuda.Event(blocking=True))  # its wait takes no core
-            grad.record_stream(self._stream)  # nobody is given its memory before it has been read
+                arrived = self._stream.record_event(torch.cuda.Event(blocking=True))  # waiting for it uses no CPU
+            grad.record_stream(self._stream)  # its memory is not reused before it has been read
         parameter.grad = None
         if self._adder is None:
             self._add(name, arrived)
@@ -68,7 +69,7 @@ class AdamWCPUOffload(AdamW):
 
     @torch.no_grad()
     def _add(self, name: str, arrived: torch.Event | None) -> None:
-        """Add the gradient that was sent for to its master's."""
+        """Add the transferred gradient to its master's."""
         if arrived is not None:
             arrived.synchronize()
         master = self.masters[name]
@@ -78,7 +79,7 @@ class AdamWCPUOffload(AdamW):
             master.grad += self._buffers[name]
 
     def _take(self, name: str) -> None:
-        """Wait until the gradient that was sent for is added, if there is one."""
+        """Wait until a pending gradient is added, if there is one."""
         if adding := self._adding.pop(name, None):
             adding.result()
 

@@ -1,7 +1,7 @@
 """Learning-rate schedules as pure functions of the step, with transformers' names and values.
 
-Warm-up begins at 0, as there, or at its first step's share: a step that costs a whole rollout should train something.
-Stateless: a resumed run asks for the same step and gets the same number.
+Warm-up starts at 0, as in transformers, or at the first step's share: a step that costs a full rollout should train
+something. Stateless, so that a resumed run has the same rates.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 def warmup_count(warmup_steps: float, total: int) -> int:
     """Steps of warm-up: a share of the run below 1 (rounded up, as in transformers), else a number of steps.
 
-    A share leaves one step at the least: the first step's rate may be 0, and a run of one step would train nothing.
+    A share leaves at least one step: the first step's rate may be 0, and a run of one step would train nothing.
     """
     return min(math.ceil(total * warmup_steps), max(total - 1, 0)) if warmup_steps < 1 else int(warmup_steps)
 

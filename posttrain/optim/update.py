@@ -16,7 +16,7 @@ Metrics = dict[str, torch.Tensor]
 
 
 class HasTokens(Protocol):
-    """A pack, or what goes with one."""
+    """A pack, or an object with one."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -27,13 +27,13 @@ Batch = TypeVar("Batch", bound=HasTokens)
 
 @dataclass(frozen=True, slots=True)
 class Objective(Generic[Batch]):
-    """What a batch is trained on. Every pack gives its share: shares add up to the batch's loss and metrics.
+    """The loss of a batch. Every pack gives its share, and shares add up to the batch's loss and metrics.
 
-    `of(pack)` returns the share of the loss, with its graph, and the shares of the metrics; `count` is what the batch's
-    mean is over (tokens, pairs), counted before the first backward, so that packing never changes a gradient. Metrics
-    named `min_…` and `max_…` combine as such. `counts` has the metrics that are means over something else, such as the
-    completions of one class; a batch may lack them. `check` is called when the gradients are there, before
-    they move the weights; what it raises leaves those as they are.
+    `of(pack)` returns the share of the loss, with its graph, and the shares of the metrics; `count` is the denominator
+    of the batch's mean (tokens, pairs), counted before the first backward, so that packing never changes a gradient.
+    Metrics named `min_…` and `max_…` are extremes. `counts` has the denominators of other metrics, such as the
+    completions of one class; a batch may lack them. `check` is called with the gradients, before the update; its errors
+    leave the weights unchanged.
     """
 
     of: Callable[[Batch], tuple[torch.Tensor, Metrics]]
@@ -44,9 +44,9 @@ class Objective(Generic[Batch]):
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """What an update did: the batch's metrics with `loss` and `grad_norm`, and whether the weights took the step.
+    """The result of an update: the batch's metrics with `loss` and `grad_norm`, and whether the weights changed.
 
-    There is no `grad_norm` when the loss was not finite.
+    `grad_norm` is missing if the loss was not finite.
     """
 
     metrics: dict[str, float]
@@ -73,7 +73,7 @@ def update(packs: Iterable[Batch], objective: Objective[Batch], optimizer: AdamW
 
 
 def add(total: Metrics, share: Metrics) -> None:
-    """Add a pack's shares to the batch's metrics so far, in place; on the device, without waiting for it."""
+    """Add a pack's shares to the batch's metrics, in place; on the device, without synchronisation."""
     for name, value in share.items():
         if name not in total:
             total[name] = value
@@ -95,7 +95,7 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
 
 @torch.no_grad()
 def over_batches(batches: Iterable[tuple[Iterable[Batch], Objective[Batch]]]) -> dict[str, float]:
-    """Loss and metrics over all batches: each weighs by what it is a mean over (tokens, pairs, a class)."""
+    """Loss and metrics over all batches, weighted by their denominators (tokens, pairs, a class)."""
     total: dict[str, float] = {}
     count: dict[str, int] = {}
     for packs, objective in batches:
@@ -114,7 +114,7 @@ def over_batches(batches: Iterable[tuple[Iterable[Batch], Objective[Batch]]]) ->
 
 
 def over_updates(made: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a step's updates as the step's: means, and extremes of what is named so."""
+    """The step's metrics from those of its updates: means, and extremes for names of extremes."""
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in made for name in metrics):
         values = [metrics[name] for metrics in made if name in metrics]
@@ -123,5 +123,5 @@ def over_updates(made: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _extreme(name: str) -> Callable[..., float] | None:
-    """What combines a metric whose name says that it is an extreme; None for a mean."""
+    """The function that combines a metric named as an extreme; None for a mean."""
     return {"min": min, "max": max}.get(name.partition("_")[0])

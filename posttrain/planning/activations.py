@@ -1,7 +1,7 @@
-"""What autograd keeps of a pack, not by a formula: forward and backward of a few layers on tensors without memory.
+"""The memory of activations, by simulation: forward and backward of a few layers on tensors without memory.
 
-Two and three of the model's layers run in torch's FakeTensorMode, with its adapters, dropout and checkpointing; what
-would be kept is added up, and each further layer keeps what the third did.
+Two and three of the model's layers run in torch's FakeTensorMode, with adapters, dropout and checkpointing; the saved
+bytes are added up, and each further layer saves as much as the third.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from posttrain.models.lora import add_lora
 if TYPE_CHECKING:
     from peft import PeftModel
 
-FEW, MORE = 2, 3  # layers that are looked at
+FEW, MORE = 2, 3  # layers that are simulated
 
 
 def empty_model(
     config: RunConfig, model: ModelConfig, dtype: torch.dtype = torch.float32, layers: int | None = None
 ) -> PreTrainedModel | PeftModel:
-    """The model with its adapters on the meta device: shapes without memory. Only so many layers if given."""
+    """The model with its adapters on the meta device: shapes without memory. `layers` limits their number."""
     reward = config.method.head == "reward"
     auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
     settings = load_config(model)
@@ -53,7 +53,7 @@ def empty_model(
 def activations(
     config: RunConfig, model: ModelConfig, pack: Pack, dtype: torch.dtype, checkpointing: bool, on_gpu: bool
 ) -> tuple[int, int]:
-    """Bytes that the backbone keeps of a pack for backward, and what it takes beyond that at most, for a moment."""
+    """Bytes that the backbone saves for backward of a pack, and the peak of its temporary memory beyond that."""
     settings = load_config(model)
     family = FAMILIES.get(settings.model_type)
     if family is None or not family.packed or model.attention not in ("auto", "packed"):
@@ -67,8 +67,8 @@ def activations(
 
 
 class _OneKernel(PackedMask):
-    """Attention as a GPU has it, where one kernel takes the whole pack and keeps no weights: for memory alone it does
-    not matter which keys are seen."""
+    """Attention as on a GPU, where one kernel takes the whole pack and saves no weights: the mask does not matter
+    for memory."""
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor | None]:
         return []
@@ -88,7 +88,7 @@ def _simulate(
     layers: int,
     masks: type[PackedMask],
 ) -> tuple[int, int]:
-    """The same for a model of so many layers, by forward and backward without memory."""
+    """The same for a model of this number of layers, by simulated forward and backward."""
     read = pack.last_S if config.method.head == "reward" else pack.read_U
     mask = masks(pack, read)
     mask.masks(None, dtype)
@@ -118,7 +118,7 @@ def _simulate(
 
 
 def _on_cpu(model: nn.Module) -> None:
-    """Replace meta tensors by fake ones of the CPU, for which torch chooses kernels as for real ones."""
+    """Replace meta tensors by fake CPU tensors, for which torch chooses the same kernels as for real ones."""
     replaced: dict[torch.Tensor, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,7 @@ def _forget(parameter: torch.Tensor) -> None:
 
 
 class _Live(TorchDispatchMode):
-    """Adds up the bytes of all tensors made under it that are alive, now and at most; views of weights are not made."""
+    """Counts the bytes of live tensors created under it, now and at the peak, without views of weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class _Live(TorchDispatchMode):
 
 
 def _by_formula(settings: PreTrainedConfig, pack: Pack, dtype: torch.dtype, checkpointing: bool) -> int:
-    """For families that take packs as rows: about 16 hidden vectors and 4 of the MLP's a token and layer."""
+    """For families that take packs as rows: about 16 hidden vectors and 4 MLP vectors per token and layer."""
     hidden, depth = settings.hidden_size, settings.num_hidden_layers
     mlp = getattr(settings, "intermediate_size", None) or getattr(settings, "n_inner", None) or 4 * hidden
     tokens = pack.num_sequences * pack.longest

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a code, a byte of scale for 64 weights, a float32 for 256 scales
-DRAWN_LOGITS = 4  # logits, exponentials, random words and what a filter sorts, each of a step's size
+SAMPLED_LOGITS = 4  # logits, exponentials, random words and a filter's sorted copy, each of a step's size
 SAFE = 0.75  # of a GPU's memory, as the estimate is within a quarter of the peak
-# What the heap of a C library loses in holes that no later tensor fits, as a share of what comes and goes in a step:
+# Fragmentation of the C library's heap, as a share of the memory that a step allocates and frees:
 # measured after twelve steps with glibc 2.36, where oneDNN multiplies (its buffers come and go too) and where MKL does
 # (models/matmul.py). With gradient checkpointing tensors are returned at once instead (posttrain.memory).
 HOLES = 0.4 if PACKS and not ONEDNN else 0.8
@@ -47,11 +47,12 @@ PROCESS = 50 << 20
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes by part and at the peak; `host` is in CPU memory beside a GPU. `allocator` is what a CPU's heap wastes.
+    """Bytes by part and at the peak; `host` is in CPU memory beside a GPU. `allocator` is the waste of a CPU's heap.
 
-    `resting` is there all the time, `updating` during an update alone; that may be less than its parts, as gradients
-    come while activations go, so that with one pack a step the two are never whole at once. `engine` is what generation
-    takes beside the weights: beside an update too where `keeps_engine` is on, else given back before it, as on a CPU.
+    `resting` is used all the time, `updating` only during an update; that may be less than its parts, since gradients
+    are allocated while activations are freed, so that with one pack per step they never exist completely at once.
+    `engine` is the memory of generation besides the weights: also during updates with `keeps_engine`, else released
+    before them, as on a CPU.
     """
 
     parts: dict[str, int]
@@ -74,15 +75,15 @@ def count(model: nn.Module) -> tuple[int, int]:
 
 
 def holds_reference(config: RunConfig, model: ModelConfig) -> bool:
-    """Whether a second model lies in memory as the reference, rather than an adapter switched off or saved numbers."""
+    """Whether the reference is a second model in memory, rather than an adapter switched off or saved numbers."""
     method = config.method
     return method.scores_reference and (model.lora is None or method.reference_path is not None)
 
 
 def checkpoints_gradients(config: RunConfig, model: ModelConfig, device: torch.device) -> bool:
-    """Whether layers are recomputed in backward: `auto` does so on a GPU where a full pack would not fit otherwise.
+    """Whether layers are recomputed in backward: `auto` does so on a GPU if a full pack would not fit otherwise.
 
-    A function of settings, model and card, whatever the data: a resumed run on the same card decides alike.
+    A function of settings, model and card, not of the data: a resumed run on the same card decides the same.
     """
     wanted = config.training.gradient_checkpointing
     if wanted != "auto" or device.type != "cuda":
@@ -94,7 +95,7 @@ def checkpoints_gradients(config: RunConfig, model: ModelConfig, device: torch.d
 
 
 def start_job(config: RunConfig, model: ModelConfig, run: Run, checkpoint: Path | None = None) -> Job:
-    """The job of a run, with gradient checkpointing as the settings have it or as the estimate decides."""
+    """The job of a run, with gradient checkpointing by the settings or the estimate."""
     return Job.start(config, model, run, checkpoint, checkpoints_gradients(config, model, take_device(config.devices)))
 
 
@@ -107,10 +108,10 @@ def estimate(
     checkpointing: bool | None = None,
     card: int | None = None,
 ) -> Estimate:
-    """What a step of these packs, the fullest first, takes on `device`; `empty` has the model's shapes.
+    """The memory of a step of these packs, the fullest first, on `device`; `empty` has the model's shapes.
 
-    `checkpointing`: whether layers are recomputed; None: as the settings have it. `card`: bytes that the GPU has; None:
-    as the one that is there.
+    `checkpointing`: whether layers are recomputed; None: by the settings. `card`: bytes of the GPU; None: of the
+    present one.
     """
     if device.type == "cuda" and card is None:
         card = _memory_of(device)
@@ -139,14 +140,14 @@ def estimate(
         checkpointing = checkpoints_gradients(config, model, device)
     kept, working = activations(config, model, fullest, dtype, checkpointing, device.type == "cuda")
     logits = 0 if config.method.head == "reward" else _logits(model, empty, fullest, width, device)
-    # The head is done with its logits before the layers' backward begins.
+    # The head has freed its logits before the layers' backward starts.
     parts |= {"activations": kept + max(working - logits, 0), "logits": logits}
     passing = parts["activations"] + logits
     if device.type == "cpu":
         parts["process"] = PROCESS
     if device.type == "cpu" and not checkpointing:
         parts["allocator"] = int(HOLES * passing)
-    # Of the first pack, gradients come as activations go; each further pack is computed beside them.
+    # In the first pack, gradients are allocated as activations are freed; further packs add to them.
     largest = width * max((p.numel() for p in empty.parameters() if p.requires_grad), default=0)
     beside = passing * max((len(other.tokens_T) for other in packs[1:]), default=0) // max(len(fullest.tokens_T), 1)
     updating = max(passing, parts["gradients"] + max(largest, beside))
@@ -163,7 +164,7 @@ def _memory_of(gpu: torch.device) -> int:
 
 
 def generation(config: RunConfig, model: ModelConfig, packs: list[Pack], device: torch.device, card: int | None) -> int:
-    """What sampling a step's completions takes: keys and values, and each one's logits of a token."""
+    """The memory of sampling a step's completions: keys and values, and the logits of one token each."""
     if not config.method.samples_completions:
         return 0
     rollout, settings = config.rollout, load_config(model)
@@ -181,7 +182,7 @@ def generation(config: RunConfig, model: ModelConfig, packs: list[Pack], device:
     logits = min(
         CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]), room.rows * settings.get_text_config().vocab_size
     )
-    return room.tokens * token_bytes(settings, dtype, device) + DRAWN_LOGITS * 4 * logits
+    return room.tokens * token_bytes(settings, dtype, device) + SAMPLED_LOGITS * 4 * logits
 
 
 def _reference(config: RunConfig, model: ModelConfig, empty: PreTrainedModel | PeftModel, width: int) -> int:
@@ -213,7 +214,7 @@ def _moments(model: nn.Module, kind: str) -> int:
 def _logits(
     settings: ModelConfig, model: PreTrainedModel | PeftModel, pack: Pack, width: int, device: torch.device
 ) -> int:
-    """The language-model head: a chunk's logits and their likes, scored hidden states, the gradient of its weight."""
+    """The language-model head: a chunk's logits and copies, scored hidden states, the gradient of its weight."""
     head = base_of(model).get_output_embeddings()
     assert isinstance(head, nn.Linear)
     scored, (vocabulary, hidden) = len(pack.target_N), head.weight.shape

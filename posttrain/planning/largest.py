@@ -1,4 +1,4 @@
-"""The step of a run that takes most memory, found from the lengths of its examples."""
+"""The step of a run with the highest memory, from the lengths of its examples."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from posttrain.training.schedule import epoch_order
 
 log = logging.getLogger("posttrain")
 
-CANDIDATES = 8  # steps with most tokens; which of them fills a pack best is seen by packing
+CANDIDATES = 8  # steps with most tokens, which are packed to find the fullest pack
 
 
 def first_epoch(config: RunConfig, size: int) -> list[np.ndarray]:
-    """The rows of each step of the first epoch that the run will take, in the loop's order."""
+    """The rows of each step of the first epoch, in the loop's order."""
     order = epoch_order(config, size, 0)
     batch = config.training.batch_size
     steps = math.ceil(size / batch)
@@ -36,7 +36,7 @@ def first_epoch(config: RunConfig, size: int) -> list[np.ndarray]:
 def pack_rows(
     config: RunConfig, data: Prepared, rows: np.ndarray, tokens_per_pack: int, pad_to: int | None = None
 ) -> list[Pack]:
-    """The packs of a step, as its method's recipe lays them."""
+    """The packs of a step, as in the method's recipe."""
     examples = [data.train[int(row)] for row in rows]
     if config.method.samples_completions:
         length = config.rollout.max_completion_length
@@ -51,7 +51,7 @@ def pack_rows(
 
 
 def with_completions(prompt: Example, n: int, length: int, tokens_per_pack: int) -> list[Example]:
-    """A prompt with completions as long as they may become, divided as a rollout divides them."""
+    """A prompt with completions of maximum length, divided like a rollout."""
     tree = prompt.trees[0]
     leaf = Node(np.zeros(length, np.int64), trained=True)
     each = max(1, (tokens_per_pack - len(tree.tokens)) // max(length - 1, 1))
@@ -69,16 +69,16 @@ def largest_step(config: RunConfig, data: Prepared, tokens_per_pack: int, pad_to
 
 
 def keeps_engine(job: Job, data: Prepared) -> bool:
-    """Whether a GPU has room for what the engine keeps beside the largest update (planning/estimate.py)."""
+    """Whether a GPU has room for the engine's memory during the largest update (planning/estimate.py)."""
     if job.device.type != "cuda" or job.config.rollout.engine != "embedded":
-        return True  # nothing is kept there, or what its own settings say
+        return True  # nothing is kept there, or its own settings limit it
     size = job.config.training.tokens_per_pack
     packs = largest_step(job.config, data, size, width_step(job.device, size))
     found = estimate(job.config, job.model, empty_model(job.config, job.model), packs, job.device)
     if not found.keeps_engine:
         log.warning(
-            "the GPU has no room for completions' keys and values beside an update: they are made anew every step, "
-            "which takes time; a smaller training.tokens_per_pack leaves room"
+            "the GPU has no room for completions' keys and values during an update: they are allocated again every "
+            "step, which takes time; a smaller training.tokens_per_pack leaves room"
         )
     return found.keeps_engine
 

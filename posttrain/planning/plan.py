@@ -1,4 +1,4 @@
-"""Before a run: examples, tokens, packs, steps, and the memory it will take. Loads tokenizer and data, no weights."""
+"""Before a run: examples, tokens, packs, steps and memory. Loads tokenizer and data, no weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEPS_LOOKED_AT = 50
 
 
 class StageTokenizers:
-    """The tokenizer that each stage of one model meets: with the template that the stage it starts from has put on it.
+    """The tokenizer of each stage of one model, with the template of the stage it starts from.
 
     Before a run there is no `final/` to load it from.
     """
@@ -45,14 +45,14 @@ class StageTokenizers:
         self._of: dict[str, PreTrainedTokenizerBase] = {}
 
     def of(self, stage: Stage) -> PreTrainedTokenizerBase:
-        """A tokenizer for the stage, to prepare its data with; stages come in their order."""
+        """A tokenizer to prepare the data of the stage; call it in the order of the stages."""
         source = self._of.get(stage.init_from or "") if stage.init_from else None
         found = deepcopy(source) if source else load_tokenizer(stage.config.models[self._model])
         self._of[stage.name] = found
         return found
 
     def skip(self, stage: Stage) -> None:
-        """Take the tokenizer that the finished stage has saved, or else the model's own."""
+        """Use the tokenizer that the finished stage has saved, or else the model's."""
         config, model = stage.config, stage.config.models[self._model]
         root = Path(config.output_dir).expanduser() / (config.name or "")
         final = run_folder(root, stage, self._model, several_stages=True) / "final"
@@ -69,9 +69,9 @@ def plan(
     probed: bool = False,
     memory_limit: int | None = None,
 ) -> None:
-    """Print, for every model at every stage, what training it will do and take.
+    """Print the work and the memory of every model at every stage.
 
-    With `probed`, also the largest tokens_per_pack that fits in `memory_limit` bytes, or in what is free.
+    With `probed`, also the largest tokens_per_pack that fits in `memory_limit` bytes, or in the free memory.
     """
     console = console or PlainConsole()
     stages = (Stage("", None, config),) if isinstance(config, RunConfig) else config
@@ -154,7 +154,7 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
 
 
 def _sampled_steps(config: RunConfig, data: Prepared) -> tuple[float, float, float]:
-    """Mean packs, tokens and scored tokens of a step, over some batches drawn as training draws them."""
+    """Mean packs, tokens and scored tokens of a step, over some batches sampled as in training."""
     counts = []
     for rows in first_epoch(config, len(data.train))[:STEPS_LOOKED_AT]:
         packs = pack_rows(config, data, rows, config.training.tokens_per_pack)

@@ -1,8 +1,8 @@
-"""The largest `tokens_per_pack` that fits, found by taking real steps with the run's own model, optimizer and data.
+"""The largest `tokens_per_pack` that fits, by real steps with the run's own model, optimizer and data.
 
-On a GPU a size that is too large runs out of memory, which does no harm there. In main memory that would slow the whole
-machine down or end the process, so there a size's peak is measured and compared with a limit, and what is foreseen to
-be above the limit is not tried.
+On a GPU a size that is too large runs out of memory without harm. In main memory that would slow the whole machine or
+end the process, so each size's peak is measured and compared with a limit, and a size with an estimate above the limit
+is not tried.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from posttrain.store.run import Run
 from posttrain.training.job import Job
 from posttrain.training.reference import frozen_model
 
-PRECISION = 16  # the answer is found to a sixteenth
+PRECISION = 16  # the result is exact to a sixteenth
 MULTIPLE = 64  # sizes in between are multiples of this
-MARGIN = 1.25  # the estimate is not above this times the truth
+MARGIN = 1.25  # the estimate is at most this times the truth
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The largest size that fits in `limit` bytes, its peak, and the smallest size found not to (None: all fit)."""
+    """The largest size that fits in `limit` bytes, its peak, and the smallest size that did not fit (None: all fit)."""
 
     tokens_per_pack: int
     peak: int
@@ -58,8 +58,8 @@ def probe(
 ) -> Probed:
     """Try sizes between the least that the settings allow and the tokens of the largest step.
 
-    `limit` is what the process may hold, in bytes, of the memory it computes in; None is all that is free. Raises
-    ModelError when not even the least size fits.
+    `limit` is the maximum memory of the process in bytes, where it computes; None: all that is free. Raises ModelError
+    if not even the least size fits.
     """
     device = take_device(config.devices)
     if device.type == "cuda" and config.training.gradient_checkpointing == "auto":  # as the largest packs will have it
@@ -84,9 +84,9 @@ def probe(
 
 
 def largest(fits: Callable[[int], bool], low: int, high: int) -> tuple[int | None, int | None]:
-    """The largest size from `low` to `high` that fits, and the smallest found not to; None where there is none.
+    """The largest size from `low` to `high` that fits, and the smallest that did not fit, or None.
 
-    By doubling, then by halving the gap, until it is a sixteenth of the size.
+    By doubling, then by bisection, until the gap is a sixteenth of the size.
     """
     if not fits(low):
         return None, low
@@ -103,7 +103,7 @@ def largest(fits: Callable[[int], bool], low: int, high: int) -> tuple[int | Non
 
 
 class Trials:
-    """Steps of growing packs. `peaks` are the bytes that each size took that fitted."""
+    """Steps of growing packs. `peaks` are the bytes of each size that fitted."""
 
     def __init__(
         self,
@@ -133,18 +133,18 @@ class Trials:
         return largest_step(self.config, self.data, size, width_step(self.device, size))[:2]
 
     def most_tokens(self) -> int:
-        """Tokens of the step that has most."""
+        """Tokens of the largest step."""
         return max(pack.num_tokens for pack in largest_step(self.config, self.data, 1 << 62))
 
     def estimated(self, size: int) -> Estimate:
-        """What the estimate has a run take with packs of this size."""
+        """The estimated memory of a run with packs of this size."""
         if size not in self._estimates:
             self._estimates[size] = estimate(self.config, self.model, self._empty, self.packs(size), self.device)
         return self._estimates[size]
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """The model and all that a run holds beside it, in memory; on a GPU no more than the limit can be taken."""
+        """The model and the rest of a run in memory; on a GPU the allocator is limited."""
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / total), self.device)
@@ -172,7 +172,7 @@ class Trials:
         reset_peak_memory(self.device)
         peak = None
         try:
-            for _ in range(1 if self.peaks else 2):  # the optimizer's moments come with the first step
+            for _ in range(1 if self.peaks else 2):  # the first step allocates the optimizer's moments
                 self._step.take(packs)
             peak = self._peak()
         except (RuntimeError, MemoryError) as error:
@@ -190,12 +190,12 @@ class Trials:
         return True
 
     def _peak(self) -> int:
-        """On a GPU with what torch holds beside tensors: that, too, must fit."""
+        """On a GPU with torch's reserved memory, which must fit too."""
         on_gpu = self.device.type == "cuda"
         return torch.cuda.max_memory_reserved(self.device) if on_gpu else peak_memory(self.device)
 
     def _with_engine(self, peak: int, size: int) -> int:
-        """The peak of an update, with what generation takes beside it or before it: that is not tried, but counted."""
+        """The peak of an update, with the estimated memory of generation during or before it."""
         found = self.estimated(size)
         if found.keeps_engine:
             return peak + found.engine
@@ -209,7 +209,7 @@ class Trials:
 
 
 class Step:
-    """What a run holds in memory, and a step of it that changes no weight: its learning rate is 0."""
+    """A run in memory, and a step of it that changes no weight: its learning rate is 0."""
 
     def __init__(self, job: Job):
         self.device, self.reward = job.device, job.config.method.head == "reward"
@@ -223,7 +223,7 @@ class Step:
             self.reference = Scorer(frozen_model(job, method.reference_path))
 
     def take(self, packs: list[Pack]) -> None:
-        """Forward and backward of each pack, then the optimizer's step, after which its moments are there."""
+        """Forward and backward of each pack, then the optimizer's step, which allocates its moments."""
         for pack in packs:
             pack = pack.to(self.device)
             if self.reference is not None:
@@ -234,5 +234,5 @@ class Step:
         self.optimizer.step(0.0)
 
     def forget(self) -> None:
-        """Drop the gradients that a step which did not come to its end has left."""
+        """Drop the gradients of an unfinished step."""
         self.optimizer.forget()

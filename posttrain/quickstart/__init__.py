@@ -1,8 +1,8 @@
-"""The whole idea on something small: a model made from nothing, fine-tuned, judged and preference-tuned in minutes.
+"""The whole chain on a small task: a model from random weights, fine-tuned, rewarded and preference-tuned in minutes.
 
-Three of four demonstrations show how the answer comes about, the fourth only states it. SFT imitates both habits. The
-preference pairs are the model's own replies, a right one beside a wrong one, and nobody says which habit is the good
-one: the reward model and DPO find out that showing the working pays. PPO and GRPO find it out from replies they write.
+Three of four demonstrations show the working, the fourth only states the answer. SFT imitates both. The preference
+pairs are the model's own replies, a right and a wrong one, without a label for working: the reward model and DPO learn
+from them that showing the working helps. PPO and GRPO learn it from their own completions.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ HELD_OUT = 0.15  # share of the problems whose pairs only measure
 def quickstart(
     folder: Path, *, seed: int = 0, overwrite: bool = False, size: Size | None = None, console: Console | None = None
 ) -> dict[str, Measured]:
-    """Make, train and measure everything in `folder`; returns what each model is worth on held-out problems.
+    """Make, train and evaluate everything in `folder`; returns each model's results on held-out problems.
 
-    Raises RunError when the folder holds something already (with `overwrite`: something that is no quickstart).
+    Raises RunError if the folder is not empty (with `overwrite`: if it is not a quickstart).
     """
     size, console, began = size or Size(), console or PlainConsole(), time.perf_counter()
     claim(folder, overwrite)
@@ -73,7 +73,7 @@ def quickstart(
     head(6, "PPO", "Write replies, have the reward model judge them, make the better ones more likely.")
     ppo = train("ppo")
 
-    head(7, "GRPO", "The same with a rule for a judge: right or wrong, held against other replies to the problem.")
+    head(7, "GRPO", "The same with a rule as the judge: right or wrong, compared with other replies to the problem.")
     grpo = train("grpo")
 
     head(8, "What came of it", f"{size.held_out:,} problems that no model was trained on, sampled and greedy.")
@@ -90,14 +90,14 @@ def quickstart(
 
 
 def claim(folder: Path, overwrite: bool) -> None:
-    """Make the folder, or with `overwrite` take an earlier quickstart's, whose results go at once."""
+    """Make the folder, or with `overwrite` reuse an earlier quickstart's, whose results are deleted."""
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file: give another --output-dir")
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / "sft.yaml").is_file():
-            raise RunError(f"{folder} holds something that is no quickstart: give another --output-dir")
+            raise RunError(f"{folder} is not empty and not a quickstart: give another --output-dir")
         if not overwrite:
-            raise RunError(f"{folder} holds a quickstart: replace it (--overwrite), or give another --output-dir")
+            raise RunError(f"{folder} has a quickstart: replace it (--overwrite), or give another --output-dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("results.json", "answers.jsonl", "curves.png", "report.html"):
@@ -107,7 +107,8 @@ def claim(folder: Path, overwrite: bool) -> None:
 
 
 def write_bare_demonstrations(folder: Path, size: Size, seed: int) -> None:
-    """Demonstrations without a working, beside those with one that `sft.yaml` takes from `builtin:arithmetic`."""
+    """Demonstrations without working, in addition to those with working that `sft.yaml` takes from
+    `builtin:arithmetic`."""
     rows = arithmetic_problems("train", size.bare, seed + 1)
     save_rows(folder / "bare.jsonl", [{"problem": row["problem"], "answer": row["answer"]} for row in rows])
 

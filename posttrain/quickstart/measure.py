@@ -1,4 +1,4 @@
-"""What the models are worth on problems that none of them was trained on."""
+"""Results of the models on held-out problems."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Measured:
 
 
 def measure(replies: Sequence[Reply], greedy: Sequence[Reply], rewards: Sequence[float]) -> Measured:
-    """Count what the sampled replies are worth, and the greedy ones; `rewards` are those of the sampled ones."""
+    """Count right replies, sampled and greedy; `rewards` are those of the sampled ones."""
     total = len(replies)
     return Measured(
         right=Share(sum(reply.right for reply in replies), total),
@@ -57,7 +57,7 @@ def measure(replies: Sequence[Reply], greedy: Sequence[Reply], rewards: Sequence
 
 
 def paired(before: Sequence[Reply], after: Sequence[Reply]) -> tuple[int, int]:
-    """On how many of the same problems only the first model is right, and only the second."""
+    """The numbers of problems that only the first model solves, and only the second."""
     both = list(zip(before, after, strict=True))
     return sum(b.right and not a.right for b, a in both), sum(a.right and not b.right for b, a in both)
 
@@ -66,7 +66,7 @@ COLUMNS = ("right answer", "right, greedy", "working", "format", "reward")
 
 
 def rows(measured: Mapping[str, Measured]) -> list[list[str]]:
-    """The table of results: a row a model, in COLUMNS."""
+    """The table of results: a row per model, in COLUMNS."""
     return [
         [
             name,
@@ -81,7 +81,7 @@ def rows(measured: Mapping[str, Measured]) -> list[list[str]]:
 
 
 def telling(replies: Mapping[str, Sequence[Reply]], first: str, second: str) -> list[int]:
-    """Numbers of a few problems to look at: mended from one model to the other, right in both, broken, never right."""
+    """Indices of a few problems to show: solved only by the second model, by both, only by the first, by neither."""
     kinds = ((False, True), (True, True), (True, False), (False, False))
     pairs = [(b.right, a.right) for b, a in zip(replies[first], replies[second], strict=True)]
     return [pairs.index(kind) for kind in kinds if kind in pairs]

@@ -1,4 +1,4 @@
-"""A language model that knows nothing yet: a small Qwen3 with random weights, and a tokenizer made for the task."""
+"""An untrained language model: a small Qwen3 with random weights, and a tokenizer made for the task."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from posttrain.data.templates import choose_template
 from posttrain.quickstart.replies import turns
 
 PAD, STOP = "<pad>", "<stop>"
-EXAMPLES = 1000  # texts that the tokenizer learns from
-VOCABULARY = 512  # at most: all 256 bytes, so that any text can be written, and the phrases of the task
+EXAMPLES = 1000  # strings that the tokenizer is trained on
+VOCABULARY = 512  # maximum: all 256 bytes, so that any string can be encoded, and phrases of the task
 
 
 def make_model(folder: Path, seed: int) -> int:
@@ -35,8 +35,8 @@ def make_model(folder: Path, seed: int) -> int:
             num_key_value_heads=2,
             head_dim=32,
             max_position_embeddings=512,
-            rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # texts are short: positions told apart well
-            initializer_range=0.05,  # larger than usual: so small a model learns faster from it
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # for short sequences
+            initializer_range=0.05,  # larger than usual: so small a model learns faster
             tie_word_embeddings=True,
             pad_token_id=tokenizer.get_vocab()[PAD],
             eos_token_id=tokenizer.get_vocab()[STOP],
@@ -60,7 +60,7 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerBase:
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex("[0-9]"), "isolated"),
-            *(pre_tokenizers.Split(mark, "removed") for mark in (STOP, *tags)),  # no phrase reaches across a tag
+            *(pre_tokenizers.Split(mark, "removed") for mark in (STOP, *tags)),  # no phrase crosses a tag
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),  # whole phrases may become tokens
         ]
     )

@@ -1,4 +1,4 @@
-"""`curves.png`: the trainings side by side, and what came of them."""
+"""`curves.png`: the trainings side by side, and their results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.ticker import PercentFormatter
 from posttrain.quickstart.measure import Measured
 from posttrain.reports.curves import COLOURS, GROUND, INK
 
-# Stage -> its title, and the metric that is drawn
+# Stage -> its title, and the plotted metric
 STAGES = {
     "sft": ("1. SFT: loss", "loss"),
     "reward": ("2. Reward model: pairs in the right order", "accuracy"),
@@ -26,7 +26,7 @@ STAGES = {
 
 
 def picture(metrics: Mapping[str, Sequence[dict[str, Any]]], measured: Mapping[str, Measured]) -> bytes:
-    """A PNG: a panel a stage with its metric over the steps, then right answers with 95 % intervals.
+    """A PNG: a panel per stage with its metric over the steps, then right answers with 95 % intervals.
 
     `metrics` has the lines of every stage's `metrics.jsonl`.
     """

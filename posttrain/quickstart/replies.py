@@ -17,16 +17,16 @@ from posttrain.models.load import load_model, load_tokenizer
 from posttrain.progress import progress
 
 LONGEST = 56  # tokens of a reply; a right one has at most 45
-ROWS = 256  # replies judged at a time
-REPLIES = 1024  # drawn between two movements of the progress bar
-PER_PROBLEM = 2  # most pairs of one problem
+ROWS = 256  # replies scored at a time
+REPLIES = 1024  # between two updates of the progress bar
+PER_PROBLEM = 2  # maximum pairs of one problem
 TAGS = TagsConfig()
 Problem = dict[str, str]  # problem, solution (the working), answer
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a model said to a problem. `text` begins with the tag that the prompt ends in."""
+    """A model's reply to a problem. `text` starts with the tag that the prompt ends with."""
 
     problem: str
     text: str
@@ -41,7 +41,7 @@ FORMAT = re.compile("{}((?:(?!{tag}).)*){}{}((?:(?!{tag}).)*){}".format(*PARTS, 
 
 
 def grade(text: str, answer: str) -> tuple[bool, bool, bool]:
-    """Whether a reply keeps the format (every tag once, in order), has a working, and gives the answer."""
+    """Whether a reply follows the format (every tag once, in order), shows working, and gives the answer."""
     found = FORMAT.fullmatch(text)
     return (True, found[1] != "", found[2] == answer) if found else (False, False, False)
 
@@ -49,7 +49,7 @@ def grade(text: str, answer: str) -> tuple[bool, bool, bool]:
 def ask(
     model: Path, problems: Sequence[Problem], what: str, *, samples: int = 1, seed: int | None = None
 ) -> list[Reply]:
-    """`samples` replies to every problem, those of one side by side; greedy, or at temperature 1 with a seed."""
+    """`samples` replies to every problem, grouped by problem; greedy, or at temperature 1 with a seed."""
     settings = ModelConfig(path=str(model))
     tokenizer = load_tokenizer(settings)
     policy = load_model(settings, "lm", torch.float32, torch.device("cpu"))
@@ -81,7 +81,7 @@ def ask(
 
 @torch.inference_mode()
 def rewards(model: Path, replies: Sequence[Reply], what: str) -> list[float]:
-    """What a reward model gives each reply."""
+    """The reward model's score of each reply."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     judge = AutoModelForSequenceClassification.from_pretrained(model).eval()
     values: list[float] = []
@@ -104,8 +104,7 @@ def turns(problem: str, reply: str | None = None) -> list[dict[str, str]]:
 def make_pairs(replies: Sequence[Reply], samples: int) -> list[dict[str, str]]:
     """Preferences from a model's own replies: a right one is better than a wrong one to the same problem.
 
-    As many pairs a problem as it has different right and wrong replies to match; replies that did not stop are left
-    out, since nothing says how they would have ended.
+    A problem has as many pairs as it has different right and wrong replies to match; unfinished replies are dropped.
     """
     pairs = []
     for start in range(0, len(replies), samples):

@@ -1,4 +1,4 @@
-"""What the quickstart leaves behind and says at the end: results, picture, report, table, what to try next."""
+"""The quickstart's output: results, picture, report, table, next steps."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from posttrain.store.metrics import read_metrics
 LONGEST = 60  # characters of a reply shown
 SHOWN = ("SFT", "DPO", "GRPO")  # models whose replies are shown
 WHAT = """\
-A model with random weights learned arithmetic. Three of four demonstrations show how the answer comes about, the \
-fourth only states it; SFT imitates both habits. Then the model answered problems several times, and right replies \
-were paired with wrong ones to the same problem. From these pairs a reward model learned to score replies, and DPO to \
-prefer the better ones. PPO wrote replies of its own and had the reward model judge them; GRPO wrote several to a \
-problem and was told which are right. Nobody said which habit is the good one."""
+A model with random weights learned arithmetic. Three of four demonstrations show the working, the fourth only states \
+the answer; SFT imitates both. Then the model answered problems several times, and right replies were paired with \
+wrong ones to the same problem. From these pairs a reward model learned to score replies, and DPO to prefer the better \
+ones. PPO sampled replies and was trained on the reward model's scores; GRPO sampled several per problem, rewarded by \
+a rule for right answers. No label says that showing the working helps."""
 HOW = """\
-Replies are sampled at temperature 1, as those in the pairs were; greedy takes the most likely token each time, which \
-shows what a model knows rather than what it does. Behind a share stands its 95 % interval (Wilson). Working: shows \
-how the answer comes about; format: keeps it. The reward is the reward model's mean: only differences mean something."""
+Replies are sampled at temperature 1, like those in the pairs; greedy takes the most likely token each time. A share \
+is followed by its 95 % interval (Wilson). Working: the reply shows it; format: the reply follows it. The reward is \
+the reward model's mean: only differences are meaningful."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Everything that was measured. The mappings have an entry a model: `untrained`, `SFT`, `DPO` …"""
+    """All results. The mappings have an entry per model: `untrained`, `SFT`, `DPO` …"""
 
     folder: Path
     seed: int
@@ -101,7 +101,7 @@ def tell(outcome: Outcome, console: Console) -> None:
 
 
 def answers(outcome: Outcome) -> list[dict[str, Any]]:
-    """A row a problem: every model's reply, whether it is right, and its reward."""
+    """A row per problem: every model's reply, whether it is right, and its reward."""
     return [
         {"problem": problem["problem"], "answer": problem["answer"]}
         | {
@@ -136,7 +136,7 @@ def made_with(outcome: Outcome) -> dict[str, Any]:
 
 
 def in_short(outcome: Outcome) -> str:
-    """What the numbers of models on the same problems, and of the reward model, come to."""
+    """The comparison of models on the same problems, and the reward model's accuracy, in words."""
     accuracy = load_json(outcome.folder / "reward" / "results.json")["final"]["eval_accuracy"]
     lines = [
         f"From SFT to {name}: {after:,} problems that only {name} gets right, {before:,} that only SFT does."
@@ -146,7 +146,7 @@ def in_short(outcome: Outcome) -> str:
 
 
 def changes(outcome: Outcome) -> dict[str, tuple[int, int]]:
-    """Of each model that began as SFT's: problems that only SFT gets right, and that only it does."""
+    """For each model that started from SFT: problems that only SFT solves, and that only the model solves."""
     after = {name: replies for name, replies in outcome.replies.items() if name not in ("untrained", "SFT")}
     return {name: paired(outcome.replies["SFT"], replies) for name, replies in after.items()}
 
@@ -165,7 +165,7 @@ def examples(outcome: Outcome) -> list[list[str]]:
 
 
 def readable(reply: str) -> str:
-    """A reply with line breaks and an arrow instead of tags; what a model that knows nothing says is cut short."""
+    """A reply with line breaks and an arrow instead of tags; an untrained model's reply is truncated."""
     text = reply.removeprefix(TAGS.reasoning_start).removesuffix(TAGS.solution_end)
     text = text.replace(f"{TAGS.reasoning_end}{TAGS.solution_start}", "\n→ ").strip("\n")
     text = "".join(c if c.isprintable() or c == "\n" else "�" for c in text)

@@ -1,4 +1,4 @@
-"""The settings of every training, as files that a reader can change and run again with `posttrain train`."""
+"""The settings of every training, as files that users can change and run again with `posttrain train`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much of everything."""
+    """The sizes of data and runs."""
 
     worked: int = 27_000  # demonstrations that show their working
     bare: int = 9_000  # and that do not
@@ -24,8 +24,12 @@ class Size:
 
 
 def settings_files(folder: Path, seed: int, size: Size) -> dict[str, str]:
-    """Name of each stage -> its YAML. Every setting that is not written has its default."""
+    """Name of each stage -> its YAML. Settings that are not written have their defaults."""
     common = f"output_dir: {json.dumps(str(folder))}\nseed: {seed}\ndevices: {{type: cpu}}"
+    return _offline(common, size) | _online(common, size)
+
+
+def _offline(common: str, size: Size) -> dict[str, str]:
     return {
         "sft": f"""\
 # Supervised fine-tuning: the model learns to write worked solutions by imitating them.
@@ -79,6 +83,11 @@ training: {{batch_size: 32, tokens_per_pack: 2048, learning_rate: 1.0e-4, max_st
 evaluation: {{eval_steps: {max(1, size.dpo_steps // 5)}}}
 tracking: {{logging_steps: {max(1, size.dpo_steps // 10)}}}
 """,
+    }
+
+
+def _online(common: str, size: Size) -> dict[str, str]:
+    return {
         "ppo": f"""\
 # PPO: the model writes replies, the reward model judges them, and a value head says what was to be expected.
 name: ppo
@@ -109,7 +118,7 @@ tracking: {{logging_steps: {max(1, size.grpo_steps // 10)}}}
 
 
 def online(problems: int) -> str:
-    """What the methods have alike that write replies: problems to write them to."""
+    """The common settings of the methods that sample replies."""
     return f"""\
 data:
   source: "builtin:arithmetic"

@@ -26,7 +26,7 @@ RECIPES: dict[str, Callable[[Job, Prepared], Loop]] = {
     "distill": distill.train,
 }
 
-# Of methods that store their completions: the advantages of a step's, had other rewards been given.
+# For methods that store their completions: the advantages of a stored step under other rewards.
 REGRADED: dict[str, Callable[..., list[float | None]]] = {
     "ppo": ppo.regraded,
     "grpo": grpo.regraded,

@@ -3,8 +3,8 @@
     loss = (1 / N) sum_n D(student(. | x, y_<n), teacher(. | x, y_<n))      D over the whole vocabulary, y the student's
 
 D is the reverse KL, the forward KL or a Jensen-Shannon divergence (posttrain/losses/distillation.py); N counts the
-tokens of the step. Of a share of the prompts the data's own completion takes the student's place. No gradient flows
-through the sampling. Dropout is off.
+tokens of the step. For a share of the prompts, y is the data's completion instead. No gradient flows through the
+sampling. Dropout is off.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def train(job: Job, data: Prepared) -> Loop:
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     teacher = Teacher(job, method, policy)
-    divergence = divergence_of(method.divergence, method.jensen_shannon_beta)
+    divergence = divergence_of(method.divergence, method.jsd_beta)
     loop = Loop(job, policy, optimizer, data)
 
     def objective_of(step: Step, tokens: int) -> Objective[StepPack]:

@@ -1,11 +1,11 @@
-"""GRPO and its kin: completions of the policy are rewarded and compared, and the better ones are made likelier.
+"""GRPO and its variants: completions of the policy are rewarded and compared, and the better ones become more likely.
 
     A = (r - mean of the group) / std of the group              (GRPO, arXiv 2402.03300, section 4.1)
     loss = - min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + beta KL(policy || reference)      ratio = pi / pi_old
 
-`loss_type` says how tokens become a loss (posttrain/losses/policy.py), `type` how rewards become advantages: `rloo`
-holds each against the others of its prompt, `reinforce_plus_plus` normalises every token's return over the step. A step
-is one rollout of batch_size prompts, then num_iterations x num_minibatches updates. Dropout is off.
+`loss_type` selects the loss per token (posttrain/losses/policy.py), `type` how rewards become advantages: `rloo` has a
+leave-one-out baseline, `reinforce_plus_plus` normalises every token's return over the step. A step is one rollout of
+batch_size prompts, then num_iterations x num_minibatches updates. Dropout is off.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from posttrain.training.loop import Loop
 from posttrain.training.reference import token_reference
 
 AnyMethod = GRPOMethod | RLOOMethod | ReinforcePlusPlusMethod
-EPS = 1e-4  # beside the spread that advantages are divided by, as in TRL
+EPS = 1e-4  # added to the standard deviation that divides advantages, as in TRL
 
 
 def train(job: Job, data: Prepared) -> Loop:
@@ -83,7 +83,7 @@ def train(job: Job, data: Prepared) -> Loop:
 
 
 class Surrogate:
-    """The clipped surrogate of a minibatch: given a pack of it, its share of the loss, and its metrics."""
+    """The clipped surrogate of a minibatch: maps a pack to its share of the loss and its metrics."""
 
     def __init__(self, job: Job, method: AnyMethod, scorer: Scorer, step: Step, minibatch: Minibatch):
         self.job, self.method, self.scorer, self.step, self.minibatch = job, method, scorer, step, minibatch
@@ -147,7 +147,7 @@ class Surrogate:
 
 
 def advantages(method: PolicyGradientMethod, step: Step) -> Tensor:
-    """The advantage of each token (R), 0 for those of completions that are left out."""
+    """The advantage of each token (R), 0 for completions outside the loss."""
     rollout, chosen = step.rollout, step.counted_S
     penalty_R = torch.zeros(rollout.num_tokens)
     if method.kl_in == "reward" and step.reference_R is not None and step.old_R is not None:
@@ -168,7 +168,7 @@ def advantages(method: PolicyGradientMethod, step: Step) -> Tensor:
 
 
 def compared(method: PolicyGradientMethod, reward_S: Tensor, group_S: Tensor) -> Tensor:
-    """Each completion's advantage (S) from its reward and those of its prompt's others; REINFORCE++: from the mean."""
+    """Each completion's advantage (S): its reward compared with its group's; REINFORCE++: with the step's mean."""
     if isinstance(method, GRPOMethod) and method.loss_type == "no_baseline":
         return reward_S
     if isinstance(method, RLOOMethod):
@@ -180,6 +180,6 @@ def compared(method: PolicyGradientMethod, reward_S: Tensor, group_S: Tensor) ->
 def regraded(
     method: PolicyGradientMethod, rollouts: Sequence[Mapping[str, Any]], rewards: Sequence[float]
 ) -> list[float | None]:
-    """The advantage of each of a step's stored completions, had it been given this reward."""
+    """The advantages of a step's stored completions under these rewards."""
     group_S = torch.tensor([one["prompt_index"] for one in rollouts])
     return compared(method, torch.tensor(rewards, dtype=torch.float64), group_S).tolist() if rollouts else []

@@ -1,11 +1,11 @@
-"""KTO and its kin: single completions labelled desirable or undesirable, each held against the policy's own level.
+"""KTO and its variants: single completions labelled desirable or undesirable, each compared with a KL baseline.
 
     KTO (arXiv 2402.01306, equation 7), c = log pi(y|x) - log pi_ref(y|x):
     loss = 1 - sigma( beta (c - KL))  desirable,    1 - sigma(-beta (c - KL))  undesirable
 
 KL estimates KL(pi || pi_ref) as the mean log-ratio of the batch's completions, each behind the next example's prompt.
-It is a mean over the whole step, taken before the first backward, so that packs change no gradient. BCO holds rewards
-against their running mean instead, APO-zero against 0 (posttrain/losses/unpaired.py). Dropout is off.
+It is a mean over the whole step, computed before the first backward, so that packing does not change the gradient. BCO
+compares rewards with their running mean instead, APO-zero with 0 (posttrain/losses/unpaired.py). Dropout is off.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ log = logging.getLogger("posttrain")
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What a batch's completions are held against, without gradients."""
+    """The baseline of a batch's completions, without gradients."""
 
     reference_B: torch.Tensor  # log-probability of each completion under the reference
-    shift: torch.Tensor | float  # what rewards are held against: beta KL, or their running mean
+    shift: torch.Tensor | float  # the baseline of rewards: beta KL, or their running mean
     metric: str | None = None  # the shift's name and value in the log
     value: torch.Tensor | float = 0.0
     rewards: RunningMean | None = None  # BCO's, with this batch
@@ -118,7 +118,7 @@ def levels(
     memory: Mapping[str, float],
     training: bool = False,
 ) -> Levels:
-    """What a batch's rewards are compared with: KTO's KL estimate, BCO's running mean, which `training` moves on."""
+    """The baseline of a batch's rewards: KTO's KL estimate, or BCO's running mean, which `training` updates."""
 
     def policy_logprobs(examples: list[Example]) -> torch.Tensor:
         return logprobs(lambda pack, _: pack.sum_by_sequence(scorer(pack).logprob_N), job, examples)
@@ -140,7 +140,7 @@ def levels(
 
 @torch.no_grad()
 def logprobs(score: Callable[[Pack, list[Example]], torch.Tensor], job: Job, examples: list[Example]) -> torch.Tensor:
-    """The log-probability of every sequence of the examples, in their order, whatever the packs: (sequences)."""
+    """The log-probability of every sequence of the examples, in their order: (sequences)."""
     packs = job.pack(examples)
     scored = torch.cat([score(pack.to(job.device), examples) for pack in packs])
     group = torch.cat([pack.group_S for pack in packs])
@@ -148,9 +148,9 @@ def logprobs(score: Callable[[Pack, list[Example]], torch.Tensor], job: Job, exa
 
 
 def with_other_completions(examples: Sequence[Example], max_length: int) -> list[Example]:
-    """Each prompt with two completions: its own, and that of the example before it (the first has the last's).
+    """Each prompt with two completions: its own, and that of the previous example (for the first: of the last).
 
-    The other's is cut where prompt and completion exceed `max_length`, as in TRL 1.16.
+    The other completion is truncated if it exceeds `max_length` together with the prompt, as in TRL 1.16.
     """
     pairs = []
     for example, before in zip(examples, [examples[-1], *examples[:-1]], strict=True):
@@ -167,7 +167,7 @@ def keep_other(pair: Example) -> Example:
 
 
 def in_training_order(job: Job, data: Prepared) -> list[Portion]:
-    """Every batch of the run and of its evaluations: which completions meet which prompts follows from the order."""
+    """Every batch of the run and of its evaluations; their order determines which completions follow which prompts."""
     config, rows = job.config, len(data.train)
     size, total = config.training.batch_size, total_steps(config, rows)
 
@@ -191,7 +191,7 @@ def in_training_order(job: Job, data: Prepared) -> list[Portion]:
 
 
 def advise_on_weights(method: KTOMethod, labels: np.ndarray) -> None:
-    """Log the paper's rule where the weights break it: desirable examples should weigh 1 to 1.33 times the others.
+    """Warn if the weights break the paper's rule: desirable examples should weigh 1 to 1.33 times the undesirable ones.
 
     n_D w_D / (n_U w_U) in [1, 4/3]: arXiv 2402.01306, equation 8.
     """
@@ -202,7 +202,7 @@ def advise_on_weights(method: KTOMethod, labels: np.ndarray) -> None:
         return
     low, high = (factor * undesirable * method.undesirable_weight / desirable for factor in (1, 4 / 3))
     log.warning(
-        "the classes are of unequal size and the weights do not make up for it: KTO's authors advise "
+        "the classes have unequal sizes, which the weights do not balance: KTO's authors advise "
         "method.desirable_weight from %.2f to %.2f with method.undesirable_weight %g",
         low, high, method.undesirable_weight,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the recipes that learn from completions share: sample, score, update, then log, store and load the new weights.
+"""Shared by the recipes that sample: sample, score, update, then log, store and load the new weights.
 
 with online(job, loop, policy, data) as run:
     for number, prompts in run.steps():
@@ -39,20 +39,22 @@ def in_packs(job: Job, rollout: Rollout, chosen: Sequence[int] | Tensor) -> list
 
 
 class Step:
-    """A rollout with all that its updates need, in the rollout's order on the device (R)."""
+    """A rollout with the numbers that its updates need, in the rollout's order on the device (R)."""
 
     def __init__(self, job: Job, rollout: Rollout, mask_truncated: bool):
         self.rollout = rollout
         self.counted_S, self.in_loss_S = trained_on(rollout, mask_truncated, job.config.method.needs_rewards)
         self.parts = in_packs(job, rollout, self.in_loss_S)
         self.sampler_R = rollout.sampler_R.to(job.device)
-        self.old_R: Tensor | None = None  # none where the one update is of the policy that drew
-        self.trainer_R = torch.zeros(rollout.num_tokens, device=job.device)  # of that policy, as the trainer scores it
+        self.old_R: Tensor | None = None  # None: the only update is of the sampling policy
+        self.trainer_R = torch.zeros(
+            rollout.num_tokens, device=job.device
+        )  # of the sampling policy, scored by the trainer
         self.new_R = torch.zeros(rollout.num_tokens, device=job.device)  # of the policy at the step's last update
         self.clipped_R = torch.zeros(rollout.num_tokens, dtype=torch.bool, device=job.device)  # there
         self.reference_R: Tensor | None = None  # of a reference or teacher, where there is one
         self.advantage_R = torch.zeros(rollout.num_tokens, device=job.device)
-        self.signs: dict[str, float] | None = None  # how far engine and trainer are apart, once that is known
+        self.mismatch: dict[str, float] | None = None  # between engine and trainer, once it is known
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +62,7 @@ class Step:
         return int(self.rollout.length_S[self.in_loss_S].sum())
 
     def keep(self, at_N: Tensor, logprob_N: Tensor, reference_N: Tensor, advantage_N: Tensor) -> None:
-        """Take down what a step's only update says of these tokens, for the store."""
+        """Record the numbers of these tokens in the step's only update, for the store."""
         if self.reference_R is None:
             self.reference_R = torch.zeros_like(self.new_R)
         self.trainer_R[at_N] = self.new_R[at_N] = logprob_N
@@ -71,7 +73,7 @@ class Step:
         return sum_segments(value_R, self.rollout.length_S.to(value_R.device))
 
     def per_token(self) -> dict[str, Tensor | None]:
-        """What the store keeps of each token (R), by its names there."""
+        """The stored numbers of each token (R), by column name."""
         return {
             "sampler_logprobs": self.sampler_R,
             "old_logprobs": self.trainer_R,
@@ -82,7 +84,7 @@ class Step:
         }
 
     def stored(self) -> tuple[list[StoredPrompt], list[StoredRollout]]:
-        """The step as the store keeps it."""
+        """The step as a stored step."""
         rollout, tokens = self.rollout, self.rollout.length_S.tolist()
         kept = set(self.in_loss_S.tolist())
         flat = self.per_token()
@@ -114,7 +116,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepPack:
-    """A pack of the completions of a step, of several that are trained on at once."""
+    """A pack of completions from a minibatch."""
 
     step: Step
     part: RolloutPack
@@ -128,9 +130,9 @@ class StepPack:
 def scored(
     job: Job, rollout: Rollout, parts: Sequence[RolloutPack], of: Callable[[Pack], Tensor], columns: int = 1
 ) -> Tensor:
-    """What `of` gives to each scored token of the packs, in the rollout's order: (R, columns).
+    """The value of `of` for each scored token of the packs, in the rollout's order: (R, columns).
 
-    `of` gives (N), or (N, columns). Tokens in none of the packs have 0.
+    `of` returns (N) or (N, columns). Tokens in none of the packs have 0.
     """
     found = torch.zeros(rollout.num_tokens, columns, device=job.device)
     for part in parts:
@@ -141,7 +143,7 @@ def scored(
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """The completions of one update, and how many completions of its groups count, those outside the loss included."""
+    """The completions of one update, and the number of its groups' completions, with those outside the loss."""
 
     parts: Sequence[RolloutPack]
     chosen: Tensor  # places in the rollout
@@ -160,10 +162,10 @@ def minibatches(job: Job, step: Step, number: int, epochs: int, count: int) -> I
 
 
 def divided(step: Step, count: int, key: Sequence[int]) -> list[tuple[Tensor, int]]:
-    """The completions in the loss in `count` parts of whole groups, in an order drawn from `key`.
+    """The completions in the loss in `count` parts of complete groups, in a random order seeded by `key`.
 
-    With each part, how many completions of its groups count, those left out of the loss among them. A part with nothing
-    in the loss is left out.
+    Each part comes with the number of its groups' completions, with those outside the loss. A part with nothing in the
+    loss is dropped.
     """
     group_S, prompts = step.rollout.group_S, len(step.rollout.prompts)
     order = np.arange(prompts) if count == 1 else np.random.default_rng(list(key)).permutation(prompts)
@@ -176,7 +178,7 @@ def divided(step: Step, count: int, key: Sequence[int]) -> list[tuple[Tensor, in
 
 
 def trained_on(rollout: Rollout, mask_truncated: bool, needs_rewards: bool = True) -> tuple[Tensor, Tensor]:
-    """Which completions count (with a reward, where the method needs one), and which of them are in the loss: int64."""
+    """The completions that count (with a reward, if the method needs one), and those of them in the loss: int64."""
     counted = rollout.has_reward_S if needs_rewards else torch.ones_like(rollout.has_reward_S)
     in_loss = counted & ~rollout.truncated_S if mask_truncated else counted
     return counted.nonzero().squeeze(1), in_loss.nonzero().squeeze(1)
@@ -185,24 +187,25 @@ def trained_on(rollout: Rollout, mask_truncated: bool, needs_rewards: bool = Tru
 def sampled_prompts(
     seed: int, step: int, prompts: Sequence[Example], fraction: float
 ) -> tuple[list[Example], list[Example]]:
-    """The prompts of a step that the policy completes, each chosen with this probability, and the others."""
+    """The prompts of a step that the policy completes, each chosen with this probability, and the rest."""
     chosen = np.random.default_rng([seed, step, zlib.crc32(b"on-policy")]).random(len(prompts)) < fraction
     asked = [prompt for prompt, is_chosen in zip(prompts, chosen, strict=True) if is_chosen]
     return asked, [prompt for prompt, is_chosen in zip(prompts, chosen, strict=True) if not is_chosen]
 
 
 def given_completions(prompts: Sequence[Example]) -> Rollout:
-    """The data's own completions of prompts that were read with them, as a rollout without rewards."""
+    """The data's completions of prompts, as a rollout without rewards."""
     leaves = [np.asarray(leaf.tokens).tolist() for prompt in prompts for leaf in prompt.trees[0].children]
     completions = tuple(Completion(tokens, [0.0] * len(tokens), "stop", version=0) for tokens in leaves)
     without = Rewarded((None,) * len(leaves), ())
     return Rollout(prompts, completions, ("",) * len(leaves), without, torch.arange(len(leaves)))
 
 
-def sampler_signs(trainer_N: Tensor, sampler_N: Tensor) -> dict[str, float]:
-    """How far the trainer's probabilities of the drawn tokens are from the engine's; names are TRL's where it has any.
+def sampler_mismatch(trainer_N: Tensor, sampler_N: Tensor) -> dict[str, float]:
+    """Metrics of the mismatch between the trainer's and the engine's probabilities of the sampled tokens, by TRL's
+    names.
 
-    The effective sample size of weights w = trainer / engine, (Σw)² / (n Σw²), is 1 where both agree.
+    The effective sample size of the weights w = trainer / engine, (Σw)² / (n Σw²), is 1 if both agree.
     """
     difference_N = (trainer_N - sampler_N).abs()
     weight_N = (trainer_N - sampler_N).double().exp()
@@ -215,15 +218,15 @@ def sampler_signs(trainer_N: Tensor, sampler_N: Tensor) -> dict[str, float]:
 
 
 def look_at_sampler(job: Job, sample: Sampler, step: Step) -> None:
-    """Take down the signs of a step whose tokens the trainer has scored; before its first update, so that nothing is
-    learned from an engine with other weights. Raises VitalSignError where they are not what rounding explains."""
+    """Record the mismatch of a step whose tokens the trainer has scored; before its first update, so that nothing is
+    learned from an engine with other weights. Raises VitalSignError if it is more than rounding explains."""
     rollout = step.rollout
     inside_R = torch.isin(rollout.sequence_R, step.in_loss_S)
-    if step.signs is not None or not inside_R.any():
+    if step.mismatch is not None or not inside_R.any():
         return
     trainer_N, sampler_N = step.trainer_R.cpu()[inside_R], rollout.sampler_R[inside_R]
-    step.signs = sampler_signs(trainer_N, sampler_N)
-    if not sample.filtered:  # a filter makes the drawn tokens likelier than they are in the policy
+    step.mismatch = sampler_mismatch(trainer_N, sampler_N)
+    if not sample.filtered:  # a filter raises the probabilities of the sampled tokens above the policy's
         check_sampler(trainer_N - sampler_N, job.dtype, job.config.rollout.engine)
 
 
@@ -236,7 +239,8 @@ class Online:
         self._alarms = Alarms(loop.state.memory)
 
     def steps(self) -> Iterator[tuple[int, list[Example]]]:
-        """Each step's number and prompts. After the body of a step the engine has its weights; evaluated where due."""
+        """Each step's number and prompts. After the body of a step, loads its weights into the engine, and
+        evaluates."""
         self._load()
         for number, prompts in self._loop.steps():
             yield number, prompts
@@ -254,11 +258,11 @@ class Online:
         updates: Iterable[tuple[Sequence[Batch], Objective[Batch]]],
         found: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """The updates of a step; then its metrics, with those that the method `found`, its alarms and its rollouts."""
+        """The updates of a step; then its metrics, with those in the method's `found`, its alarms and its rollouts."""
         loop, store = self._loop, self._store
 
         def measure(metrics: Mapping[str, float]) -> dict[str, float]:
-            more = {**step.rollout.metrics(), **(step.signs or {}), **found()}
+            more = {**step.rollout.metrics(), **(step.mismatch or {}), **found()}
             self._alarms.look(number, {**metrics, **more})
             if store is not None:
                 store.add(number, number / loop.steps_per_epoch, *step.stored())
@@ -269,7 +273,7 @@ class Online:
 
 @contextmanager
 def online(job: Job, loop: Loop, policy: nn.Module, data: Prepared) -> Iterator[Online]:
-    """The engine, the rewards and the store of the rollouts, as the settings ask for them."""
+    """The engine, the rewards and the rollout store of the settings."""
     with sampler_of(job, policy, data, job.keeps_engine) as sample, rollout_store(job, loop.saver) as store:
         yield Online(loop, policy, sample, store)
 
@@ -284,4 +288,4 @@ def evaluate(loop: Loop, sample: Sampler, store: RolloutStore | None) -> None:
         return measure_completions(loop.job.config, sampler, store, name, dataset, loop.state.step, sampling)
 
     loop.evaluate_by(measure)
-    sample.engine.release()  # an evaluation may have sampled more at a time than a step, which the estimate counts
+    sample.engine.release()  # an evaluation may use more memory than a step, which the estimate counts

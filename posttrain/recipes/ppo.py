@@ -1,13 +1,13 @@
-"""PPO: completions of the policy are rewarded, a value head says what was to be expected, and the policy follows.
+"""PPO: completions of the policy are rewarded, and compared token by token with the value head's expectation.
 
     r_t = -kl_coef KL_t, and the completion's reward at its last token        (arXiv 1909.08593, section 2)
     A_t = sum_k (gamma lam)^k delta_{t+k}     delta_t = r_t + gamma V_{t+1} - V_t      (GAE, arXiv 1506.02438, eq. 16)
     loss = - min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + vf_coef max((V - R)^2, (V_clip - R)^2) / 2
 
-(PPO, arXiv 1707.06347, eq. 7 and 9.) The value head reads the policy's own last hidden states and begins at 0. What it
-outputs is in units of the running mean and spread of the returns, and so is its loss, which meets advantages of spread
-1 in one backbone. A step is one rollout of batch_size prompts, then num_ppo_epochs x num_minibatches updates; means are
-over tokens. Dropout is off.
+(PPO, arXiv 1707.06347, eq. 7 and 9.) The value head reads the policy's last hidden states and starts at 0. It predicts
+returns normalised by their running mean and standard deviation, so that its loss has the scale of the advantages, with
+which it shares the backbone. A step is one rollout of batch_size prompts, then num_ppo_epochs x num_minibatches
+updates; means are over tokens. Dropout is off.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 from posttrain.training.reference import token_reference
 
-EPS = 1e-8  # beside the spread that advantages are divided by
+EPS = 1e-8  # added to the standard deviation that divides advantages
 
 
 def train(job: Job, data: Prepared) -> Loop:
@@ -90,7 +90,7 @@ def train(job: Job, data: Prepared) -> Loop:
 
 
 class ActorCriticLoss:
-    """PPO's loss of a minibatch: given a pack of it, its share of the loss, and its metrics."""
+    """PPO's loss of a minibatch: maps a pack to its share of the loss and its metrics."""
 
     def __init__(self, job: Job, method: PPOMethod, actor_critic: ValueScorer, step: PPOStep, minibatch: Minibatch):
         self.job, self.method, self.actor_critic, self.step = job, method, actor_critic, step
@@ -129,7 +129,7 @@ class ActorCriticLoss:
 
 
 def finish_step(method: PPOMethod, step: PPOStep, memory: dict[str, float], kl_coef: float) -> dict[str, float]:
-    """The step's own metrics; the scale of its returns and the next KL coefficient go to the `memory`."""
+    """The step's own metrics; saves the scale of its returns and the next KL coefficient in `memory`."""
     found = values_seen(step)
     memory.update({f"returns/{name}": float(value) for name, value in asdict(step.scale).items()})
     if step.kl_S is not None:
@@ -142,11 +142,11 @@ def finish_step(method: PPOMethod, step: PPOStep, memory: dict[str, float], kl_c
 
 
 class PPOStep(Step):
-    """A step with what GAE makes of it."""
+    """A step with its values and the results of GAE."""
 
-    output_R: Tensor  # of the value head before each token, when the step began
+    output_R: Tensor  # of the value head before each token, at the start of the step
     scale: ReturnScale  # of these outputs
-    value_R: Tensor  # what they say, as a return
+    value_R: Tensor  # the outputs as returns
     return_R: Tensor
     kl_S: Tensor | None = None  # nats, of each completion in the loss, if there are any
 
@@ -155,17 +155,17 @@ class PPOStep(Step):
 
 
 def scale_in(memory: Mapping[str, float]) -> ReturnScale:
-    """The scale of the returns up to the step before."""
+    """The scale of the returns up to the previous step."""
     if "returns/steps" not in memory:
         return ReturnScale()
     return ReturnScale(memory["returns/mean"], memory["returns/std"], int(memory["returns/steps"]))
 
 
 def estimate_advantages(method: PPOMethod, step: PPOStep, kl_coef: float, scale: ReturnScale) -> None:
-    """Give the step its advantages, normalised over the step's tokens, its values and returns; 0 for what is left out.
+    """Set the step's advantages, normalised over its tokens, its values and returns; 0 outside the loss.
 
-    `scale` is that of the steps before; this step's own rewards are taken in first, so that values are on the rewards'
-    scale from the first step on.
+    `scale` is that of the previous steps; this step's rewards are added to it first, so that values have the scale of
+    the rewards from the first step on.
     """
     rollout = step.rollout
     reward_R = torch.zeros_like(step.output_R)
@@ -191,7 +191,7 @@ def estimate_advantages(method: PPOMethod, step: PPOStep, kl_coef: float, scale:
 
 
 def values_seen(step: PPOStep) -> dict[str, float]:
-    """How well the values foretell the returns: 1 where they do, 0 where they know no more than the mean."""
+    """Explained variance of the returns by the values: 1 is perfect, 0 no better than the mean."""
     inside_R = torch.isin(step.rollout.sequence_R, step.in_loss_S).to(step.value_R.device)
     return_N, value_N = step.return_R[inside_R], step.value_R[inside_R]
     if len(return_N) < 2 or return_N.var() == 0:
@@ -201,10 +201,11 @@ def values_seen(step: PPOStep) -> dict[str, float]:
 
 
 def regraded(method: PPOMethod, rollouts: Sequence[Mapping[str, Any]], rewards: Sequence[float]) -> list[float | None]:
-    """The mean advantage of each of a step's stored completions, had it been given this reward; None outside the loss.
+    """The mean advantage of each of a step's stored completions under these rewards; None outside the loss.
 
-    GAE is linear in the reward, so what it was (return less value) changes at a token by the difference of the rewards
-    times (gamma lam)^(tokens that follow); values stay those of the run. Raises RunError for a file without them.
+    GAE is linear in the reward, so the advantage (return less value) of a token changes by the difference of the
+    rewards times (gamma lam)^(number of later tokens); values stay those of the run. Raises RunError for a file without
+    them.
     """
     tokens = []
     for one, reward in zip(rollouts, rewards, strict=True):

@@ -1,4 +1,4 @@
-"""Direct preference optimisation and its kin: pairs of completions, and how much the policy prefers the chosen one.
+"""Direct preference optimisation and its variants: the policy learns to prefer the chosen completion of each pair.
 
     DPO (arXiv 2305.18290, equation 7):
     loss = - log sigma(beta [log pi(chosen)/ref(chosen) - log pi(rejected)/ref(rejected)])
@@ -96,10 +96,10 @@ def couple(
     examples: list[Example],
     device: torch.device,
 ) -> Callable[[Pairs], torch.Tensor]:
-    """A loss for losses that look at all pairs of the step at once, when they come in several packs.
+    """Exact gradients of losses that couple all pairs of the step, when they are in several packs.
 
     Scores every pack once without gradients, takes the loss and its derivative by each log-probability over the whole
-    step, and gives a function whose value is the pack's share of the loss and whose gradient is the step's exact one.
+    step, and returns a function whose value is the pack's share of the loss and whose gradient is the step's exact one.
     """
     parts: list[Pairs] = []
     for pack in packs:

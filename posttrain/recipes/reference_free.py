@@ -3,8 +3,8 @@
     loss = mean over pairs of a comparison of chosen and rejected + w · negative log-likelihood of the chosen, per token
 
 The comparison is ORPO's odds ratio (arXiv 2403.07691), CPO's contrast (arXiv 2401.08417) or SimPO's margin of means per
-token (arXiv 2405.14734); see posttrain/losses/reference_free.py. The likelihood holds the policy to the data, as a
-reference would: w is 1 in ORPO, `cpo_alpha` in the others. Dropout is off.
+token (arXiv 2405.14734); see posttrain/losses/reference_free.py. The likelihood term keeps the policy near the data, as
+a reference would: w is 1 in ORPO, `cpo_alpha` in CPO and SimPO. Dropout is off.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def train(job: Job, data: Prepared) -> Loop:
 
 
 def comparison(method: ORPOMethod | CPOMethod | SimPOMethod) -> Callable[[Pairs], tuple[torch.Tensor, Metrics]]:
-    """The method's comparison of chosen and rejected: a loss a pair (P), and metrics as sums over the pairs."""
+    """The method's comparison of chosen and rejected: a loss per pair (P), and metrics as sums over the pairs."""
     if isinstance(method, ORPOMethod):
         return lambda pairs: (odds_ratio(pairs, beta=method.beta), odds_ratio_metrics(pairs, method.beta))
     loss_type = method.loss_type if isinstance(method, CPOMethod) else "simpo"
@@ -102,7 +102,7 @@ def scores_prompts(method: AnyMethod) -> bool:
 
 
 def pack_with_chosen_prompts(pack_of: Callable[[list[Example]], list[Pack]], examples: list[Example]) -> list[Pack]:
-    """Packs in which a pair's prompt is a target too, once, as the beginning of its chosen sequence."""
+    """Packs in which a pair's prompt is a target too, once, as the start of its chosen sequence."""
     marked = [
         replace(example, trees=(replace(example.trees[0], trained=True), *example.trees[1:])) for example in examples
     ]

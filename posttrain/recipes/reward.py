@@ -2,9 +2,9 @@
 
     loss = - log sigma(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2
 
-Bradley and Terry's model of a preference, as in InstructGPT (arXiv 2203.02155, equation 1); the margin is the data's
-own where it has one (Llama 2, arXiv 2307.09288), the centering coefficient c is `center_rewards_coefficient`. In a tie
-each of the two is the better one by half (WebGPT, arXiv 2112.09332). Rewards are computed with dropout off.
+The Bradley-Terry model of preferences, as in InstructGPT (arXiv 2203.02155, equation 1); the margin is the data's, if
+any (Llama 2, arXiv 2307.09288), the centering coefficient c is `center_rewards_coefficient`. A tie counts half in each
+direction (WebGPT, arXiv 2112.09332). Rewards are computed with dropout off.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def train(job: Job, data: Prepared) -> Loop:
 
 
 def ties(pack: Pack, examples: list[Example]) -> torch.Tensor | None:
-    """Which pairs (P) of a pack are ties; None where none is."""
+    """Which pairs (P) of a pack are ties; None without ties."""
     values = [examples[group].tie for group in pack.pair_groups]
     return sent(torch.tensor(values), pack.tokens_T.device) if any(values) else None
 
 
 def margins(pack: Pack, examples: list[Example]) -> torch.Tensor | None:
-    """The margins (P) of a pack's pairs, 0 for a row without one; None where no row has any."""
+    """The margins (P) of a pack's pairs, 0 for a row without one; None if no row has one."""
     values = [examples[group].margin for group in pack.pair_groups]
     if all(value is None for value in values):
         return None

@@ -2,8 +2,8 @@
 
     loss = - (1 / N) sum_n log p(target_n | what comes before it)
 
-N counts the targets of the whole step, so packing and accumulation change nothing. Which tokens are targets is decided
-where the data is tokenised (completion, assistant turns or all).
+N counts the targets of the whole step, so packing and accumulation change nothing. Tokenisation decides which tokens
+are targets (the completion, assistant turns or all).
 """
 
 from __future__ import annotations

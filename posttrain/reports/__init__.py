@@ -1,1 +1,1 @@
-"""What is drawn or written for people: progress, curves, the report page, comparisons, listings."""
+"""Output for users: progress, curves, the report page, comparisons, listings."""

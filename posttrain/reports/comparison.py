@@ -1,7 +1,7 @@
-"""Several methods on the same prompts: what each made of the same start, with intervals, as a table and a picture.
+"""Comparison of several methods on the same prompts from the same start, with intervals, as a table and a picture.
 
-Everything is read from the run folders. At every evaluation a run draws the completions of the validation prompts with
-the same random numbers, so that two runs, or the start and the end of one, are compared prompt by prompt.
+Everything is read from the run folders. Every evaluation of a run samples the completions of the validation prompts
+with the same random numbers, so that two runs, or the start and the end of one, are compared prompt by prompt.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from posttrain.store.files import load_json, save_json
 from posttrain.store.metrics import read_metrics
 from posttrain.store.stored_rollouts import StoredRun
 
-Z95 = 1.959964  # standard deviations to each side that hold 95 % of a normal distribution
+Z95 = 1.959964  # 97.5th percentile of the standard normal distribution
 Rewards = dict[tuple[str, int], float]  # (data set, row) -> reward
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean and half the width of its 95 % interval (normal; of a single value: none)."""
+    """A mean and half the width of its 95 % interval (normal; undefined for a single value)."""
 
     value: float
     half: float
@@ -47,7 +47,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A method: what it was given, and the rewards of its completions at the end. `change` is prompt by prompt."""
+    """A method: its budget, and the rewards of its completions at the end. `change` is prompt by prompt."""
 
     name: str
     steps: int
@@ -55,14 +55,14 @@ class Entry:
     seconds: float
     reward: Mean
     change: Mean | None  # from the start
-    better: int = 0  # prompts with more reward than at the start
+    better: int = 0  # prompts with a higher reward than at the start
     worse: int = 0
     answer_accuracy: float | None = None
     curve: tuple[tuple[int, float], ...] = ()  # (step, eval_reward)
 
 
 def read_entry(name: str, folder: Path) -> Entry:
-    """A finished run's entry. Raises RunError where it has no evaluation with rewards."""
+    """A finished run's entry. Raises RunError if it has no evaluation with rewards."""
     results, lines = load_json(folder / "results.json"), read_metrics(folder)
     with StoredRun(folder) as stored:
         found: dict[int, dict[tuple[str, int], list[float]]] = {}
@@ -92,14 +92,14 @@ def read_entry(name: str, folder: Path) -> Entry:
 
 
 def start_of(folder: Path) -> Mean | None:
-    """The rewards before training, where the run was evaluated then: the same for every run of a comparison."""
+    """The rewards before training, if evaluated: the same for every run of a comparison."""
     with StoredRun(folder) as stored:
         values = [one["reward"] for one in stored.evaluations() if one["step"] == 0 and one["reward"] is not None]
     return Mean.of(values) if values else None
 
 
 def table(entries: Sequence[Entry], start: Mean | None) -> Table:
-    """Best reward first; the start above."""
+    """The table: the start, then the methods by reward, best first."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for name in ("method", "tokens", "time", "reward (95 %)", "change (95 %)", "+/-"):
         shown.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""`curves.png`: what was measured during a run, drawn from its metrics."""
+"""`curves.png`: plots of a run's metrics."""
 
 import io
 import math
@@ -13,12 +13,12 @@ if TYPE_CHECKING:  # listing runs must not import matplotlib
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SMOOTH_FROM = 60  # points; with fewer the raw line is clear enough
+SMOOTH_FROM = 60  # points; with fewer the raw line is clear
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture of the grid: the metrics it draws, and how its axis is to be read."""
+    """One panel of the grid: its metrics, and the scale of its axis."""
 
     title: str
     metrics: tuple[str, ...]
@@ -33,8 +33,12 @@ PANELS = (
     Panel("Accuracy: chosen above rejected", ("rewards/accuracies", "accuracy"), share=True),
     Panel("Margin: chosen − rejected", ("rewards/margins", "margin")),
     Panel("Rewards", ("rewards/chosen", "rewards/rejected", "min_reward", "mean_reward", "max_reward")),
-    Panel("KL, or the level rewards are held against", ("kl", "delta")),
-    Panel("Groups without spread, completions cut", ("frac_reward_zero_std", "completions/clipped_ratio"), share=True),
+    Panel("KL, or the baseline of rewards", ("kl", "delta")),
+    Panel(
+        "Groups without spread, truncated completions",
+        ("frac_reward_zero_std", "completions/clipped_ratio"),
+        share=True,
+    ),
     Panel("Completion length", ("completions/mean_length",)),
     Panel("Share of tokens clipped", ("clip_ratio", "clip_ratio/low_mean", "clip_ratio/high_mean")),
     Panel("Explained variance of the returns", ("explained_variance",)),
@@ -44,18 +48,18 @@ PANELS = (
     Panel("Gradient norm", ("grad_norm",)),
     Panel("Learning rate", ("learning_rate",), small=True),
 )
-ORDER = {"train": 0, "validation": 1}  # then the other datasets as they come
+ORDER = {"train": 0, "validation": 1}  # then other datasets in their order
 KNOWN = sorted((name for panel in PANELS for name in panel.metrics), key=len, reverse=True)
-# Colours told apart by colour-blind readers too (Okabe and Ito).
+# Colours that colour-blind readers can distinguish (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK, GROUND = "#30353d", "#ffffff"
-# Inches: a panel, and in it the room for labels, the same for all: to look for each one's takes time.
+# Inches: a panel and its margins, fixed since an automatic layout takes time.
 WIDE, HIGH = 4.2, 2.75
 LEFT, RIGHT, ABOVE, BELOW = 0.7, 0.15, 0.35, 0.5
 
 
 def write_curves(metrics: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw the metrics of a run (lines of `metrics.jsonl`) and write them to `path` as a PNG, atomically."""
+    """Plot the metrics of a run (lines of `metrics.jsonl`) and write them to `path` as a PNG, atomically."""
     write_file(path, curves_png(metrics, title))
 
 
@@ -110,9 +114,9 @@ def _series(metrics: Sequence[dict[str, Any]]) -> Series:
 
 
 def _split(key: str, logged: set[str]) -> tuple[str, str] | None:
-    """A logged name as (metric, whose): ("loss", "train"), ("loss", "validation"), ("loss", "helpful").
+    """A logged name as (metric, data set): ("loss", "train"), ("loss", "validation"), ("loss", "helpful").
 
-    `logged` are the names of all metrics in training: the longest that fits is meant, `nll_loss` before `loss`.
+    `logged` are the names of all training metrics: the longest match counts, `nll_loss` before `loss`.
     """
     if key in KNOWN:
         return key, "train"

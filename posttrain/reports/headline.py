@@ -1,4 +1,4 @@
-"""The numbers by which a run is judged, by its method: what lists, reports and tables show first. Imports no torch."""
+"""The main metrics of each method, which lists, reports and tables show first. Imports no torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ LABELS = {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}
 
 
 def headlines(method: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The method's own metrics and then the loss, each of the validation where that has it, by the names to show."""
+    """The method's main metrics and the loss, from the validation if available, by display name."""
     found: dict[str, float] = {}
     for name in (*OF_METHOD.get(method, ()), "loss"):
         label = LABELS.get(name, name)

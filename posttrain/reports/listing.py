@@ -1,4 +1,4 @@
-"""What lists of runs show, read from their folders without torch and without reading more than is shown."""
+"""The data of run lists, read from the folders without torch and without reading more than is shown."""
 
 import json
 import os
@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from posttrain.atomic import LEFTOVER
 from posttrain.errors import RunError
 from posttrain.reports.headline import headlines
-from posttrain.store.atomic import LEFTOVER
 from posttrain.store.checkpoint import MODELS, list_checkpoints, newest_complete
 from posttrain.store.metrics import latest_metrics
 from posttrain.store.runs import RunInfo, find_runs, read_run
@@ -19,7 +19,7 @@ from posttrain.words import counted, model_name
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run folder at a glance. `info` is None, and `problem` says why, when its run.json cannot be read."""
+    """A run folder's summary. If its run.json cannot be read, `info` is None and `problem` has the reason."""
 
     folder: Path
     info: RunInfo | None
@@ -41,13 +41,13 @@ class Summary:
 
     @property
     def headline(self) -> str:
-        """The number by which a run of its method is judged, with its name; empty before there is one."""
+        """The main metric of the run's method with its name; empty before there is one."""
         found = headlines(self.method, self.metrics)
         return next((f"{name} {value:.3g}" for name, value in found.items()), "")
 
 
 def summarise(folder: Path) -> Summary:
-    """What there is to tell of a run folder, a damaged one included; RunError when it is none."""
+    """The summary of a run folder, also of a damaged one; RunError if it is not a run folder."""
     info = problem = None
     metrics: dict[str, Any] = {}
     try:
@@ -75,15 +75,15 @@ def summarise(folder: Path) -> Summary:
 
 
 def runs_below(output_dir: Path) -> list[Path]:
-    """The run folders there, without what a crash left half deleted, oldest first."""
+    """The run folders there, without leftovers of an interrupted deletion, oldest first."""
     found = [path for path in find_runs(output_dir) if not LEFTOVER.fullmatch(path.name)]
     return sorted(found, key=lambda path: (path / "run.json").stat().st_mtime)
 
 
 def newest_model(folder: Path) -> Path:
-    """The folder itself if it holds a model; of a run, its final model or else its newest checkpoint.
+    """The folder itself if it has a model; for a run, its final model or else its newest checkpoint.
 
-    Raises RunError where there is neither.
+    Raises RunError if there is neither.
     """
     if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         return folder
@@ -106,7 +106,7 @@ def size_of(folder: Path) -> int:
 
 
 def in_units(size: int) -> str:
-    """Bytes as people read them: 512 B, 14 kB, 1.2 GB."""
+    """Bytes in readable units: 512 B, 14 kB, 1.2 GB."""
     value, unit = float(size), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if value < 999.5 or unit == "TB":
@@ -116,8 +116,8 @@ def in_units(size: int) -> str:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """config.yaml as plain data; nothing where it is missing or damaged."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C: a list of many runs stays quick
+    """config.yaml as plain data; empty if it is missing or damaged."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, which keeps long lists fast
     try:
         with open(folder / "config.yaml", encoding="utf-8") as file:
             settings = yaml.load(file, Loader=loader)

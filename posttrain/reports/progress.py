@@ -1,4 +1,4 @@
-"""Where a training run is, for people: a live bar on a terminal, single lines elsewhere and in the log."""
+"""Progress of a training run: a live bar on a terminal, single lines elsewhere and in the log."""
 
 import logging
 import time
@@ -15,15 +15,15 @@ from posttrain.console import PlainConsole
 from posttrain.progress import bar
 from posttrain.store.logs import QUIET_LOGGER
 
-SPEED_WINDOW_S = 60.0  # the stretch of time that speed and ETA look back on
+SPEED_WINDOW_S = 60.0  # time window of speed and ETA
 log = logging.getLogger(QUIET_LOGGER)
 
 
 class TrainingProgress:
-    """Where a training run is: step, loss, `shown` metrics, tokens/s and the time it will still take.
+    """Progress of a training run: step, loss, `shown` metrics, tokens/s and ETA.
 
-    On a terminal a bar that moves with every step; elsewhere a line every `logging_steps`. These lines and those of
-    validation go to `training.log` in both cases. Use it as a context manager around the loop.
+    On a terminal a bar, updated at every step; elsewhere a line every `logging_steps`. These lines and those of
+    validation also go to `training.log`. A context manager around the loop.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TrainingProgress:
             self._bar.stop()
 
     def step(self, step: int, tokens: int, metrics: Mapping[str, Any]) -> None:
-        """Report that `step` steps are done, the last one with `tokens` tokens, and what was measured of it."""
+        """Report that `step` steps are done, with the tokens and metrics of the last one."""
         self._step, self._tokens = step, self._tokens + tokens
         self._values = {name: metrics[name] for name in self._shown if name in metrics}
         self._marks.append((self._clock(), step, self._tokens))
@@ -76,7 +76,7 @@ class TrainingProgress:
                 self._console.print(line, soft_wrap=True)
 
     def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the numbers of a validation at `step`: as one line in the log, on the console as its width allows."""
+        """Show the metrics of a validation at `step`: one line in the log, wrapped on the console."""
         parts = [f"validation at step {step}", *(f"{name} {_show(value)}" for name, value in metrics.items())]
         log.info("  ".join(parts))
         self._console.print(_wrapped(parts, self._console.width), soft_wrap=True)
@@ -89,7 +89,7 @@ class TrainingProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """At the last minute's speed; None before the first step."""
+        """Remaining seconds at the last minute's speed; None before the first step."""
         (begin, first, _), (now, last, _) = self._marks[0], self._marks[-1]
         return (now - begin) / (last - first) * (self._total - last) if last > first else None
 
@@ -102,7 +102,7 @@ class TrainingProgress:
 
 
 def _wrapped(parts: Sequence[str], width: int) -> str:
-    """The parts side by side in lines of at most `width`, those after the first indented; no part is broken."""
+    """The parts in lines of at most `width`, later lines indented; parts are not split."""
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + 2 + len(part) <= width:
@@ -113,7 +113,7 @@ def _wrapped(parts: Sequence[str], width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people read them: 42s, 3m 20s, 2h 05m, 3d 04h."""
+    """Seconds in readable units: 42s, 3m 20s, 2h 05m, 3d 04h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

@@ -1,4 +1,4 @@
-"""`report.html`: a run on one page that needs nothing else: no script, no request, every text escaped."""
+"""`report.html`: a self-contained page about a run, without scripts or requests, with all strings escaped."""
 
 import base64
 import html
@@ -21,7 +21,7 @@ from posttrain.store.logs import harmless
 from posttrain.store.metrics import NAME, read_metrics
 from posttrain.store.runs import RunInfo, read_run
 
-LONGEST = 20_000  # characters of one text shown
+LONGEST = 20_000  # maximum characters of one string
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text and numbers; texts may be long and have many lines."""
+    """Rows of strings and numbers; strings may have many lines."""
 
     title: str
     header: Sequence[str]
@@ -44,7 +44,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A paragraph, or with `code` a block that keeps its spaces."""
+    """A paragraph, or with `code` a preformatted block."""
 
     title: str
     text: str
@@ -53,7 +53,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A PNG on white; on a dark page its lightness is turned round."""
+    """A PNG on white; on a dark page its lightness is inverted."""
 
     title: str
     png: bytes
@@ -87,7 +87,7 @@ def write_report(folder: Path, title: str, sections: Sequence[Section] = ()) -> 
 
 
 def _curves(folder: Path, metrics: Sequence[dict[str, Any]]) -> Picture:
-    """The curves of a run: `curves.png` when that is up to date."""
+    """The curves of a run: `curves.png` if it is up to date."""
     drawn, measured = folder / "curves.png", folder / NAME
     fresh = drawn.is_file() and (not measured.is_file() or drawn.stat().st_mtime >= measured.stat().st_mtime)
     return Picture("Curves", drawn.read_bytes() if fresh else curves_png(metrics, ""))
@@ -98,7 +98,7 @@ def _is_empty(section: Section) -> bool:
 
 
 def _cards(info: RunInfo, metrics: list[dict[str, Any]], results: dict[str, Any], method: str) -> str:
-    """The few numbers a reader looks for first."""
+    """The most important numbers."""
     cards = {"state": info.state, "steps": str(max((line["step"] for line in metrics), default=0))}
     cards["time"] = duration(results.get("train_runtime") or _seconds(info))
     last = {name: value for line in metrics for name, value in line.items() if value is not None}
@@ -126,7 +126,7 @@ def _summary(info: RunInfo, config: dict[str, Any]) -> Facts:
 
 
 def _metrics_table(metrics: list[dict[str, Any]]) -> Table:
-    """First and last value of everything measured, training beside validation."""
+    """First and last value of every metric, of training and validation."""
     first: dict[str, Any] = {}
     last: dict[str, Any] = {}
     for line in metrics:
@@ -197,7 +197,7 @@ def _number(value: float) -> str:
 
 
 def _text(text: str) -> str:
-    """Any text as HTML: markup escaped, what is not fit to show replaced, cut when endless."""
+    """Any string as HTML: markup escaped, control characters replaced, truncated if very long."""
     more = len(text) - LONGEST
     return html.escape(harmless(text[:LONGEST])) + (f" … ({more:,} more characters)" if more > 0 else "")
 

@@ -1,7 +1,7 @@
-"""Calls beside the main thread: those with a deadline, and those of async functions.
+"""Calls outside the main thread: those with a deadline, and those of async functions.
 
-The main thread waits, so that a signal is answered at once. Threads cannot be ended from outside: a call that is given
-up runs on, in a daemon thread, which does not keep the process from ending.
+The main thread waits, so that it handles signals at once. Threads cannot be killed: an abandoned call continues in a
+daemon thread, which does not prevent the process from ending.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 
 from posttrain.errors import RewardError
 
-MOST_LATE = 4  # calls of a function that run on after their deadline at a time
-GRACE_S = 0.25  # in which an async function has to end once it is cancelled
+MOST_LATE = 4  # maximum number of a function's calls that run beyond their deadline
+GRACE_S = 0.25  # time for a cancelled async function to end
 
 
 class OverdueError(RewardError):
-    """A reward function has given no answer in time."""
+    """A reward function has exceeded its deadline."""
 
 
 class Beside:
-    """The calls of one function, one at a time, in one thread with one event loop while deadlines are kept.
+    """The calls of one function, one at a time, in one thread with one event loop as long as deadlines are met.
 
-    So what the function has opened there, such as a client's connections, serves the next call too.
+    So resources of the function, such as a client's connections, stay usable for the next call.
     """
 
     def __init__(self, name: str):
@@ -38,10 +38,10 @@ class Beside:
         self._late: set[Future[Any]] = set()
 
     def call(self, function: Callable[[], Any], timeout: float | None) -> Any:
-        """What the function returns, or comes to if that is awaitable; what it raises is raised here.
+        """The function's result, awaited if necessary; its exceptions are raised here.
 
-        Raises OverdueError after `timeout` seconds. What is awaited is cancelled then; anything else runs on. Beside
-        MOST_LATE such calls there is no further one: this one waits for an end of theirs, within its own deadline.
+        Raises OverdueError after `timeout` seconds. A coroutine is cancelled then; a plain call continues. While
+        MOST_LATE such calls are running, a further call waits for one of them to end, within its own deadline.
         """
         until = None if timeout is None else time.monotonic() + timeout
         self._wait_for_room(until)
@@ -70,7 +70,7 @@ class Beside:
         self._late = {call for call in self._late if not call.done()}
 
     def close(self) -> None:
-        """Let the thread end."""
+        """End the thread."""
         if self._worker is not None:
             self._worker.leave()
             self._worker = None
@@ -81,7 +81,7 @@ def _left(until: float | None) -> float | None:
 
 
 class _Worker(threading.Thread):
-    """Makes calls in their order until it is left. Started by the first."""
+    """Makes calls in order until it is abandoned. Started by the first call."""
 
     def __init__(self) -> None:
         super().__init__(name="posttrain-reward", daemon=True)
@@ -97,7 +97,7 @@ class _Worker(threading.Thread):
         return call
 
     def cancel(self, call: Future[Any]) -> bool:
-        """Whether the call has ended, or never began: what is awaited is cancelled, and given a moment."""
+        """Whether the call has ended or never started; cancels a coroutine and waits a moment."""
         if call.cancel():
             return True
         if self._cancel_task():
@@ -105,7 +105,7 @@ class _Worker(threading.Thread):
         return call.done()
 
     def leave(self) -> None:
-        """Cancel what is awaited, and end after the call under way."""
+        """Cancel the coroutine, and end after the current call."""
         self._cancel_task()
         self._calls.put(None)
 
@@ -120,7 +120,7 @@ class _Worker(threading.Thread):
             if call.set_running_or_notify_cancel():
                 try:
                     call.set_result(context.run(self._made, function))
-                except BaseException as error:  # raised where the answer is waited for
+                except BaseException as error:  # raised in the waiting thread
                     call.set_exception(error)
         self._runner.close()
 

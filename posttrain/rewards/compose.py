@@ -1,4 +1,4 @@
-"""Several rewards with weights: every part is kept, and what has no verdict has no reward.
+"""Several rewards with weights: every part is kept, and a completion without a verdict has no reward.
 
 with Rewards(settings, tags=data.tags) as rewards:
     rewarded = rewards(completions)          # rewarded.totals, rewarded.parts, rewarded.metrics()
@@ -39,9 +39,9 @@ log = logging.getLogger("posttrain")
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
-    """A completion to be rewarded. `prompt` is a text or a list of messages; `columns` the rest of the row.
+    """A completion to be rewarded. `prompt` is a string or a list of messages; `columns` the rest of the row.
 
-    `truncated`: it reached the limit of its length, and would go on. `thinking`: its prompt ends in `<think>`.
+    `truncated`: it reached the length limit. `thinking`: its prompt ends with `<think>`.
     """
 
     text: str
@@ -55,22 +55,22 @@ class RewardInput:
 
 @dataclass(frozen=True, slots=True)
 class RewardPart:
-    """One reward of every completion, unweighted. None: a function says not applicable, or there is no verdict."""
+    """One reward of every completion, unweighted. None: not applicable according to a function, or no verdict."""
 
     name: str
     weight: float
     values: tuple[float | None, ...]
     grades: tuple[Grade, ...] | None = None  # of rules
-    overdue: tuple[bool, ...] | None = None  # of functions with a deadline: those that gave no answer in time
+    overdue: tuple[bool, ...] | None = None  # for functions with a deadline: which calls exceeded it
 
     def counts(self, row: int) -> bool:
-        """Whether it says anything about the completion."""
+        """Whether it has a value or a grade for the completion."""
         if self.overdue is not None and self.overdue[row]:
             return False
         return self.grades is None or self.grades[row].counts
 
     def metrics(self) -> dict[str, float]:
-        """Mean and spread, of a rule also the number without a verdict by kind, and the shares of its own parts."""
+        """Mean and standard deviation; for a rule also the number of each verdict, and the shares of its parts."""
         values = [value for value in self.values if value is not None]
         found = _moments(f"rewards/{self.name}", values)
         if self.overdue is not None:
@@ -86,7 +86,7 @@ class RewardPart:
 
 
 def picked(parts: Sequence[RewardPart], places: Sequence[tuple[int, int]]) -> RewardPart:
-    """One reward of some completions out of several times that it was given: which time, and the place in it."""
+    """One reward of a selection from several calls: (number of the call, index in it) for each completion."""
     grades = None if parts[0].grades is None else tuple((parts[which].grades or ())[at] for which, at in places)
     overdue = None if parts[0].overdue is None else tuple((parts[which].overdue or ())[at] for which, at in places)
     values = tuple(parts[which].values[at] for which, at in places)
@@ -95,7 +95,7 @@ def picked(parts: Sequence[RewardPart], places: Sequence[tuple[int, int]]) -> Re
 
 @dataclass(frozen=True, slots=True)
 class Rewarded:
-    """The weighted sum for each completion and what it is made of. A total of None is no reward: leave that one out."""
+    """The weighted sum for each completion and its parts. A total of None is no reward: drop this completion."""
 
     totals: tuple[float | None, ...]
     parts: tuple[RewardPart, ...]
@@ -103,8 +103,8 @@ class Rewarded:
     def metrics(self) -> dict[str, float]:
         """For the log of a step, by TRL's names: reward, reward_std, rewards/{name}/mean, rewards/{name}/std.
 
-        Further: how many completions were left out, of each rule the number of each verdict, and of `r1_zero` and
-        `question_only` the share of each class (format right or not, answer right or not): 00, 01, 10, 11. Nothing
+        Also: the number of dropped completions, for each rule the number of each verdict, and for `r1_zero` and
+        `question_only` the share of each class (format right or not, answer right or not): 00, 01, 10, 11. Empty
         without rewards.
         """
         if not self.parts:
@@ -119,12 +119,12 @@ class Rewarded:
 
 
 class Rewards:
-    """The rewards of a run, ready to use: models loaded, functions found, and rules proven on the known pairs.
+    """The rewards of a run, ready to use: models loaded, functions found, and rules verified on the known pairs.
 
-    `pool`: grading workers to share; without it, it has some of its own if a rule needs them, until `close`.
+    `pool`: grading workers to share; without it, rules get their own workers until `close`.
     `max_completion_length`: the rollout's, for `overlong`.
 
-    Raises RewardError where a reward cannot work: better now than after the first rollout.
+    Raises RewardError if a reward cannot work: better now than after the first rollout.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Rewards:
             raise
 
     def __call__(self, completions: Sequence[RewardInput]) -> Rewarded:
-        """Reward each completion. Rules are graded while the others compute. Raises RewardError."""
+        """Reward each completion. Rules are graded while other rewards compute. Raises RewardError."""
         pending = {
             term_name(term): [self._pool.submit(self._job(term, completion)) for completion in completions]
             for term in self.settings
@@ -190,9 +190,9 @@ class Rewards:
         return Rewarded(tuple(_total(parts, row) for row in range(len(completions))), tuple(parts))
 
     def right(self, rewarded: Rewarded) -> dict[str, list[bool | None]]:
-        """Whether `format` and `answer` of each completion are right, None where a rule has no verdict on it.
+        """Whether `format` and `answer` of each completion are right, None without a verdict.
 
-        Each is told by the first rule that looks at the one or the other; where none does it is not there.
+        Each comes from the first rule that grades it; without such a rule it is missing.
         """
         found: dict[str, list[bool | None]] = {}
         for term, part in zip(self.settings, rewarded.parts, strict=True):
@@ -203,16 +203,16 @@ class Rewards:
             names = ("format", "answer") if "format" in first.parts else ("answer",)
             for name in names if term.type in NEEDS_ANSWER else ("format",):
                 apart = name in first.parts and term.type in NEEDS_ANSWER
-                told = (grade.parts[name] == 1 if apart else grade.verdict == "correct" for grade in grades)
-                counted = [one if grade.counts else None for one, grade in zip(told, grades, strict=True)]
+                verdicts = (grade.parts[name] == 1 if apart else grade.verdict == "correct" for grade in grades)
+                counted = [one if grade.counts else None for one, grade in zip(verdicts, grades, strict=True)]
                 found.setdefault(name, counted)
         return found
 
     def accuracies(self, rewarded: Rewarded) -> dict[str, float]:
-        """`format_accuracy` and `answer_accuracy`: shares of the completions that a rule has a verdict on."""
+        """`format_accuracy` and `answer_accuracy`: shares of the completions with a verdict."""
         return {
-            f"{name}_accuracy": statistics.fmean(one for one in told if one is not None)
-            for name, told in self.right(rewarded).items()
+            f"{name}_accuracy": statistics.fmean(one for one in verdicts if one is not None)
+            for name, verdicts in self.right(rewarded).items()
         }
 
     def _job(self, term: RuleReward, completion: RewardInput) -> GradeRequest:
@@ -237,7 +237,7 @@ Computed = LengthReward | OverlongReward | RepetitionReward | ModelReward
 
 
 def _asked(function: RewardFunction, completions: Sequence[RewardInput]) -> tuple[Sequence[float | None], bool]:
-    """What a function of the user's says of the completions, and whether it said nothing in time."""
+    """The values of a user's function for the completions, and whether it exceeded its deadline."""
     try:
         return function(_columns(completions)), False
     except OverdueError as error:
@@ -246,12 +246,12 @@ def _asked(function: RewardFunction, completions: Sequence[RewardInput]) -> tupl
 
 
 def _function(term: Computed, devices: DevicesConfig, max_completion_length: int | None) -> Function:
-    """What computes a reward in this process."""
+    """The function that computes a reward in this process."""
     match term:
         case ModelReward():
             from posttrain.rewards.learned import LearnedReward  # imports torch, which rules do not need
 
-            if term.path is None:  # a run with stages has filled it in
+            if term.path is None:  # in a run with stages it is set
                 raise RewardError(f"the reward model of a stage ({term.from_stage}) is not known here: give its `path`")
             model, strip = LearnedReward(term.path, devices, max_completion_length), term.strip_thinking
             return lambda completions: model(
@@ -265,7 +265,7 @@ def _function(term: Computed, devices: DevicesConfig, max_completion_length: int
             limit = term.max_completion_length or max_completion_length
             if limit is None or limit < term.cache:
                 raise RewardError(
-                    f"the reward {term_name(term)} punishes the last {term.cache} tokens (cache) before "
+                    f"the reward {term_name(term)} penalises the last {term.cache} tokens (cache) before "
                     f"max_completion_length, which is {limit or 'not given'}"
                 )
             return lambda completions: [shaping.overlong(len(c.tokens), limit, term.cache) for c in completions]
@@ -276,13 +276,13 @@ def _function(term: Computed, devices: DevicesConfig, max_completion_length: int
 
 
 def _reply(completion: RewardInput) -> str:
-    """The text behind the thinking; empty where that has not ended."""
+    """The string after the thinking; empty if that has not ended."""
     whole = THINK + completion.text if completion.thinking else completion.text
     return after_thinking(whole).lstrip()
 
 
 def _total(parts: Sequence[RewardPart], row: int) -> float | None:
-    """The weighted sum; None when one of them has no verdict on this completion, or nothing applies to it."""
+    """The weighted sum; None if one of them has no verdict on this completion, or none applies."""
     if not all(part.counts(row) for part in parts):
         return None
     applicable = [(part.weight, value) for part in parts if (value := part.values[row]) is not None]
@@ -300,7 +300,7 @@ def _moments(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _columns(completions: Sequence[RewardInput]) -> dict[str, list[Any]]:
-    """What a function is given, by the names that TRL has for it, and the columns of the data."""
+    """The arguments of a function, by TRL's names, and the columns of the data."""
     names = dict.fromkeys(name for completion in completions for name in completion.columns)
     columns = {name: [completion.columns.get(name) for completion in completions] for name in names}
     return columns | {

@@ -30,7 +30,7 @@ from posttrain.words import counted
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The names of a file's columns."""
+    """Column names of a file."""
 
     completion: str = "completion"
     answer: str = "answer"
@@ -47,13 +47,13 @@ def grade_file(
 ) -> Counter[str]:
     """Grade every row of `file` and write the rows with their grades to `output` as JSONL; returns a count by verdict.
 
-    A row that cannot be read keeps its place, with `error` and no verdict. `file` is never written to, an existing
-    `output` with `overwrite` only. Raises RewardError for an unknown reward or
-    a grader that fails the known pairs, DataError when a column is not there or over 1 % of the rows cannot be read.
+    A row that cannot be read keeps its place, with `error` and no verdict. `file` is never overwritten, an existing
+    `output` only with `overwrite`. Raises RewardError for an unknown reward or a grader that fails the known pairs,
+    DataError if a column is missing or more than 1 % of the rows cannot be read.
     """
     if reward not in RULES and ":" not in reward:
         near = get_close_matches(reward, RULES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(RULES)}, and module:function"
+        hint = f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(RULES)}, or module:function"
         raise RewardError(f"there is no reward {reward}{hint}")
     ready_to_write(output, (file,), overwrite)
     records = list(read_files((file,)))
@@ -74,7 +74,7 @@ def _refuse_what_cannot_be(file: Path, reward: str, columns: Columns, records: S
     there = ", ".join(rows[0]) if rows else "no columns"
     if not any(columns.completion in row for row in rows):
         raise DataError(
-            f"{file} has no column {columns.completion} with what was written: it has {there}; name it with "
+            f"{file} has no column {columns.completion} with the completions: it has {there}; name it with "
             "--completion-column"
         )
     if reward in NEEDS_ANSWER and not any(columns.answer in row for row in rows):
@@ -112,7 +112,7 @@ def _by_rule(
 
 
 def _by_function(records: Sequence[Record], name: str, columns: Columns) -> list[Grade]:
-    """A function's own scores: above 0 counts as correct; one that does not apply is `wrong` without a score."""
+    """A function's scores: above 0 counts as correct; not applicable is `wrong` without a score."""
     names = dict.fromkeys(key for record in records for key in record.value or {})
     given: dict[str, list[Any]] = {key: [(record.value or {}).get(key) for record in records] for key in names}
     given["completions"] = [_text(record, columns.completion) for record in records]
@@ -123,7 +123,7 @@ def _by_function(records: Sequence[Record], name: str, columns: Columns) -> list
 
 
 def _text(record: Record, column: str) -> str | None:
-    """A column's text; numbers, as answers often are, in their own spelling."""
+    """A column's value as a string; numbers, which answers often are, in their original spelling."""
     value = (record.value or {}).get(column)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return json.dumps(value)
@@ -133,7 +133,7 @@ def _text(record: Record, column: str) -> str | None:
 def _problem(record: Record, columns: Columns) -> str:
     if record.value is None:
         return record.problem or "the row cannot be read"
-    return f"{columns.completion} must be a text, not {type_name(record.value.get(columns.completion))}"
+    return f"{columns.completion} must be a string, not {type_name(record.value.get(columns.completion))}"
 
 
 def _row(record: Record, grade: Grade | None, columns: Columns) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _more(grades: Sequence[Grade]) -> Iterator[str]:
         yield f"mean score {sum(scores) / len(scores):.4f} over {len(scores)} with a verdict"
     seconds = sorted(grade.seconds for grade in grades)
     if seconds[-1] > 0:
-        yield f"seconds a completion: median {seconds[len(seconds) // 2]:.4f}, slowest {seconds[-1]:.2f}"
+        yield f"seconds per completion: median {seconds[len(seconds) // 2]:.4f}, slowest {seconds[-1]:.2f}"
     classes = Counter(grade.format_and_answer for grade in grades if grade.parts)
     if classes:
         yield "format and answer, " + ", ".join(f"{name}: {classes[name]}" for name in ("00", "01", "10", "11"))

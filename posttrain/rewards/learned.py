@@ -1,4 +1,4 @@
-"""A trained reward model as a reward: the number it gives to a prompt with its completion."""
+"""A trained reward model as a reward: its score of a prompt with its completion."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ TOKENS_PER_PACK = 8192
 
 
 class LearnedReward:
-    """A loaded reward model. It reads text, so its tokenizer need not be the policy's.
+    """A loaded reward model. It reads strings, so its tokenizer may differ from the policy's.
 
-    Conversations are written with its own chat template; a prompt that is a text is continued as it is. A completion
-    ends in the stop token, or in the template's end of turn, unless it is truncated.
+    Conversations are rendered with its own chat template; a string prompt is continued as it is. A completion ends with
+    the stop token, or with the template's end of turn, unless it is truncated.
     """
 
     def __init__(self, path: str, devices: DevicesConfig, max_completion_length: int | None = None):
         model = ModelConfig(path=path)
         if not is_reward_model(model):
-            raise ModelError(f"{path} is no reward model: it has no classification head; `method: reward` trains one")
+            raise ModelError(
+                f"{path} is not a reward model: it has no classification head; `method: reward` trains one"
+            )
         self.path = path
         self._longest = getattr(load_config(model), "max_position_embeddings", None) or math.inf
         if max_completion_length and max_completion_length >= self._longest:
@@ -77,7 +79,7 @@ class LearnedReward:
         rows = [Row(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         talks = {not isinstance(prompt, str) for prompt in prompts}
         if len(talks) > 1:
-            raise RewardError("prompts must all be texts or all be lists of messages")
+            raise RewardError("prompts must all be strings or all be lists of messages")
         with ExitStack() as stack:
             renderer = None
             if talks == {True}:
@@ -111,7 +113,7 @@ class LearnedReward:
 
 
 def _groups(prompts: Sequence[str | Turns], encoded: Sequence[Trained], budget: int) -> Iterator[list[int]]:
-    """Completions of one prompt that stand side by side, as many as fit a pack: the prompt is read once for all."""
+    """Adjacent completions of one prompt, as many as fit a pack: the prompt is read once for all."""
     for _, members in groupby(range(len(prompts)), key=lambda index: prompts[index]):
         group: list[int] = []
         room = 0
@@ -126,7 +128,7 @@ def _groups(prompts: Sequence[str | Turns], encoded: Sequence[Trained], budget: 
 
 
 def _tree(completions: Sequence[Trained]) -> Example:
-    """The tokens that all have in front as the trunk, what follows as leaves; no leaf is empty."""
+    """The common prefix of all as the trunk, the rest as leaves; no leaf is empty."""
     trunk = list(completions[0].tokens[: min(min(item.prompt, len(item.tokens) - 1) for item in completions)])
     for item in completions[1:]:
         trunk = trunk[: common_prefix(trunk, item.tokens)]

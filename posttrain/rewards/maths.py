@@ -1,13 +1,13 @@
-r"""Answers that are right or wrong: `math`, `gsm8k`, and with their format `r1_zero` and `question_only`.
+r"""Rules for right or wrong answers: `math`, `gsm8k`, and with format `r1_zero` and `question_only`.
 
     math            the last balanced box or answer tag after `</think>` equals the answer
-    gsm8k           the number behind the last `####`, else in the last box or tag, else the last number, equals it
+    gsm8k           the number after the last `####`, else in the last box or tag, else the last number, equals it
     r1_zero         1 if the format is `</think> <answer>…</answer>` and the answer is right, else 0
     question_only   1 if there is a `\boxed{…}` and the answer is right, else 0
 
-The last two report format and answer as parts, so that all four classes (00, 01, 10, 11) can be told apart: a right
-answer in the wrong form is looked for too, but earns nothing. (Tags and rewards as in "Understanding R1-Zero-Like
-Training", Liu et al. 2025.)
+The last two report format and answer as parts, which gives the four classes (00, 01, 10, 11): a right answer in the
+wrong format is recognised, too, but has no reward. (Tags and rewards as in "Understanding R1-Zero-Like Training",
+Liu et al. 2025.)
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ def _four_classes(formatted: bool, answer: str | None, gold: str) -> Judgement:
 
 
 def _loosely(completion: str) -> str | None:
-    """The answer of a completion without the right form: a box or tag anywhere behind the thinking, a last number."""
+    """The answer of a completion without the right format: a box or tag anywhere after the thinking, or a last
+    number."""
     rest = after_thinking(completion)
     return final_answer(rest) or marked_answer(rest) or last_number(rest)
 
 
 def _reference(gold: str) -> str:
-    """The answer itself, where the data has a whole solution with a box."""
+    """The answer itself if the data has a complete solution with a box."""
     return (last_box(gold) or gold) if "\\boxed" in gold else gold
 
 
@@ -78,7 +79,7 @@ def _gsm8k_gold(gold: str) -> Number | None:
 
 
 def _number_in(text: str) -> Number | None:
-    """The number that a text is, or the last one in it (`18 dollars`, `3 + 4 = 7`)."""
+    """The value of a string, or the last number in it (`18 dollars`, `3 + 4 = 7`)."""
     number = read_number(text)
     if number is None and (last := last_number(text)):
         number = read_number(last)
@@ -96,7 +97,7 @@ def check_answer(gold: str | None) -> None:
 
 def check_number(gold: str | None) -> None:
     if not isinstance(gold, str) or _gsm8k_gold(gold) is None:
-        raise BadGold(f"the answer is no number, alone or behind ####: {gold!r:.60}")
+        raise BadGold(f"the answer is not a number, alone or after ####: {gold!r:.60}")
 
 
 MATH = Rule(check_answer, math)

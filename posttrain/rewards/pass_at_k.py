@@ -1,4 +1,4 @@
-"""pass@k: how likely one of k completions of a prompt is right, from the n that there are (arXiv 2107.03374, eq. 1)."""
+"""pass@k: the probability that one of k completions is right, estimated from n (arXiv 2107.03374, eq. 1)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def passes(groups: Sequence[Sequence[bool | None]], most: int) -> dict[str, float]:
-    """`pass@k` for k = 1, 2, 4 ... up to `most` completions a prompt, as the mean over prompts.
+    """`pass@k` for k = 1, 2, 4 ... up to `most` completions per prompt, as the mean over prompts.
 
-    None is a completion without a verdict, which counts neither way; a prompt with fewer than k others is left out of
-    pass@k.
+    None is a completion without a verdict, which is not counted; prompts with fewer than k counted completions are not
+    in pass@k.
     """
     judged = [[right for right in group if right is not None] for group in groups]
     sizes = sorted({most, *(1 << power for power in range(most.bit_length()))})

@@ -1,4 +1,4 @@
-"""What a reward function prints becomes lines of the log with its name: above a live bar, which it would tear."""
+"""Output of a reward function becomes lines of the log with its name, so that it does not break a progress bar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TextIO, cast
 
 log = logging.getLogger("posttrain")
 
-# Whose prints these are, in whatever thread or task; PASSING while a line of theirs is on its way through the log.
+# The function that prints, in any thread or task; PASSING while one of its lines goes through the log.
 _speaker: ContextVar[str | None] = ContextVar("speaker", default=None)
 PASSING = ""
 
@@ -21,8 +21,8 @@ PASSING = ""
 def speaking(name: str) -> Iterator[None]:
     """Log, line by line, what is written to `sys.stdout` and `sys.stderr` in this context, as "name: line".
 
-    Other threads, a live bar among them, write where they did. Without a log of ours (posttrain/store/logs.py), as in a
-    notebook, nothing changes.
+    Other threads, such as a progress bar's, write as before. Without our log handlers (posttrain/store/logs.py), as in
+    a notebook, nothing changes.
     """
     if not any(handler.level <= logging.INFO for handler in log.handlers):
         yield
@@ -34,7 +34,7 @@ def speaking(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if sys.stdout is lines[0]:  # else the function has put a stream of its own there
+        if sys.stdout is lines[0]:  # else the function has replaced the stream
             sys.stdout = before[0]
         if sys.stderr is lines[1]:
             sys.stderr = before[1]
@@ -44,7 +44,7 @@ def speaking(name: str) -> Iterator[None]:
 
 
 class _Lines:
-    """In place of a stream: takes what a speaker writes, and lets others through."""
+    """Replaces a stream: captures the output of a reward function, and passes on that of others."""
 
     def __init__(self, stream: TextIO | None):
         self._stream, self._begun = stream, ""
@@ -63,7 +63,7 @@ class _Lines:
 
     @property
     def _is_kept(self) -> bool:
-        """Whether it is not in use any more, but in a logger of the user's, who would be told of the line twice."""
+        """Whether it is still used only by a logger of the user's, which would log the line twice."""
         return self is not sys.stdout and self is not sys.stderr
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -75,12 +75,12 @@ class _Lines:
             self._stream.flush()
 
     def end(self) -> None:
-        """Log the line that was begun last."""
+        """Log the unfinished last line."""
         self.write("\n")
 
     @property
     def rich_proxied_file(self) -> object:
-        """The stream that rich draws a live bar on."""
+        """The stream on which rich shows a live bar."""
         return self if _speaker.get() else getattr(self._stream, "rich_proxied_file", self._stream)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,8 +1,8 @@
-"""A reward that is a Python function of the user's own, named `module:function`.
+"""A reward that is a Python function of the user's, named `module:function`.
 
-It is called as TRL calls one: `function(prompts=[…], completions=[…], answer=[…], column=[…]) -> [float, …]`, with the
-arguments that it takes. It runs in this process, unsupervised: it is the user's code, not the model's. It may be async,
-have a deadline, and be called again when it fails.
+It is called as in TRL: `function(prompts=[…], completions=[…], answer=[…], column=[…]) -> [float, …]`, with the
+arguments that it accepts. It runs in this process, unsupervised: it is the user's code, not the model's. It may be
+async, have a deadline, and be retried when it fails.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 
-PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # before the first retry, doubled before each further one
+PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # before the first retry, doubled for each further one
 
 
 class RewardFunction:
-    """The function behind a name. Raises RewardError where the name leads nowhere, or to what cannot be called.
+    """A named function. Raises RewardError if the name does not exist or is not callable.
 
-    `timeout`: seconds that a call may take, in another thread then; None: as long as it likes, in this one, unless it
-    is async. `retries`: so often it is called again after an exception or a timeout.
+    `timeout`: maximum seconds of a call, which then runs in another thread; None: no limit, in this thread unless it is
+    async. `retries`: number of further calls after an exception or a timeout.
     """
 
     def __init__(self, name: str, timeout: float | None = None, retries: int = 0):
         self.name, self.timeout, self._retries = name, timeout, retries
         self._beside = Beside(name)
-        with speaking(name):  # a logger that the module sets up keeps the streams that it finds now
+        with speaking(name):  # loggers that the module creates keep the current streams
             self.function = _find(name)
         parameters = inspect.signature(self.function).parameters.values()
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -48,24 +48,24 @@ class RewardFunction:
         if not self._takes_all and "completions" not in self._takes:
             raise RewardError(
                 f"{name} takes {', '.join(sorted(self._takes)) or 'nothing'}; a reward function takes `completions` "
-                "and, if it likes, prompts, answer, other columns or **kwargs"
+                "and optionally prompts, answer, other columns or **kwargs"
             )
 
     def __call__(self, columns: Mapping[str, Sequence[Any]]) -> list[float | None]:
-        """One number for each completion; None where the function says that it does not apply.
+        """One number for each completion; None if the function returns None: not applicable.
 
-        Raises RewardError when the function fails at its last try or gives back anything else, OverdueError when it
-        has given no answer in time.
+        Raises RewardError if the function fails at its last try or returns anything else, OverdueError if it exceeds
+        its deadline.
         """
         missing = [name for name in self._needs if name not in columns]
         if missing:
             raise RewardError(
-                f"{self.name} takes {', '.join(missing)}, which the data has not; there is {', '.join(columns)}"
+                f"{self.name} takes {', '.join(missing)}, which the data lacks; it has {', '.join(columns)}"
             )
         return self._checked(self._tried(columns), len(columns["completions"]))
 
     def close(self) -> None:
-        """Let the thread of its calls end, if it has one."""
+        """End the thread of its calls, if it has one."""
         self._beside.close()
 
     def _tried(self, columns: Mapping[str, Sequence[Any]]) -> object:
@@ -97,9 +97,9 @@ class RewardFunction:
         if hasattr(rewards, "tolist"):
             rewards = rewards.tolist()  # type: ignore[union-attr]
         if not isinstance(rewards, list | tuple):
-            raise RewardError(f"{self.name} gave back {type(rewards).__name__}; a list of {count} numbers is needed")
+            raise RewardError(f"{self.name} returned {type(rewards).__name__}; a list of {count} numbers is needed")
         if len(rewards) != count:
-            raise RewardError(f"{self.name} gave back {len(rewards)} rewards for {count} completions")
+            raise RewardError(f"{self.name} returned {len(rewards)} rewards for {count} completions")
         return [self._number(reward, index) for index, reward in enumerate(rewards)]
 
     def _number(self, reward: Any, index: int) -> float | None:
@@ -111,8 +111,8 @@ class RewardFunction:
             value = math.nan
         if not math.isfinite(value):
             raise RewardError(
-                f"{self.name} gave back {reward!r:.60} for completion {index}; a finite number is needed, "
-                "or None where the reward does not apply"
+                f"{self.name} returned {reward!r:.60} for completion {index}; a finite number is needed, "
+                "or None if the reward does not apply"
             )
         return value
 
@@ -122,7 +122,7 @@ def _find(name: str) -> Callable[..., Any]:
     if not (module and colon and attribute):
         raise RewardError(f"a reward function is named module:function, such as my_rewards:brevity, not {name!r}")
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # the `posttrain` command does not look in the current folder of itself
+        sys.path.insert(0, str(Path.cwd()))  # the `posttrain` command does not search the current folder by itself
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -139,7 +139,7 @@ def _find(name: str) -> Callable[..., Any]:
 
 
 def _place(error: BaseException, function: Callable[..., Any]) -> str:
-    """Where in the user's file it went wrong."""
+    """The place of the error in the user's file."""
     code = getattr(function, "__code__", None)
     trace, line = error.__traceback__, None
     while trace is not None:

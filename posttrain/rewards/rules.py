@@ -1,6 +1,6 @@
-"""The rewards that are rules, and 20 pairs each whose verdict is known: graded at start, or the run refuses to start.
+"""The rules, and 20 known pairs for each: they are graded at start, and the run refuses to start on a wrong verdict.
 
-Frameworks have trained for days on rewards that were all zero because the grader behind them was broken.
+Frameworks have trained for days on all-zero rewards because their grader was broken.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RULES = {
 }
 TAGGED = frozenset({"match_format_exactly", "match_format_approximately", "check_answer", "check_numbers"})
 NEEDS_ANSWER = frozenset(RULES) - {"match_format_exactly", "match_format_approximately"}
-COMPARES_EXPRESSIONS = frozenset({"math", "r1_zero", "question_only"})  # the others read numbers and words
+COMPARES_EXPRESSIONS = frozenset({"math", "r1_zero", "question_only"})  # other rules read numbers and words
 
 _NUMBERS = [("18", "18"), ("1,234", "1,234"), ("-7", "-7"), ("0.5", "0.5"), ("3", "3"), ("42", "42")]
 _NOT_NUMBERS = [("18", "81"), ("-7", "7"), ("1,234", "1,235"), ("0.5", "0.05")]
@@ -52,8 +52,8 @@ _DIFFERENT = [
 
 
 def modules_of(rules: Iterable[str]) -> tuple[str, ...]:
-    """What each worker imports before its first job; the algebra, which takes seconds to load, only for those rules
-    that compare expressions."""
+    """The modules that each worker imports before its first job; the algebra, which takes seconds to load, only for
+    rules that compare expressions."""
     rules = set(rules)
     algebra = {"posttrain.grading.symbolic"} if rules & COMPARES_EXPRESSIONS else set()
     return tuple(sorted(algebra | {RULES[name].partition(":")[0] for name in rules}))
@@ -65,7 +65,7 @@ def options_of(name: str, tags: TagsConfig) -> dict[str, Any]:
 
 
 def canary(name: str, tags: TagsConfig) -> list[tuple[GradeRequest, str]]:
-    """20 jobs for a rule, each with the verdict that it must get."""
+    """20 requests for a rule, each with its known verdict."""
     pairs = [(gold, answer, "correct") for gold, answer in _NUMBERS] + [(g, a, "wrong") for g, a in _NOT_NUMBERS]
     if name == "gsm8k":
         pairs += [("1234", "1,234", "correct"), ("10000", r"10\,000", "correct"), ("18", "", "wrong")]
@@ -87,7 +87,7 @@ def canary(name: str, tags: TagsConfig) -> list[tuple[GradeRequest, str]]:
 
 
 def _dressed(name: str, answer: str, tags: TagsConfig) -> str:
-    """An answer in the form that a rule looks for."""
+    """An answer in the format of a rule."""
     if name in TAGGED:
         return f"So it is.{tags.reasoning_end}{tags.solution_start}{answer}{tags.solution_end}"
     if name == "gsm8k":
@@ -111,7 +111,7 @@ def _format_canary(name: str, tags: TagsConfig) -> list[tuple[GradeRequest, str]
 
 
 def prove(pool: Pool, name: str, tags: TagsConfig) -> None:
-    """Grade the known pairs in the pool as it is. Raises RewardError when a verdict is not the one known."""
+    """Grade the known pairs in the pool. Raises RewardError if a verdict differs from the known one."""
     known = canary(name, tags)
     grades = pool.grade([job for job, _ in known], count=False)
     wrong = [
@@ -122,6 +122,6 @@ def prove(pool: Pool, name: str, tags: TagsConfig) -> None:
     if wrong:
         shown = "; ".join(wrong[:3])
         raise RewardError(
-            f"the grader of `{name}` gets {len(wrong)} of {len(known)} known pairs wrong, so its rewards could not be "
+            f"the grader of `{name}` gets {len(wrong)} of {len(known)} known pairs wrong, so its rewards cannot be "
             f"trusted: {shown}. Is another version of sympy or math-verify installed? See constraints.txt"
         )

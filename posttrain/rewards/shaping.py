@@ -1,4 +1,4 @@
-"""Rewards of a completion's tokens alone: length, running over, repetition. Pure functions of one completion."""
+"""Rewards of a completion's tokens: length, overlong completions, repetition. Pure functions of one completion."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 def length(tokens: int, target: int, scale: float) -> float:
-    """-|tokens - target| * scale: L1's reward for a length that was asked for (Aggarwal and Welleck 2025, eq. 1)."""
+    """-|tokens - target| * scale: L1's reward for a target length (Aggarwal and Welleck 2025, eq. 1)."""
     return -abs(tokens - target) * scale
 
 
 def overlong(tokens: int, max_completion_length: int, cache: int) -> float:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
 
-    0, then down in a line to -1 over the last `cache` tokens before `max_completion_length`, and -1 beyond it.
+    0, then linearly down to -1 over the last `cache` tokens before `max_completion_length`, and -1 beyond it.
     """
     safe = max_completion_length - cache
     if tokens <= safe:

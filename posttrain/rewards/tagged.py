@@ -1,16 +1,16 @@
-"""The four rewards of the tagged format, one for each part of getting it right.
+"""The four rewards of the tagged format, for its format and its answer.
 
-The prompt's generation turn already ends in `<start_working_out>`, so a completion is expected to read
+The prompt's generation turn already ends with `<start_working_out>`, so the expected completion is
 
     …reasoning…<end_working_out><SOLUTION>…answer…</SOLUTION>
 
     match_format_exactly          +3.0 | 0
-    match_format_approximately    +0.5 for each of the last three tags that is there exactly once, else -1.0
+    match_format_approximately    +0.5 for each of the last three tags that appears exactly once, else -1.0
     check_answer                  +5.0 exact | +3.5 after stripping | +2.0 within 10 % | +1.5 within 20 % | else -2.0
     check_numbers                 +3.0 the number in the solution is equal | else -1.5
 
 Together -6.5 to +12.5. An answer that cannot be read is wrong, and rewarded so. Tags are settings (`data.tags`). Every
-function is one pass over the text: no expression here can take long, whatever the text.
+function is one pass over the string, so no input can take long.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUMBER_EQUAL, NUMBER_WRONG = 3.0, -1.5
 
 
 def has_format(completion: str, tags: Tags) -> bool:
-    """Whether reasoning ends, a solution opens behind that, holds something, and closes at the end of the text."""
+    """Whether the reasoning ends, followed by a solution that is not empty and closes at the end of the string."""
     reasoned = completion.find(tags["reasoning_end"])
     opened = completion.find(tags["solution_start"], max(reasoned, 0))
     text = completion.rstrip()
@@ -45,7 +45,7 @@ def has_format(completion: str, tags: Tags) -> bool:
 
 
 def solution_of(completion: str, tags: Tags) -> str | None:
-    """What stands between the last solution tag and its end; None without such a pair."""
+    """The content of the last solution tag; None without a closed one."""
     end = completion.rfind(tags["solution_end"])
     start = completion.rfind(tags["solution_start"], 0, end) if end >= 0 else -1
     return None if start < 0 else completion[start + len(tags["solution_start"]) : end]
@@ -94,7 +94,7 @@ def numbers(completion: str, gold: str, tags: Tags) -> Judgement:
 
 
 def needs_no_gold(gold: str | None, tags: Tags) -> None:
-    """Format rewards look at the completion alone."""
+    """Format rewards need no answer."""
 
 
 def check_text(gold: str | None, tags: Tags) -> None:
@@ -105,7 +105,7 @@ def check_text(gold: str | None, tags: Tags) -> None:
 def check_number(gold: str | None, tags: Tags) -> None:
     check_text(gold, tags)
     if gold is None or read_number(gold) is None:
-        raise BadGold(f"the answer is no number: {gold!r:.60}")
+        raise BadGold(f"the answer is not a number: {gold!r:.60}")
 
 
 MATCH_FORMAT_EXACTLY = Rule(needs_no_gold, format_exactly)

@@ -1,4 +1,4 @@
-"""Run a configuration: every model at every stage, resumed where asked, several methods compared."""
+"""Runs a configuration: every model at every stage, resumed on request, several methods compared."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def train(
     skip: Collection[str] = (),
     compared: bool = False,
 ) -> int:
-    """Train every model of the configuration at every stage in turn; the exit status is 0 when all of them finished.
+    """Train every model of the configuration at every stage in turn; the exit status is 0 if all of them finished.
 
-    `resume` goes on where the run stopped: finished stages are left as they are, a begun one goes on from its newest
-    checkpoint. As a path it names the folder of the whole run, or one run folder or checkpoint in it to go on with
-    alone. A run that fails does not keep others from their turn that do not build on it; a single one raises its error.
-    `compared` says that the stages are methods to be compared at the end (comparison.py). A closed pipe or terminal
-    ends nothing: `training.log` has what was said.
+    `resume` continues where the run stopped: finished stages are kept, an unfinished one continues from its newest
+    checkpoint. As a path it names the folder of the whole run, or a single run folder or checkpoint in it. If a run
+    fails, the runs that do not depend on it are still trained; a single run raises its error. `compared`: the stages
+    are methods to compare at the end (comparison.py). A closed pipe or terminal does not end the run; `training.log`
+    has all messages.
     """
     with enduring():
         return _train(config, resume, overwrite, model_index, skip, compared)
@@ -63,7 +63,7 @@ def _train(
         folder, name = resume.parent, resume.name
     if name is None and (resume or skip):
         option = "--resume" if resume else "--skip"
-        raise RunError(f"{option} needs to know the run: set name in the config, or give its folder to --resume")
+        raise RunError(f"{option} needs the run's folder: set name in the config, or give the folder to --resume")
     if name is None:
         kinds = "comparison" if compared else "-".join(stage.name or stage.config.method.type for stage in stages)
         name = f"{kinds}-{first.models[model_index or 0].folder_name}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -82,7 +82,7 @@ def _train(
 
 @contextmanager
 def _out_of_memory_is_answered(config: RunConfig, folder: Path) -> Iterator[None]:
-    """Tell who runs out of memory the command that goes on with less of it; `folder` is what it resumes."""
+    """On out-of-memory errors, log the command that resumes `folder` with less memory."""
     try:
         yield
     except BaseException as error:
@@ -93,7 +93,7 @@ def _out_of_memory_is_answered(config: RunConfig, folder: Path) -> Iterator[None
 
 
 def _resume_one(stages: Sequence[Stage], path: Path) -> int:
-    """Go on with the one run whose folder or checkpoint is given."""
+    """Resume the one run of this folder or checkpoint."""
     folder = run_folder_of(path)
     levels = (len(stages) > 1) + (len(stages[0].config.models) > 1)
     root = folder if not levels else folder.absolute().parents[levels - 1]

@@ -1,7 +1,7 @@
-"""`train CONFIG --method all`: every method that the data can serve, from the same start, under one budget, compared.
+"""`train CONFIG --method all`: every method that the data allows, from the same start, under one budget, compared.
 
-The budget is the settings' own: the same prompts or examples in the same order, `training.batch_size` of them a step,
-the same number of steps, seed and validation prompts. What a method is worth is the reward of what it writes there.
+The budget is in the settings: the same prompts or examples in the same order, `training.batch_size` per step, the same
+number of steps, seed and validation prompts. Methods are compared by the rewards of their validation completions.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ log = logging.getLogger("posttrain")
 def methods_as_stages(
     config: str | None, overrides: Sequence[str], flags: Mapping[str, str], names: Sequence[str]
 ) -> tuple[Stage, ...]:
-    """The settings with each method in turn, as stages that build on none; those left out are said.
+    """The settings with each method in turn, as independent stages.
 
-    A method is left out when its settings or the data do not allow it. Raises ConfigError when fewer than two are left,
-    or with what is wrong for all of them.
+    A method is dropped with a warning if its settings or the data do not allow it. Raises ConfigError if fewer than two
+    remain, with the reasons.
     """
     stages: list[Stage] = []
     refused: dict[str, str] = {}
@@ -46,10 +46,10 @@ def methods_as_stages(
     if not stages and len(reasons) == 1:
         raise ConfigError(reasons[0])
     if len(stages) < 2:
-        told = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
-        raise ConfigError(f"--method: there are not two methods to compare:{told}")
+        found = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
+        raise ConfigError(f"--method: fewer than two methods can be compared:{found}")
     for name, reason in refused.items():
-        log.warning("left out of the comparison: %s: %s", name, " ".join(reason.split()))
+        log.warning("dropped from the comparison: %s: %s", name, " ".join(reason.split()))
     return tuple(stages)
 
 
@@ -57,13 +57,13 @@ def _check_comparable(config: RunConfig) -> None:
     """Raise ConfigError where the runs would leave nothing to compare."""
     if not (config.rewards and config.evaluates and config.rollout.save):
         raise ConfigError(
-            "methods are compared by the rewards of what they write: set rewards, data.validation, e.g. {rows: 100}, "
+            "methods are compared by the rewards of their completions: set rewards, data.validation, e.g. {rows: 100}, "
             "and evaluation.eval_steps above 0, and leave rollout.save true"
         )
 
 
 def compare(root: Path, stages: Sequence[Stage]) -> None:
-    """Write `comparison/` of every model in the run's folder, and print its table. Runs that failed are left out."""
+    """Write `comparison/` of every model in the run's folder, and print its table, without failed runs."""
     models = stages[0].config.models
     for index, model in enumerate(models):
         folders = {stage.name: run_folder(root, stage, index, several_stages=True) for stage in stages}

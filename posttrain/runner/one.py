@@ -45,10 +45,10 @@ def train_one(
 ) -> None:
     """Train the one model of `config` in `folder`, from the start or, with `resume`, from a checkpoint.
 
-    A run that was stopped before its first checkpoint begins anew; a `best` that it has is set aside. A checkpoint that
-    turns out to be damaged while it is loaded gives way to the one before it, unless it is the one asked for.
+    A run that was stopped before its first checkpoint starts again; its `best` is set aside. If a checkpoint turns out
+    to be damaged while it is loaded, the previous one is used, unless the user asked for this one.
     """
-    release_memory()  # of the model before
+    release_memory()  # of the previous model
     facts = {"seed": config.seed, "threads": torch.get_num_threads(), **(start_facts or {})}
     named, rejected = checkpoint, dict[str, str]()
     said: list[str] = []
@@ -82,7 +82,7 @@ def train_one(
 
 
 def _train_from(checkpoint: Path | None, config: RunConfig, run: Run, facts: Mapping[str, Any], resume: bool) -> None:
-    """Train to the end, from the start or from a checkpoint. Raises DamagedError for a bad one, all left as it was."""
+    """Train to the end, from the start or from a checkpoint. Raises DamagedError for a bad one and changes nothing."""
     step = saved_step(checkpoint) if checkpoint else -1  # 0 is the evaluation before training
     lines = run.read_metrics()
     logged = [line for line in lines if line["step"] > step]
@@ -104,19 +104,19 @@ def _train_from(checkpoint: Path | None, config: RunConfig, run: Run, facts: Map
 
 
 def _newest(folder: Path, rejected: Mapping[str, str]) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, None for a run that was stopped before its first one; and what there is to say.
+    """The checkpoint to resume from, None for a run that was stopped before its first one; and messages for the log.
 
-    `rejected` has what is wrong with those that were tried.
+    `rejected` has the problems of those already tried.
     """
     if not has_saved(folder):
-        return None, [f"{folder} has no checkpoint yet: it is begun anew"]
+        return None, [f"{folder} has no checkpoint yet: it starts again"]
     checkpoint, skipped = newest_complete(folder, problems_of, rejected)
     return checkpoint, [f"{reason}: falling back to {checkpoint.name}" for reason in skipped]
 
 
 @contextmanager
 def _exits_are_failures() -> Iterator[None]:
-    """`sys.exit` in a reward, or in any code that a run calls, is a failure of the run; a signal's end is its own."""
+    """`sys.exit` in a reward, or in any code that a run calls, is a failure of the run, unless a signal ended it."""
     try:
         yield
     except SystemExit as error:

@@ -1,8 +1,8 @@
-"""Several runs in turn: which ones a configuration comes to, in which order, and what follows when one fails.
+"""Several runs in turn: the runs of a configuration, their order, and the consequences when one fails.
 
-A run is one model at one stage, in a folder of its own: {output_dir}/{name}/[{model}/][{stage}/], a level only where
-there are several. A stage that starts from another one is given that one's `final/` as its model; an adapter there is
-merged where the stage needs a whole model.
+A run is one model at one stage, in a folder of its own: {output_dir}/{name}/[{model}/][{stage}/], a level only if
+there are several. A stage that starts from another stage gets that one's `final/` as its model; an adapter there is
+merged if the stage needs a full model.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """All runs of a configuration, in the order they are made: model by model, stage by stage."""
+    """All runs of a configuration in their order: model by model, stage by stage."""
 
     root: Path
     stages: tuple[Stage, ...]
@@ -87,7 +87,7 @@ class Pipeline:
         skip: Collection[str] = (),
         model_index: int | None = None,
     ) -> Pipeline:
-        """The runs in the folder `root`. Raises ConfigError for a stage or model that is not there."""
+        """The runs in the folder `root`. Raises ConfigError for an unknown stage or model."""
         check_skip(skip, stages)
         models = stages[0].config.models
         if model_index is not None and not 0 <= model_index < len(models):
@@ -117,11 +117,11 @@ class Pipeline:
 
     @property
     def alone(self) -> bool:
-        """Whether there is one run and no more, also without `--skip` and `--model-index`."""
+        """Whether the configuration has a single run, also without `--skip` and `--model-index`."""
         return len(self.stages) == 1 and len(self.stages[0].config.models) == 1
 
     def check(self, resume: bool, overwrite: bool) -> None:
-        """Before hours of training: the models of skipped stages are there, and the folders are free."""
+        """Check before hours of training that the models of skipped stages exist and the folders are free."""
         for task in self.active:
             if task.source is not None and task.source.skip:
                 if problems := verify(task.source.final):
@@ -133,23 +133,23 @@ class Pipeline:
         begun = [task.folder for task in self.active if (task.folder / "run.json").exists()]
         taken = [str(folder) for folder in begun if not never_stepped(folder)]
         if taken and not self.alone and not resume and not overwrite:
-            skip = ", leave stages out (--skip)" if len(self.stages) > 1 else ""
+            skip = ", skip stages (--skip)" if len(self.stages) > 1 else ""
             raise RunError(
-                f"there are runs already in {', '.join(taken)}: go on with them (--resume), replace them "
+                f"there are runs already in {', '.join(taken)}: resume them (--resume), replace them "
                 f"(--overwrite){skip}, or choose another name"
             )
 
     def save_config(self) -> None:
-        """The whole configuration, beside the runs' folders: what `--resume FOLDER` starts from."""
+        """The whole configuration, next to the runs' folders: the input of `--resume FOLDER`."""
         self.root.mkdir(parents=True, exist_ok=True)
         stages = [Stage(s.name, s.init_from, s.config.model_copy(update={"name": self.root.name})) for s in self.stages]
         write_file(self.root / "config.yaml", redact(dump(stages)))
 
     def run(self, train_one: Callable[[Task, bool, bool], None], resume: bool, overwrite: bool) -> int:
-        """Make every run with `train_one(task, resume, overwrite)`; a table at the end says what became of each.
+        """Train every run with `train_one(task, resume, overwrite)`; a table at the end shows the outcomes.
 
-        A run that fails does not keep other models from their turn, nor stages that do not build on it. Raises
-        PosttrainError at the end when any failed; where there is one run to make, its own error.
+        After a failure, other models and independent stages are still trained. Raises PosttrainError at the end if any
+        failed; with a single run, its own error.
         """
         self.check(resume, overwrite)
         if not self.alone:
@@ -166,7 +166,7 @@ class Pipeline:
         if failed:
             waiting = [task.title for task in self.active if task.outcome == NOT_RUN]
             what = "runs" if len(self.stages) > 1 else "models"
-            rest = f"; not run because of that: {', '.join(waiting)}" if waiting else ""
+            rest = f"; not run for that reason: {', '.join(waiting)}" if waiting else ""
             raise PosttrainError(
                 f"{len(failed)} of {len(self.active)} {what} failed: "
                 f"{', '.join(task.title for task in failed)}{rest} (see the messages above)"
@@ -184,7 +184,7 @@ class Pipeline:
         began = time.perf_counter()
         task.outcome = STOPPED
         try:
-            # Those that an interruption kept from their turn begin now.
+            # Runs that an interruption had delayed start now.
             begun = resume and (self.alone or (task.folder / "run.json").exists())
             if begun and not self.alone and is_finished(task):
                 task.outcome = EARLIER
@@ -203,7 +203,7 @@ class Pipeline:
             task.seconds = time.perf_counter() - began
 
     def table(self) -> Table:
-        """What became of every run."""
+        """The outcome of every run."""
         table = Table(title=str(self.root), title_justify="left", title_style="bold", box=None, pad_edge=False)
         for name in ("run", "outcome", "steps", "time", ""):
             table.add_column(name, justify="right" if name in ("steps", "time") else "left", overflow="fold")
@@ -231,17 +231,17 @@ def _with_paths(config: RunConfig, done: Mapping[str, Task], stage: str) -> RunC
 
 
 def _with_path(reward: Reward, done: Mapping[str, Task], stage: str) -> Reward:
-    """A reward with the folder of the reward model that an earlier stage trains; others as they are."""
+    """A reward with the folder of the reward model that an earlier stage trains; other rewards unchanged."""
     if not isinstance(reward, ModelReward) or reward.from_stage is None:
         return reward
     source = done.get(reward.from_stage)
     if source is None or source.config.method.head != "reward":
         trained = [name for name, task in done.items() if task.config.method.head == "reward"]
         raise ConfigError(
-            f"stage {stage}: rewards: {reward.from_stage} is no earlier stage that trains a reward model; there is "
-            f"{', '.join(trained) or 'none'} (one made elsewhere is given by its path)"
+            f"stage {stage}: rewards: {reward.from_stage} is not an earlier stage that trains a reward model; known: "
+            f"{', '.join(trained) or 'none'} (give another reward model by its path)"
             if stage
-            else f"rewards: from: {reward.from_stage} names a stage, and there are none: give the model's path"
+            else f"rewards: from: {reward.from_stage} names a stage, but there are none: give the model's path"
         )
     return reward.model_copy(update={"path": str(source.final), "from_stage": None})
 
@@ -253,7 +253,8 @@ def _measured(results: dict[str, Any]) -> str:
 
 
 def is_finished(task: Task) -> bool:
-    """Whether the run is done with these settings, its final model whole. Raises RunError for other settings."""
+    """Whether the run is finished with these settings and its final model intact. Raises RunError for other
+    settings."""
     if read_run(task.folder).state != "finished" or verify(task.final):
         return False
     refuse_changes(task.folder, task.config)

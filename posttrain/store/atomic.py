@@ -1,98 +1,56 @@
-"""Files and folders that appear whole or not at all.
-
-Everything is written to a temporary sibling, synced to the disk, and renamed into place; a rename is atomic on one file
-system. A crash leaves at most siblings named `*.tmp-*` (half written, or half deleted) and `*.old-*` (the previous
-folder, moved aside for the instant of its replacement); `recover` puts the second kind back and removes the first.
-"""
+"""What a run writes: files and folders that appear complete or not at all, with errors that name the remedy."""
 
 import errno
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from posttrain.atomic import LEFTOVER, put_file, put_folder, take_away
 from posttrain.errors import RunError
 
-# What a full disk says: no space, quota reached, file size limit reached.
+# Errors of a full disk: no space, quota reached, file size limit reached.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
 
 
 def write_file(path: Path, data: str | bytes) -> None:
-    """Write `data` (text as UTF-8) to `path`, replacing it atomically.
+    """Write `data` (a string as UTF-8) to `path`, replacing it atomically.
 
-    Raises RunError when it cannot be written; then, as after Ctrl-C, the previous content is untouched.
+    Raises RunError if it cannot be written; then, as after Ctrl-C, the previous content is untouched.
     """
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise cannot_write(path, error) from error
-        raise
+        put_file(path, data)
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Make the folder `target` from what `write(temporary_folder)` puts there, replacing an existing one.
+    """Make the folder `target` from what `write(temporary_folder)` writes to it, replacing an existing one.
 
-    Raises RunError when the disk refuses; then, as after any exception of `write`, the previous `target` is untouched
-    and the temporary folder is gone.
+    Raises RunError if the disk refuses; then, as after any exception of `write`, the previous `target` is untouched
+    and the temporary folder is removed.
     """
-    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     try:
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.mkdir(parents=True)
-        write(temporary)
-        sync_tree(temporary)
-        _put_in_place(temporary, target)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError | SafetensorError):
-            raise cannot_write(target, error) from error
-        raise
-
-
-def _put_in_place(temporary: Path, target: Path) -> None:
-    if target.exists():
-        old = target.with_name(f"{target.name}.old-{os.getpid()}")
-        os.rename(target, old)
-        try:
-            os.rename(temporary, target)
-        except OSError:
-            os.rename(old, target)
-            raise
-        sync_folder(target.parent)
-        remove_folder(old)
-    else:
-        os.rename(temporary, target)
-        sync_folder(target.parent)
+        put_folder(target, write)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(target, error) from error
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder so that a crash halfway never leaves it there with some of its files missing.
+    """Delete a folder so that a crash never leaves it in place with some of its files missing.
 
-    Raises RunError when the system refuses.
+    Raises RunError if the system refuses.
     """
-    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     try:
-        os.rename(folder, temporary)
-        shutil.rmtree(temporary)
+        take_away(folder)
     except OSError as error:
         raise RunError(f"cannot delete {folder}: {_reason(error)}") from error
 
 
 def recover(folder: Path) -> list[str]:
-    """Clear what earlier crashes left directly in `folder`; returns the names of the siblings removed or put back.
+    """Remove the leftovers of crashes directly in `folder`; returns the names of the siblings removed or put back.
 
     Call it only while no other process writes there (a `Run` holds its lock).
     """
@@ -112,33 +70,13 @@ def recover(folder: Path) -> list[str]:
     return handled
 
 
-def sync_tree(folder: Path) -> None:
-    """Force every file and folder under `folder` (and itself) to the disk."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            with open(Path(root) / name, "rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(Path(root))
-
-
-def sync_folder(folder: Path) -> None:
-    """Force a folder's list of names to the disk (where the system lets folders be opened, that is, not on Windows)."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def cannot_write(path: Path, error: OSError | SafetensorError) -> RunError:
     """The message for a failed write, with the remedy when the disk is full."""
     if _number(error) in FULL:
         return RunError(
             f"no space to write {path} ({_reason(error)}): what was saved before is intact. "
-            "Free some disk space (or raise the quota), then go on with --resume; "
-            "checkpoint.save_total_limit bounds how many checkpoints are kept."
+            "Free some disk space (or raise the quota), then continue with --resume; "
+            "checkpoint.save_total_limit limits the number of checkpoints."
         )
     return RunError(f"cannot write {path}: {_reason(error)}")
 
@@ -157,7 +95,7 @@ def _reason(error: OSError | SafetensorError) -> str:
 
 
 class LineFile:
-    """A file that grows line by line, unbuffered: what `write` returned from, a crash of the process does not lose.
+    """A file that grows line by line, unbuffered: after `write` returns, a crash of the process loses nothing.
 
     Methods raise OSError as the system does.
     """

@@ -1,8 +1,8 @@
-"""Checkpoints: folders that are whole, hashed, and never trusted without looking.
+"""Checkpoints: complete, hashed folders that are verified before every use.
 
-`checkpoint-{step}/` holds whatever its writer put there and `manifest.json`: the size and SHA-256 of every file. The
-manifest is written last, so that a folder with a valid manifest is complete; it is compared byte for byte with what
-posttrain would write, so that no flipped bit in it goes unseen either.
+`checkpoint-{step}/` has the files of its writer and `manifest.json`: the size and SHA-256 of every file. The manifest
+is written last, so a folder with a valid manifest is complete; it is compared byte for byte with what posttrain would
+write, so that a flipped bit in the manifest itself is detected, too.
 """
 
 import hashlib
@@ -19,18 +19,18 @@ from posttrain.store.atomic import remove_folder, write_file, write_folder
 from posttrain.store.files import parse_json
 
 MANIFEST = "manifest.json"
-MODELS = ("best", "final")  # what is saved of a run beside its checkpoints
+MODELS = ("best", "final")  # a run's saved models besides its checkpoints
 VERSION = 1
-NO_FILE = "no regular file"  # a folder, or a pipe, which would be read without end
-Look = Callable[[Path], list[str]]  # what is wrong with a checkpoint whose files are whole
+NO_FILE = "not a regular file"  # a folder, or a pipe, which could be read without end
+Look = Callable[[Path], list[str]]  # problems of a checkpoint with intact files
 
 
 def save_checkpoint(run_dir: Path, step: int, write: Callable[[Path], None], limit: int | None) -> Path:
     """Save `checkpoint-{step}` with the files that `write(temporary_folder)` makes; returns its path.
 
-    Once it is safe on the disk, the oldest checkpoints beyond `limit` (at least 1; None keeps all) are deleted: never
-    the one just saved or the newest.
-    Raises RunError when it cannot be written, for instance on a full disk; earlier checkpoints are then intact.
+    After that the oldest checkpoints beyond `limit` (at least 1; None keeps all) are deleted, but never the one just
+    saved or the newest. Raises RunError if it cannot be written, for instance on a full disk; earlier checkpoints stay
+    intact.
     """
     target = run_dir / f"checkpoint-{step}"
     save_folder(target, step, write)
@@ -49,7 +49,7 @@ def save_folder(target: Path, step: int, write: Callable[[Path], None]) -> None:
     def write_all(folder: Path) -> None:
         write(folder)
         names = _files(folder)
-        with ThreadPoolExecutor(2) as threads:  # SHA-256 lets other threads run: the model beside the optimizer
+        with ThreadPoolExecutor(2) as threads:  # SHA-256 releases the GIL: model and optimizer are hashed in parallel
             hashed = threads.map(lambda name: _fingerprint(folder / name), names)
             files = dict(zip(names, hashed, strict=True))
         write_file(folder / MANIFEST, _render(step, files))
@@ -58,10 +58,10 @@ def save_folder(target: Path, step: int, write: Callable[[Path], None]) -> None:
 
 
 def verify(folder: Path) -> list[str]:
-    """What is wrong with a saved folder, one line per file; empty when every byte is as it was saved.
+    """The problems of a saved folder, one line per file; empty if every byte is as saved.
 
-    A checkpoint must have been saved at the step in its name. Files beginning with a dot are ignored (desktop systems
-    strew them); any other file not in the manifest is named.
+    A checkpoint must have been saved at the step in its name. Hidden files are ignored (desktop systems create them);
+    any other file that is not in the manifest is named.
     """
     if not folder.is_dir():
         return ["the folder is missing"]
@@ -70,7 +70,9 @@ def verify(folder: Path) -> list[str]:
         return [f"{MANIFEST}: {manifest}"]
     step, expected = manifest
     present = _files(folder)
-    problems = [] if _step_of(folder) in (None, step) else [f"{MANIFEST}: it is of step {step}: the folder was renamed"]
+    problems = (
+        [] if _step_of(folder) in (None, step) else [f"{MANIFEST}: it belongs to step {step}: the folder was renamed"]
+    )
     problems += [f"{name}: missing" for name in expected if name not in present]
     problems += [f"{name}: not in the manifest" for name in present if name not in expected]
     for name in sorted(expected.keys() & present):
@@ -100,7 +102,7 @@ def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def saved_step(folder: Path) -> int:
-    """The step at which a saved folder (a checkpoint, `best`, `final`) was made; RunError when its manifest is bad."""
+    """The step of a saved folder (a checkpoint, `best`, `final`); RunError if its manifest is damaged."""
     manifest = _read_manifest(folder)
     if isinstance(manifest, str):
         raise RunError(f"{folder / MANIFEST}: {manifest}")
@@ -114,7 +116,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def has_saved(run_dir: Path) -> bool:
-    """Whether a run got as far as a checkpoint or its final model."""
+    """Whether a run has a checkpoint or its final model."""
     return bool(list_checkpoints(run_dir)) or (run_dir / "final").exists()
 
 
@@ -125,10 +127,10 @@ def _as_saved(folder: Path) -> list[str]:
 def newest_complete(
     run_dir: Path, look: Look = _as_saved, rejected: Mapping[str, str] | None = None
 ) -> tuple[Path, list[str]]:
-    """The newest checkpoint whose every byte is as it was saved, and why newer ones were skipped (often nothing).
+    """The newest intact checkpoint, and the reasons why newer ones were skipped.
 
-    `look` finds further problems of one that is whole; `rejected` has, by name, those that were found out otherwise.
-    Raises RunError when there is none.
+    `look` finds further problems of an intact one; `rejected` has known problems by checkpoint name. Raises RunError if
+    there is none.
     """
     skipped, rejected = [], rejected or {}
     for path in reversed(list_checkpoints(run_dir)):
@@ -142,9 +144,9 @@ def newest_complete(
 
 
 def named_checkpoint(folder: Path, look: Look = _as_saved) -> Path:
-    """A checkpoint the user asked for by path, verified; `look` as in `newest_complete`.
+    """A checkpoint that the user named by path, verified; `look` as in `newest_complete`.
 
-    Raises RunError when it is missing or damaged; the message lists the checkpoints that exist beside it.
+    Raises RunError if it is missing or damaged; the message lists the run's other checkpoints.
     """
     if problems := verify(folder) or look(folder):
         raise unusable(folder, problems)
@@ -152,7 +154,7 @@ def named_checkpoint(folder: Path, look: Look = _as_saved) -> Path:
 
 
 def unusable(folder: Path, problems: list[str]) -> RunError:
-    """The message for a checkpoint that the user asked for and that cannot be used; it lists those beside it."""
+    """The message for a named checkpoint that cannot be used; it lists the others."""
     others = [path.name for path in list_checkpoints(folder.parent) if path.name != folder.name]
     instead = f"there are {', '.join(others)}" if others else "there is no other"
     if not folder.is_dir():
@@ -163,7 +165,7 @@ def unusable(folder: Path, problems: list[str]) -> RunError:
 def set_aside_after(run_dir: Path, step: int) -> list[Path]:
     """Rename checkpoints, `best` and `final` later than `step` to `….set-aside`; returns the new paths.
 
-    They are damaged, or belong to a future that a run resumed at `step` no longer has.
+    They are damaged, or belong to later steps than the one at which a run is resumed.
     """
     moved = []
     models = [path for path in (run_dir / "best", run_dir / "final") if path.is_dir()]
@@ -177,7 +179,7 @@ def set_aside_after(run_dir: Path, step: int) -> list[Path]:
 
 
 def _made_at(folder: Path) -> float:
-    """The step of a checkpoint by its name, of another saved folder by its manifest; a bad one is later than all."""
+    """The step of a checkpoint by its name, of another saved folder by its manifest; a damaged one counts as latest."""
     step = _step_of(folder)
     if step is not None:
         return step
@@ -202,7 +204,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _is_entry(value: Any) -> bool:
-    """Whether it is what a manifest says of a file."""
+    """Whether this is a manifest's entry of a file."""
     return isinstance(value, dict) and {key: type(fact) for key, fact in value.items()} == {"size": int, "sha256": str}
 
 
@@ -216,7 +218,7 @@ def _check(step: int, files: dict[str, dict[str, Any]]) -> str:
 
 
 def _read_manifest(folder: Path) -> tuple[int, dict[str, dict[str, Any]]] | str:
-    """Step and files of a folder's manifest, or what is wrong with it."""
+    """Step and files of a folder's manifest, or its problem in words."""
     path = folder / MANIFEST
     try:
         if path.exists() and not path.is_file():

@@ -1,4 +1,4 @@
-"""Where two runs differ, to the bit: what they measured, and every tensor and number they saved."""
+"""Compares two runs bit by bit: their metrics, and every saved tensor and number."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from posttrain.store.metrics import read_metrics
 if TYPE_CHECKING:
     import torch
 
-CLOCK = ("time", "seconds", "save_seconds")  # what two equal runs may differ in
+CLOCK = ("time", "seconds", "save_seconds")  # differ between equal runs
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that differs: at which step, in which file, and what it is in the one run and in the other."""
+    """One difference: its step, its file, and the values in both runs."""
 
     step: int
     file: str
@@ -34,7 +34,7 @@ class Difference:
 
 @dataclass(slots=True)
 class Comparison:
-    """What was looked at, and what of it differs, earliest step first."""
+    """What was compared, and the differences, earliest step first."""
 
     lines: int = 0  # of metrics.jsonl
     tensors: int = 0
@@ -47,8 +47,8 @@ def compare_runs(one: Path, other: Path) -> Comparison:
     """Compare the metrics (but for the clock), and the saved folders of two run folders that should be equal.
 
     The saved folders are the checkpoints that both have, their newest, `best` and `final`: weights, optimizer, random
-    generators, and the loop's own numbers, among them a checksum of the rows trained on, in their order. Numbers are
-    equal when their bits are: NaN equals NaN, 0.0 is not -0.0.
+    generators, and the loop's state with a checksum of the rows trained on, in order. Numbers are equal if their bits
+    are: NaN equals NaN, 0.0 differs from -0.0.
     """
     seen = Comparison()
     seen.differences += _metrics(one, other, seen)
@@ -87,7 +87,7 @@ def _folder(one: Path, other: Path, seen: Comparison) -> Iterator[Difference]:
             return
     steps = saved_step(one), saved_step(other)
     if steps[0] != steps[1]:
-        # The later step: before it both may have had the same folder.
+        # The later step: before it both may have been equal.
         yield Difference(max(steps), one.name, f"made at step {steps[0]} and at step {steps[1]}")
         return
     for name in sorted({path.name for folder in (one, other) for path in folder.glob("*.safetensors")}):

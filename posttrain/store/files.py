@@ -29,8 +29,8 @@ def save_json(path: Path, data: Any) -> None:
 
 
 def save_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows as JSONL, atomically, and the folder where it is missing: whatever a data set may hold. What JSON has
-    no type for, such as the dates and bytes of Parquet, becomes its text, and a lone surrogate JSON's own escape.
+    """Write rows of any data set as JSONL, atomically; creates the folder. Values that JSON has no type for, such as
+    the dates and bytes of Parquet, become strings, and a lone surrogate becomes JSON's escape.
 
     Raises RunError when the file cannot be written.
     """
@@ -40,7 +40,7 @@ def save_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def ready_to_write(path: Path, inputs: Iterable[Path] = (), overwrite: bool = False) -> None:
-    """Check, before long work, that the file it ends in can be written and takes nothing away.
+    """Check, before long work, that its output can be written without overwriting anything.
 
     Raises RunError for a folder, a device or pipe, one of the `inputs` (files, or folders with files) by whatever path
     or link, a file that exists unless `overwrite` is set, and a place that cannot be written to.
@@ -50,7 +50,7 @@ def ready_to_write(path: Path, inputs: Iterable[Path] = (), overwrite: bool = Fa
     if path.exists():
         read = (file for source in inputs for file in (source.iterdir() if source.is_dir() else [source]))
         if any(file.exists() and path.samefile(file) for file in read):
-            raise RunError(f"cannot write {path}: it is a file that is read; give another one with --output")
+            raise RunError(f"cannot write {path}: it is an input file; give another one with --output")
         if not path.is_file():
             raise RunError(f"cannot write {path}: it is not a regular file; give the name of one")
     if os.path.lexists(path) and not overwrite:
@@ -82,7 +82,7 @@ def load_json(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that JSON stands for. Raises ValueError for all that is none, what is nested too deep included."""
+    """The parsed value. Raises ValueError for invalid JSON, also if nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -100,13 +100,13 @@ def flat(data: Mapping[str, Any], lists: bool = False) -> dict[str, Any]:
 
 
 def _check_exact(data: Any, where: str) -> None:
-    """Raise RunError, with the place, for what JSON would not give back unchanged."""
+    """Raise RunError, with the place, for values that do not survive JSON unchanged."""
     if isinstance(data, float) and not math.isfinite(data):
         raise RunError(f"{where} is {data}: only finite numbers can be saved")
     if isinstance(data, Mapping):
         for key, value in data.items():
             if not isinstance(key, str):
-                raise RunError(f"{where} has the key {key!r}: only text can be a key in a saved file")
+                raise RunError(f"{where} has the key {key!r}: keys in a saved file must be strings")
             _check_exact(value, f"{where}: {key}" if ":" not in where else f"{where}.{key}")
     elif isinstance(data, list | tuple):
         for index, value in enumerate(data):
@@ -149,7 +149,7 @@ def load_tensors(path: Path, device: "str | torch.device" = "cpu") -> "dict[str,
 def rng_state() -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
     """The state of python's, numpy's and torch's (CPU, every CUDA device) global generators.
 
-    Returns tensors, for `save_tensors`, and what is no tensor, for `save_json`. All names begin with `rng.`.
+    Returns tensors, for `save_tensors`, and the rest, for `save_json`. All names start with `rng.`.
     """
     import numpy
     import torch
@@ -171,10 +171,10 @@ def rng_state() -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
 
 
 def restore_rng(tensors: "Mapping[str, torch.Tensor]", facts: Mapping[str, Any]) -> None:
-    """Set every generator as `rng_state` found it; other names in the two mappings are ignored.
+    """Restore every generator to a saved `rng_state`; other names in the two mappings are ignored.
 
-    Raises DamagedError when a state is missing or is none, and RunError when the number of CUDA devices differs from
-    that of the saved run: the run could not go on with the same random numbers.
+    Raises DamagedError if a state is missing or invalid, and RunError if the number of CUDA devices differs from the
+    saved run's: the run could not continue with the same random numbers.
     """
     import numpy
     import torch
@@ -194,8 +194,8 @@ def restore_rng(tensors: "Mapping[str, torch.Tensor]", facts: Mapping[str, Any])
         torch.set_rng_state(tensors["rng.torch"].cpu())
         if cuda:
             torch.cuda.set_rng_state_all([state.cpu() for state in cuda])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # each generator has its own word for it
-        raise DamagedError(f"the random state is none: {error}") from error
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # each generator raises its own kind
+        raise DamagedError(f"the random state is invalid: {error}") from error
 
 
 def _cuda_index(name: str) -> int:
@@ -203,7 +203,7 @@ def _cuda_index(name: str) -> int:
 
 
 def bits(tensor: "torch.Tensor") -> "torch.Tensor":
-    """The values of a tensor as integers of the same width, in one row: equal where the bits are."""
+    """The values of a tensor as flat integers of the same width: equal if the bits are."""
     import torch
 
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

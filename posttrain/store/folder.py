@@ -1,20 +1,20 @@
-"""Folders that a run may begin in: which is a run folder, whether it holds anything worth keeping, and emptying it."""
+"""Folders that a run may start in: whether one is a run folder, whether it is worth keeping, and emptying it."""
 
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+from posttrain.atomic import LEFTOVER
 from posttrain.config import Stage
 from posttrain.errors import RunError
-from posttrain.store.atomic import LEFTOVER
 from posttrain.store.checkpoint import saved_step
 from posttrain.store.files import load_json
 from posttrain.store.lock import LOCK
 from posttrain.store.metrics import last_metrics
 
 FORMAT = 1
-# What there may be of a run before its first step.
+# The files of a run before its first step.
 FIRST_FILES = (
     LOCK,
     "run.json",
@@ -46,17 +46,17 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def never_stepped(folder: Path) -> bool:
-    """Whether a run folder holds nothing worth keeping: no checkpoint, no step that was logged or has completions
-    stored, no file of somebody's own.
+    """Whether a run folder has nothing worth keeping: no checkpoint, no logged step, no stored completions, no file of
+    the user's.
 
-    A run that ended before its first step has, at most, what the evaluation before training left: its metrics, its
-    completions, and in `best` the model that it began with.
+    A run that ended before its first step has, at most, the results of the evaluation before training: its metrics, its
+    completions, and the initial model in `best`.
     """
     if not (folder / "run.json").is_file():
         return False
     names = {path.name for path in folder.iterdir()}
     leftovers = [found for name in names if (found := LEFTOVER.fullmatch(name))]
-    half_written = {found[0] for found in leftovers if found["kind"] == "tmp"}  # the other kind is whole
+    half_written = {found[0] for found in leftovers if found["kind"] == "tmp"}  # the other kind is complete
     if names - half_written - set(FIRST_FILES):
         return False
     try:
@@ -65,16 +65,16 @@ def never_stepped(folder: Path) -> bool:
         if read_facts(folder)["state"] == "finished" or last_metrics(folder).get("step", 0) > 0:
             return False
         return not _has_rollouts(folder)
-    except RunError:  # something is damaged: there was something
+    except RunError:  # damaged, so not empty
         return False
 
 
 def _has_rollouts(folder: Path) -> bool:
-    """Whether completions of a step are stored; those of a step come before its line of metrics, which may be rare."""
+    """Whether completions of a step are stored, which happens before its line of metrics."""
     file = folder / "rollouts.sqlite"
     if not file.is_file() or file.stat().st_size == 0:
         return False
-    from posttrain.store.stored_rollouts import StoredRun  # imports numpy, which listing runs needs not wait for
+    from posttrain.store.stored_rollouts import StoredRun  # imports numpy, which listing runs does not need
 
     with StoredRun(folder) as stored:
         return bool(stored.steps())
@@ -82,14 +82,14 @@ def _has_rollouts(folder: Path) -> bool:
 
 def refuse_occupied(folder: Path, overwrite: bool) -> None:
     """Raise RunError unless a run may start in `folder`."""
-    begun = re.compile(rf"{re.escape(LOCK)}|run\.json\.tmp-\d+")  # killed at birth: there is nothing yet
+    begun = re.compile(rf"{re.escape(LOCK)}|run\.json\.tmp-\d+")  # killed right at the start
     entries = [path.name for path in folder.iterdir() if not begun.fullmatch(path.name)] if folder.exists() else []
     if not entries:
         return
     nested = sorted(path.parent.name for path in folder.glob("*/run.json"))
     if nested:
         raise RunError(
-            f"{folder} holds other runs ({', '.join(nested)}): choose another name, or delete the folder yourself"
+            f"{folder} contains other runs ({', '.join(nested)}): choose another name, or delete the folder yourself"
         )
     if "run.json" not in entries:
         raise RunError(
@@ -98,12 +98,12 @@ def refuse_occupied(folder: Path, overwrite: bool) -> None:
         )
     if not overwrite and not never_stepped(folder):
         raise RunError(
-            f"{folder} holds a run already: go on with it (--resume), replace it (--overwrite), or choose another name"
+            f"{folder} has a run already: resume it (--resume), replace it (--overwrite), or choose another name"
         )
 
 
 def empty(folder: Path) -> None:
-    """Delete everything in a run folder; run.json last, so that after a crash it still is one."""
+    """Delete everything in a run folder, run.json last, so that after a crash it is still recognised."""
     entries = sorted(folder.iterdir(), key=lambda path: path.name == "run.json")
     try:
         for path in entries:
@@ -118,7 +118,7 @@ def empty(folder: Path) -> None:
 
 
 def run_folder(root: Path, stage: Stage, model: int, several_stages: bool) -> Path:
-    """Where a model is trained at a stage."""
+    """The folder in which a model is trained at a stage."""
     if len(stage.config.models) > 1:
         root = root / stage.config.models[model].folder_name
     return root / stage.name if several_stages else root

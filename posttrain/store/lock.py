@@ -12,18 +12,18 @@ from posttrain.store.atomic import cannot_write
 
 try:
     import fcntl
-except ImportError:  # Windows has no flock: two processes in one folder are then the user's care
+except ImportError:  # Windows has no flock: users must not run two processes in one folder
     fcntl = None
 
 LOCK = ".lock"
-PATIENCE_S = 0.5  # `is_locked` of another process holds the lock for an instant
+PATIENCE_S = 0.5  # `is_locked` of another process takes the lock for an instant
 UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # some network file systems
 
 
 class FolderLock:
-    """Holds a folder for this process until `release` or the process's end, however that comes.
+    """Locks a folder for this process until `release` or the end of the process.
 
-    Raises RunError when another process holds it.
+    Raises RunError if another process holds the lock.
     """
 
     def __init__(self, folder: Path):
@@ -49,7 +49,7 @@ class FolderLock:
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Whether some process (this one included) runs in the folder; None where locks do not exist."""
+    """Whether some process (this one included) runs in the folder; None if there are no locks."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except FileNotFoundError:
@@ -62,7 +62,7 @@ def is_locked(folder: Path) -> bool | None:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Try to take the lock: True taken, False held by another, None where there are no locks."""
+    """Try to take the lock: True if taken, False if another holds it, None if there are no locks."""
     if fcntl is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Where messages of the logger `posttrain` go: the console, and each open run's `training.log`."""
+"""Handlers of the logger `posttrain`: the console, and each open run's `training.log`."""
 
 import logging
 from pathlib import Path
@@ -12,9 +12,9 @@ QUIET_LOGGER = "posttrain.progress"  # for training.log only: the console shows 
 
 
 class RunLog(logging.Handler):
-    """Appends messages (INFO and up, tracebacks included, secrets blacked out) to a file while it is attached.
+    """Appends messages (INFO and up, with tracebacks, secrets redacted) to a file while it is attached.
 
-    A log that cannot be written does not stop a run: that is said once on stderr, and the log given up.
+    A log that cannot be written does not stop a run: it is dropped with one warning on stderr.
     """
 
     def __init__(self, path: Path):
@@ -32,7 +32,7 @@ class RunLog(logging.Handler):
             self._file.write(harmless(self.format(record)))
         except OSError as error:
             self.close()
-            say(f"{self.path} is given up: {error.strerror}", error=True)
+            say(f"{self.path} is no longer written: {error.strerror}", error=True)
 
     def close(self) -> None:
         logging.getLogger(LOGGER).removeHandler(self)
@@ -43,9 +43,9 @@ class RunLog(logging.Handler):
 class ConsoleLog(logging.Handler):
     """Prints messages on stderr, plainly; a traceback only with `debug`.
 
-    Looks stderr up at every message, so that a live progress bar, which takes stderr's place, is not torn. While it is
-    attached, messages go no further: a handler of the root logger, such as a user's module makes with basicConfig,
-    would print them again.
+    Looks up stderr at every message, so that a live progress bar, which replaces stderr, stays intact. While it is
+    attached, messages do not propagate: a handler of the root logger, such as from a user's basicConfig, would print
+    them again.
     """
 
     def __init__(self, debug: bool = False):
@@ -71,7 +71,7 @@ class ConsoleLog(logging.Handler):
 
 
 def attach(handler: logging.Handler) -> None:
-    """Add a handler to the logger `posttrain` and let through the messages it wants."""
+    """Add a handler to the logger `posttrain` and lower the logger's level to the handler's."""
     logger = logging.getLogger(LOGGER)
     logger.addHandler(handler)
     if logger.level == logging.NOTSET or logger.level > handler.level:
@@ -79,5 +79,5 @@ def attach(handler: logging.Handler) -> None:
 
 
 def harmless(text: str) -> str:
-    """Text from anywhere (data, models, errors) made fit to show: without secrets, control characters escaped."""
+    """Text from any source (data, models, errors) for display: without secrets, control characters escaped."""
     return visible(redact(text))

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a line, numbers exact, as if the run had never been interrupted."""
+"""`metrics.jsonl`: one JSON object per line, with exact numbers, as if the run had never been interrupted."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger("posttrain")
 
 
 class MetricsFile:
-    """Appends to a run's metrics; every line is with the system before `append` returns."""
+    """Appends to a run's metrics; `append` returns after the line is handed to the system."""
 
     def __init__(self, folder: Path):
         self.path = folder / NAME
@@ -40,7 +40,7 @@ class MetricsFile:
         return head | values
 
     def sync(self) -> None:
-        """Force what was appended to the disk."""
+        """Force appended lines to the disk."""
         try:
             if self._file is not None:
                 self._file.sync()
@@ -48,9 +48,9 @@ class MetricsFile:
             raise cannot_write(self.path, error) from error
 
     def truncate(self, step: int, evaluated: bool = True) -> int:
-        """Cut away, atomically, every line after `step` and a last line that a crash cut short; returns how many.
+        """Remove, atomically, every line after `step` and an incomplete last line; returns their number.
 
-        Where the step is not yet `evaluated`, its validation goes too.
+        If the step is not yet `evaluated`, its validation is removed, too.
         """
         self.close()
         if not self.path.exists():
@@ -73,28 +73,27 @@ class MetricsFile:
 
 
 def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
-    """Every line of a run folder's `metrics.jsonl` (none yet: an empty list); null is None.
+    """Every line of a run folder's `metrics.jsonl` (without a file: an empty list); null is None.
 
-    A last line that a crash cut short is left out, with a warning. Raises RunError, with its number, for any other bad
-    line.
+    An incomplete last line is dropped with a warning. Raises RunError, with the line number, for any other bad line.
     """
     path = Path(folder) / NAME
     if not path.exists():
         return []
     lines, cut_short = _read(path)
     if cut_short:
-        log.warning("%s: the last line was cut short and is left out", path)
+        log.warning("%s: the last line is incomplete and is dropped", path)
     return [entry for _, entry in lines]
 
 
 def last_metrics(folder: Path) -> dict[str, Any]:
-    """The last whole line, or nothing; only the file's end is read."""
+    """The last complete line, or empty; only the end of the file is read."""
     lines = _tail(folder)
     return _parsed(lines[-1], folder) if lines else {}
 
 
 def latest_metrics(folder: Path) -> dict[str, Any]:
-    """The latest value of every metric that the file's end (64 KiB) tells of; not finite ones are left out."""
+    """The latest finite value of every metric in the end of the file (64 KiB)."""
     values: dict[str, Any] = {}
     for line in _tail(folder):
         values |= {name: value for name, value in _parsed(line, folder).items() if value is not None}
@@ -120,7 +119,7 @@ def _parsed(line: bytes, folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
-    """Each whole line as bytes and as an object, and whether a part of a line follows them."""
+    """Each complete line as bytes and as an object, and whether an incomplete line follows."""
     *whole, rest = path.read_bytes().split(b"\n")
     lines = []
     for number, raw in enumerate(whole, start=1):
@@ -129,7 +128,7 @@ def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
         except ValueError:
             entry = None
         if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
-            raise RunError(f"{path}, line {number} is damaged: remove or mend that line")
+            raise RunError(f"{path}, line {number} is damaged: remove or repair that line")
         lines.append((raw, entry))
     return lines, bool(rest)
 

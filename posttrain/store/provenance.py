@@ -1,4 +1,4 @@
-"""Where a run came from: versions, platform, command line, commit; with every secret blacked out."""
+"""The provenance of a run: versions, platform, command line, commit; with secrets redacted."""
 
 import functools
 import os
@@ -15,20 +15,20 @@ from typing import Any
 
 PACKAGES = ("posttrain", "torch", "transformers", "peft", "datasets", "safetensors", "numpy")
 HIDDEN = "***"
-# A word of a name (`GITHUB_PAT`, `PGPASSWORD`, `my-api-key`) whose value is a secret; last words of one whose value
+# A word in a name (`GITHUB_PAT`, `PGPASSWORD`, `my-api-key`) whose value is a secret; last words of one whose value
 # is a place.
 SECRET_WORD = re.compile(
     r"[a-z0-9]*(?:token|secret|password|passwd|passphrase|credential|apikey)s?"
     r"|keys?|pat|pass|sshpass|pwd|auth|creds?|cookies?|jwt|bearer|dsn",
     re.IGNORECASE,
 )
-# Words that name much else: such a value is a secret unless it is a plain word (SORT_KEY=created_at).
+# Ambiguous words: such a value is a secret unless it is a plain word (SORT_KEY=created_at).
 WEAK_WORD = re.compile(r"keys?|pat|pass|pwd|auth|cookies?|bearer", re.IGNORECASE)
 PLAIN_WORD = re.compile(r"[a-z]+(?:[_.-][a-z]+)*")
 TOKEN_OF_TEXT = re.compile(r"(?:^|[._-])(?:stop|eos|bos|pad|unk|sep|mask|\w*new|max)[_-]tokens?$", re.IGNORECASE)
 PLACES = ("PATH", "DIR", "DIRECTORY", "FILE", "HOME", "SOCK")
-LEAST_CHARACTERS = 8  # of a secret in the environment: shorter values are ordinary words too
-# Values that are secret by their own look, behind what is kept of them.
+LEAST_CHARACTERS = 8  # of a secret in the environment: shorter values may be ordinary words
+# Values that look like secrets, with the prefix that is kept.
 SECRET_VALUE = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|sk-[\w-]{20,}"
     r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|AIza[\w-]{35}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
@@ -44,8 +44,8 @@ SECRET_PAIR = re.compile(  # inside an argument that holds several settings, suc
 def redact(data: Any) -> Any:
     """A copy of text, or of nested dicts and lists of it, with secrets replaced by `***`.
 
-    Secret are the values (8 characters and more) of environment variables with names such as HF_TOKEN, GITHUB_PAT or
-    DB_PASSWD, keys and tokens by their look, and the user and password (or a token) in an address.
+    Secrets are the values (8 characters or more) of environment variables with names such as HF_TOKEN, GITHUB_PAT or
+    DB_PASSWD, strings that look like keys or tokens, and the user and password (or a token) in an address.
     """
     return _redact(data, _secrets())
 
@@ -57,7 +57,7 @@ def _secrets() -> list[str]:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Whether a variable holds a secret: by its name, unless its value is a place or, behind a weak name, a word."""
+    """Whether a variable has a secret: by its name, unless the value is a path or, for ambiguous names, a word."""
     words = secret_words(name)
     weak = all(map(WEAK_WORD.fullmatch, words))
     return bool(words) and not os.path.isabs(value) and not (weak and PLAIN_WORD.fullmatch(value))
@@ -65,7 +65,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 @functools.cache
 def secret_words(name: str) -> tuple[str, ...]:
-    """The words of a variable's name that say that it holds a secret. PWD is the current folder."""
+    """The words of a variable's name that mark a secret. PWD is the current folder."""
     words = re.split(r"[_.-]+", name)
     place = name == "PWD" or words[-1].upper() in PLACES
     return () if place else tuple(filter(SECRET_WORD.fullmatch, words))
@@ -84,7 +84,7 @@ def _redact(data: Any, values: list[str]) -> Any:
 
 
 def redact_arguments(arguments: list[str]) -> list[str]:
-    """The arguments of a command with secrets hidden, and the values of those named like one (`--hf-token X`)."""
+    """The arguments of a command without secrets, and without values of flags such as `--hf-token X`."""
     shown: list[str] = []
     hide_next = False
     for argument in redact(arguments):
@@ -103,7 +103,7 @@ def redact_arguments(arguments: list[str]) -> list[str]:
 
 @contextmanager
 def redacted_command() -> Iterator[None]:
-    """While it is open, this process's own command line has no secrets: for libraries that write it down."""
+    """Context in which this process's command line has no secrets, for libraries that record it."""
     before = sys.argv
     sys.argv = redact_arguments(before)
     try:
@@ -113,7 +113,7 @@ def redacted_command() -> Iterator[None]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, platform and command line of this process. Imports none of the packages it asks about."""
+    """Versions, platform and command line of this process. Imports none of the packages."""
     return {
         "command": shlex.join(redact_arguments(sys.argv)),
         "folder": os.getcwd(),
@@ -134,12 +134,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-@functools.cache  # what this process has loaded, whatever is committed meanwhile
+@functools.cache  # the code that this process has loaded, even if the commit changes meanwhile
 def _commit(folder: Path) -> str | None:
-    """The commit posttrain's own source is at (`-dirty` with uncommitted changes), None for an installed package."""
+    """The commit of posttrain's source (`-dirty` with uncommitted changes), None for an installed package."""
     command = ["git", "-C", str(folder), "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):  # no git here, or a file system too slow to ask
+    except (OSError, subprocess.TimeoutExpired):  # no git, or a very slow file system
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None

@@ -1,11 +1,11 @@
-"""`rollouts.sqlite`: every completion that a run was trained on, with all numbers that made its gradient.
+"""`rollouts.sqlite`: every completion that a run was trained on, with all numbers behind its gradient.
 
-A step is one transaction, written by a thread of its own while training goes on: it is there with all its groups or not
-at all. A checkpoint waits until what came before it is on disk, and a resumed run begins by deleting what came after,
-so that no rollout is lost or there twice. Steps that could not be written end the run, lie in the checkpoint that it
-then saves, and are written when it is resumed. When the file would grow beyond its limit the oldest steps make room.
+A step is one transaction, written by a background thread: it is stored with all its groups or not at all. A checkpoint
+waits until the steps before it are on disk, and a resumed run first deletes the steps after it, so that no rollout is
+lost or stored twice. If a step cannot be written, the run ends and saves it in its checkpoint, and the resumed run
+writes it. When the file reaches its size limit the oldest steps are deleted.
 
-Per-token numbers are little-endian arrays (float32, int32 for tokens, uint8 for flags), one a completion.
+Per-token numbers are little-endian arrays (float32, int32 for tokens, uint8 for flags), one per completion.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ ARRAYS = (
     "returns",
 )  # fmt: skip
 BUSY_S = 30.0  # how long another program may keep the file locked
-WAITING = 4  # steps that may wait to be written; then training waits for the disk
+WAITING = 4  # maximum length of the writing queue; then training waits for the disk
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPrompt:
-    """A prompt of a step. `facts` are what rewards were told: prompt, answer, columns."""
+    """A prompt of a step. `facts` are the inputs of rewards: prompt, answer, columns."""
 
     row: int
     text: str
@@ -68,7 +68,7 @@ class StoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class StoredRollout:
-    """A completion of a step; `parts` has each reward's value and, of rules, its verdict. Arrays are per token."""
+    """A completion of a step; `parts` has each reward's value and, for rules, the verdict. Arrays are per token."""
 
     prompt_index: int
     rollout_index: int
@@ -105,12 +105,12 @@ class _Write:
 
 
 class RolloutStore:
-    """The writer of a run's rollouts. `check` and `flush` raise RunError when it cannot write."""
+    """The writer of a run's rollouts. `check` and `flush` raise RunError if it cannot write."""
 
     def __init__(self, folder: Path, max_bytes: int, after: int, checkpoint: Path | None = None):
-        """Open or create the file; what is there of steps after `after` is of a future that was given up.
+        """Open or create the file; steps later than `after` are deleted.
 
-        `checkpoint` is the one that the run goes on from: steps that lie there, unwritten, are written now.
+        `checkpoint` is the one that the run resumes from: steps that were saved there unwritten are written now.
         """
         self.path, self.max_bytes = folder / NAME, max_bytes
         try:
@@ -131,15 +131,15 @@ class RolloutStore:
         self._thread.start()
 
     def add(self, step: int, epoch: float, prompts: Sequence[StoredPrompt], rollouts: Sequence[StoredRollout]) -> None:
-        """Have a step written, or kept for `save_unwritten`: it is in safe hands whatever the file is like."""
+        """Queue a step for writing; if that fails, it is kept for `save_unwritten`."""
         self._waiting.put(_Write(step, epoch, prompts, rollouts))
 
     def add_evaluation(self, step: int, dataset: str, evaluations: Sequence[StoredEvaluation]) -> None:
-        """Have the evaluation of a data set written, in place of one of the same step."""
+        """Queue the evaluation of a data set for writing; it replaces one of the same step."""
         self._waiting.put(_Write(step, 0.0, dataset=dataset, evaluations=evaluations))
 
     def check(self) -> None:
-        """Raise RunError when something could not be written."""
+        """Raise RunError if something could not be written."""
         if self._failed is not None:
             raise _refusal(self.path, self._failed) from self._failed
 
@@ -149,9 +149,9 @@ class RolloutStore:
         self.check()
 
     def save_unwritten(self, folder: Path, until: int) -> None:
-        """Write what could not be written, of steps up to `until`, to a file in a checkpoint's folder, if there is any.
+        """Save unwritten steps up to `until` to a file in a checkpoint's folder, if there are any.
 
-        A store that goes on from that checkpoint takes it over.
+        A store that resumes from this checkpoint writes them.
         """
         self._waiting.join()
         writes = [write for write in self._unwritten if write.step <= until]
@@ -164,7 +164,7 @@ class RolloutStore:
             connection.commit()
 
     def close(self) -> None:
-        """Write what waits, and end the thread. Raises nothing: a run that ends in an error keeps its own."""
+        """Write the queue and end the thread. Raises nothing, so that the error of a failed run is not replaced."""
         self._waiting.put(None)
         self._thread.join()
         if self._failed is not None:
@@ -178,7 +178,7 @@ class RolloutStore:
                         with connection:  # one transaction
                             _insert(connection, write)
                             self._make_room(connection, write.step)
-                except Exception as error:  # whatever it is: with this thread gone, `add` would wait forever
+                except Exception as error:  # any error: without this thread, `add` would wait forever
                     self._failed = error
                 if self._failed is not None:
                     self._unwritten.append(write)
@@ -186,7 +186,7 @@ class RolloutStore:
             self._waiting.task_done()
 
     def _make_room(self, connection: sqlite3.Connection, newest: int) -> None:
-        """Delete the oldest steps while the file holds more than its limit; the newest step always stays."""
+        """Delete the oldest steps while the file exceeds its limit; the newest step always stays."""
         while _used(connection) > self.max_bytes:
             oldest = connection.execute("SELECT MIN(step) FROM prompts").fetchone()[0]
             if oldest is None or oldest >= newest:
@@ -196,7 +196,7 @@ class RolloutStore:
 
 
 def _add_columns(connection: sqlite3.Connection) -> None:
-    """Give a file of an earlier version the arrays that came later: they are the last columns of a new file too."""
+    """Add the arrays of later versions to a file of an earlier version: they are the last columns in both."""
     there = {row[1] for row in connection.execute("PRAGMA table_info(rollouts)")}
     for name in ARRAYS:
         if name not in there:
@@ -204,12 +204,12 @@ def _add_columns(connection: sqlite3.Connection) -> None:
 
 
 def _refusal(path: Path, error: Exception) -> RunError:
-    """The message for a file that cannot be used, by what the matter is."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest of it says more of the same
+    """The message for a file that cannot be used, with its remedy."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return RunError(
-            f"{path} is damaged: {error}. Training does not need it: rename it (and its -wal and -shm files), then go "
-            "on with --resume, which begins a new one; `sqlite3 FILE .recover` may save what it held"
+            f"{path} is damaged: {error}. Training does not need it: rename it (and its -wal and -shm files), then "
+            "continue with --resume, which creates a new one; `sqlite3 FILE .recover` may save its content"
         )
     remedies = {
         sqlite3.SQLITE_FULL: "Make room",
@@ -217,7 +217,7 @@ def _refusal(path: Path, error: Exception) -> RunError:
         sqlite3.SQLITE_LOCKED: "End the program that holds it",
     }
     remedy = remedies.get(code, "Mend that")
-    return RunError(f"{path} cannot be written: {error}. {remedy}, then go on with --resume")
+    return RunError(f"{path} cannot be written: {error}. {remedy}, then continue with --resume")
 
 
 def _insert(connection: sqlite3.Connection, write: _Write) -> None:
@@ -229,7 +229,7 @@ def _insert(connection: sqlite3.Connection, write: _Write) -> None:
 
 
 def _rows(write: _Write) -> tuple[list[tuple[Any, ...]], ...]:
-    """What is written to each of the tables."""
+    """The rows of each table."""
     prompts = [
         (write.step, index, p.row, write.epoch, p.text, _blob("tokens", p.tokens), _json(p.facts))
         for index, p in enumerate(write.prompts)
@@ -252,7 +252,7 @@ def _rows(write: _Write) -> tuple[list[tuple[Any, ...]], ...]:
 
 
 def _storable(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """The rows with lone surrogates, which SQLite refuses, as escapes: one of them must not cost a step."""
+    """The rows with lone surrogates, which SQLite refuses, as escapes: they must not lose a step."""
     return [
         tuple(one.encode("utf-8", "backslashreplace").decode() if isinstance(one, str) else one for one in row)
         for row in rows
@@ -260,7 +260,7 @@ def _storable(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def _take_over(connection: sqlite3.Connection, file: Path) -> None:
-    """Write the steps of a file that `save_unwritten` made."""
+    """Write the steps of a file of `save_unwritten`."""
     connection.commit()  # no file can be attached within a transaction
     connection.execute("ATTACH DATABASE ? AS unwritten", (str(file),))
     connection.execute(
@@ -274,8 +274,8 @@ def _take_over(connection: sqlite3.Connection, file: Path) -> None:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)  # the writer's thread takes it over
-    connection.execute("PRAGMA journal_mode = WAL")  # readers do not wait for the writer, nor it for them
+    connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)  # the writer's thread uses it
+    connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not block each other
     connection.execute("PRAGMA synchronous = FULL")
     return connection
 

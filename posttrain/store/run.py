@@ -54,10 +54,10 @@ class Run:
     def create(cls, folder: Path, config_yaml: str, provenance: Mapping[str, Any], *, overwrite: bool = False) -> Self:
         """Start a run in a new or empty folder.
 
-        `provenance` adds what the caller knows (seed, threads …) to what is found out here
-        (versions, platform, command line, commit). With `overwrite`, a folder that is a run folder is emptied first; so
-        is, without it, that of a run which ended before its first step.
-        Raises RunError when the folder holds anything else, or when another process runs in it.
+        `provenance` adds the caller's facts (seed, threads …) to those collected here (versions, platform, command
+        line, commit). With `overwrite`, an existing run folder is emptied first; without it, only that of a run which
+        ended before its first step. Raises RunError when the folder holds anything else, or when another process runs
+        in it.
         """
         if folder.exists() and not folder.is_dir():
             raise RunError(f"{folder} is a file: give the run another name or output_dir")
@@ -90,14 +90,14 @@ class Run:
             lock.release()
             raise
         if anew and not overwrite:
-            log.info("%s held a run that had ended before its first step: it is begun anew", folder)
+            log.info("%s had a run that ended before its first step: it starts again", folder)
         return run
 
     @classmethod
     def open(cls, folder: Path, check: Callable[[], None] = lambda: None) -> Self:
-        """Open an existing run to go on with it: leftovers of a crash are cleared, and the resume is noted.
+        """Open an existing run to resume it: leftovers of a crash are removed, and the resume is recorded.
 
-        `check` is called in between: what it raises leaves the run's state as it was. Raises RunError when it is no run
+        `check` is called in between: its errors leave the run's state unchanged. Raises RunError if it is not a run
         folder, is damaged, or another process runs in it.
         """
         check_run_folder(folder)
@@ -109,13 +109,13 @@ class Run:
             facts["resumes"].append(redact({"time": _now(), **environment()}))
             facts |= {"state": "running", "reason": None, "ended": None}
             save_json(folder / "run.json", facts)
-            MetricsFile(folder).truncate(sys.maxsize)  # a line cut short must not be joined to the next one
+            MetricsFile(folder).truncate(sys.maxsize)  # an incomplete line must not be joined to the next one
             run = cls(folder, lock, facts)
         except BaseException:
             lock.release()
             raise
         if cleared:
-            log.info("cleared what an earlier crash left: %s", ", ".join(cleared))
+            log.info("removed leftovers of a crash: %s", ", ".join(cleared))
         return run
 
     # Paths and state
@@ -148,23 +148,23 @@ class Run:
 
     @property
     def resumed(self) -> bool:
-        """Whether the run has been gone on with."""
+        """Whether the run was resumed."""
         return bool(self._facts["resumes"])
 
     def set_state(self, state: State, reason: str | None = None) -> None:
-        """Record how the run stands in `run.json`; every state but `running` sets the time it ended."""
+        """Record the run's state in `run.json`; every state but `running` sets the end time."""
         if state not in get_args(State):
             raise ValueError(f"no state {state!r}")
         self._facts |= {"state": state, "reason": redact(reason), "ended": None if state == "running" else _now()}
         save_json(self.folder / "run.json", self._facts)
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
-        """Record counts (rows dropped, steps skipped …) in `run.json`, beside those recorded before."""
+        """Record counts (rows dropped, steps skipped …) in `run.json`, in addition to earlier ones."""
         self._facts["counters"] |= counters
         save_json(self.folder / "run.json", self._facts)
 
     def add_provenance(self, facts: Mapping[str, Any]) -> None:
-        """Record in `run.json` what is known of the run's origin only now, such as its data's fingerprint."""
+        """Record provenance in `run.json` that is known only now, such as the data's fingerprint."""
         self._facts["provenance"] |= redact(dict(facts))
         save_json(self.folder / "run.json", self._facts)
 
@@ -173,7 +173,7 @@ class Run:
         save_json(self.folder / "results.json", redact(dict(results)))
 
     def write_final_results(self, results: Mapping[str, Any]) -> None:
-        """Write `final_results.json`: of a reward model's results, the last metrics, and the best one, on one level."""
+        """Write `final_results.json`: a reward model's last metrics and its best one, on one level."""
         facts = {name: results[name] for name in ("method", "model", "steps")} | dict(results["final"])
         facts |= {f"best_{name}": value for name, value in results.get("best", {}).items()}
         save_json(self.folder / "final_results.json", redact(facts))
@@ -191,7 +191,7 @@ class Run:
             follow(line)
 
     def follow(self, follower: Callable[[dict[str, Any]], None]) -> None:
-        """Hand every line of metrics that is written from now on to `follower`, too."""
+        """Pass every further line of metrics to `follower`, too."""
         self._followers.append(follower)
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -199,31 +199,30 @@ class Run:
         return read_metrics(self.folder)
 
     def truncate_metrics(self, step: int, evaluated: bool = True) -> int:
-        """Cut away the metrics after `step`, and its own validation if not `evaluated`; returns how many lines went."""
+        """Remove the metrics after `step`, and its validation if not `evaluated`; returns the number of lines."""
         return self._metrics.truncate(step, evaluated)
 
     # Checkpoints
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], limit: int | None) -> Path:
-        """`checkpoint.save_checkpoint` in this folder, after the metrics up to it are safe on the disk."""
+        """`checkpoint.save_checkpoint` in this folder, after the metrics up to it are on the disk."""
         self._metrics.sync()
         return checkpoint.save_checkpoint(self.folder, step, write, limit)
 
     def save_model(self, folder: Path, step: int, write: Callable[[Path], None]) -> None:
-        """Make or replace `run.best` or `run.final`, whole and with a manifest, from `write(temporary_folder)`."""
+        """Make or replace `run.best` or `run.final`, complete and with a manifest, from `write(temporary_folder)`."""
         checkpoint.save_folder(folder, step, write)
 
     def rewind(self, step: int, evaluated: bool = True) -> None:
-        """Make the folder read as if the run had stopped right after `step`, or before its validation, to resume there.
+        """Set the folder back as if the run had stopped right after `step`, or before its validation, to resume there.
 
-        Later checkpoints (damaged, or of the future given up), `best` and `final` are renamed to `….set-aside`, later
-        metrics cut away.
+        Later checkpoints, `best` and `final` are renamed to `….set-aside`, later metrics are removed.
         """
         self._keep_until(step, f"later than step {step}", evaluated)
 
     def begin_anew(self, provenance: Mapping[str, Any]) -> None:
-        """Make the folder that of a run just created: `best` is set aside, all metrics are cut away."""
-        self._keep_until(-1, "of the run before")  # step 0 is the evaluation before training
+        """Set the folder back to a run just created: `best` is set aside, all metrics are removed."""
+        self._keep_until(-1, "of the previous run")  # step 0 is the evaluation before training
         self._facts["provenance"] = redact(environment() | dict(provenance))
         save_json(self.folder / "run.json", self._facts)
 
@@ -231,14 +230,14 @@ class Run:
         moved = checkpoint.set_aside_after(self.folder, step)
         cut = self.truncate_metrics(step, evaluated)
         if moved:
-            log.warning("set aside, being %s: %s", rest, ", ".join(path.name for path in moved))
+            log.warning("set aside, %s: %s", rest, ", ".join(path.name for path in moved))
         if cut:
-            log.info("cut %d lines of metrics.jsonl, being %s: they will be made anew", cut, rest)
+            log.info("removed %d lines of metrics.jsonl, %s: they will be written again", cut, rest)
 
     # The end
 
     def close(self) -> None:
-        """Close the files and give the folder free; the state stays as it is."""
+        """Close the files and release the folder lock; the state is not changed."""
         self._metrics.close()
         self._log.close()
         self._lock.release()
@@ -258,20 +257,20 @@ class Run:
         except RunError as second:
             if error is None:
                 raise
-            error.add_note(f"run.json could not be brought up to date either: {second}")
+            error.add_note(f"run.json could not be updated either: {second}")
         finally:
             self.close()
 
     def on_failure(self, save: Callable[[BaseException], None]) -> None:
-        """Call `save(error)` when an exception leaves the block: whatever that raises, the run ends with `error`.
+        """Call `save(error)` when an exception leaves the block; the run ends with `error` even if that fails.
 
-        A signal meanwhile waits for it, and takes the error's place.
+        A signal during the save waits for it, and then replaces the error.
         """
         self._save_after = save
 
     def _record_end(self, error: BaseException) -> None:
-        """Save what would be lost; say in training.log (only there: the console is the caller's) and run.json why the
-        run has ended."""
+        """Save what would be lost; record in training.log (not on the console, which is the caller's) and run.json why
+        the run has ended."""
         reason = reason_of(error)  # before its traceback is cleared
         asked = isinstance(error, KeyboardInterrupt | Stopped)
         if not asked:
@@ -285,7 +284,7 @@ class Run:
                 log.warning(note)
                 error.add_note(note)
             self.set_state("interrupted" if asked else "failed", reason)
-        if signals and not asked:  # now it ends the process, and no other run begins
+        if signals and not asked:  # it now ends the process before another run starts
             log.error("the run failed: %s", message_of(error))
             raise KeyboardInterrupt if signals[0] == signal.SIGINT else Stopped(signals[0])
 

@@ -1,4 +1,4 @@
-"""Runs on disk: read, found and removed, whatever their state."""
+"""Runs on disk: reading, finding and removing them in any state."""
 
 import os
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from posttrain.store.metrics import last_metrics
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What `posttrain runs` tells about a folder, read without opening the run."""
+    """The facts of a run folder for `posttrain runs`, read without opening the run."""
 
     folder: Path
-    state: str  # as in run.json; `killed` for one that says running while no process holds it
+    state: str  # as in run.json; `killed` if it says running and no process holds the lock
     reason: str | None
     started: str
     ended: str | None
-    last: dict[str, Any]  # the last line of metrics.jsonl, or nothing
+    last: dict[str, Any]  # the last line of metrics.jsonl, or empty
     provenance: dict[str, Any]
     counters: dict[str, Any]
 
 
 def read_run(folder: Path | str) -> RunInfo:
-    """What is known about one run; RunError when it is no run folder or is damaged."""
+    """The facts of one run; RunError if it is not a run folder or is damaged."""
     folder = Path(folder)
     check_run_folder(folder)
     facts = read_facts(folder)
@@ -48,7 +48,7 @@ def read_run(folder: Path | str) -> RunInfo:
 def find_runs(output_dir: Path) -> list[Path]:
     """The run folders at `output_dir` or up to three levels below it ({name}/{model}/{stage}), sorted by path."""
     found = []
-    for at, folders, files in os.walk(output_dir, followlinks=True):  # passes over what a run at work takes away
+    for at, folders, files in os.walk(output_dir, followlinks=True):  # tolerates files that an active run removes
         folder = Path(at)
         if "run.json" in files:
             found.append(folder)
@@ -58,9 +58,9 @@ def find_runs(output_dir: Path) -> list[Path]:
 
 
 def remove_run(folder: Path) -> None:
-    """Delete a run folder with all that is in it; links in it are removed, not followed.
+    """Delete a run folder and its content; links in it are removed, not followed.
 
-    Raises RunError when it is no run folder, holds other runs, is a link itself, or a process runs in it.
+    Raises RunError if it is not a run folder, contains other runs, is a link itself, or a process runs in it.
     """
     if folder.is_symlink():
         raise RunError(f"{folder} is a link to {folder.resolve()}: give that folder, or remove the link yourself")

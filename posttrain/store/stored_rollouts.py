@@ -15,12 +15,12 @@ from posttrain.store.rollouts import ARRAYS, BUSY_S, NAME, TOKENS
 
 
 class StoredRun:
-    """The rollouts of a run, for reading; the run may still be going on."""
+    """The rollouts of a run, read-only; the run may still be active."""
 
     def __init__(self, folder: Path):
         path = folder / NAME
         if not path.is_file():
-            raise RunError(f"{folder} has no {NAME}: only methods that draw completions have one, with rollout.save")
+            raise RunError(f"{folder} has no {NAME}: only methods that sample completions have one, with rollout.save")
         self._path = path
         self._connection = sqlite3.connect(path, timeout=BUSY_S)
         self._connection.row_factory = sqlite3.Row
@@ -48,19 +48,19 @@ class StoredRun:
     def rollouts(self, step: int, prompt_index: int | None = None) -> list[dict[str, Any]]:
         """The completions of a step, or of one of its prompts; per-token columns as arrays.
 
-        None stands for an array that the method has not, or that files of an earlier version lack.
+        An array is None if the method does not have it, or if the file is of an earlier version.
         """
         where, values = ("", (step,)) if prompt_index is None else (" AND prompt_index = ?", (step, prompt_index))
         query = f"SELECT * FROM rollouts WHERE step = ?{where} ORDER BY prompt_index, rollout_index"
         return [dict.fromkeys(ARRAYS) | _read(row) for row in self._rows(query, values)]
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """The completions of every evaluation, in the order in which they were drawn."""
+        """The completions of every evaluation, in the order of sampling."""
         rows = self._rows("SELECT * FROM evaluations ORDER BY step, dataset, rowid")
         return [{**_read(row), "tokens": _read(row)["tokens"].tolist()} for row in rows]
 
     def summary(self) -> Iterator[dict[str, Any]]:
-        """A line for each step: prompts, completions, mean and extreme rewards, how many have none."""
+        """A row per step: prompts, completions, mean and extreme rewards, and the number of completions without one."""
         yield from map(
             dict,
             self._rows(

@@ -1,7 +1,7 @@
-"""Trackers: TensorBoard, Weights & Biases and trackio are given every line that goes to `metrics.jsonl`.
+"""Trackers: TensorBoard, Weights & Biases and trackio receive every line of `metrics.jsonl`.
 
-Names are those that transformers gives them, `train/loss` and `eval/loss`, so that runs of TRL lie on the same charts.
-The run folder stays the truth: a tracker that fails is given up with a warning, and training goes on.
+Names are those of transformers, `train/loss` and `eval/loss`, so that runs of TRL share the same charts. The run folder
+is the source of truth: a tracker that fails is dropped with a warning, and training continues.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Tracker(Protocol):
         ...
 
     def close(self, failed: bool) -> None:
-        """Write out what is left; `failed` says that the run did not come to its end."""
+        """Flush and close; `failed`: the run did not finish."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a tracker is told about a run. `id` stays the same when the run is resumed."""
+    """The facts of a run for its trackers. `id` stays the same when the run is resumed."""
 
     name: str
     id: str
@@ -62,15 +62,15 @@ def require_trackers(tracking: TrackingConfig) -> None:
     """Raise ConfigError for a tracker of `report_to` that is not installed: before any work is done."""
     for name in tracking.report_to:
         if name == "tensorboard":
-            need("tensorboard", EXTRA, "tracking.report_to: tensorboard")  # torch's part of it does not say so clearly
+            need("tensorboard", EXTRA, "tracking.report_to: tensorboard")  # torch's own message is unclear
         need(MODULES[name], EXTRA, f"tracking.report_to: {name}")
 
 
 class Tracking:
-    """The trackers of one run, open while it runs; use it as a context manager inside the run's.
+    """The trackers of one run, open while it runs; a context manager inside the run's.
 
-    `logged` are lines of metrics that an earlier part of the run has given to the trackers, and that are made anew
-    after a resume: trackers cannot take a line back, so these are not sent twice.
+    `logged` are lines of metrics that were sent to the trackers before a resume and are computed again: trackers
+    cannot remove a line, so these are not sent twice.
     """
 
     def __init__(self, config: RunConfig, run: Run, logged: Iterable[Mapping[str, Any]] = ()):
@@ -95,12 +95,12 @@ class Tracking:
 
     @contextlib.contextmanager
     def _given_up_on_failure(self, name: str):
-        """A tracker's network or disk is no reason to lose a training."""
+        """A failing tracker must not end a run."""
         try:
             yield
         except Exception as error:
             self._open.pop(name, None)
-            log.warning("%s failed and is given up (metrics.jsonl has everything): %s", name, error)
+            log.warning("%s failed and is dropped (metrics.jsonl has everything): %s", name, error)
 
     def _close(self, failed: bool) -> None:
         for name, tracker in list(self._open.items()):
@@ -117,7 +117,7 @@ class Tracking:
 
 
 def tagged(line: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a line of metrics.jsonl, by the names trackers know: `train/loss`, `eval/loss`."""
+    """The finite numbers of a line of metrics.jsonl, by trackers' names: `train/loss`, `eval/loss`."""
     return {
         f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
         for name, value in line.items()
@@ -126,7 +126,7 @@ def tagged(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _subject(config: RunConfig, run: Run) -> Subject:
-    """The run's name is its folder's path from the folder of the whole run on: `hh`, or `hh/gpt2/dpo`."""
+    """The run's name is its folder's path, starting at the folder of the whole run: `hh`, or `hh/gpt2/dpo`."""
     parts = run.folder.absolute().parts
     depth = parts[::-1].index(config.name) if config.name in parts else 0
     name = "/".join(parts[-depth - 1 :])
@@ -144,7 +144,7 @@ def _subject(config: RunConfig, run: Run) -> Subject:
 
 
 class TensorBoard:
-    """Event files. Each part of a resumed run adds a file of its own; TensorBoard joins them."""
+    """Event files. Each part of a resumed run adds a file; TensorBoard joins them."""
 
     def __init__(self, subject: Subject, tracking: TrackingConfig):
         from torch.utils.tensorboard import SummaryWriter
@@ -154,7 +154,7 @@ class TensorBoard:
         except OSError as error:
             raise RunError(f"tensorboard cannot write to {subject.folder}: {error.strerror or error}") from error
         self._writer.add_text("config", f"```yaml\n{subject.config_yaml}```")
-        log.info("tensorboard: %s (look at it with: tensorboard --logdir %s)", subject.folder, subject.folder)
+        log.info("tensorboard: %s (view it with: tensorboard --logdir %s)", subject.folder, subject.folder)
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         for tag, value in values.items():
@@ -167,7 +167,7 @@ class TensorBoard:
 class WandB:
     """A run of Weights & Biases, online, or offline in a folder that `wandb sync` uploads later.
 
-    A resumed run has the same id, so that both parts, and the folders of both when offline, become one run there.
+    A resumed run has the same id, so that its parts, and their folders when offline, become one run there.
     """
 
     def __init__(self, subject: Subject, tracking: TrackingConfig):
@@ -205,7 +205,7 @@ class WandB:
 
 
 def wandb_mode(tracking: TrackingConfig) -> Literal["online", "offline"] | None:
-    """`auto` is what WANDB_MODE says (None: wandb reads it), or else online with a key to log in with."""
+    """`auto`: the value of WANDB_MODE (None: wandb reads it), or else online if there is a key to log in with."""
     if tracking.wandb_mode != "auto":
         return tracking.wandb_mode
     if os.environ.get("WANDB_MODE"):
@@ -214,7 +214,7 @@ def wandb_mode(tracking: TrackingConfig) -> Literal["online", "offline"] | None:
 
 
 def _logged_in() -> bool:
-    """Whether `wandb login` has left a key in ~/.netrc."""
+    """Whether ~/.netrc has a key of `wandb login`."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
     try:
         return netrc.netrc().authenticators(host or "") is not None
@@ -228,7 +228,7 @@ class Trackio:
     def __init__(self, subject: Subject, tracking: TrackingConfig):
         import trackio
 
-        with contextlib.redirect_stdout(io.StringIO()):  # it says on stdout what is said below
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints what is logged below
             self._run = trackio.init(
                 project=tracking.project,
                 name=subject.name,
@@ -237,7 +237,7 @@ class Trackio:
                 embed=False,
                 auto_log_cpu=False,
             )
-        log.info("trackio: look at it with: trackio show --project %s", tracking.project)
+        log.info("trackio: view it with: trackio show --project %s", tracking.project)
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         self._run.log(dict(values), step=step)
@@ -246,7 +246,7 @@ class Trackio:
         import trackio
 
         with contextlib.redirect_stdout(io.StringIO()):
-            trackio.finish()  # the one that is open; run.finish() would leave it to be finished again at exit
+            trackio.finish()  # the open run; after run.finish() it would be finished again at exit
 
 
 OPENERS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}

@@ -1,4 +1,4 @@
-"""Alarms of online runs: what goes wrong while every number stays finite. Counted in the metrics, said in the log."""
+"""Alarms of online runs, for problems that keep every number finite. Counted in the metrics, logged as warnings."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ log = logging.getLogger("posttrain")
 COLLAPSED = 0.05  # of the entropy at the first step
 WITHOUT_VERDICT = 0.005  # of the completions
 EFFECTIVE = 0.9  # of the tokens: below it the engine's policy is not the trainer's
-EVERY = 20  # after the first, one in so many is said again
+EVERY = 20  # after the first, one in so many is logged again
 
 SAID = {
-    "no_spread": "no group has completions of different reward, so that nothing can be learned from this step: the "
+    "no_spread": "no group has completions with different rewards, so nothing can be learned from this step: the "
     "task is too hard or too easy for this model, or the reward is broken",
-    "no_reward": "no completion has a reward, so that this step trained nothing: see whether the data has the answers "
+    "no_reward": "no completion has a reward, so this step trained nothing: check whether the data has the answers "
     "that rewards compare with (posttrain why RUN --step 1 --prompt 0), or why your own function returns None or takes "
     "longer than its timeout",
-    "truncated": "every completion reached rollout.max_completion_length: raise it, or see whether the stop token is "
-    "the one that the model was taught",
-    "no_verdict": "more than 0.5 % of the completions have no verdict (timeout, crashed, bad_gold) and are left out",
-    "entropy": "the entropy has fallen below 5 % of the first step's: the policy hardly explores any more; lower "
+    "truncated": "every completion reached rollout.max_completion_length: raise it, or check whether the stop token is "
+    "the one that the model was trained with",
+    "no_verdict": "more than 0.5 % of the completions have no verdict (timeout, crashed, bad_gold) and are dropped",
+    "entropy": "the entropy has fallen below 5 % of the first step's: the policy hardly explores; lower "
     "training.learning_rate, or raise method.beta or method.entropy_coef",
-    "sampler": "the engine's probabilities differ from the trainer's so much that a tenth of the tokens is lost to it",
+    "sampler": "the engine's probabilities differ from the trainer's: the effective sample size is below 90 % of the "
+    "tokens",
 }
 
 
 class Alarms:
-    """Looks at a step's metrics. Counts are kept in `memory`, which checkpoints hold, as alarms/{name}."""
+    """Checks a step's metrics. Counts are in `memory`, which checkpoints save, as alarms/{name}."""
 
     def __init__(self, memory: dict[str, float]):
         self.memory = memory

@@ -16,14 +16,14 @@ log = logging.getLogger("posttrain")
 
 
 class Best:
-    """Saves `best/` whenever checkpoint.best_metric improves, and says when the patience for it is over."""
+    """Saves `best/` when checkpoint.best_metric improves, and decides on early stopping."""
 
     def __init__(self, config: RunConfig, run: Run, write_model: Callable[[Path], None]):
         self._metric, self._patience = config.best_metric, config.checkpoint.early_stopping_patience
         self._run, self._write_model = run, write_model
 
     def look(self, metrics: Mapping[str, float], state: State) -> None:
-        """Take an evaluation's metrics into account. Raises RunError where best_metric is not among them."""
+        """Process an evaluation's metrics. Raises RunError if best_metric is not among them."""
         name = self._metric
         if name is None:
             return
@@ -39,7 +39,7 @@ class Best:
         state.evaluations_since_best += 1
 
     def is_overdue(self, state: State) -> bool:
-        """Whether so many evaluations in a row were no better that training ends."""
+        """Whether the last `early_stopping_patience` evaluations brought no improvement."""
         return self._patience is not None and state.evaluations_since_best >= self._patience
 
     def report(self, state: State) -> None:

@@ -1,6 +1,6 @@
 """The state of a run at the end of its last finished step, and the way back to it from the middle of the next one.
 
-Where a run fails, that state is what is saved, so that the resumed run makes the failed step anew, to the bit.
+When a run fails, this state is saved, so that the resumed run repeats the failed step bit for bit.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ log = logging.getLogger("posttrain")
 
 
 class Boundary:
-    """What the last finished step left: the loop's numbers, the random generators, and a way back to the weights.
+    """The state after the last finished step: the loop's numbers, the random generators, and a way back to the weights.
 
-    Numbers and generators are copied at every step. Weights and moments need no copy where a step is one update:
-    forward, backward and the checks before the update leave them alone. Where a step has several, `keep` copies them to
-    main memory before the first.
+    Numbers and generators are copied at every step. Weights and moments need no copy if a step is one update: forward,
+    backward and the checks before the update do not change them. If a step has several, `keep` copies them to main
+    memory before the first.
     """
 
     state: State
@@ -41,7 +41,7 @@ class Boundary:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy weights and moments: several updates follow. Without room for it, that is said once."""
+        """Copy weights and moments, since several updates follow. Warns once if memory is too small."""
         tensors = self._optimizer.state() | {f"{name}|master": m for name, m in self._optimizer.masters.items()}
         if self._has_room is None:
             self._has_room = self._look_for_room()
@@ -55,8 +55,8 @@ class Boundary:
         self._kept_at = self.state.step
 
     def go_back(self) -> bool:
-        """Give weights, moments and gradients back what they were at the last mark. False where they have moved since
-        and there is no copy."""
+        """Restore weights, moments and gradients to the last mark. False if they have changed since and there is no
+        copy."""
         self._optimizer.forget()
         if self._optimizer.updates == self.state.updates:
             return True

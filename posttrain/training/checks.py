@@ -1,4 +1,4 @@
-"""Vital signs: what must hold in every healthy run. A failure stops the run and says which sign failed and why."""
+"""Vital checks: invariants of every healthy run. A failure stops the run and names the check and its cause."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ PackOf = Callable[[list[Example]], list[Pack]]
 
 @dataclass(frozen=True)
 class Noise:
-    """What rounding explains of differences (nats) between two computations of the same tokens' log-probabilities.
+    """Limits of what rounding explains: differences (nats) of the same tokens' log-probabilities, computed twice.
 
-    Of bfloat16's 8 bits through tens of layers few tokens take much: of one model with itself in other chunks the
-    standard deviation is 0.055, and the largest of 3,916 differences 0.66 (TRL's issue 6789). So a limit on the largest
-    one alone stops healthy runs, the sooner the more tokens they have. What is wrong moves many tokens at once.
+    With bfloat16's 8 bits through tens of layers, a few tokens differ a lot: for one model computed in other chunks,
+    the standard deviation is 0.055 and the largest of 3,916 differences 0.66 (TRL's issue 6789). A limit on the largest
+    difference alone would stop healthy runs, sooner with more tokens. A real fault changes many tokens at once.
     """
 
-    rms: float  # root mean square; few tokens are given more room
+    rms: float  # root mean square; higher for few tokens
     most: float  # of all but one token in a hundred, and all but FEW
     largest: float
 
     FEW: ClassVar[int] = 3
 
     def excess(self, difference_N: torch.Tensor) -> str | None:
-        """What of the differences is beyond rounding, NaN included; None where nothing is."""
+        """The differences beyond rounding in words, NaN included; None if there are none."""
         sorted_N = difference_N.detach().abs().flatten().double().sort(descending=True).values
         if not len(sorted_N):
             return None
@@ -54,15 +54,15 @@ class Noise:
 
 
 ROUNDING = {torch.float32: Noise(5e-4, 2e-3, 2e-2), torch.bfloat16: Noise(0.15, 0.5, 10.0)}
-# Of a whole sequence: the noise of its tokens, mostly independent, adds up as the root of their number.
+# For a sequence: the noise of its tokens is mostly independent and grows with the root of their number.
 MARGIN = {torch.float32: 2e-3, torch.bfloat16: 0.5}
 
 
 def check_packing(scorer: Scorer, examples: Sequence[Example], pack_of: PackOf) -> float:
-    """A pack gives the log-probabilities that a plain call of the model gives, one sequence at a time.
+    """Check that a pack has the log-probabilities of plain calls of the model, one sequence at a time.
 
-    Looks at the first and the last example, packed together. Returns the largest difference; raises VitalSignError
-    above rounding.
+    Packs the first and the last example together. Returns the largest difference; raises VitalSignError above
+    rounding.
     """
 
     def packed(pack: Pack) -> list[torch.Tensor]:
@@ -77,7 +77,7 @@ def check_packing(scorer: Scorer, examples: Sequence[Example], pack_of: PackOf) 
 
 
 def check_reward_packing(scorer: RewardScorer, examples: Sequence[Example], pack_of: PackOf) -> float:
-    """A pack gives the rewards that a plain call of the classifier gives, one sequence at a time."""
+    """Check that a pack has the rewards of plain calls of the classifier, one sequence at a time."""
 
     def packed(pack: Pack) -> list[torch.Tensor]:
         return list(scorer(pack)[:, None])
@@ -104,7 +104,7 @@ def _compare(
     implementation = base.config._attn_implementation or "eager"
     scorer.eval()
     last = pack.num_sequences - 1
-    ends = sorted({0, min(1, last), max(last - 1, 0), last})  # the last show whether they are kept apart from the rest
+    ends = sorted({0, min(1, last), max(last - 1, 0), last})  # the last ones show whether examples are separated
     paths = {s: _path(pack, few, s) for s in ends}
     try:
         got = packed(pack)
@@ -134,7 +134,7 @@ def _path(pack: Pack, examples: Sequence[Example], sequence: int) -> tuple[np.nd
 
 @torch.no_grad()
 def check_margins(logratio_S: torch.Tensor, length_S: torch.Tensor, dtype: torch.dtype) -> float:
-    """Before the first update the policy is its reference, so every log-ratio, and with it every margin, is 0.
+    """Check that before the first update the policy equals its reference: every log-ratio, and so every margin, is 0.
 
     Takes the log-ratios of sequences and their numbers of scored tokens. Returns the largest log-ratio over the root of
     the number of tokens (nats); raises VitalSignError above what rounding in `dtype` explains.
@@ -144,41 +144,41 @@ def check_margins(logratio_S: torch.Tensor, length_S: torch.Tensor, dtype: torch
     if not worst <= MARGIN[dtype]:
         raise VitalSignError(
             f"margins are not 0 at the start: policy and reference differ by {float(logratio_S[at].abs()):.3g} nats on "
-            f"a sequence of {int(length_S[at])} tokens of the first batch, though no update has been made. The "
+            f"a sequence of {int(length_S[at])} tokens of the first batch, before any update. The "
             "reference is not the model the policy starts from (other weights, an active adapter, or dropout in one of "
-            "them); if that is meant, name it with method.ref_model"
+            "them); if that is intended, name it with method.ref_model"
         )
     return worst
 
 
 def check_sampler(difference_R: torch.Tensor, dtype: torch.dtype, engine: str) -> None:
-    """The engine draws from the policy that is trained: log-probabilities differ by no more than rounding.
+    """Check that the engine samples from the trained policy: log-probabilities differ by no more than rounding.
 
     Takes the differences (nats) of a step's tokens. Raises VitalSignError above twice what `dtype` explains of two
-    computations by the trainer; less is an alarm, not the end of the run.
+    computations by the trainer; less is an alarm and does not end the run.
     """
     own = ROUNDING[dtype]
     if excess := Noise(2 * own.rms, 2 * own.most, 2 * own.largest).excess(difference_R):
         raise VitalSignError(
-            f"sampler = trainer fails: the log-probability of drawn tokens {excess} between the engine ({engine}) and "
-            "the trainer. The engine has other weights (stale ones, another adapter, another dtype) or another "
+            f"sampler = trainer fails: the log-probability of sampled tokens {excess} between the engine ({engine}) "
+            "and the trainer. The engine has other weights (stale ones, another adapter, another dtype) or another "
             "temperature; with rollout.engine: embedded the two are one model, so report this"
         )
 
 
 @torch.no_grad()
 def check_ratio(logratio_N: torch.Tensor, dtype: torch.dtype) -> None:
-    """Before the first update the policy is the old policy: every ratio is 1 but for rounding."""
+    """Check that before the first update the policy is the old policy: every ratio is 1 up to rounding."""
     if excess := ROUNDING[dtype].excess(logratio_N):
         raise VitalSignError(
             f"ratio = 1 fails: before the first update the log-probability of tokens {excess} from that of the old "
-            "policy, which is the same model. It is scored in another way the second time (dropout, an adapter that is "
+            "policy, which is the same model. It is scored differently the second time (dropout, an adapter that is "
             "switched, other packs)"
         )
 
 
 class MovedWeights:
-    """After the first update, some trained tensor has moved and no frozen one has."""
+    """Checks that the first update changes a trained tensor and no frozen one."""
 
     def __init__(self, policy: nn.Module, optimizer: AdamW):
         self.frozen = {name: p for name, p in policy.named_parameters() if not p.requires_grad}
@@ -186,7 +186,7 @@ class MovedWeights:
         self.before = fingerprints(self.frozen), fingerprints(self.trained)
 
     def check(self, learning_rate: float, grad_norm: float) -> None:
-        """Raise VitalSignError when that does not hold after an update with a rate and a gradient above zero."""
+        """Raise VitalSignError if this fails after an update with a learning rate and a gradient above zero."""
         frozen, trained = fingerprints(self.frozen), fingerprints(self.trained)
         moved = [name for name in frozen if frozen[name] != self.before[0][name]]
         if moved:
@@ -197,7 +197,7 @@ class MovedWeights:
         if trained == self.before[1]:
             raise VitalSignError(
                 f"no trained tensor moved in the first update, at learning rate {learning_rate:.1e} and gradient norm "
-                f"{grad_norm:.1e}: the rate is below what float32 can add, or the optimizer holds other tensors"
+                f"{grad_norm:.1e}: the rate is below float32's resolution, or the optimizer has other tensors"
             )
 
 
@@ -208,15 +208,15 @@ def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:
     if bad:
         raise VitalSignError(
             f"weights are not finite at step {step}, so they are not saved: {bad[0]} ({len(bad)} of {len(tensors)} "
-            "tensors). Go on from the last checkpoint with a lower training.learning_rate"
+            "tensors). Resume from the last checkpoint with a lower training.learning_rate"
         )
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """A number per tensor that changes, but for rare chance, when any of its bits does: the sum of its words."""
+    """A checksum per tensor, the sum of its words: it almost surely changes when any bit does."""
     return {name: int(bits(t).sum(dtype=torch.int64)) for name, t in tensors.items()}
 
 
 def _dtype(scorer: nn.Module) -> torch.dtype:
-    """The coarsest dtype of the weights: what rounding depends on."""
+    """The coarsest dtype of the weights, which determines rounding."""
     return torch.bfloat16 if any(p.dtype == torch.bfloat16 for p in scorer.parameters()) else torch.float32

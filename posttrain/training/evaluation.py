@@ -36,13 +36,13 @@ log = logging.getLogger("posttrain")
 
 
 class Sampling(Protocol):
-    """Opens the block in which completions are sampled, where a signal abandons the work at once."""
+    """Context of sampling, in which a signal abandons the work at once."""
 
     def __call__(self, evaluating: bool = False) -> AbstractContextManager[None]: ...
 
 
 class _Samplers:
-    """What samples and rewards completions, made as it is asked for and given back by `resources`."""
+    """Samples and rewards completions; created on first use and closed by `resources`."""
 
     def __init__(self, resources: ExitStack, job: Job, policy: nn.Module, data: Prepared):
         self._resources, self._job, rollout = resources, job, job.config.rollout
@@ -51,7 +51,7 @@ class _Samplers:
         used = rollout if online else job.config.evaluation.sampling(rollout)
         if not self._stops and not used.stop:
             log.warning(
-                "neither the model nor its tokenizer names a stop token, so that every completion runs to "
+                "neither the model nor its tokenizer has a stop token, so every completion runs to "
                 "%s.max_completion_length = %d: set the tokenizer's eos_token, or rollout.stop",
                 "rollout" if used.max_completion_length == rollout.max_completion_length else "evaluation",
                 used.max_completion_length,
@@ -74,14 +74,14 @@ class _Samplers:
     def sampler(
         self, rewards: Rewards, settings: RolloutConfig, template: str | None = None, keeps: bool = True
     ) -> Sampler:
-        """One that stops where the run's own completions end, and at the stop token of another `template`."""
+        """A sampler that stops where the run's completions end, and at the stop token of another `template`."""
         tokenizer, stop = self._job.tokenizer, own_stop(template)
         stops = {*self._stops} if stop is None else {*self._stops, tokenizer.get_vocab()[stop]}
         ends, seed = tuple(sorted(stops)), self._job.config.seed
         return Sampler(self.engine, rewards, tokenizer, settings, stop_token_ids=ends, seed=seed, keeps=keeps)
 
     def of_sets(self) -> dict[str, Sampler]:
-        """A sampler for each validation set whose completions have rewards: the run's, or the set's own."""
+        """A sampler for each validation set with rewards: the run's, or the set's own."""
         config, made = self._job.config, {}
         if not config.evaluates:
             return made
@@ -109,9 +109,9 @@ class _Samplers:
 
 @contextmanager
 def sampler_of(job: Job, policy: nn.Module, data: Prepared, keeps: bool) -> Iterator[Sampler]:
-    """The engine and the rewards that the settings ask for; rules are proven, and models loaded, here.
+    """The engine and the rewards of the settings; verifies the rules and loads the models.
 
-    Where `keeps` is off the engine gives its memory back after each rollout.
+    Without `keeps` the engine releases its memory after each rollout.
     """
     with ExitStack() as resources:
         parts = _Samplers(resources, job, policy, data)
@@ -122,7 +122,7 @@ def sampler_of(job: Job, policy: nn.Module, data: Prepared, keeps: bool) -> Iter
 
 @contextmanager
 def rollout_store(job: Job, saver: Saver) -> Iterator[RolloutStore | None]:
-    """`rollouts.sqlite` of the run, from the step that it stands at; None where the settings keep none."""
+    """`rollouts.sqlite` of the run, from its current step; None if the settings store no rollouts."""
     settings = job.config.rollout
     if not settings.save:
         yield None
@@ -165,9 +165,9 @@ def measure_completions(
 
 
 def reasoning(config: RunConfig, sample: Sampler, name: str, rollout: Rollout) -> dict[str, float]:
-    """The share of completions with any text before the end of their reasoning, and the mean length of it in tokens.
+    """The share of completions with reasoning, and its mean length in tokens.
 
-    Empty where neither the template nor a reward has a mark for that end.
+    Empty if neither the template nor a reward marks the end of the reasoning.
     """
     kinds = {reward.type for reward in sample.rewards.settings}
     own = next((dataset.template for dataset in config.evaluation.datasets if dataset.name == name), None)
@@ -182,7 +182,7 @@ def reasoning(config: RunConfig, sample: Sampler, name: str, rollout: Rollout) -
 
 
 def parts_of(rollout: Rollout, index: int) -> dict[str, dict[str, object]]:
-    """Each reward of a completion: its value and weight, and of rules the verdict and what it rests on."""
+    """Each reward of a completion: its value and weight, and for rules the verdict and its reason."""
     found: dict[str, dict[str, object]] = {}
     for part in rollout.rewarded.parts:
         one: dict[str, object] = {"value": part.values[index], "weight": part.weight}
@@ -196,7 +196,7 @@ def parts_of(rollout: Rollout, index: int) -> dict[str, dict[str, object]]:
 
 
 def as_text(prompt: Example) -> str:
-    """What was asked, for people to read: the text, or the content of the last message."""
+    """The prompt for display: the string, or the content of the last message."""
     asked = (prompt.facts or {}).get("prompt", "")
     return asked if isinstance(asked, str) else str(asked[-1].get("content", ""))
 
@@ -217,9 +217,8 @@ def evaluated(rollout: Rollout) -> list[StoredEvaluation]:
 
 
 class CompletionEvaluation:
-    """Evaluation by completions for a method that samples none itself: where a validation set has rewards, the run's or
-    its own, every evaluation also samples and rewards completions of its prompts. Engine and graders start with the
-    first one."""
+    """Evaluation by completions for offline methods: if a validation set has rewards, the run's or its own, every
+    evaluation also samples and rewards completions of its prompts. Engine and graders start at the first one."""
 
     def __init__(self, job: Job, policy: nn.Module, data: Prepared, saver: Saver):
         self._job, self._policy, self._data, self._saver = job, policy, data, saver
@@ -227,7 +226,7 @@ class CompletionEvaluation:
         self._made: tuple[dict[str, Sampler], RolloutStore | None] | None = None
 
     def __call__(self, name: str, step: int, sampling: Sampling) -> Mapping[str, float]:
-        """The metrics of the completions of this validation set; none where it has no rewards."""
+        """The metrics of the completions of this validation set; empty if it has no rewards."""
         job = self._job
         if not job.config.samples:
             return {}

@@ -1,4 +1,4 @@
-"""What a run leaves behind when it is done: results.json, curves.png, report.html, and a summary on the console."""
+"""The results of a finished run: results.json, curves.png, report.html, and a summary on the console."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("posttrain")
 
 
 def finish(job: Job, loop: Loop) -> None:
-    """Write the run's final numbers, its picture and its report."""
+    """Write the run's final metrics, its curves and its report."""
     run, lines = job.run, job.run.read_metrics()
     state = loop.state
     results = {
@@ -48,7 +48,7 @@ def finish(job: Job, loop: Loop) -> None:
 
 
 def last_values(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """The last value of every metric, leaving out what is no measurement."""
+    """The last value of every metric, without entries that are not measurements."""
     values: dict[str, float] = {}
     for line in lines:
         values |= {k: v for k, v in line.items() if k not in ("step", "epoch", "time") and v is not None}

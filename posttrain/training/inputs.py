@@ -1,9 +1,9 @@
-"""The models that a run reads: what they are, to the bit, and where they lie.
+"""The models that a run reads: their content, to the bit, and their paths.
 
-`run.json` has them under `provenance.models`, each by the setting that names it:
+`run.json` has them under `provenance.models`, by the setting that names them:
 
-    path       as the setting has it
-    content    SHA-256 of a folder's files, or the commit of a model of the hub; of an adapter, its base's too
+    path       as in the setting
+    content    SHA-256 of a folder's files, or the commit of a hub model; for an adapter, with its base's
     from_here  the way there from the run folder, of a model inside the whole run: it is moved with the run
 """
 
@@ -30,7 +30,7 @@ LOADED = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".py")
 
 
 def models_of(config: RunConfig) -> dict[str, ModelConfig]:
-    """Every model that the settings of one run name, by the setting: its own, the reference, reward models."""
+    """Every model that the settings of one run name, by setting: its own, the reference, reward models."""
     values = flat(config.model_dump(mode="json"), lists=True)
     found = {START: config.models[0]}
     for setting in REFERENCES:
@@ -44,14 +44,14 @@ def models_of(config: RunConfig) -> dict[str, ModelConfig]:
 
 
 def reference_settings(model: ModelConfig, ref_model: str | None) -> ModelConfig:
-    """The settings to load the reference with; a revision is the policy's own."""
+    """The settings to load the reference with; a revision applies to the policy only."""
     return model if ref_model is None else model.model_copy(update={"path": ref_model, "revision": None})
 
 
 def content_of(model: ModelConfig) -> str:
-    """What a model is, to the bit. Raises ModelError when it is not there.
+    """The content of a model, to the bit. Raises ModelError if it is missing.
 
-    Of a folder the files that are loaded, their names included; of a model of the hub the commit that is loaded now.
+    For a folder: the files that are loaded, with their names; for a hub model: the commit that is loaded now.
     """
     folder = Path(model.path)
     if folder.is_dir():
@@ -67,7 +67,7 @@ def content_of(model: ModelConfig) -> str:
 
 
 def models_read(config: RunConfig, folder: Path) -> dict[str, dict[str, str]]:
-    """What `run.json` in `folder` is to say of the models that the settings name."""
+    """The entry of `run.json` in `folder` about the models that the settings name."""
     found: dict[str, dict[str, str]] = {}
     here = folder.resolve()
     for setting, model in models_of(config).items():
@@ -79,7 +79,7 @@ def models_read(config: RunConfig, folder: Path) -> dict[str, dict[str, str]]:
 
 
 def is_inside(place: Path, folder: Path) -> bool:
-    """Whether `place` is a folder of the whole run that the run folder `folder` belongs to."""
+    """Whether `place` is inside the whole run that the run folder `folder` belongs to."""
     return place.is_dir() and place.resolve().is_relative_to(root_of(folder))
 
 
@@ -96,16 +96,16 @@ def is_whole_run(folder: Path) -> bool:
 
 
 def recorded(folder: Path) -> dict[str, dict[str, str]]:
-    """What `run.json` says of the models that the run read; nothing without one, or for runs made before it did."""
+    """The models that the run read, from `run.json`; empty without one, or for runs of earlier versions."""
     path = folder / "run.json"
     facts = load_json(path) if path.exists() else {}
     return facts.get("provenance", {}).get("models", {}) if isinstance(facts, dict) else {}
 
 
 def located(config: RunConfig, folder: Path) -> RunConfig:
-    """The settings of the run in `folder`, its models inside the whole run named by where they are now.
+    """The settings of the run in `folder`, with the current paths of its models inside the whole run.
 
-    A folder that the settings name otherwise than the run did, and that is there, stays.
+    A path that differs from the run's and exists is kept.
     """
     places: dict[str, str] = {}
     named = models_of(config)
@@ -131,18 +131,19 @@ def _with_paths(config: RunConfig, places: Mapping[str, str]) -> RunConfig:
 
 
 def refuse_other_models(folder: Path, config: RunConfig) -> dict[str, dict[str, str]]:
-    """The models that the settings name, for `run.json`. Raises RunError when one is not what the run read before."""
+    """The models that the settings name, for `run.json`. Raises RunError if one differs from what the run read
+    before."""
     before = recorded(folder)
     try:
         now = models_read(config, folder)
     except ModelError as error:
         settings = ", ".join(f"{setting}=..." for setting in before)
-        raise RunError(f"{folder} cannot be resumed: {error}. Say where the model is now: {settings}") from error
+        raise RunError(f"{folder} cannot be resumed: {error}. Give the model's current path: {settings}") from error
     for setting, facts in now.items():
         if setting in before and before[setting]["content"] != facts["content"]:
             raise RunError(
-                f"{folder} was trained with another model than {facts['path']} is now ({setting}): what it read was "
-                f"{before[setting]['content']}, what is there is {facts['content']}. Put the former model back, say "
-                f"where it is ({setting}=...), or delete {folder} to train with the new one"
+                f"{folder} was trained with another model than {facts['path']} is now ({setting}): it read "
+                f"{before[setting]['content']}, and now there is {facts['content']}. Restore the former model, give "
+                f"its path ({setting}=...), or delete {folder} to train with the new one"
             )
     return now

@@ -1,4 +1,4 @@
-"""What a signal does to the work under way: it is finished, or abandoned where that takes too long."""
+"""The effect of a signal on the current work: it is finished, or abandoned if that takes too long."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Batch = TypeVar("Batch")
 
 
 class Interruption:
-    """Ends a run that a signal asks to end; an abandoned step counts as never started."""
+    """Ends a run on a signal; an abandoned step counts as never started."""
 
     def __init__(self, stop: Stop, saver: Saver):
         self._stop, self._saver = stop, saver
 
     def while_patient(self, packs: Sequence[Batch]) -> Iterator[Batch]:
-        """The packs of an update, which is abandoned where it is far from done some seconds after a signal."""
+        """The packs of an update, which is abandoned if it is far from done some seconds after a signal."""
         for pack in packs:
             if self._stop.overdue:
                 self.abandon("takes too long to finish")
@@ -31,7 +31,7 @@ class Interruption:
 
     @contextmanager
     def sampling(self, evaluating: bool = False) -> Iterator[None]:
-        """While completions are sampled and scored: nothing has changed yet, so a signal abandons that at once."""
+        """Context of sampling and scoring: nothing has changed yet, so a signal abandons them at once."""
         return_free_pages()
         try:
             with self._stop.giving_up():
@@ -41,8 +41,8 @@ class Interruption:
             self.abandon("" if evaluating else "takes too long to finish")
 
     def abandon(self, why: str = "") -> None:
-        """Leave in the middle of a step, or of an evaluation; the checkpoint is of the last finished step."""
+        """Leave a step or an evaluation unfinished; the checkpoint is of the last finished step."""
         if why:
-            log.warning("step %d %s: it is given up", self._saver.finished_step + 1, why)
+            log.warning("step %d %s: it is abandoned", self._saver.finished_step + 1, why)
         self._saver.save_finished()
         self._stop.leave_if_asked()

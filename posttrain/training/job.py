@@ -1,4 +1,4 @@
-"""What a recipe starts from: one model's settings, its run folder, its device; and the parts it builds from them."""
+"""A recipe's inputs: one model's settings, its run folder and device; and the parts built from them."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from posttrain.training.inputs import is_inside
 
 log = logging.getLogger("posttrain")
 
-MANY_DROPPED = 0.1  # of the rows: above it, that is a warning
+MANY_DROPPED = 0.1  # share of the rows; a warning above it
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """One model to train. A resumed run continues from `checkpoint`.
 
-    The last two follow from the estimate of the memory (posttrain/planning): whether backward recomputes each layer's
+    The last two come from the memory estimate (posttrain/planning): whether backward recomputes each layer's
     activations, and whether the engine keeps its keys and values between rollouts.
     """
 
@@ -80,7 +80,7 @@ class Job:
                 log.info(line)
             if report.overlong_dropped > MANY_DROPPED * report.read:
                 log.warning(
-                    "%s: %s of %s rows are dropped for their length: see data.max_length and data.overlong",
+                    "%s: %s of %s rows are dropped because of their length: see data.max_length and data.overlong",
                     report.name, f"{report.overlong_dropped:,}", f"{report.read:,}",
                 )  # fmt: skip
         return prepared
@@ -99,7 +99,7 @@ class Job:
             stop_at(base_of(policy), self.tokenizer)
         if self.device.type == "cuda" and self.config.training.gradient_checkpointing == "auto":
             how = "on" if self.gradient_checkpointing else "off"
-            log.info("gradient checkpointing is %s, by the memory that a full pack takes", how)
+            log.info("gradient checkpointing is %s, by the memory estimate of a full pack", how)
         if self.gradient_checkpointing:
             enable_gradient_checkpointing(policy)
             return_tensors_at_once()
@@ -122,10 +122,10 @@ class Job:
         return load_lora(base, self.checkpoint)
 
     def _base(self, head: Head) -> ModelConfig:
-        """What new adapters go on: a model that lies in `base/` of the run folder if it is none of the user's own.
+        """The base of new adapters: a model in `base/` of the run folder unless it is the user's own.
 
-        An adapter folder becomes a model of its own there, for them to name. To the model of an earlier stage a link
-        leads from there, relative, so that it is found where the whole run was moved.
+        An adapter folder is merged into a model there. For the model of an earlier stage, `base/` is a relative link,
+        which stays valid when the whole run is moved.
         """
         folder = self.run.folder.resolve() / BASE
         if not is_adapter(self.model):
@@ -134,7 +134,7 @@ class Job:
                 return self.model
             if not folder.exists():
                 try:
-                    folder.unlink(missing_ok=True)  # a link that leads nowhere any more
+                    folder.unlink(missing_ok=True)  # a broken link
                     folder.symlink_to(os.path.relpath(place.resolve(), folder.parent))
                 except OSError as error:
                     log.info("%s: no links here (%s): the adapters name %s itself", folder, error.strerror, place)
@@ -142,13 +142,13 @@ class Job:
             return self.saved(folder)
         if not folder.exists():
             whole = self.model.model_copy(update={"load_in_4bit": False, "use_liger_kernel": False})
-            with torch.random.fork_rng(devices=[]):  # a run that finds `base/` must draw the same adapters
+            with torch.random.fork_rng(devices=[]):  # adapters must be the same if `base/` exists already
                 merged = load_model(whole, head, torch.float32, torch.device("cpu"))
             self.run.save_model(folder, 0, merged.save_pretrained)
         return self.saved(folder)
 
     def optimizer(self, policy: nn.Module) -> AdamW:
-        """The optimizer over the policy's trained weights, which from now on compute in `dtype` on `device`."""
+        """The optimizer over the policy's trained weights, which then compute in `dtype` on `device`."""
         training = self.config.training
         settings = {
             "betas": (training.adam_beta1, training.adam_beta2),
@@ -163,11 +163,11 @@ class Job:
         return AdamW(policy, self.dtype, **settings)
 
     def offloads(self) -> bool:
-        """Whether the optimizer lies in CPU memory apart from the model; on a CPU the plain one is that already."""
+        """Whether the optimizer is in CPU memory apart from the model; on a CPU the plain one already is."""
         return self.config.training.optimizer == "adamw_cpu_offload" and self.device.type == "cuda"
 
     def pack(self, examples: Sequence[Example], keep_last: bool = False) -> list[Pack]:
-        """A batch's packs, on a GPU of one of a few widths."""
+        """A batch's packs; on a GPU they have one of a few widths."""
         tokens = self.config.training.tokens_per_pack
         return pack(examples, tokens, keep_last, pad_to=width_step(self.device, tokens))
 
@@ -175,7 +175,7 @@ class Job:
         return learning_rate(self.config, self.model)
 
     def saved(self, folder: Path) -> ModelConfig:
-        """This model's settings with the weights of a folder of our own making."""
+        """This model's settings with the weights of a folder that posttrain wrote."""
         return self.model.model_copy(update={"path": str(folder), "revision": None})
 
 
@@ -188,8 +188,8 @@ def data_of(config: RunConfig, model: ModelConfig, tokenizer: PreTrainedTokenize
 def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Let transformers find a row's last token, whose hidden state the reward head reads, in a padded batch.
 
-    It takes the last token that is not padding, so padding must not look like the end of a completion. Where the
-    tokenizer has no other special token, an id that no text produces serves; the tokenizer itself stays as it is.
+    It takes the last token that is not padding, so padding must differ from the end of a completion. If the
+    tokenizer has no other special token, this is an id that no string produces; the tokenizer is not changed.
     """
     special = [tokenizer.pad_token, *tokenizer.all_special_tokens]
     token = next((str(token) for token in special if token not in (None, tokenizer.eos_token)), None)
@@ -201,13 +201,13 @@ def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def stop_at(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let transformers' `generate` stop where completions end here, at the stop token that a template brought too."""
+    """Let transformers' `generate` stop where completions end here, also at the stop token of a template."""
     assert model.generation_config is not None
     model.generation_config.eos_token_id = list(stop_token_ids(model, tokenizer))
 
 
 def _unreachable_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token of a byte that UTF-8 never has, in a byte-level vocabulary (GPT-2's and its heirs')."""
+    """The token of a byte that UTF-8 never uses, in a byte-level vocabulary (such as GPT-2's)."""
     vocabulary = tokenizer.get_vocab()
     for byte in (0xC0, 0xC1, *range(0xF5, 0x100)):
         id = vocabulary.get(chr(byte))

@@ -1,7 +1,7 @@
-"""What every recipe's loop shares: the order of the data, logging, evaluation, checkpoints, stopping, resuming.
+"""The loop shared by all recipes: the order of the data, logging, evaluation, checkpoints, stopping, resuming.
 
-A recipe owns the `for`; the loop says which examples come next and does, after each step, what the settings ask for.
-Everything that decides the next step is in the checkpoint, so that a resumed run goes on to the bit.
+A recipe owns the `for`; the loop gives it the next examples and, after each step, logs, evaluates and saves as set.
+A checkpoint has everything that determines the next step, so that a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ObjectiveOf = Callable[[list[Example]], tuple[list[Pack], Objective]]
 
 
 def _fullest_apart(packs: Iterable[Batch]) -> Iterator[Batch]:
-    """The packs. Free pages go back after the first, the fullest: its gradients tear what others would fill."""
+    """The packs. Releases free memory after the first and fullest one, whose gradients fragment the heap."""
     for number, pack in enumerate(packs):
         if number == 1:
             return_free_pages()
@@ -77,7 +77,7 @@ class Loop:
         self.peak_rate = job.learning_rate()
         self.state = State()
         self._stop = Stop()
-        self._rows = np.empty(0, int)  # of the step under way
+        self._rows = np.empty(0, int)  # of the current step
         self._order: tuple[int, np.ndarray] | None = None
         self._moved: MovedWeights | None = None
         self.saver = Saver(job, policy, optimizer, data, self.total)
@@ -101,12 +101,12 @@ class Loop:
     # Steps
 
     def steps(self) -> Iterator[tuple[int, list[Example]]]:
-        """Each step's number, from 1, and its examples. After the body of the step: log, save, stop when asked."""
+        """Each step's number, from 1, and its examples. After the body of the step: log, save, stop on request."""
         first = self.state.step + 1
         self.policy.train(self.job.config.method.dropout)
         self._moved = MovedWeights(self.policy, self.optimizer)
         if self.state.window and self._is_logged(self.state.step):
-            self._log()  # the line in whose writing the run had failed
+            self._log()  # the line that the failed run was writing
         self.saver.mark(self.state)
         with self.progress, self._stop.listening(), closing(self._completions):
             for step in range(first, self.total + 1):
@@ -141,10 +141,10 @@ class Loop:
         parts: Iterable[tuple[Sequence[Batch], Objective[Batch]]],
         measure: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None,
     ) -> None:
-        """The optimizer steps that make up a step, at its learning rate. One that is not finite is skipped and counted.
+        """The optimizer steps of a step, at its learning rate. One that is not finite is skipped and counted.
 
-        Of the metrics the step has the means over its updates, of those named `min_…` and `max_…` the extremes;
-        `measure`, which is given them, says what is logged beside them, and does what else the step is to leave behind.
+        The step's metrics are means over its updates, or extremes for names that start with `min_` and `max_`;
+        `measure` receives them and returns further metrics; it also stores what the step leaves behind.
         """
         state, step, tokens = self.state, self.state.step + 1, 0
         method = self.job.config.method
@@ -196,7 +196,7 @@ class Loop:
         state, every = self.state, self.job.config.checkpoint.save_steps
         if self.saver.rollouts is not None:
             self.saver.rollouts.check()
-        if self._best.is_overdue(state) and state.window:  # it is the last step: nothing will be left to log
+        if self._best.is_overdue(state) and state.window:  # the last step: nothing remains to be logged
             self._log()
         if state.step % every == 0 or state.step == self.total or self._best.is_overdue(state) or self._stop.asked:
             self.save_checkpoint()
@@ -220,14 +220,14 @@ class Loop:
             metrics["skipped_steps"] = state.skipped
         self.job.run.log(state.step, metrics)
         state.window, state.window_steps = {}, {}
-        self.saver.mark(state)  # a failure from here on goes on behind this line
+        self.saver.mark(state)  # after a later failure the run resumes after this line
         return metrics
 
     # Evaluation
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether this step (0 is before training) is to be evaluated and has not been yet."""
+        """Whether an evaluation is due at this step (0 is before training)."""
         settings, step = self.job.config.evaluation, self.state.step
         if settings.eval_steps == -1 or not self.data.validation or self.state.evaluated:
             return False
@@ -236,7 +236,7 @@ class Loop:
         return step % settings.eval_steps == 0 or step == self.total
 
     def evaluate(self, objective_of: ObjectiveOf) -> dict[str, float]:
-        """Measure every validation set without gradients, log it, keep the model if it is the best so far."""
+        """Measure every validation set without gradients, log it, and save the model if it is the best so far."""
 
         def measure(name: str, dataset: Dataset) -> dict[str, float]:
             found = over_batches(self._batches(objective_of, name, dataset))
@@ -245,7 +245,7 @@ class Loop:
         return self.evaluate_by(measure)
 
     def evaluate_by(self, measure: Callable[[str, Dataset], Mapping[str, float]]) -> dict[str, float]:
-        """The same with a measurement of the method's own, given each set's name and the part to look at."""
+        """The same with the method's own measurement, called with each set's name and examples."""
         self.policy.eval()
         metrics = {"epoch": self.state.step / self.steps_per_epoch}
         for name, dataset in self.data.validation.items():
@@ -262,7 +262,7 @@ class Loop:
     def _batches(
         self, objective_of: ObjectiveOf, name: str, dataset: Dataset
     ) -> Iterator[tuple[list[Pack], Objective[Pack]]]:
-        """The batches of a validation set. A signal ends the run after the one under way."""
+        """The batches of a validation set. A signal ends the run after the current one."""
         rows = evaluated_rows(self.job.config, self.state.step, name, len(dataset))
         for start in progress(range(0, len(rows), self.batch_size), f"evaluating {name}"):
             yield objective_of([dataset[int(row)] for row in rows[start : start + self.batch_size]])
@@ -272,7 +272,7 @@ class Loop:
     # Saving, stopping, resuming
 
     def save_checkpoint(self) -> None:
-        """The model, the optimizer, the generators and where the loop stands; whole or not at all."""
+        """Save a complete checkpoint: the model, the optimizer, the generators and the state of the loop."""
         self.saver.save(self.state)
 
     def save_final(self) -> None:

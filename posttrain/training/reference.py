@@ -35,7 +35,7 @@ Reference = Callable[[Pack, list[Example]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Examples that the reference is to score beforehand, batch by batch, and their name in the cache."""
+    """Examples that the reference scores beforehand, batch by batch, and their name in the cache."""
 
     name: str
     batches: Callable[[], Iterator[list[Example]]]
@@ -45,7 +45,7 @@ class Portion:
 def make_reference(
     job: Job, method: DPOMethod | KTOMethod, policy: Scorer, data: Prepared, portions: Sequence[Portion]
 ) -> Reference:
-    """The reference that the settings ask for; when it is precomputed, the numbers of the examples in `portions`."""
+    """The reference of the settings; if precomputed, with the log-probabilities of the examples in `portions`."""
     frozen, score_tokens = token_reference(job, method.ref_model, policy)
 
     def score(pack: Pack) -> torch.Tensor:
@@ -61,9 +61,9 @@ def make_reference(
 def token_reference(
     job: Job, ref_model: str | None, policy: Scorer, temperature: float = 1.0
 ) -> tuple[Scorer, Callable[[Pack], torch.Tensor]]:
-    """The reference and what it gives to a pack: the log-probability of each scored token (N), without gradients.
+    """The reference, and a function from a pack to the log-probability of each scored token (N), without gradients.
 
-    It is another model, or the policy's own as it was before training: the same with its adapter off, or a frozen copy.
+    It is another model, or the policy as it was before training: with its adapter off, or a frozen copy.
     """
     if ref_model is None and is_adapted(policy.model):
         frozen, adapter = policy, policy.model
@@ -71,7 +71,9 @@ def token_reference(
         frozen, adapter = Scorer(frozen_model(job, ref_model)), None
         ours, theirs = (base_of(one.model).config.vocab_size for one in (policy, frozen))
         if ours != theirs:
-            raise ModelError(f"method.ref_model {ref_model} has {theirs} token ids, the policy {ours}: they must agree")
+            raise ModelError(
+                f"method.ref_model {ref_model} has {theirs} token ids, the policy {ours}: they must be equal"
+            )
 
     @torch.no_grad()
     def score(pack: Pack) -> torch.Tensor:
@@ -87,7 +89,7 @@ def no_reference(pack: Pack, examples: list[Example]) -> torch.Tensor:
 
 
 def whole_sets(job: Job, data: Prepared) -> list[Portion]:
-    """The training and validation sets as they are, in batches of examples of similar length."""
+    """The training and validation sets in batches of examples of similar length."""
     size = job.config.training.batch_size
 
     def portion(name: str, dataset: Dataset) -> Portion:
@@ -99,13 +101,13 @@ def whole_sets(job: Job, data: Prepared) -> list[Portion]:
 
 
 def frozen_model(job: Job, path: str | None) -> PreTrainedModel:
-    """Another model, or the policy's own as it was before training, without gradients."""
+    """Another model, or a copy of the policy before training, without gradients."""
     return load_model(reference_settings(job.model, path), "lm", job.dtype, job.device).requires_grad_(False)
 
 
 @dataclass(frozen=True, slots=True)
 class Precomputed:
-    """Log-probabilities by what was scored: a number of each sequence's tokens and targets -> nats."""
+    """Log-probabilities by sequence: a hash of the tokens and targets -> nats."""
 
     keys: np.ndarray  # (K,) uint64, ascending
     logprobs: np.ndarray  # (K,) float32
@@ -119,12 +121,12 @@ class Precomputed:
     def __call__(self, pack: Pack, examples: list[Example]) -> torch.Tensor:
         wanted = sequence_keys(pack, examples)
         at = np.searchsorted(self.keys, wanted)
-        assert (self.keys[at] == wanted).all(), "a sequence that was not among those to be precomputed"
+        assert (self.keys[at] == wanted).all(), "a sequence that was not precomputed"
         return sent(torch.from_numpy(self.logprobs[at]), pack.tokens_T.device)
 
 
 def sequence_keys(pack: Pack, examples: list[Example]) -> np.ndarray:
-    """A 64-bit number (S) of the tokens and targets of each sequence of a pack: the same sequence, the same number."""
+    """A 64-bit hash (S) of the tokens and targets of each sequence of a pack."""
     groups = dict.fromkeys(pack.groups)
     keys = [
         hashlib.blake2b(np.asarray(ids, np.int32).tobytes() + trained.tobytes(), digest_size=8).digest()
@@ -138,7 +140,7 @@ def sequence_keys(pack: Pack, examples: list[Example]) -> np.ndarray:
 def _precomputed(
     job: Job, score: Callable[[Pack], torch.Tensor], portion: Portion, key: str
 ) -> dict[str, torch.Tensor]:
-    """The numbers of a portion: keys (as int64) and log-probabilities; from the cache where it has them."""
+    """A portion's keys (as int64) and log-probabilities, from the cache if possible."""
     folder = default_folder() / "reference" / key
     if not verify(folder):
         return load_tensors(folder / "logprob.safetensors")
@@ -153,12 +155,12 @@ def _precomputed(
         folder.parent.mkdir(parents=True, exist_ok=True)
         save_folder(folder, 0, lambda temporary: save_tensors(temporary / "logprob.safetensors", tensors))
     except (OSError, RunError) as error:
-        log.warning("the reference's log-probabilities could not be cached, and are used all the same: %s", error)
+        log.warning("the reference's log-probabilities are used, but could not be cached: %s", error)
     return tensors
 
 
 def _key(job: Job, frozen: Scorer, data: Prepared) -> str:
-    """Names the cached numbers by what they depend on: the data as tokens, the reference's weights, the arithmetic."""
+    """The cache key, a hash of all inputs: the data's tokens, the reference's weights, the arithmetic."""
     facts = (
         "by sequence",
         data.fingerprint,

@@ -1,4 +1,4 @@
-"""What a resumed run may change, and where it goes on from."""
+"""What a resumed run may change, and its checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from posttrain.training.state import Saved
 
 log = logging.getLogger("posttrain")
 
-# How long to train, how often to log, save and evaluate; where the folder lies; what computes, in which portions.
+# Training length, intervals of logging, saving and evaluation; the folder; devices and pack size.
 CHANGEABLE = (
     "name",
     "output_dir",
@@ -46,7 +46,7 @@ def run_folder_of(path: Path) -> Path:
 
 
 def saved_settings(folder: Path, given: RunConfig) -> RunConfig:
-    """The settings to go on with in `folder`: those given, for the model that the folder is of."""
+    """The settings to resume with in `folder`: those given, for the model of the folder."""
     saved = load(folder / "config.yaml").config
     name = saved.models[0].folder_name
     mine = [model for model in given.models if model.folder_name == name]
@@ -56,9 +56,9 @@ def saved_settings(folder: Path, given: RunConfig) -> RunConfig:
 
 
 def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
-    """Raise RunError when the settings differ from the checkpoint's in anything that would make another run of it.
+    """Raise RunError if the settings differ from the checkpoint's in anything that changes the run's results.
 
-    Models that the run is known to have read may lie elsewhere: they are compared by their content.
+    Paths of models that the run has read may differ: these are compared by content.
     """
     by_content = recorded(run_folder_of(checkpoint))
     saved = flat(load(checkpoint / "config.yaml").config.model_dump(mode="json"), lists=True)
@@ -71,36 +71,36 @@ def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
     if changed:
         raise RunError(
             f"{checkpoint} was made with other settings ({'; '.join(changed)}). A resumed run may change step and "
-            "epoch counts, logging, saving and evaluation intervals, and what a step takes of memory "
+            "epoch counts, logging, saving and evaluation intervals, and the memory settings "
             "(training.tokens_per_pack, training.gradient_checkpointing); for anything else start a new run"
         )
 
 
 def refuse_fewer_steps(checkpoint: Path, config: RunConfig) -> None:
-    """Raise RunError when a checkpoint is beyond the steps that are asked for."""
+    """Raise RunError if a checkpoint is beyond the requested number of steps."""
     step, limit = saved_step(checkpoint), config.training.max_steps
     if limit is not None and step > limit:
         raise RunError(
-            f"{checkpoint} is at step {step}, beyond training.max_steps = {limit}: give more, or start a new run"
+            f"{checkpoint} is at step {step}, beyond training.max_steps = {limit}: raise it, or start a new run"
         )
 
 
 def report_lost(folder: Path, checkpoint: Path, config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What is to be said of files that a run up to this checkpoint had written and that are not there.
+    """Warnings about missing files that a run had written up to this checkpoint.
 
-    `lines` are the metrics that there are.
+    `lines` are the existing metrics.
     """
     state = Saved.read(checkpoint).loop
     unlogged = max(state.window_steps.values(), default=0) + state.skipped
     if not (folder / METRICS).exists() and state.step > unlogged:
         yield (
             f"{folder / METRICS} is missing: the metrics up to step {state.step} are lost; curves and report will "
-            "begin after it. Training does not need them"
+            "start after it. Training does not need them"
         )
     names = {name for line in lines if line["step"] <= state.step for name in line}
     rewarded = any(name.startswith("eval_") and name.endswith("reward") for name in names)
-    drawn = state.step > 0 if config.method.samples_completions else rewarded
-    if config.rollout.save and drawn and not (folder / ROLLOUTS).exists():
+    sampled = state.step > 0 if config.method.samples_completions else rewarded
+    if config.rollout.save and sampled and not (folder / ROLLOUTS).exists():
         yield (
             f"{folder / ROLLOUTS} is missing: the completions up to step {state.step} are lost, and `posttrain "
             "rollouts`, `why` and `regrade` will know later ones only. Training does not need them"
@@ -108,7 +108,7 @@ def report_lost(folder: Path, checkpoint: Path, config: RunConfig, lines: Sequen
 
 
 def memory_settings(config: RunConfig) -> str:
-    """Which settings lower the memory of a run of this method, with their values, the first to be tried first."""
+    """Advice on settings that lower the memory of a run of this method, most useful first."""
     method, training = config.method, config.training
     lower = [f"training.tokens_per_pack ({training.tokens_per_pack:,})"]
     if method.samples_completions:
@@ -128,9 +128,9 @@ def memory_settings(config: RunConfig) -> str:
 
 
 def smaller_packs(config: RunConfig, folder: Path) -> str:
-    """What to do when memory was too small: the command that resumes `folder` with half of the tokens in a pack.
+    """Advice when memory ran out: the command that resumes `folder` with half of the tokens in a pack.
 
-    A pack must have room for the longest example; where it has no more than that, layers are recomputed in backward.
+    A pack must have room for the longest example; if it has no more than that, layers are recomputed in backward.
     """
     now, least = config.training.tokens_per_pack, config.longest_example
     command = ["posttrain", "train", "--resume", str(folder)]
@@ -139,8 +139,8 @@ def smaller_packs(config: RunConfig, folder: Path) -> str:
     elif config.training.gradient_checkpointing is not True:
         command += ["--gradient-checkpointing", "true"]
     else:
-        return "packs are as small as data.max_length lets them be: a run that fits needs another data.max_length"
-    return f"To go on with less: {shlex.join(command)}"
+        return "packs are as small as data.max_length allows: lower data.max_length"
+    return f"To resume with less memory: {shlex.join(command)}"
 
 
 def _may_change(path: str) -> bool:

@@ -1,5 +1,4 @@
-"""What a checkpoint of a run holds, when there is one more than the settings ask for, and what a resumed run takes from
-it."""
+"""The content of a run's checkpoints, extra checkpoints on failures, and restoring a run from one."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ class Saver:
         self._newest = 0  # the step of the last checkpoint
 
     def save(self, state: State) -> None:
-        """Save the run as it is now: the model, the optimizer, the generators, where the loop stands; whole or not at
-        all, and once the rollouts up to here are on disk. Raises RunError, VitalSignError for broken weights."""
+        """Save a complete checkpoint: the model, the optimizer, the generators, the state of the loop; after the
+        rollouts up to here are on disk. Raises RunError, or VitalSignError for weights that are not finite."""
         if self.rollouts is not None:
             self.rollouts.flush()
         self._write(state, rng_state())
@@ -51,18 +50,18 @@ class Saver:
         return self._boundary.state.step
 
     def mark(self, state: State) -> None:
-        """A step, or its evaluation, is finished: what `save_finished` goes back to."""
+        """A step, or its evaluation, is finished: the state that `save_finished` saves."""
         self._boundary.mark(state)
 
     def keep(self) -> None:
-        """A step of several updates begins."""
+        """A step of several updates starts."""
         self._boundary.keep()
 
     def save_finished(self) -> None:
-        """Save the run as it was at the last mark, if there is no checkpoint of it; the run cannot go on after that.
+        """Save the run as of the last mark, if there is no checkpoint of it; the run cannot continue after that.
 
-        Rollouts that could not be written go into the checkpoint. Where the weights have moved since and there is no
-        way back, that is said, and nothing is saved.
+        Rollouts that could not be written go into the checkpoint. If the weights have changed since and there is no
+        copy, nothing is saved, with a warning.
         """
         state = self._boundary.state
         if state.step <= self._newest:
@@ -72,7 +71,7 @@ class Saver:
             log.info("saved checkpoint-%d: the run as it was after step %d", state.step, state.step)
         else:
             log.warning(
-                "step %d was cut short when it had moved the weights: the run is saved as it was after step %d",
+                "step %d ended after it had changed the weights: the run is saved as of step %d",
                 state.step + 1, self._newest,
             )  # fmt: skip
 
@@ -81,7 +80,7 @@ class Saver:
         if isinstance(error, LeaveAtOnceError):
             return
         if is_out_of_memory(error):
-            traceback.clear_frames(error.__traceback__)  # they hold what there was no room for
+            traceback.clear_frames(error.__traceback__)  # they hold memory that is needed now
             release_memory()
         self.save_finished()
 
@@ -108,21 +107,21 @@ class Saver:
         logging.getLogger(QUIET_LOGGER).info("saved %s in %.3f s", saved.name, seconds)
 
     def restore(self, checkpoint: Path) -> tuple[State, int]:
-        """Give the optimizer and the generators their states, and set the run folder back to the checkpoint: last, when
-        nothing can be amiss. Returns where the loop stood, and the steps it was to make.
+        """Restore the optimizer and the generators, and last, when nothing can fail, set the run folder back to the
+        checkpoint. Returns the state of the loop and the run's total steps.
 
-        Raises RunError when the data is another, DamagedError when the checkpoint is no good.
+        Raises RunError if the data differs, DamagedError if the checkpoint is damaged.
         """
         saved = Saved.read(checkpoint)
         if saved.data != self._data.fingerprint:
             raise RunError(
-                f"{checkpoint}: the training data is not what this run began with (another file, split, template or "
-                "tokenizer: give it back), or this version of posttrain reads it otherwise than the one that began the "
-                "run (its version is in run.json): go on with that one, or start a new run"
+                f"{checkpoint}: the training data differs from the data that this run started with (another file, "
+                "split, template or tokenizer: restore it), or this version of posttrain reads it differently than the "
+                "one that started the run (its version is in run.json): resume with that version, or start a new run"
             )
         tensors = load_tensors(checkpoint / "optimizer.safetensors")
         if saved.tensors not in (None, len(tensors)):
-            raise DamagedError(f"optimizer.safetensors: it has {len(tensors)} tensors, saved were {saved.tensors}")
+            raise DamagedError(f"optimizer.safetensors: it has {len(tensors)} tensors, but {saved.tensors} were saved")
         self._optimizer.load_state(tensors)
         restore_rng(load_tensors(checkpoint / "rng.safetensors"), saved.rng)
         state = saved.loop
@@ -130,7 +129,7 @@ class Saver:
         metric = load(checkpoint / "config.yaml").config.best_metric
         future = state.best is not None and not self._job.run.best.exists()
         if future or metric != self._job.config.best_metric:
-            state.best, state.evaluations_since_best = None, 0  # of another metric, or of a future given up
+            state.best, state.evaluations_since_best = None, 0  # of another metric, or of discarded steps
         self._newest = state.step
         return state, saved.total
 

@@ -1,4 +1,4 @@
-"""What a run does at which step, by its settings: the order of its data, the learning rate, the rows evaluated."""
+"""A run's schedule: the order of its data, the learning rate, the rows evaluated at each step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ log = logging.getLogger("posttrain")
 
 
 def total_steps(config: RunConfig, rows: int) -> int:
-    """Optimizer steps of a run over so many training examples."""
+    """Optimizer steps of a run over this number of training examples."""
     training = config.training
     return training.max_steps or math.ceil(training.num_train_epochs * math.ceil(rows / training.batch_size))
 
 
 def epoch_order(config: RunConfig, rows: int, epoch: int) -> np.ndarray:
-    """A pure function of seed and epoch, so that a resumed run needs no data position but the step."""
+    """A pure function of seed and epoch, so that the step alone gives a resumed run its position in the data."""
     return np.random.default_rng([config.seed, epoch]).permutation(rows) if config.data.shuffle else np.arange(rows)
 
 
@@ -42,7 +42,7 @@ def evaluated_rows(config: RunConfig, step: int, name: str, size: int) -> np.nda
 
 
 def learning_rate_at(config: RunConfig, peak: float, step: int, total: int) -> float:
-    """The learning rate of a run of `total` steps after `step` of them, `peak` being its highest."""
+    """The learning rate after `step` of `total` steps; `peak` is its maximum."""
     training = config.training
     return peak * schedule(
         training.lr_scheduler_type,
@@ -54,7 +54,7 @@ def learning_rate_at(config: RunConfig, peak: float, step: int, total: int) -> f
 
 
 def report_schedule_change(config: RunConfig, peak: float, step: int, before: int, total: int) -> None:
-    """A schedule is stretched over the steps there are now; the steps already made keep the rates they had."""
+    """Warn that a resumed run with another number of steps has a stretched schedule for its remaining steps."""
     if before == total or step >= total:
         return
     old = learning_rate_at(config, peak, min(step, before), before)
@@ -62,6 +62,6 @@ def report_schedule_change(config: RunConfig, peak: float, step: int, before: in
     if new != old:
         log.warning(
             "%d steps in all instead of %d: the %s schedule is stretched, the learning rate of step %d is %.2e "
-            "instead of %.2e. This is not what a run of %d steps from the start would have done",
+            "instead of %.2e. This differs from a run of %d steps from the start",
             total, before, config.training.lr_scheduler_type, step + 1, new, old, total,
         )  # fmt: skip

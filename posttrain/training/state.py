@@ -1,4 +1,4 @@
-"""Where a run stands, beside weights, optimizer and random generators: what a checkpoint keeps of its loop."""
+"""The loop's state in a checkpoint, apart from weights, optimizer and random generators."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from posttrain.store.files import load_json
 
 @dataclass(slots=True)
 class State:
-    """Where the loop stands, beside weights, optimizer and random generators."""
+    """The loop's state, apart from weights, optimizer and random generators."""
 
     step: int = 0
     num_tokens: int = 0
-    order: int = 0  # CRC-32 of the row numbers trained on so far, as they came
+    order: int = 0  # CRC-32 of the row numbers trained on so far, in their order
     updates: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -29,25 +29,25 @@ class State:
     seconds: float = 0.0  # of steps and evaluations
     save_seconds: float = 0.0  # of checkpoints
     window: dict[str, float] = field(default_factory=dict)  # sums since the last log line
-    window_steps: dict[str, int] = field(default_factory=dict)  # those that had the metric
-    memory: dict[str, float] = field(default_factory=dict)  # what the method itself has to remember
+    window_steps: dict[str, int] = field(default_factory=dict)  # number of steps with the metric
+    memory: dict[str, float] = field(default_factory=dict)  # the method's own state
 
     def take(self, metrics: Mapping[str, float]) -> None:
-        """Add a step's metrics to those that the next log line gives the means of."""
+        """Add a step's metrics to the means of the next log line."""
         for name, value in metrics.items():
             self.window[name] = self.window.get(name, 0.0) + value
             self.window_steps[name] = self.window_steps.get(name, 0) + 1
 
     def means(self) -> dict[str, float]:
-        """The means since the last log line; without any where all steps were skipped."""
+        """The means since the last log line; empty if all steps were skipped."""
         return {name: value / self.window_steps[name] for name, value in self.window.items()}
 
     def copy(self) -> State:
-        """The same numbers, apart from what becomes of these."""
+        """An independent copy."""
         return replace(self, window=dict(self.window), window_steps=dict(self.window_steps), memory=dict(self.memory))
 
     def as_json(self) -> dict[str, Any]:
-        """For `from_json`. JSON has no NaN, which a metric may be although loss and gradient are finite."""
+        """For `from_json`. JSON has no NaN, which a metric may be even if loss and gradient are finite."""
         window = {name: value if math.isfinite(value) else None for name, value in self.window.items()}
         return asdict(self) | {"window": window}
 
@@ -63,10 +63,10 @@ class Saved:
     """`state.json` of a checkpoint."""
 
     loop: State
-    rng: dict[str, Any]  # beside rng.safetensors
+    rng: dict[str, Any]  # the part that is not in rng.safetensors
     data: str  # the data's fingerprint
     total: int  # steps of the run
-    tensors: int | None = None  # in optimizer.safetensors; checkpoints made before it was counted do not say
+    tensors: int | None = None  # in optimizer.safetensors; None in checkpoints of earlier versions
 
     def as_json(self) -> dict[str, Any]:
         """For `read`."""
@@ -74,12 +74,12 @@ class Saved:
 
     @classmethod
     def read(cls, checkpoint: Path) -> Saved:
-        """Raises DamagedError when it is none, or of another step than the checkpoint."""
+        """Raises DamagedError if it is invalid, or of another step than the checkpoint."""
         try:
             facts = load_json(checkpoint / "state.json")
             saved = cls(**{**facts, "loop": State.from_json(facts["loop"])})
         except (RunError, TypeError, KeyError, AttributeError) as error:
-            raise DamagedError(f"state.json: it is no state of a run ({error})") from error
+            raise DamagedError(f"state.json: it is not the state of a run ({error})") from error
         step = saved_step(checkpoint)
         if saved.loop.step != step:
             raise DamagedError(f"state.json: it is the state of step {saved.loop.step}, not of step {step}")
@@ -87,7 +87,7 @@ class Saved:
 
 
 def problems_of(checkpoint: Path) -> list[str]:
-    """What keeps a run from resuming from a checkpoint whose files are whole, as far as can be seen without loading."""
+    """Problems of a checkpoint with intact files that prevent resuming, as far as is visible without loading."""
     try:
         Saved.read(checkpoint)
     except DamagedError as error:

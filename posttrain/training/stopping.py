@@ -1,4 +1,4 @@
-"""Ending a run when a signal asks for it: after the step under way, or sooner where that takes too long."""
+"""Ending a run on a signal: after the current step, or sooner if that takes too long."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from posttrain.signals import handling
 
 log = logging.getLogger("posttrain")
 
-PATIENCE_S = 3.0  # how long a step may go on after a signal; what sends SIGTERM kills 10 s later at the earliest
+PATIENCE_S = 3.0  # how long a step may run after a signal; schedulers kill 10 s after SIGTERM at the earliest
 
 
 class GivenUpError(KeyboardInterrupt):
     """A signal came while nothing had changed yet.
 
-    A KeyboardInterrupt, so that neither an `except Exception` in a reward's code nor asyncio's event loop keeps it.
+    A KeyboardInterrupt, so that neither an `except Exception` in a reward's code nor asyncio's event loop catches it.
     """
 
 
 class LeaveAtOnceError(KeyboardInterrupt):
-    """A second Ctrl-C: nothing is to be saved."""
+    """A second Ctrl-C: nothing is saved."""
 
 
 class Stop:
-    """Whether SIGINT or SIGTERM asks the run to end, and what follows from that."""
+    """Whether SIGINT or SIGTERM has asked the run to end, and the consequences."""
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
@@ -41,17 +41,17 @@ class Stop:
 
     @property
     def overdue(self) -> bool:
-        """Whether what is under way has gone on for too long since the signal."""
+        """Whether the current work has taken too long since the signal."""
         return self.asked and time.monotonic() - self._when > PATIENCE_S
 
     def listening(self) -> AbstractContextManager[None]:
-        """Take note of signals inside the block; a second SIGINT leaves at once."""
+        """Record signals inside the block; a second SIGINT leaves at once."""
         return handling(self._note, signal.SIGINT, signal.SIGTERM, again=self._raise_again)
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
-        """For work that changes nothing: a signal raises GivenUpError in the middle of it, or at its end at the latest,
-        where the code inside has kept the error to itself."""
+        """For work that changes nothing: a signal raises GivenUpError inside it, or at its end if the code inside has
+        caught the error."""
         self._may_give_up = True
         try:
             if self.asked:
@@ -64,9 +64,9 @@ class Stop:
             self._may_give_up = False
 
     def leave_if_asked(self) -> None:
-        """End the process in good order, with a status that says by which signal."""
+        """End the process cleanly, with the exit status of the signal."""
         if self._signal == signal.SIGINT:
-            raise KeyboardInterrupt("stopped by Ctrl-C; go on with --resume")
+            raise KeyboardInterrupt("stopped by Ctrl-C; continue with --resume")
         if self._signal is not None:
             raise Stopped(self._signal)
 
@@ -80,5 +80,5 @@ class Stop:
         log.warning("%s: finishing the step, then saving a checkpoint (again to leave at once)", self._signal.name)
 
     def _raise_again(self, error: BaseException) -> None:
-        if self._may_give_up or not isinstance(error, GivenUpError):  # else the block that was to be left has ended
+        if self._may_give_up or not isinstance(error, GivenUpError):  # else the block has ended already
             raise error

@@ -1,4 +1,4 @@
-"""The teacher of a distillation: what predicts the tokens of the student's completions, behind its own prompts."""
+"""The teacher of a distillation: it predicts the tokens of the student's completions after its own prompts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from posttrain.training.reference import frozen_model
 
 
 class Teacher:
-    """Another model, or the policy's own as it was before training: the same with its adapter off, or a frozen copy.
+    """Another model, or the policy as it was before training: with its adapter off, or a frozen copy.
 
-    With `teacher_system_prompt` it sees another prompt than the student. Raises ModelError for a model with another
-    tokenizer, whose tokens are not the student's.
+    With `teacher_system_prompt` its prompt differs from the student's. Raises ModelError for a model with another
+    tokenizer.
     """
 
     def __init__(self, job: Job, method: DistillMethod, policy: nn.Module):

@@ -131,9 +131,9 @@ def unknown(path: KeyPath, values: Mapping[str, Any]) -> str:
         start = f"is not a setting of {kind}"
         if owners:
             return f"{start}, but of {', '.join(owners)}"
-    told = hint(key)
-    if told is not None:
-        return f"{start}; {told}"
+    message = hint(key)
+    if message is not None:
+        return f"{start}; {message}"
     everywhere = known_paths()
     if key in everywhere:
         return f"{start}; did you mean {' or '.join(everywhere[key])}?"

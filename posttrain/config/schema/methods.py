@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from posttrain.config.schema.distill import DistillMethod
 from posttrain.config.schema.offline import (
     CPOMethod,
     DPOMethod,
@@ -13,7 +14,7 @@ from posttrain.config.schema.offline import (
     SFTMethod,
     SimPOMethod,
 )
-from posttrain.config.schema.online import DistillMethod, GRPOMethod, PPOMethod, ReinforcePlusPlusMethod, RLOOMethod
+from posttrain.config.schema.online import GRPOMethod, PPOMethod, ReinforcePlusPlusMethod, RLOOMethod
 
 
 def spell_out(method: Any) -> Any:

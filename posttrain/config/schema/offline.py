@@ -262,7 +262,9 @@ class KTOMethod(MethodSettings):
 
     type: Literal["kto"] = Field(default="kto", description="Single completions labelled desirable or undesirable.")
     loss_type: UnpairedLoss = Field(default="kto", description="Loss: kto, bco or apo_zero_unpaired.")
-    beta: Annotated[Float, Field(gt=0)] = Field(default=0.1, description="Strength of the regularisation towards the reference.")
+    beta: Annotated[Float, Field(gt=0)] = Field(
+        default=0.1, description="Strength of the regularisation towards the reference."
+    )
     desirable_weight: Annotated[Float, Field(ge=0)] = Field(
         default=1.0, description="Weight of desirable completions, to balance classes of unequal size."
     )

@@ -1,4 +1,4 @@
-"""The settings of the online methods: GRPO and its variants, PPO, distillation."""
+"""The settings of the online methods that learn from rewards: GRPO and its variants, PPO."""
 
 from abc import abstractmethod
 from typing import Annotated, Literal
@@ -9,11 +9,9 @@ from posttrain.config.schema.base import (
     Float,
     Int,
     MethodSettings,
-    Place,
     Positive,
     Problems,
     RefModel,
-    Share,
 )
 
 PolicyLossType = Literal[
@@ -28,7 +26,6 @@ PolicyLossType = Literal[
     "grpo_clip",
 ]
 KLEstimator = Literal["k1", "k2", "k3"]
-DivergenceName = Literal["reverse_kl", "forward_kl", "jensen_shannon"]
 
 
 class OnlineMethod(MethodSettings):
@@ -305,60 +302,5 @@ class PPOMethod(RewardedMethod):
             "names a reference, but kl_coef is 0: nothing reads it",
         )
         self._check_estimator(problems)
-        problems.report()
-        return self
-
-
-class DistillMethod(OnlineMethod):
-    """On-policy distillation: a teacher scores every token of the student's completions."""
-
-    learning_rates = (1e-5, 1e-4)
-
-    type: Literal["distill"] = Field(default="distill", description="On-policy distillation from a teacher.")
-    teacher: Place | None = Field(
-        default=None,
-        description="Hub id or folder of the teacher, with the same tokenizer; null: the model itself before training.",
-    )
-    teacher_system_prompt: str | None = Field(
-        default=None, description="System prompt of the teacher instead of data.system_prompt; null: the same prompt."
-    )
-    num_generations: Positive = Field(default=1, description="Number of completions of each prompt.")
-    divergence: DivergenceName = Field(
-        default="reverse_kl", description="Divergence between student and teacher to minimise at every token."
-    )
-    jensen_shannon_beta: Share = Field(
-        default=0.5, description="Weight of the teacher in jensen_shannon; 0 is the forward KL, 1 the reverse KL."
-    )
-    on_policy_fraction: Annotated[Float, Field(ge=0, le=1)] = Field(
-        default=1.0,
-        description="Share of the prompts that the student completes; the others have the data's completion.",
-    )
-
-    @property
-    def scores_reference(self) -> bool:
-        return True
-
-    @property
-    def reference_path(self) -> str | None:
-        return self.teacher
-
-    @property
-    def reads_completions(self) -> bool:
-        return self.on_policy_fraction < 1
-
-    @model_validator(mode="after")
-    def _check(self) -> "DistillMethod":
-        problems = Problems()
-        problems.check(
-            self.teacher is not None or self.teacher_system_prompt is not None,
-            "teacher",
-            "is missing: name a model to learn from, or give teacher_system_prompt to learn from the model itself with "
-            "another prompt",
-        )
-        problems.check(
-            self.jensen_shannon_beta == 0.5 or self.divergence == "jensen_shannon",
-            "jensen_shannon_beta",
-            f"is read by divergence: jensen_shannon only, not by {self.divergence}; leave it out",
-        )
         problems.report()
         return self

@@ -1,4 +1,4 @@
-"""A vLLM server as seen from the trainer: one started and stopped here, or one at a given address."""
+"""The trainer's side of a vLLM server: one started and stopped here, or one at a given address."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from posttrain.engines.vllm.weights import Named
 from posttrain.errors import EngineError
 from posttrain.extras import need
 
-STOPPING = 3.0  # seconds that our own server has to end before it is killed
+STOPPING = 3.0  # seconds until our own server is killed
 COMMAND = "python -m posttrain.engines.vllm.server --port 8001"
 
 
 class Server:
-    """A host (engine.py) in another process. Every wait ends after `settings.timeout` seconds without a sign of life.
+    """A host (engine.py) in another process. Every wait ends after `settings.timeout` seconds without a heartbeat.
 
-    Raises EngineError when the server is absent, silent, dead, or of another version.
+    Raises EngineError if the server is absent, silent, dead, or of another version.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Server:
             self.url = settings.base_url
         try:
             self._check_versions()
-            # A server that is not ours has a share of memory of its own.
+            # A server that we did not start has its own share of memory.
             share = None if self.process is None else settings.gpu_memory_utilization
             shape = self._post(
                 "/model",
@@ -85,16 +85,16 @@ class Server:
         if loaded["mark"] != mark:
             raise EngineError(f"{self.where} took the weights {loaded['mark']!r}, and was sent {mark!r}")
 
-    def draw(self, mark: str, asked: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]:
+    def generate(self, mark: str, asked: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]:
         with self._connected() as connection:
             response = self._send(
                 connection, "/generate", json.dumps(wire.question(mark, asked, sampling)).encode(), {}
             )
             line: dict[str, Any] = {}
-            while "groups" not in line:  # lines before it are signs of life
+            while "groups" not in line:  # lines before it are heartbeats
                 text = response.readline()
                 if not text.endswith(b"\n"):
-                    raise ConnectionError("the answer ends before its time")
+                    raise ConnectionError("the answer is incomplete")
                 line = json.loads(text)
                 wire.raise_failure(line, self.where)
         return wire.answer_from(line)
@@ -126,7 +126,7 @@ class Server:
     ) -> dict[str, Any]:
         answer = json.loads(self._send(connection, path, body, headers).read())
         if not isinstance(answer, dict):
-            raise ValueError("the answer is no JSON object")
+            raise ValueError("the answer is not a JSON object")
         wire.raise_failure(answer, self.where)
         return answer
 
@@ -142,20 +142,20 @@ class Server:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[HTTPConnection]:
-        """A connection, and what goes wrong on it in words."""
+        """A connection whose failures are EngineErrors."""
         parts = urlsplit(self.url)
         connection = HTTPConnection(parts.hostname or "", parts.port, timeout=self.timeout)
         try:
             yield connection
         except TimeoutError as error:
             raise EngineError(
-                f"{self.where} gave no sign of life for {self.timeout:g} s: it is stuck, or its machine is too slow; "
+                f"{self.where} sent no heartbeat for {self.timeout:g} s: it is stuck, or its machine is too slow; "
                 "raise rollout.vllm.timeout"
             ) from error
         except ConnectionRefusedError as error:
             raise EngineError(self._absent()) from error
         except (OSError, HTTPException) as error:
-            gone = f"{self.where} broke off: {error or type(error).__name__}"
+            gone = f"{self.where} closed the connection: {error or type(error).__name__}"
             raise EngineError(gone + (self.process.last_words() if self.process else "")) from error
         except (ValueError, KeyError) as error:
             raise EngineError(f"{self.where} is not one of posttrain's: {error}. Start it with `{COMMAND}`") from error
@@ -178,7 +178,7 @@ class Process:
         self.log = TemporaryFile()  # noqa: SIM115 (open as long as the server)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "posttrain.engines.vllm.server", "--port", "0", "--child", str(os.getpid())],
-            stdin=subprocess.PIPE,  # its end tells the server that we have ended
+            stdin=subprocess.PIPE,  # when it closes, the server ends
             stdout=subprocess.PIPE,
             stderr=self.log,
             env=os.environ | {wire.KEY: self.key},
@@ -204,7 +204,7 @@ class Process:
         raise EngineError(f"the vLLM server did not start within {timeout:g} s: raise rollout.vllm.timeout")
 
     def last_words(self) -> str:
-        """How it ended, if it did, and the end of what it wrote."""
+        """Its exit status, if it has ended, and its last output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
         status = self.process.poll()

@@ -1,4 +1,4 @@
-"""vLLM in this process: weights are given to it under a mark, completions are asked of it by that mark."""
+"""vLLM in this process: weights are tagged with a version, and requests name the version."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from posttrain.errors import ConfigError, ModelError, VitalSignError
 from posttrain.extras import need
 from posttrain.models.families import positions_of
 
-VERSIONS = ("0.32",)  # of vLLM: its insides, which weights go to, change from one to the next
+VERSIONS = ("0.32",)  # of vLLM, whose internals change between versions
 MAX_ROWS = 256  # completions alive at a time
 CACHE_BYTES = 2 << 30  # of keys and values in main memory, as the embedded engine's
-CPU_BLOCK = 32  # tokens of the cache that are shared at a time; vLLM's own 128 would share few prompts
+CPU_BLOCK = 32  # tokens per shared block of the cache; vLLM's default of 128 would share few prompts
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # weights go to a model in this very process
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the newer one has another interface for processors of logits
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # the last token drawn needs no position: one more than the model has
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model must be in this process to receive weights
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the newer one has another interface for logits processors
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # one more than the model's positions: the last token needs none
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are in this process too
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are in this process, too
 }
-ARGUMENT = "posttrain"  # of a request: (sampling, seed, number), for drawing.py
+ARGUMENT = "posttrain"  # of a request: (sampling, seed, number), for processor.py
 
 
 @dataclass(frozen=True, slots=True)
 class RawCompletion:
-    """A completion without the version of its weights, which the engine knows."""
+    """A completion without the version of its weights, which the engine adds."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -47,7 +47,7 @@ class RawCompletion:
 
 
 def import_vllm() -> ModuleType:
-    """Raises ConfigError when vLLM is absent, does not load, or is of a version that this was not made for."""
+    """Raises ConfigError if vLLM is absent, does not load, or has an unsupported version."""
     for name, value in ENVIRONMENT.items():
         os.environ[name] = value
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -61,7 +61,7 @@ def import_vllm() -> ModuleType:
 
 
 class Core:
-    """A model of this `config` in vLLM, without weights until the first `load`. `tokenizer` is for stop texts."""
+    """A model of this `config` in vLLM, without weights until the first `load`. `tokenizer` is for stop strings."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class Core:
                         generation_config="vllm",  # without the model's own defaults
                         enable_prefix_caching=True,  # a prompt is computed once for all its completions
                         logprobs_mode="processed_logits",
-                        logits_processors=["posttrain.engines.vllm.drawing:Drawing"],
-                        async_scheduling=False,  # the processor reads what was drawn so far
+                        logits_processors=["posttrain.engines.vllm.processor:SamplingProcessor"],
+                        async_scheduling=False,  # the processor reads the tokens sampled so far
                         max_num_seqs=MAX_ROWS,
                         disable_log_stats=True,
                         **_memory(config, dtype, gpu_memory_utilization),
@@ -102,7 +102,7 @@ class Core:
             except (ValueError, RuntimeError, AssertionError) as error:
                 raise ModelError(f"vLLM cannot run this {config.model_type}: {_first_line(error)}") from error
             finally:
-                # vLLM replaces it in the whole process; the trainer goes on with its own threads.
+                # vLLM replaces it in the whole process; the trainer keeps its own threads.
                 torch.set_num_threads = set_num_threads
                 torch.set_num_threads(threads)
         setattr(import_module("vllm.v1.sample.sampler"), "batched_count_greater_than", _no_ranks)  # noqa: B010
@@ -115,11 +115,11 @@ class Core:
         return self.engine.model_executor.driver_worker.model_runner.model
 
     def load(self, mark: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take all weights anew. Raises ModelError for names that are not the model's, or that are missing."""
+        """Load all weights. Raises ModelError for unknown or missing names."""
         reload = import_module("vllm.model_executor.model_loader.reload")
         current = import_module("vllm.config").set_current_vllm_config
 
-        self.mark = ""  # until all of it is there nothing is served
+        self.mark = ""  # nothing is served until all weights are loaded
         model, config = self.model, self.engine.vllm_config
         wanted = {name for name, _ in model.named_parameters()}
         with torch.no_grad(), current(config), torch.device(config.device_config.device):
@@ -136,11 +136,11 @@ class Core:
                 f"vLLM was not given all weights of its model: {', '.join(sorted(missing)[:3])} are missing"
             )
         if not self.engine.reset_prefix_cache():
-            raise VitalSignError("vLLM keeps keys and values of the weights before: its prefix cache was not reset")
+            raise VitalSignError("vLLM keeps keys and values of the previous weights: its prefix cache was not reset")
         self.engine.set_weight_version(mark)
         self.mark = mark
 
-    def draw(
+    def generate(
         self, mark: str, asked: Sequence[Request], sampling: Sampling, tick: Callable[[], None] = lambda: None
     ) -> list[list[RawCompletion]]:
         """The completions of each request. `tick` is called after every step.
@@ -179,29 +179,29 @@ class Core:
                     del waiting[output.request_id]
                 tick()
         finally:
-            if waiting:  # an error, or a signal: the next call begins with an empty engine
+            if waiting:  # an error, or a signal: the next call must start with an empty engine
                 self.engine.abort_request(list(waiting))
         return found
 
     def _ask(self, asked: Sequence[Request], sampling: Sampling, streamed: bool) -> dict[str, tuple[int, int]]:
-        """Hand the requests in, one a completion; (place of the prompt, number of the completion) by its name."""
+        """Submit the requests, one per completion; returns (index of the prompt, number of the completion) by name."""
         params_of = import_module("vllm.sampling_params")
         kind = params_of.RequestOutputKind.CUMULATIVE if streamed else params_of.RequestOutputKind.FINAL_ONLY
-        drawing = replace(
+        its_sampling = replace(
             sampling, seed=0, max_completion_length=1, num_generations=1, stop_token_ids=(), stop=()
-        )  # what it depends on: the same for all
+        )  # the part that is the same for all
         waiting = {}
         for place, request in enumerate(asked):
             for number, limit in enumerate(request.limits):
                 params = params_of.SamplingParams(
                     temperature=0.0,
                     max_tokens=limit,
-                    ignore_eos=True,  # but those asked for
+                    ignore_eos=True,  # only the given stop tokens count
                     stop_token_ids=[token for token in sampling.stop_token_ids if token < self.vocabulary],
                     logprobs=0,
                     detokenize=False,
                     output_kind=kind,
-                    extra_args={ARGUMENT: (drawing, request.seed & (1 << 64) - 1, number)},
+                    extra_args={ARGUMENT: (its_sampling, request.seed & (1 << 64) - 1, number)},
                 )
                 name = f"{place}-{number}"
                 self.engine.add_request(name, {"prompt_token_ids": list(request.tokens)}, params)
@@ -211,10 +211,10 @@ class Core:
     def _check_versions(self, spans: Sequence[Any] | None) -> None:
         served = {span.version for span in spans or ()}
         if served - {self.mark}:
-            raise VitalSignError(f"vLLM drew from weights {', '.join(served)}, and was given {self.mark}")
+            raise VitalSignError(f"vLLM sampled from weights {', '.join(served)}, and was given {self.mark}")
 
     def close(self) -> None:
-        """Give back its memory."""
+        """Release its memory."""
         if hasattr(self, "engine"):
             self.engine.engine_core.shutdown()
             del self.engine
@@ -224,7 +224,7 @@ class Core:
 
 
 def _check_model(vllm: ModuleType, config: PreTrainedConfig, architecture: str, beside_trainer: bool) -> None:
-    """Raise ModelError for a model that vLLM would refuse only in the middle of a step, or that hurts the trainer."""
+    """Raise ModelError for a model that vLLM would refuse only in the middle of a step, or that affects the trainer."""
     kind, platform = config.model_type, import_module("vllm.platforms").current_platform
     registered = vllm.ModelRegistry.models.get(architecture)
     if beside_trainer and getattr(registered, "module_name", "transformers").endswith("transformers"):
@@ -242,12 +242,12 @@ def _check_model(vllm: ModuleType, config: PreTrainedConfig, architecture: str, 
 
 
 def _no_ranks(x: Tensor, values: Tensor) -> Tensor:
-    """In place of vLLM's ranks of the drawn tokens, which nobody reads and which it would compile first: 20 seconds."""
+    """Replaces vLLM's ranks of the sampled tokens, which are not used and take 20 seconds to compile."""
     return torch.zeros_like(values[:, 0], dtype=torch.int64)
 
 
 def _memory(config: PreTrainedConfig, dtype: torch.dtype, share: float) -> dict[str, Any]:
-    """What of the engine's arguments depends on memory."""
+    """The engine's arguments that depend on memory."""
     if not import_module("vllm.platforms").current_platform.is_cpu():
         return {"gpu_memory_utilization": share, "max_model_len": -1}  # -1: what fits
     one = _bytes_per_token(config, dtype)
@@ -256,7 +256,7 @@ def _memory(config: PreTrainedConfig, dtype: torch.dtype, share: float) -> dict[
         "kv_cache_memory_bytes": min(CACHE_BYTES, MAX_ROWS * (longest + 2 * CPU_BLOCK) * one),
         "max_model_len": longest,
         "block_size": CPU_BLOCK,
-        "enforce_eager": True,  # compiling takes longer than a short run, and would keep weights apart from the model
+        "enforce_eager": True,  # compiling takes longer than a short run, and would copy the weights
     }
 
 
@@ -270,8 +270,8 @@ def _head_size(config: PreTrainedConfig) -> int:
 
 
 def _repack_tied_head(model: nn.Module) -> None:
-    """On a CPU vLLM multiplies by a packed copy of the head, and a head that is the embedding is not given to it anew:
-    packed again here, or it would serve the old weights."""
+    """On a CPU vLLM multiplies by a packed copy of the head, which is not updated when the head is tied to the
+    embedding: packed again here, or it would serve the old weights."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if hasattr(module, "cpu_linear") and "Embedding" in type(method).__name__:

@@ -1,4 +1,4 @@
-"""The engine (protocol.py) over vLLM, wherever that runs: weights are pushed under a mark, and asked for by it."""
+"""The engine (protocol.py) over vLLM in any process: pushed weights are tagged, and requests name the tag."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from posttrain.models.families import base_of, check_positions, positions_of
 from posttrain.scoring import Scorer
 
 PROBE_TOKENS = 8
-# Largest mean difference (nats) between engine and trainer over the tokens of the probe that rounding explains.
+# Maximum mean difference (nats) between engine and trainer over the probe's tokens that rounding explains.
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 
 
 class Host(Protocol):
-    """Where vLLM runs: in this process (core.py) or in another (client.py)."""
+    """The process of vLLM: this one (core.py) or another (client.py)."""
 
     vocabulary: int
     positions: int
 
     def load(self, mark: str, weights: Iterable[Named]) -> None: ...
 
-    def draw(self, mark: str, asked: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]: ...
+    def generate(self, mark: str, asked: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]: ...
 
     def close(self) -> None: ...
 
 
 class VllmEngine:
-    """Engine by vLLM, with the drawing of the other engines: in float32 the same seed gives the same tokens as theirs.
+    """Engine by vLLM, with the sampling of the other engines: in float32 the same seed gives the same tokens.
 
-    `load` copies the weights, with adapters merged as they are switched; adapters that are switched afterwards are
-    seen, and the weights pushed again. Every push is proven: all of the model's weights came, the prefix cache was
-    emptied, and a few tokens drawn have the log-probabilities that the trainer gives them.
+    `load` copies the weights, with active adapters merged; when adapters are switched later, the weights are pushed
+    again. Every push is verified: all of the model's weights arrived, the prefix cache was
+    emptied, and a few sampled tokens have the trainer's log-probabilities.
 
-    Raises ModelError where vLLM cannot run the model, ConfigError where it is not installed, EngineError where its
-    server fails, VitalSignError where it does not serve the weights it was given.
+    Raises ModelError if vLLM cannot run the model, ConfigError if it is not installed, EngineError if its server
+    fails, VitalSignError if it does not serve the weights it was given.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class VllmEngine:
         self.tokenizer = tokenizer
         self.host: Host = _host(settings or VllmConfig())(base.config, type(base).__name__, base.dtype, tokenizer)
         self._run, self._pushes = uuid.uuid4().hex[:12], 0
-        self._pushed: int | None = None  # fingerprint of the weights that are there, with their adapters
+        self._pushed: int | None = None  # fingerprint of the pushed weights with their adapters
         self._adapters: Adapters = ()
         try:
             self.load(policy, version)
@@ -72,15 +72,15 @@ class VllmEngine:
             raise
 
     def load(self, policy: nn.Module, version: int) -> None:
-        """Push the policy's weights, where they are others than those pushed last."""
+        """Push the policy's weights if they have changed since the last push."""
         self.policy, self.version = policy, version
         self._push()
 
     def release(self) -> None:
-        """vLLM's own memory stays with it: rollout.vllm.gpu_memory_utilization says how much."""
+        """vLLM keeps its memory, which rollout.vllm.gpu_memory_utilization limits."""
 
     def close(self) -> None:
-        """Stop the server, if one was started, and give back memory."""
+        """Stop the server, if we started one, and release memory."""
         self.host.close()
 
     def generate(
@@ -94,7 +94,7 @@ class VllmEngine:
         config = base_of(self.policy).config
         positions = min(self.host.positions, positions_of(config) or self.host.positions)
         asked = requests(prompts, sampling, seeds, limits, vocabulary=self.host.vocabulary, positions=positions)
-        StopTexts(sampling.stop, self.tokenizer)  # refuses texts without a tokenizer
+        StopTexts(sampling.stop, self.tokenizer)  # refuses stop strings without a tokenizer
         if not asked:
             return []
         check_positions(config, max(len(request.tokens) + max(request.limits) - 1 for request in asked))
@@ -102,19 +102,19 @@ class VllmEngine:
             self._push()
         return [
             [Completion(one.tokens, one.logprobs, "stop" if one.stopped else "length", self.version) for one in group]
-            for group in self._draw(asked, sampling)
+            for group in self._generate(asked, sampling)
         ]
 
     @property
     def _mark(self) -> str:
         return f"{self._run}-{self._pushes}"
 
-    def _draw(self, asked: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]:
-        drawn = self.host.draw(self._mark, asked, sampling)
-        values = torch.tensor([value for group in drawn for one in group for value in one.logprobs])
+    def _generate(self, asked: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]:
+        sampled = self.host.generate(self._mark, asked, sampling)
+        values = torch.tensor([value for group in sampled for one in group for value in one.logprobs])
         if not values.isfinite().all():
             raise not_finite()
-        return drawn
+        return sampled
 
     def _push(self) -> None:
         now, adapters = fingerprint(self.policy), adapters_of(self.policy)
@@ -127,28 +127,28 @@ class VllmEngine:
         self._pushed, self._adapters = now, adapters
 
     def _prove(self) -> None:
-        """Draw a few tokens, and hold their log-probabilities to the trainer's."""
+        """Sample a few tokens, and compare their log-probabilities with the trainer's."""
         base = base_of(self.policy)
         prompt = [token % self.host.vocabulary for token in (3, 1, 4, 1)]
         room = min(positions_of(base.config) or self.host.positions, self.host.positions) - len(prompt) + 1
         count = min(PROBE_TOKENS, room)
         if count < 1:
             return
-        [[drawn]] = self._draw([Request(0, prompt, 0, (count,))], Sampling(max_completion_length=count))
-        [packed] = pack([Example((Node(prompt, children=(Node(drawn.tokens, trained=True),)),), 0)], 1 << 20)
+        [[sampled]] = self._generate([Request(0, prompt, 0, (count,))], Sampling(max_completion_length=count))
+        [packed] = pack([Example((Node(prompt, children=(Node(sampled.tokens, trained=True),)),), 0)], 1 << 20)
         with torch.inference_mode(), evaluating(self.policy):
             trainer = Scorer(self.policy)(packed.to(base.device)).logprob_N.float().cpu()
-        difference = (trainer - torch.tensor(drawn.logprobs)).abs().mean().item()
+        difference = (trainer - torch.tensor(sampled.logprobs)).abs().mean().item()
         if not difference <= ROUNDING.get(base.dtype, ROUNDING[torch.bfloat16]):
             raise VitalSignError(
                 f"vLLM does not serve the weights it was given: after the push of version {self.version} the "
                 f"log-probabilities of tokens differ by {difference:.3g} nats from the trainer's. It holds stale "
-                "weights, or computes this model in another way: set rollout.engine: embedded, and report this model"
+                "weights, or computes this model differently: set rollout.engine: embedded, and report this model"
             )
 
 
 def _host(settings: VllmConfig) -> Callable[..., Host]:
-    """What makes a host of (config, architecture, dtype, tokenizer)."""
+    """The function that makes a host from (config, architecture, dtype, tokenizer)."""
     if settings.mode == "server":
         return lambda config, architecture, dtype, tokenizer: Server(settings, config, architecture, dtype, tokenizer)
     share = settings.gpu_memory_utilization

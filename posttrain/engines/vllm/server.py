@@ -1,8 +1,8 @@
 """vLLM as a server for the engine: `python -m posttrain.engines.vllm.server --port 8001`.
 
-It is told by the trainer which model to run, and given its weights after every step (wire.py). It listens on loopback
-unless --host names another address, which needs a key in the environment (POSTTRAIN_SERVER_KEY), the same on both
-sides: who may push weights may also fill this machine's memory. With --child it ends when its parent does.
+The trainer sends it the model's configuration, and the weights after every step (wire.py). It listens on loopback
+unless --host gives another address, which needs a key in the environment (POSTTRAIN_SERVER_KEY), the same on both
+sides: whoever may push weights may also fill this machine's memory. With --child it ends with its parent.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from posttrain.engines.vllm.core import Core, import_vllm
 from posttrain.errors import ConfigError, EngineError, PosttrainError
 
 IDLE = 600.0  # seconds that a connection may be silent
-SIGN = 1.0  # seconds of work between two signs of life
+SIGN = 1.0  # seconds of work between two heartbeats
 LARGEST = 1 << 34  # bytes of one request
 
 
 class Desk:
-    """What the server keeps between requests: the model, and the tensors on their way into it."""
+    """The server's state between requests: the model, and received tensors that are not loaded yet."""
 
     def __init__(self, vllm_version: str, gpu_memory_utilization: float):
         self.vllm_version, self.gpu_memory_utilization = vllm_version, gpu_memory_utilization
@@ -76,22 +76,22 @@ class Desk:
 
     def generate(self, body: dict[str, Any], tick: Callable[[], None]) -> dict[str, Any]:
         mark, asked, sampling = wire.question_from(body)
-        return wire.answer(self.loaded().draw(mark, asked, sampling, tick))
+        return wire.answer(self.loaded().generate(mark, asked, sampling, tick))
 
     def loaded(self) -> Core:
         if self.core is None:
-            raise EngineError("the server has no model: it was started anew; start the run again, with --resume")
+            raise EngineError("the server has no model: it was restarted; start the run again, with --resume")
         return self.core
 
 
 def _tokenizer(files: dict[str, str] | None) -> PreTrainedTokenizerBase | None:
-    """From the files that it was saved as."""
+    """The tokenizer of its saved files."""
     if files is None:
         return None
     with TemporaryDirectory(prefix="posttrain-vllm-") as folder:
         for name, text in files.items():
             if Path(name).name != name:
-                raise ConfigError(f"{name!r} cannot be a file of a tokenizer")
+                raise ConfigError(f"{name!r} is not a tokenizer file")
             (Path(folder) / name).write_text(text, encoding="utf-8")
         return AutoTokenizer.from_pretrained(folder)
 
@@ -111,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
         if not self._allowed() or length > LARGEST:
             self.close_connection = True  # the body stays unread
             self._send(
-                wire.failure(EngineError("the server refuses this: its key is another, or the request too large"))
+                wire.failure(EngineError("the server refuses this: the key differs, or the request is too large"))
             )
             return
         data = bytearray(length)
@@ -127,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(lambda: verbs[self.path](json.loads(data)) if self.path in verbs else self._unknown())
 
     def _stream(self, body: dict[str, Any]) -> None:
-        """Lines: a sign of life every second in which the engine makes steps, then the answer."""
+        """Lines: a heartbeat every second while the engine makes steps, then the answer."""
         self.send_response(200)
         self.send_header("Connection", "close")
         self.end_headers()
@@ -138,7 +138,7 @@ class Handler(BaseHTTPRequestHandler):
             nonlocal last
             if time.monotonic() - last > SIGN:
                 last = time.monotonic()
-                self.wfile.write(b"{}\n")  # fails where nobody listens any more, which ends the work
+                self.wfile.write(b"{}\n")  # fails when the client has left, which ends the work
 
         self.wfile.write(json.dumps(self._tried(lambda: self.desk.generate(body, tick))).encode() + b"\n")
 
@@ -147,7 +147,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _tried(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if not self._allowed():
-            return wire.failure(EngineError(f"the server's key is another: set {wire.KEY} to the same on both sides"))
+            return wire.failure(
+                EngineError(f"the server's key differs: set {wire.KEY} to the same value on both sides")
+            )
         try:
             return work()
         except ConnectionError:
@@ -162,7 +164,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.key is None or hmac.compare_digest(given.encode(), f"Bearer {self.key}".encode())
 
     def _unknown(self) -> dict[str, Any]:
-        raise EngineError(f"the server knows no {self.path}: it is of another version of posttrain")
+        raise EngineError(f"the server has no {self.path}: it is another version of posttrain")
 
     def _send(self, answer: dict[str, Any]) -> None:
         data = json.dumps(answer).encode()
@@ -173,7 +175,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a push is hundreds of requests."""
+        """No log: a push is hundreds of requests."""
 
 
 class _Server(HTTPServer):
@@ -183,14 +185,16 @@ class _Server(HTTPServer):
         self.server_address = self.socket.getsockname()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):  # a client that went away is no error
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):  # a client that left is not an error
             traceback.print_exc()
 
 
 def server_at(host: str, port: int, key: str | None, desk: Desk) -> HTTPServer:
-    """A server that is bound but does not serve yet. Raises ConfigError for an open address without a key."""
+    """A server that is bound but does not serve yet. Raises ConfigError for a public address without a key."""
     if not key and not _is_loopback(host):
-        raise ConfigError(f"--host {host} can be reached by others: set {wire.KEY} to a secret, the trainer's too")
+        raise ConfigError(
+            f"--host {host} is reachable from other machines: set {wire.KEY} to a secret, also for the trainer"
+        )
     try:
         return _Server((host, port), type("BoundHandler", (Handler,), {"desk": desk, "key": key or None}))
     except OSError as error:
@@ -205,7 +209,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process when its standard input is closed or its parent is another: also where the parent was killed."""
+    """End this process when its standard input is closed or its parent has changed, also if the parent was killed."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -235,7 +239,7 @@ def main() -> None:
         raise SystemExit(f"error: {error}") from error
     host, port = server.server_address[:2]
     print(json.dumps({"listening": f"http://{host!s}:{port}"}), flush=True)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nobody reads the pipe any more; vLLM writes to it
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM writes to stdout, which is no longer read
     server.serve_forever()
 
 

@@ -1,4 +1,4 @@
-"""The weights of a policy as a checkpoint has them: named as in transformers, adapters merged."""
+"""The weights of a policy as in a checkpoint: with transformers' names, adapters merged."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ Adapters = tuple[tuple[bool, tuple[str, ...]], ...]
 
 
 def adapters_of(policy: nn.Module) -> Adapters:
-    """Which adapters are switched on, layer by layer; empty without any."""
+    """The active adapters of each layer; empty without any."""
     layers = (module for module in policy.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper))
     return tuple((bool(layer.disable_adapters), tuple(layer.active_adapters)) for layer in layers)
 
 
 @torch.no_grad()
 def fingerprint(policy: nn.Module) -> int:
-    """A number that changes, but for rare chance, when any bit of a weight does."""
+    """A checksum that almost surely changes when any bit of a weight does."""
     return seed_of(*(int(bits(parameter).sum(dtype=torch.int64)) for parameter in policy.parameters()))
 
 
 @torch.no_grad()
 def weights_of(policy: nn.Module) -> Iterator[Named]:
-    """Every weight of the model once, with its adapters as they are switched merged into a copy.
+    """Every weight of the model once, with active adapters merged into a copy.
 
-    A merged layer is computed when it is asked for, so that there is one of them at a time; the policy is left as it
-    is. Raises ModelError for a model of quantised weights.
+    Merged layers are computed one at a time, on demand; the policy is not changed. Raises ModelError for quantised
+    weights.
     """
     base = base_of(policy)
     if getattr(base, "is_quantized", False):
         raise ModelError(
-            "vLLM takes whole weights, and this model's are quantised (load_in_4bit): set rollout.engine: embedded"
+            "vLLM needs unquantised weights, but this model has 4-bit ones (load_in_4bit): set rollout.engine: embedded"
         )
     wrapped = {
         name: module
@@ -60,7 +60,7 @@ def weights_of(policy: nn.Module) -> Iterator[Named]:
 
 
 def _as_switched(module: BaseTunerLayer | ModulesToSaveWrapper) -> nn.Module:
-    """What the layer would be without PEFT."""
+    """The layer without PEFT."""
     if isinstance(module, ModulesToSaveWrapper):
         on = not module.disable_adapters and module.active_adapters
         return module.modules_to_save[module.active_adapters[0]] if on else module.original_module

@@ -1,13 +1,13 @@
-"""What client and server say to one another: JSON, and the bytes of tensors; nothing that runs code when it is read.
+"""The protocol of client and server: JSON, and the bytes of tensors; no format that can run code.
 
     GET  /health     -> {protocol, vllm, mark}
     POST /model      {architecture, config, dtype, tokenizer, gpu_memory_utilization} -> {vocabulary, positions}
     POST /tensor     a tensor's bytes, with the header X-Tensor: {name, dtype, shape, crc32} -> {}
     POST /load       {mark, count}: the tensors sent before are the weights -> {mark}
-    POST /generate   {mark, requests, sampling} -> a line each second of work, {tokens}; at last a line {groups}
+    POST /generate   {mark, requests, sampling} -> a line {tokens} each second of work; finally a line {groups}
 
-A failure is {error: {kind, message}}, kind being a class of posttrain.errors. Every answer but that of /generate is
-one JSON object. Requests are taken one after the other, and with `Authorization: Bearer KEY` only where a key is set.
+A failure is {error: {kind, message}}, where kind is a class of posttrain.errors. Every answer except /generate's is
+one JSON object. Requests are handled one at a time, and need `Authorization: Bearer KEY` if a key is set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from posttrain.engines.vllm.core import RawCompletion
 from posttrain.errors import EngineError, PosttrainError
 
 PROTOCOL = 1
-KEY = "POSTTRAIN_SERVER_KEY"  # the environment's name for it, on both sides
+KEY = "POSTTRAIN_SERVER_KEY"  # environment variable, on both sides
 TENSOR_HEADER = "X-Tensor"
 
 
@@ -40,12 +40,12 @@ def tensor_to_wire(name: str, tensor: Tensor) -> tuple[str, memoryview]:
 
 
 def tensor_from_wire(header: str, data: bytearray) -> tuple[str, Tensor]:
-    """Raises EngineError when the bytes are not those that were sent."""
-    told = json.loads(header)
-    if zlib.crc32(data) != told["crc32"]:
-        raise EngineError(f"the weight {told['name']} arrived damaged: its checksum is another")
-    flat = torch.frombuffer(data, dtype=getattr(torch, told["dtype"])) if data else torch.empty(0)
-    return told["name"], flat.view(told["shape"])
+    """Raises EngineError if the bytes differ from those that were sent."""
+    facts = json.loads(header)
+    if zlib.crc32(data) != facts["crc32"]:
+        raise EngineError(f"the weight {facts['name']} arrived damaged: its checksum differs")
+    flat = torch.frombuffer(data, dtype=getattr(torch, facts["dtype"])) if data else torch.empty(0)
+    return facts["name"], flat.view(facts["shape"])
 
 
 def question(mark: str, asked: Sequence[Request], sampling: Sampling) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def failure(error: Exception) -> dict[str, Any]:
 
 
 def raise_failure(line: Mapping[str, Any], where: str) -> None:
-    """Raise what the server says went wrong, if it says so."""
+    """Raise the server's error, if there is one."""
     if "error" in line:
         kind = getattr(errors, str(line["error"].get("kind")), EngineError)
         known = kind if isinstance(kind, type) and issubclass(kind, PosttrainError) else EngineError

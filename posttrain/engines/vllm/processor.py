@@ -1,8 +1,8 @@
-"""Our drawing inside vLLM, so that filters, random streams and log-probabilities are those of the other engines.
+"""Our sampling inside vLLM, so that filters, random streams and log-probabilities equal those of the other engines.
 
-vLLM is asked for greedy tokens and for the processed logits beside them. This processor draws each row's token, leaves
-that one alone above minus infinity, and gives it its log-probability as logit: what vLLM then takes is the token, and
-what it returns beside it the log-probability. Imported by vLLM itself, where the engine runs.
+vLLM is asked for greedy tokens with their processed logits. This processor samples each row's token, sets all other
+logits to minus infinity, and sets the token's logit to its log-probability: vLLM then takes this token and returns its
+log-probability. Imported by vLLM itself, in the process of the engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.v1.sample.logits_processor import (  # pyright: ignore[reportMissingIm
 )
 
 from posttrain.engines.protocol import Sampling
-from posttrain.engines.sampling import draw
+from posttrain.engines.sampling import sample_tokens
 from posttrain.engines.streams import keys, token_words
 from posttrain.engines.vllm.core import ARGUMENT
 
@@ -31,12 +31,12 @@ class SampledRow:
 
     sampling: Sampling
     stream: tuple[int, int]
-    drawn: list[int]  # vLLM's own list, which grows
+    sampled: list[int]  # vLLM's own list, which grows
 
 
 @dataclass(eq=False, slots=True)
 class Alike:
-    """Rows that are drawn in the same way, by their places in the batch."""
+    """Rows with the same sampling settings, by their indices in the batch."""
 
     sampling: Sampling
     rows: list[SampledRow]
@@ -44,11 +44,11 @@ class Alike:
     key_B2: Tensor
 
 
-class Drawing(LogitsProcessor):
+class SamplingProcessor(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         self.device = device
         self.rows: dict[int, SampledRow] = {}
-        self.alike: list[Alike] | None = None  # made anew when rows come, go or move
+        self.alike: list[Alike] | None = None  # rebuilt when rows are added, removed or moved
         self.words_V: Tensor | None = None
 
     def is_argmax_invariant(self) -> bool:
@@ -66,10 +66,10 @@ class Drawing(LogitsProcessor):
         if self.alike is None:
             self.alike = self._alike()
         for some in self.alike:
-            whole = len(some.rows) == len(logits)  # then places are 0, 1, 2 …
-            place_B = torch.tensor([len(row.drawn) for row in some.rows], device=self.device)
+            whole = len(some.rows) == len(logits)  # then indices are 0, 1, 2 …
+            place_B = torch.tensor([len(row.sampled) for row in some.rows], device=self.device)
             chosen = logits.clone() if whole else logits[some.places_B]
-            token_B, logprob_B = draw(chosen, some.sampling, self.words_V, some.key_B2, place_B)
+            token_B, logprob_B = sample_tokens(chosen, some.sampling, self.words_V, some.key_B2, place_B)
             logits.index_fill_(0, some.places_B, -torch.inf)
             logits[some.places_B, token_B] = logprob_B
         return logits
@@ -86,9 +86,9 @@ class Drawing(LogitsProcessor):
         return made
 
 
-def _row(params: SamplingParams, prompt: list[int] | None, drawn: list[int]) -> SampledRow | None:
+def _row(params: SamplingParams, prompt: list[int] | None, sampled: list[int]) -> SampledRow | None:
     given = (params.extra_args or {}).get(ARGUMENT)
     if given is None:
         return None
     sampling, seed, number = given
-    return SampledRow(sampling, (seed, number), drawn)
+    return SampledRow(sampling, (seed, number), sampled)

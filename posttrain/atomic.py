@@ -1,0 +1,100 @@
+"""Files and folders that appear complete or not at all.
+
+Everything is written to a temporary sibling, synced to the disk, and renamed into place; a rename is atomic on one file
+system. A crash leaves at most siblings named `*.tmp-*` (unfinished, or being deleted) and `*.old-*` (the previous
+folder, moved aside while it is replaced). Functions raise OSError as the system does.
+"""
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
+
+
+def put_file(path: Path, data: str | bytes) -> None:
+    """Write `data` (a string as UTF-8) to `path`, replacing it atomically. On any exception the old file stays."""
+    temporary = _beside(path, "tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True) -> None:
+    """Make the folder `target` from what `write(temporary_folder)` writes to it.
+
+    An existing `target` is replaced; without `replace` it stays, as when another process was faster. On any exception
+    it stays too, and the temporary folder is removed.
+    """
+    temporary = _beside(target, "tmp")
+    try:
+        temporary.mkdir(parents=True)
+        write(temporary)
+        sync_tree(temporary)
+        if not replace:
+            _rename_unless_there(temporary, target)
+        elif target.exists():
+            old = _beside(target, "old")
+            os.rename(target, old)
+            try:
+                os.rename(temporary, target)
+            except OSError:
+                os.rename(old, target)
+                raise
+            sync_folder(target.parent)
+            take_away(old)
+        else:
+            os.rename(temporary, target)
+        sync_folder(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _rename_unless_there(temporary: Path, target: Path) -> None:
+    try:
+        os.rename(temporary, target)
+    except OSError:
+        if not target.exists():
+            raise
+
+
+def take_away(folder: Path) -> None:
+    """Delete a folder so that a crash never leaves it in place with some of its files missing."""
+    temporary = _beside(folder, "tmp")
+    os.rename(folder, temporary)
+    shutil.rmtree(temporary)
+
+
+def _beside(path: Path, kind: str) -> Path:
+    """A sibling of a name that no other process or thread uses."""
+    return path.with_name(f"{path.name}.{kind}-{os.getpid()}{secrets.randbelow(10**6):06}")
+
+
+def sync_tree(folder: Path) -> None:
+    """Force every file and folder under `folder` (and itself) to the disk."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with open(Path(root) / name, "rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(Path(root))
+
+
+def sync_folder(folder: Path) -> None:
+    """Force a folder's list of names to the disk (not on Windows, which cannot open folders)."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
