@@ -232,7 +232,7 @@ def table(results: dict[str, dict]) -> str:
     """The comparison as Markdown."""
     lines = [
         "| step | TRL time ÷ ours | goal | our peak memory ÷ TRL's | goal | s a step, ours / TRL "
-        "| of it drawing | of ours storing | GB, ours / TRL |",
+        "| of it sampling | of ours storing | GB, ours / TRL |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for method, r in results.items():

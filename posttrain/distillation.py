@@ -128,5 +128,5 @@ class ChunkedDivergence(torch.autograd.Function):
         (factor, *_), gradients = grad_outputs, ctx.gradients
         ctx.gradients = None  # scaled in place, so usable once
         if gradients is None:
-            raise RuntimeError("a divergence has been backpropagated before: compute it again")
+            raise RuntimeError("this divergence was already backpropagated: compute it again")
         return (*(None if one is None or factor is None else one.mul_(factor) for one in gradients), *[None] * 6)

@@ -1,6 +1,6 @@
 """Log-probabilities, entropies and rewards of a pack's scored tokens, as the forward of a module.
 
-The LM head is applied only to `hidden[source_N]`, in chunks, with the logits computed again in backward: a [N, V]
+The LM head is applied only to `hidden[source_N]`, in chunks, with the logits recomputed in backward: a [N, V]
 tensor never exists, and prompt tokens never go through the head. As a module's forward, it can be wrapped by DDP and
 FSDP.
 """
@@ -35,7 +35,7 @@ class Scores:
     """The policy's scores of a pack's scored tokens, all float32."""
 
     logprob_N: torch.Tensor  # nats
-    entropy_N: torch.Tensor  # nats, of the whole next-token distribution
+    entropy_N: torch.Tensor  # nats, of the full next-token distribution
     top1_N: torch.Tensor  # 1 where the target is the most likely token; no gradient
 
 
@@ -64,7 +64,7 @@ class ValueScorer(nn.Module):
 
     @classmethod
     def of(cls, model: nn.Module, checkpoint: Path | None = None) -> ValueScorer:
-        """The model with a new head, or with a checkpoint's. Raises DamagedError if that has none."""
+        """The model with a new head, or with a checkpoint's. Raises DamagedError if the checkpoint has none."""
         words, _, _ = head_of(model)
         head = nn.Linear(words.in_features, 1).to(words.weight.device)
         nn.init.zeros_(head.weight)
@@ -120,7 +120,7 @@ def _read_at(pack: Pack, pad: int | None) -> torch.Tensor:
 def scored_states(model: nn.Module, pack: Pack) -> torch.Tensor:
     """The last hidden states (N, D) that predict the pack's targets; one that predicts several is repeated.
 
-    As an embedding lookup, whose gradient sums repeated rows in float32 and in a fixed order, on a GPU, too.
+    This is an embedding lookup, whose gradient sums repeated rows in float32 and in a fixed order, on a GPU too.
     """
     if is_packed(base_of(model)):
         return nn.functional.embedding(pack.where_N, _packed_states(model, pack, pack.read_U))
@@ -186,7 +186,7 @@ class ChunkedScores(torch.autograd.Function):
     """log softmax(cap(h W^T + b) / temperature)[target], that softmax's entropy, and whether the target is its mode.
 
     A chunk of rows at a time, or all at once by `fused` kernels (kernels/scores.py). Forward saves one number per row,
-    the log of the softmax's denominator. Backward computes each chunk's logits again:
+    the log of the softmax's denominator. Backward recomputes each chunk's logits:
         d logprob / d logits = onehot(target) - p          d entropy / d logits = -p (log p + entropy)
     Sums run in float32 whatever the model's dtype, those of the logits too.
     """
@@ -300,9 +300,8 @@ def next_token_logits(model: nn.Module, hidden_N: torch.Tensor) -> torch.Tensor:
 def row_chunks(model: nn.Module, size: int) -> list[slice]:
     """`size` rows split so that the logits of one part are a block of CHUNK_ELEMENTS."""
     weight = head_of(model)[0].weight
-    if size <= _rows_of_a_chunk(
-        weight
-    ):  # the only condition on `size`, so that a compiled caller serves all smaller sizes
+    # The only condition on `size`, so that a compiled caller serves all smaller sizes.
+    if size <= _rows_of_a_chunk(weight):
         return [slice(None)]
     return _chunks(size, weight)
 

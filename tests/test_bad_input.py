@@ -259,7 +259,7 @@ def test_damaged_models(refused, copied):
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    assert "model ./model: the weights are damaged or cut short" in refused("model.path=./model")
+    assert "model ./model: the weights are damaged or incomplete" in refused("model.path=./model")
 
     tensors = load(whole)  # of bytes: a file that is mapped must not be written to
     del tensors["model.norm.weight"]
@@ -348,7 +348,7 @@ def test_an_existing_run_folder_stays_as_it_is(refused, copied, capsys):
     capsys.readouterr()
     assert main(["train", *arguments, "training.max_steps=2"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: runs/first holds a run already: go on with it (--resume), replace it (--overwrite)")
+    assert error.startswith("error: runs/first has a run already: resume it (--resume), replace it (--overwrite)")
     assert "Traceback" not in error and contents(Path("runs/first")) == before
     Path("papers").mkdir()
     write(Path("papers/thesis.txt"), b"years of work")

@@ -283,8 +283,8 @@ class OutOfMemoryError(Exception):
         (DataError("rows.jsonl:3: no column chosen"), 1, "error: rows.jsonl:3: no column chosen"),
         (KeyboardInterrupt(), 130, "error: interrupted"),
         (ValueError("two\nlines"), 1, "error: unexpected ValueError: two lines (run again with --debug"),
-        (OutOfMemoryError("CUDA"), 1, "error: out of memory: ask for shorter texts or fewer"),
-        (MemoryError(), 1, "error: out of memory: ask for shorter texts or fewer"),
+        (OutOfMemoryError("CUDA"), 1, "error: out of memory: use shorter prompts and completions, or fewer"),
+        (MemoryError(), 1, "error: out of memory: use shorter prompts and completions, or fewer"),
     ],
 )
 def test_every_exception_becomes_one_message_and_a_status(capsys, error, status, message):

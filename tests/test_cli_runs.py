@@ -91,7 +91,7 @@ def test_one_run(here, capsys):
     ("name", "message"),
     [
         ("nothing", "there is no run nothing; in runs there are group/a, toy"),
-        ("group", "runs/group holds 1 run: name one, such as runs/group/a"),
+        ("group", "runs/group contains 1 run: name one, such as runs/group/a"),
         ("thesis", "thesis is not a run folder: it has no run.json"),
     ],
 )
@@ -124,7 +124,7 @@ def test_deleting(here, capsys, monkeypatch):
     make(Path("runs/toy"))
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["runs", "rm", "toy"]) == 1
-    assert "nobody answered, so runs/toy is kept: say --yes" in capsys.readouterr().err
+    assert "not confirmed, so runs/toy is kept: give --yes" in capsys.readouterr().err
     assert main(["runs", "rm", "--yes", "toy"]) == 0 and find_runs(Path("runs")) == []
 
 
@@ -136,7 +136,7 @@ def test_deleting_refuses_links_other_runs_and_runs_at_work(here, capsys):
     with Run.create(Path("runs/busy"), CONFIG, {}):
         for name, message in (
             ("link", "is a link to"),
-            ("outer", "holds other runs (inner)"),
+            ("outer", "contains other runs (inner)"),
             ("busy", f"in use by process {os.getpid()}"),
         ):
             assert main(["runs", "rm", "--yes", name]) == 1
@@ -190,8 +190,8 @@ def test_a_run_that_failed_before_its_first_step_is_begun_anew(tmp_path, caplog)
         assert not never_stepped(folder)  # a model that was trained
         run.log(1, {"loss": 1.0})
         run.set_state("failed", "later")
-    assert "had ended before its first step: it is begun anew" in caplog.text
-    with pytest.raises(RunError, match="holds a run already"):
+    assert "ended before its first step: it starts again" in caplog.text
+    with pytest.raises(RunError, match="has a run already"):
         Run.create(folder, CONFIG, {})
 
 
@@ -205,7 +205,7 @@ def test_completions_of_a_step_are_kept_though_no_line_of_metrics_tells_of_it(tm
         store.close()
         raise RunError("killed")
     assert not never_stepped(folder)
-    with pytest.raises(RunError, match="holds a run already"):
+    with pytest.raises(RunError, match="has a run already"):
         Run.create(folder, CONFIG, {})
 
 
@@ -215,7 +215,7 @@ def test_nothing_but_a_runs_first_files_is_ever_replaced_unasked(tmp_path, what)
         raise RunError("oh")
     (tmp_path / "x" / what).mkdir()
     assert not never_stepped(tmp_path / "x")
-    with pytest.raises(RunError, match="holds a run already"):
+    with pytest.raises(RunError, match="has a run already"):
         Run.create(tmp_path / "x", CONFIG, {})
 
 

@@ -53,7 +53,7 @@ def test_all_methods_that_the_data_can_serve(settings, capsys):
     rewards = [entry["reward"]["value"] for entry in facts["methods"]]
     assert rewards == sorted(rewards, reverse=True)
     for name in ("dpo", "orpo", "cpo", "simpo", "kto"):
-        assert f"left out of the comparison: {name}" in err
+        assert f"dropped from the comparison: {name}" in err
     assert (root / "comparison/comparison.png").stat().st_size > 10_000
     for name in names:
         assert name in out and (root / name / "final").is_dir()
@@ -90,7 +90,7 @@ def test_going_on_with_a_comparison(settings, capsys):
     [
         (["--method", "sft,reward"], "'reward' cannot be compared"),
         (["--method", "sft,grop"], "did you mean grpo?"),
-        (["--method", "sft,dpo"], "not two methods to compare"),
+        (["--method", "sft,dpo"], "fewer than two methods"),
         (["--method", "all", "data.validation=null"], "set rewards, data.validation"),
         (["--method", "all", "rollout.save=false"], "leave rollout.save true"),
         (["--method", "all", "data.sauce=x"], "is not a setting"),

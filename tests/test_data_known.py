@@ -238,7 +238,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "train: 2 rows" in out and "saved in kept; use it with data.source=kept" in out
     for arguments, message in (
-        (["rows.jsonl", "kept"], "kept is there already"),
+        (["rows.jsonl", "kept"], "kept already exists"),
         (["builtin:arithmetic", "other"], "is made on the spot and needs no saving"),
         (["gsm8", "other"], "did you mean gsm8k"),
     ):

@@ -218,7 +218,7 @@ def test_weights_that_have_moved_are_not_saved(tmp_path, shared, scratch_model, 
     with pytest.raises(ValueError, match="late"):
         start(tmp_path, sections)
     assert names(tmp_path / "run") == []
-    assert "step 3 was cut short when it had moved the weights" in (tmp_path / "run/training.log").read_text()
+    assert "step 3 ended after it had changed the weights" in (tmp_path / "run/training.log").read_text()
 
 
 def test_out_of_memory_ends_with_the_command_that_resumes(tmp_path, shared, scratch_model, monkeypatch, capsys):
@@ -233,7 +233,7 @@ def test_out_of_memory_ends_with_the_command_that_resumes(tmp_path, shared, scra
     said = capsys.readouterr().err.splitlines()
     assert said[-3].startswith("error: out of memory")
     assert said[-2].startswith("Lower training.tokens_per_pack (1,400)")
-    command = said[-1].removeprefix("To go on with less: ")
+    command = said[-1].removeprefix("To resume with less memory: ")
     assert command == f"posttrain train --resume {tmp_path}/run --tokens-per-pack 700"
     assert names(tmp_path / "run") == ["checkpoint-3"]
     assert main(shlex.split(command)[1:]) == 0
@@ -268,7 +268,7 @@ def test_ctrl_c_in_a_reward_that_catches_what_it_can(sums_home, tmp_path, whole_
 
     with monkeypatch.context() as patch:
         patch.setattr(sums, "exact", catching)
-        with pytest.raises(KeyboardInterrupt, match="go on with --resume"):
+        with pytest.raises(KeyboardInterrupt, match="continue with --resume"):
             online(sums_home, tmp_path, METHODS["grpo"])
     info = read_run(tmp_path / "run")
     assert (info.state, info.reason) == ("interrupted", "stopped by Ctrl-C")
@@ -303,7 +303,7 @@ def test_a_closed_pipe_and_a_closed_terminal_end_nothing(tmp_path, shared, scrat
         stream.write("and nothing is left to fail at the end")
     assert read_run(tmp_path / "run").state == "finished"
     log = (tmp_path / "run/training.log").read_text()
-    assert "the terminal was closed: going on without it" in log and "step 5/5" in log and "done, 5 steps in" in log
+    assert "the terminal was closed: continuing without it" in log and "step 5/5" in log and "done, 5 steps in" in log
 
 
 def test_a_command_that_only_shows_ends_with_its_reader(tmp_path, monkeypatch):

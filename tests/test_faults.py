@@ -166,8 +166,8 @@ def weights_of_another_shape(folder: Path) -> None:
 
 DAMAGES = {
     wrong_step: r"state\.json: it is the state of step 1, not of step",
-    moment_lost: r"optimizer\.safetensors: it has \d+ tensors, saved were \d+",
-    all_moments_lost: r"optimizer\.safetensors: it has \d+ tensors, saved were \d+",
+    moment_lost: r"optimizer\.safetensors: it has \d+ tensors, but \d+ were saved",
+    all_moments_lost: r"optimizer\.safetensors: it has \d+ tensors, but \d+ were saved",
     moments_of_one_value: r"optimizer\.safetensors: \S+\|exp_avg has the shape \[1\], expected \[",
     generator_lost: r"the random state lacks rng\.torch",
     weights_lost: r"lacks? \S+",

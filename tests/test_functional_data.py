@@ -70,7 +70,7 @@ def test_bad_files_are_named(tokenizer, tmp_path):
     path = tmp_path / "bad.jsonl"
     for content, match in (
         ('{"prompt": "a", "response": "b"}\n{"prompt": "a"}\n', "line 2: response is missing"),
-        ('{"prompt": "a", "response": 3}\n', "line 1: response must be a text, not a number"),
+        ('{"prompt": "a", "response": 3}\n', "line 1: response must be a string, not a number"),
         ("nonsense\n", "line 1: not JSON"),
     ):
         path.write_text(content)

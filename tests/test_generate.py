@@ -118,7 +118,7 @@ def test_a_format_of_prompts_trains_nothing(tmp_path, capsys):
     settings = {"model": {"path": "m"}, "method": "sft", "data": {"source": "p.jsonl", "format": "prompt"}}
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(settings))
     assert main(["config", "show", str(tmp_path / "a.yaml")]) == 1
-    assert "data.format is prompt, which has nothing that sft could learn from" in capsys.readouterr().err
+    assert "data.format is prompt, which has no completions for sft to learn from" in capsys.readouterr().err
 
 
 def test_sample_draws_with_the_settings_of_the_run(shared, scratch_model, tmp_path, capsys, monkeypatch):
@@ -142,8 +142,8 @@ def test_sample_draws_with_the_settings_of_the_run(shared, scratch_model, tmp_pa
     rows = re.findall(r"^ *(\d+) +8 +8 to 8 +100% +\d+% +0% +(\S+) +(\S+) *$", out, re.MULTILINE)
     assert rows == [("0", "-2", "0"), ("1", "-2", "0")], "8 tokens are 2 beyond the target, and none is in format"
     assert "row 0, reward -2" in out and "2 have completions of one and the same reward" in out
-    assert "cut off at 8 tokens" in out and "Only 0% keep the template's format" in out
-    assert main(["sample", "runs/nothing"]) == 2 and "is no such folder" in capsys.readouterr().err
+    assert "truncated at 8 tokens" in out and "Only 0% follow the template's format" in out
+    assert main(["sample", "runs/nothing"]) == 2 and "is not a folder" in capsys.readouterr().err
 
 
 def test_formats():
@@ -162,7 +162,7 @@ def test_suggestions():
         return " ".join(suggestions([Measured(**(fine | changes))], rollout))
 
     assert said() == "No problems found."
-    assert "cut off at 8 tokens" in said(truncated=1.0)
+    assert "truncated at 8 tokens" in said(truncated=1.0)
     assert "raise the temperature" in said(distinct=0.25)
     assert "Train with SFT first" in said(formatted=0.1) and said(formatted=None) == said()
     assert said(rewards=(0.0, 1.0)) == said()

@@ -92,15 +92,15 @@ def test_a_few_unreadable_rows_keep_their_place_and_many_are_refused(tmp_path, c
     file.write_text("\n".join(rows))
     assert main(["grade", str(file), "--reward", "gsm8k", "--workers", "1", "--overwrite"]) == 1
     said = capsys.readouterr().err
-    assert "4 of 200 rows" in said and "rows.jsonl line 8: completion must be a text, not null" in said
+    assert "4 of 200 rows" in said and "rows.jsonl line 8: completion must be a string, not null" in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--reward", "maths"], "there is no reward maths; did you mean math?"),
-        (["--reward", "xyz"], "there are match_format_exactly, "),
-        (["--reward", "math", "--completion-column", "text"], "has no column text with what was written: it has compl"),
+        (["--reward", "xyz"], "choose one of match_format_exactly, "),
+        (["--reward", "math", "--completion-column", "text"], "has no column text with the completions: it has compl"),
         (["--reward", "math", "--answer-column", "gold"], "has no column gold for the right answers"),
         (["--reward", "math", "--deadline", "0"], "must be above 0 seconds"),
         (["--reward", "no_such:thing"], "there is no module no_such"),

@@ -57,7 +57,7 @@ def test_a_wrong_key_gets_its_hint(override, message):
         ("--dpo_beta", "write method.beta"),
         ("--subset_size", "write data.max_rows"),
         ("--clip-ratio", "write method.epsilon (ppo: method.cliprange)"),
-        ("--model_name", "--model_name is a flag of other systems: write model.path; --model-name is model.name"),
+        ("--model_name", "--model_name is a flag of another system: write model.path; --model-name is model.name"),
         ("--model_name=gpt2", "write model.path"),
         ("--validation_split", "write data.validation, e.g. {ratio: 0.05}"),
         ("--training.group-size", "there is no flag --training.group-size; write method.num_generations"),

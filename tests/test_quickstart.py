@@ -103,7 +103,7 @@ def check_that_an_occupied_folder_is_refused(folder, tmp_path):
     with pytest.raises(RunError, match="--overwrite"):
         quickstart(folder, size=TINY)
     (mine / "thesis.txt").write_text("mine")
-    with pytest.raises(RunError, match="no quickstart"):
+    with pytest.raises(RunError, match="not a quickstart"):
         quickstart(mine, size=TINY, overwrite=True)
     with pytest.raises(RunError, match="is a file"):
         quickstart(mine / "thesis.txt", size=TINY)

@@ -122,7 +122,9 @@ def test_resume_refuses_other_settings_and_other_data(tmp_path, shared, scratch_
     sections["checkpoint"] = {}
     start(tmp_path, sections, "name=other")
     file.write_text("\n".join(map(json.dumps, rows[::-1])))
-    with pytest.raises(RunError, match=r"is not what this run began with .another file.*this version of posttrain"):
+    with pytest.raises(
+        RunError, match=r"differs from the data that this run started with .another file.*this version of posttrain"
+    ):
         start(tmp_path, sections, "name=other", resume=True)
 
 
@@ -201,7 +203,7 @@ def test_a_refused_resume_leaves_the_run_as_it_is(tmp_path, shared, scratch_mode
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     for override, message in (
         ("method.beta=0.5", "made with other settings"),
-        ("training.max_steps=3", "checkpoint-4 is at step 4, beyond training.max_steps = 3: give more"),
+        ("training.max_steps=3", "checkpoint-4 is at step 4, beyond training.max_steps = 3: raise it"),
     ):
         with pytest.raises(RunError, match=message):
             start(tmp_path, sections, override, resume=True)
@@ -275,7 +277,7 @@ def test_resume_without_a_checkpoint_begins_anew(tmp_path, shared, scratch_model
         start(tmp_path / "never", sections, resume=True)
     (tmp_path / "cut/run/config.yaml").unlink()  # as if killed between the first two files
     start(tmp_path / "cut", sections, resume=True)
-    assert "has no checkpoint yet: it is begun anew" in caplog.text and "of the run before: best" in caplog.text
+    assert "has no checkpoint yet: it starts again" in caplog.text and "of the previous run: best" in caplog.text
     assert (tmp_path / "cut/run/best.set-aside").is_dir()
     assert_same_run(tmp_path / "whole/run", tmp_path / "cut/run")
 

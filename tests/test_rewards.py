@@ -241,12 +241,12 @@ def test_functions_are_called_as_trl_calls_them(functions):
     ("name", "message"),
     [
         ("my_rewards:raises", r"my_rewards:raises failed \(my_rewards.py line 9\) with ZeroDivisionError: division by"),
-        ("my_rewards:nan", "gave back nan for completion 0; a finite number is needed"),
-        ("my_rewards:text", "gave back '1.0' for completion 0"),
-        ("my_rewards:huge", "gave back 1000000.* for completion 0"),
-        ("my_rewards:short", "gave back 1 rewards for 2 completions"),
-        ("my_rewards:one", "gave back float; a list of 2 numbers is needed"),
-        ("my_rewards:by_column", "takes level, which the data has not; there is prompts, completions"),
+        ("my_rewards:nan", "returned nan for completion 0; a finite number is needed"),
+        ("my_rewards:text", "returned '1.0' for completion 0"),
+        ("my_rewards:huge", "returned 1000000.* for completion 0"),
+        ("my_rewards:short", "returned 1 rewards for 2 completions"),
+        ("my_rewards:one", "returned float; a list of 2 numbers is needed"),
+        ("my_rewards:by_column", "takes level, which the data lacks; it has prompts, completions"),
         ("my_rewards:no_completions", "takes prompts; a reward function takes `completions`"),
         ("my_rewards:brevty", "my_rewards has no function brevty; it has brevity, "),
         ("my_rewards:number", "has no function number"),
@@ -338,7 +338,7 @@ def test_a_reward_model_reads_conversations(reward_model):
     replies = ["there", "you", "there"]
     with Rewards(settings({"type": "model", "path": str(reward_model)})) as rewards:
         found = rewards([RewardInput(r, prompt=chat) for r, chat in zip(replies, chats, strict=True)])
-        with pytest.raises(RewardError, match="all be texts or all be lists"):
+        with pytest.raises(RewardError, match="all be strings or all be lists"):
             rewards([RewardInput("a", prompt="x"), RewardInput("b", prompt=chats[0])])
         with pytest.raises(RewardError, match=r"tokens with its prompt, but .* reads 200: lower rollout"):
             rewards([RewardInput("word " * 300, prompt="x")])
@@ -439,5 +439,5 @@ def test_thinking_can_be_stripped_before_a_reward_model_scores(reward_model):
 
 
 def test_a_model_that_is_no_reward_model(scratch_model):
-    with pytest.raises(ModelError, match="is no reward model: it has no classification head"):
+    with pytest.raises(ModelError, match="is not a reward model: it has no classification head"):
         Rewards(settings({"type": "model", "path": str(scratch_model)}))

@@ -57,7 +57,7 @@ def test_a_percentile_of_the_training_prompts_is_not_applied_and_said(stories, t
 def test_what_sample_is_not_given_is_asked_for(stories, tmp_path, capsys):
     for arguments, message in (
         ([stories], "is not part of a run, so there are no prompts: give a FILE"),
-        (["owner/name"], "is no such folder, and a model of the hub has no run"),
+        (["owner/name"], "is not a folder, and a hub model has no run"),
         ([stories, "p.jsonl", "--temperature", "1,hot"], "--temperature is 'hot'; it must be a number of 0 or more"),
         ([stories, "p.jsonl", "--top-p", "2"], "--top-p is 2.0; it must be"),
         ([stories, "p.jsonl", "--reward", "nope"], "--reward nope: rewards.0.type is 'nope'; it is one of match"),

@@ -72,7 +72,7 @@ def test_rewards_of_an_evaluation_set_may_come_from_a_stage(write, tmp_path):
     sft = Pipeline.of(load(write(text)).stages, tmp_path / "run").tasks[1].config
     assert sft.evaluation.datasets[0].rewards[0].path == str(tmp_path / "run/judge/final")
     assert sft.evaluation.datasets[1].rewards is None
-    with pytest.raises(ConfigError, match="nobody is no earlier stage that trains a reward model; there is judge"):
+    with pytest.raises(ConfigError, match="nobody is not an earlier stage that trains a reward model; known: judge"):
         Pipeline.of(load(write(text.replace("from: judge", "from: nobody"))).stages, tmp_path / "run")
 
 
@@ -282,7 +282,7 @@ def test_a_failed_stage_stops_what_builds_on_it_and_nothing_else(tmp_path, share
 
     with monkeypatch.context() as broken:
         broken.setattr(Loop, "update", fail)
-        message = "1 of 6 runs failed: dpo of stories260K; not run because of that: more of stories260K"
+        message = "1 of 6 runs failed: dpo of stories260K; not run for that reason: more of stories260K"
         with pytest.raises(PosttrainError, match=message):
             runner.train(chained)
     run = tmp_path / "chain"

@@ -295,10 +295,10 @@ def a_pipe(path: Path) -> None:
     [
         ("manifest.json", deep, "damaged"),
         ("manifest.json", deep_inside, "damaged"),
-        ("manifest.json", a_folder, "no regular file"),
-        ("manifest.json", a_pipe, "no regular file"),
+        ("manifest.json", a_folder, "not a regular file"),
+        ("manifest.json", a_pipe, "not a regular file"),
         ("model.bin", a_folder, "missing"),
-        ("model.bin", a_pipe, "no regular file"),
+        ("model.bin", a_pipe, "not a regular file"),
         ("adapter/new", a_pipe, "not in the manifest"),
     ],
 )
@@ -315,7 +315,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_seen(two):
     (two / "checkpoint-2").rename(two / "checkpoint-9")
     newest, skipped = newest_complete(two)
     assert newest.name == "checkpoint-1"
-    assert skipped == ["checkpoint-9 is damaged (manifest.json: it is of step 2: the folder was renamed)"]
+    assert skipped == ["checkpoint-9 is damaged (manifest.json: it belongs to step 2: the folder was renamed)"]
 
 
 def test_a_manifest_of_another_version_says_so(two):

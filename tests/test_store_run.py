@@ -136,7 +136,7 @@ def test_an_occupied_folder_is_refused_and_untouched(tmp_path):
         run.log(1, {"loss": 1.0})
         run.save_checkpoint(1, nothing, limit=None)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(RunError, match=r"holds a run already: .*--resume.*--overwrite.*another name"):
+    with pytest.raises(RunError, match=r"has a run already: .*--resume.*--overwrite.*another name"):
         Run.create(folder, CONFIG, {})
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     with Run.create(folder, "name: new\n", {}, overwrite=True) as run:
@@ -151,7 +151,7 @@ def test_overwrite_deletes_nothing_but_a_run(tmp_path):
     assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter.txt"]
     for nest in ("group/a", "group/b"):
         Run.create(tmp_path / nest, CONFIG, {}).close()
-    with pytest.raises(RunError, match=r"holds other runs \(a, b\)"):
+    with pytest.raises(RunError, match=r"contains other runs \(a, b\)"):
         Run.create(tmp_path / "group", CONFIG, {}, overwrite=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="is a file"):

@@ -232,7 +232,7 @@ def test_a_tracker_that_fails_is_given_up(tmp_path, caplog):
         run.log(2, {"loss": 0.4})
         run.log(3, {"loss": 0.3})
     assert [line["loss"] for line in run.read_metrics()] == [0.5, 0.4, 0.3]
-    assert caplog.text.count("tensorboard failed and is given up (metrics.jsonl has everything): no space") == 1
+    assert caplog.text.count("tensorboard failed and is dropped (metrics.jsonl has everything): no space") == 1
 
 
 def fail(*arguments, **named):

@@ -52,7 +52,7 @@ def test_files_that_are_there_are_kept(verb, tmp_path, monkeypatch, shared, caps
     os.link("rows.jsonl", "link.jsonl")
     Path("there.jsonl").write_text("earlier")
     command = [verb, *(str(shared / "models/stories260K") if word == "MODEL" else word for word in WRITERS[verb])]
-    for name, words in (("link.jsonl", "it is a file that is read"), ("there.jsonl", "there.jsonl exists: replace")):
+    for name, words in (("link.jsonl", "it is an input file"), ("there.jsonl", "there.jsonl exists: replace")):
         assert main([*command, "--output", name]) == 1
         assert words in capsys.readouterr().err
     assert main([*command, "--output", "link.jsonl", "--overwrite"]) == 1
@@ -222,7 +222,7 @@ HOSTILE_MODELS = {
 }
 HOSTILE_FILES = {
     "a deep config": ("config.json", DEEP, "nested too deeply"),
-    "a list for a config": ("config.json", "[]", "config.json holds no settings of a model, but a list"),
+    "a list for a config": ("config.json", "[]", "config.json is not a model's settings, but a list"),
     "a deep index": ("model.safetensors.index.json", DEEP, "nested too deeply"),
     "an index of nothing": ("model.safetensors.index.json", "[]", "has no weight_map"),
     "an index of numbers": ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "has no weight_map"),
@@ -312,7 +312,7 @@ def test_pickled_adapters_need_leave(tmp_path, shared):
     plain = load_model(model, "lm", torch.float32, CPU).state_dict()
     tensors = load_file(folder / "adapter_model.safetensors")
     (folder / "adapter_model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"adapter_model\.safetensors, are not there"):
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors, are missing"):
         load_model(model, "lm", torch.float32, CPU)
     torch.save({"a": Trap(tmp_path / "ran")}, folder / "adapter_model.bin")
     with pytest.raises(ModelError, match=r"pickled ones can run code: .* set model\.allow_pickle: true"):

@@ -202,7 +202,7 @@ def test_a_server_that_was_started_anew():
         port = int(url.rpartition(":")[2])
     bound = server.server_at("127.0.0.1", port, None, server.Desk("0.32.0", 0.7))
     threading.Thread(target=bound.serve_forever, daemon=True).start()
-    with pytest.raises(EngineError, match="has no model: it was started anew"):
+    with pytest.raises(EngineError, match="has no model: it was restarted"):
         engine.generate(PROMPTS, DRAWN)
     bound.shutdown()
     bound.server_close()
@@ -249,7 +249,7 @@ def test_a_server_of_something_else():
 def test_a_server_that_accepts_and_says_nothing():
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
-        pytest.raises(EngineError, match=r"no sign of life for 0\.3 s"),
+        pytest.raises(EngineError, match=r"no heartbeat for 0\.3 s"),
     ):
         make_engine("vllm", policy_of(), vllm=at(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.3))
 
@@ -259,12 +259,12 @@ class Slow(Core):
 
     alive = True
 
-    def draw(self, mark, asked, sampling, tick=lambda: None):
+    def generate(self, mark, asked, sampling, tick=lambda: None):
         for _ in range(15 if len(asked) > 1 else 0):  # not the probe
             time.sleep(0.1)
             if self.alive:
                 tick()
-        return super().draw(mark, asked, sampling)
+        return super().generate(mark, asked, sampling)
 
 
 def test_work_may_take_longer_than_the_deadline_but_silence_may_not(monkeypatch):
@@ -273,20 +273,20 @@ def test_work_may_take_longer_than_the_deadline_but_silence_may_not(monkeypatch)
         engine = make_engine("vllm", policy_of(), vllm=at(url, timeout=1.0))
         assert len(engine.generate(PROMPTS, DRAWN)) == len(PROMPTS)
         monkeypatch.setattr(Slow, "alive", False)
-        with pytest.raises(EngineError, match=r"no sign of life for 1 s.*rollout\.vllm\.timeout"):
+        with pytest.raises(EngineError, match=r"no heartbeat for 1 s.*rollout\.vllm\.timeout"):
             engine.generate(PROMPTS, DRAWN)
 
 
 def test_a_server_that_dies_while_it_draws():
     class Dying(Core):
-        def draw(self, mark, asked, sampling, tick=lambda: None):
+        def generate(self, mark, asked, sampling, tick=lambda: None):
             if len(asked) > 1:
                 raise ConnectionResetError
-            return super().draw(mark, asked, sampling)
+            return super().generate(mark, asked, sampling)
 
     with standing_in(patched=Dying) as url:
         engine = make_engine("vllm", policy_of(), vllm=at(url))
-        with pytest.raises(EngineError, match="broke off"):
+        with pytest.raises(EngineError, match="closed the connection"):
             engine.generate(PROMPTS, DRAWN)
 
 
@@ -301,13 +301,13 @@ def test_an_error_inside_the_server_is_told():
 
 def test_a_key_keeps_others_out(monkeypatch):
     with standing_in(key="secret") as url:
-        with pytest.raises(EngineError, match=f"key is another: set {wire.KEY}"):
+        with pytest.raises(EngineError, match=f"key differs: set {wire.KEY}"):
             make_engine("vllm", policy_of(), vllm=at(url))
         monkeypatch.setenv(wire.KEY, "secret")
         make_engine("vllm", policy_of(), vllm=at(url))
-    with pytest.raises(ConfigError, match="can be reached by others"):
+    with pytest.raises(ConfigError, match="is reachable from other machines"):
         server.server_at("0.0.0.0", 0, None, server.Desk("0.32.0", 0.7))
-    with pytest.raises(ConfigError, match="can be reached by others"):
+    with pytest.raises(ConfigError, match="is reachable from other machines"):
         server.server_at("0.0.0.0", 0, "", server.Desk("0.32.0", 0.7))
 
 
@@ -429,7 +429,7 @@ def test_our_own_server_is_started_killed_and_noticed():
     assert tokens_of(engine.generate(PROMPTS, DRAWN)) == want
     pid = engine.host.process.process.pid
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=r"(is gone|broke off).*it ended with status -9"):
+    with pytest.raises(EngineError, match=r"(is gone|closed the connection).*it ended with status -9"):
         engine.generate(PROMPTS, DRAWN)
     engine.close()
 

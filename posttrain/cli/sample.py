@@ -103,9 +103,8 @@ def sample(
     rollouts = _rollouts(settings, temperature, {name: value for name, value in given.items() if value is not None})
     data = _data(settings, file, {"format": format, "template": template})
     rewards = rewards_from_flags(reward) if reward else settings.rewards if settings else ()
-    from posttrain.console import PlainConsole
-
     with quick_imports():
+        from posttrain.console import PlainConsole
         from posttrain.inspection.sample import Setup
         from posttrain.inspection.sample import sample as sample_from
         from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds

@@ -141,8 +141,8 @@ def reads(method: str, setting: Setting) -> bool:
 
 
 def _usual(method: str, setting: Setting) -> bool:
-    drawn = setting.path.startswith(("rewards", "rollout."))
-    return setting.path in STARTER and reads(method, setting) and (_online(method) or not drawn)
+    online = setting.path.startswith(("rewards", "rollout."))
+    return setting.path in STARTER and reads(method, setting) and (_online(method) or not online)
 
 
 def _online(method: str) -> bool:
@@ -273,12 +273,16 @@ def names_reference() -> str:
 def _names(names: Iterable[str]) -> str:
     rows, same, paths = dict[str, list[str]](), [], known_paths()
     for name in names:
-        told = hint(name)
-        if told is not None:
-            rows.setdefault(told, []).append(f"`{name}`")
+        message = hint(name)
+        if message is not None:
+            rows.setdefault(message, []).append(f"`{name}`")
         else:
             same.append(" or ".join(f"`{path}`" for path in paths[name]))
-    lines = ["| there | here |", "|---|---|", *(f"| {', '.join(at)} | {_cell(told)} |" for told, at in rows.items())]
+    lines = [
+        "| there | here |",
+        "|---|---|",
+        *(f"| {', '.join(at)} | {_cell(message)} |" for message, at in rows.items()),
+    ]
     return "\n".join(lines) + ("\n\nWith the same name: " + ", ".join(same) + "." if same else "")
 
 

@@ -18,11 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.atomic import LEFTOVER, put_folder, take_away
+from posttrain.config.schema.base import Kind
+from posttrain.data.readers import Record
 from posttrain.data.report import Reading
+from posttrain.data.tokenise import Compared, Trained, first_trained, span_array
 from posttrain.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -119,6 +123,37 @@ class Writer:
     def close(self) -> None:
         self.file.close()
         self.sink.close()
+
+
+def row_of(record: Record, item: Trained | Compared, kind: Kind) -> dict[str, Any]:
+    """An example as a row of the cache. Raises DataError if none of its tokens is a target, except for prompts."""
+    where = f"{record.file} line {record.line} (row {record.row})"
+    if isinstance(item, Trained):
+        if kind != "prompt" and first_trained(item.spans, len(item.tokens)) >= len(item.tokens):
+            raise DataError(
+                f"{where} has nothing to train: of its {len(item.tokens)} tokens none is a target (an assistant "
+                "turn, a completion, or any token after the first)"
+            )
+        return {
+            "row": record.row,
+            "tokens": np.asarray(item.tokens, np.int32),
+            "spans": span_array(item.spans),
+            "prompt": item.prompt,
+        }
+    other = item.prompt if item.rejected_prompt is None else item.rejected_prompt
+    for name, prompt, reply in (("chosen", item.prompt, item.chosen), ("rejected", other, item.rejected)):
+        if not len(reply) or len(prompt) + len(reply) < 2:
+            raise DataError(f"{where} has nothing to train: {name} has {len(reply)} tokens")
+    return {
+        "row": record.row,
+        "prompt": np.asarray(item.prompt, np.int32),
+        "chosen": np.asarray(item.chosen, np.int32),
+        "rejected": np.asarray(item.rejected, np.int32),
+        "rejected_prompt": np.asarray(item.rejected_prompt or [], np.int32),
+        "two_prompts": item.rejected_prompt is not None,
+        "margin": item.margin,
+        "tie": item.tie,
+    }
 
 
 def cached(

@@ -33,7 +33,7 @@ from posttrain.data.reshaping import (
 from posttrain.data.rows import Row, RowError, as_turns, valid, without_think
 from posttrain.data.sources import Source, layout_of, open_source
 from posttrain.data.templates import Template, choose_template, require_chat_template
-from posttrain.data.tokenise import Compared, Tokeniser, Trained, first_trained, span_array
+from posttrain.data.tokenise import Compared, Tokeniser, Trained
 from posttrain.errors import DataError
 from posttrain.progress import progress
 
@@ -207,7 +207,7 @@ class Reader:
                     if isinstance(item, RowError):
                         malformed.append(Malformed(record.file, record.line, str(item), record.row))
                         continue
-                    kept.append(_columns(record, item, self.kind) | self._beside(record, row))
+                    kept.append(cache.row_of(record, item, self.kind) | self._beside(record, row))
                     shifted += item.shifted
                     seen.add(item)
                 writer.write(kept)
@@ -290,37 +290,6 @@ class Reader:
 def _prompt(tokens: Sequence[int]) -> Trained | RowError:
     """A prompt as a sequence without a completion."""
     return Trained(tokens, (), len(tokens)) if len(tokens) else RowError("the prompt has no tokens")
-
-
-def _columns(record: Record, item: Trained | Compared, kind: Kind) -> dict[str, Any]:
-    """An example as a row of the cache. Raises DataError if none of its tokens is a target, except for prompts."""
-    where = f"{record.file} line {record.line} (row {record.row})"
-    if isinstance(item, Trained):
-        if kind != "prompt" and first_trained(item.spans, len(item.tokens)) >= len(item.tokens):
-            raise DataError(
-                f"{where} has nothing to train: of its {len(item.tokens)} tokens none is a target (an assistant "
-                "turn, a completion, or any token after the first)"
-            )
-        return {
-            "row": record.row,
-            "tokens": np.asarray(item.tokens, np.int32),
-            "spans": span_array(item.spans),
-            "prompt": item.prompt,
-        }
-    other = item.prompt if item.rejected_prompt is None else item.rejected_prompt
-    for name, prompt, reply in (("chosen", item.prompt, item.chosen), ("rejected", other, item.rejected)):
-        if not len(reply) or len(prompt) + len(reply) < 2:
-            raise DataError(f"{where} has nothing to train: {name} has {len(reply)} tokens")
-    return {
-        "row": record.row,
-        "prompt": np.asarray(item.prompt, np.int32),
-        "chosen": np.asarray(item.chosen, np.int32),
-        "rejected": np.asarray(item.rejected, np.int32),
-        "rejected_prompt": np.asarray(item.rejected_prompt or [], np.int32),
-        "two_prompts": item.rejected_prompt is not None,
-        "margin": item.margin,
-        "tie": item.tie,
-    }
 
 
 class _Seen:

@@ -269,7 +269,7 @@ class Tokeniser:
                 if not whole.text.startswith(upto.text) or start >= len(upto.text):
                     raise DataError(
                         "method.assistant_only_loss: the chat template writes earlier turns differently once later "
-                        "ones follow, so the assistant's turns cannot be told apart. Use a template with "
+                        "ones follow, so the assistant's turns cannot be located. Use a template with "
                         "{% generation %} marks (data.template: FILE.jinja), or completion_only_loss to train "
                         "on the last turn"
                     )

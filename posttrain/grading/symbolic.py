@@ -205,7 +205,7 @@ def _equal(left: sympy.Expr, right: sympy.Expr) -> bool:
 
 
 def _vanishes(difference: sympy.Expr, left: sympy.Expr, right: sympy.Expr, point: dict) -> bool | None:
-    """Whether two expressions agree at a point; None where they have no value there or it cannot be told."""
+    """Whether two expressions agree at a point; None if they have no value there or it cannot be decided."""
     try:
         value, *sides = (e.evalf(DIGITS, subs=point, maxn=MOST_DIGITS) for e in (difference, left, right))
         if not all(e.is_number and e.is_finite for e in (value, *sides)):

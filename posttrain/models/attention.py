@@ -2,8 +2,8 @@
 
 A query sees the keys `k <= q < end_T[k]` and, in a layer with a sliding window, only those with
 `position_q - position_k < window`. The facts of one pack travel as the keyword argument `packed` from the backbone's
-forward down to the attention function: a `PackedMask`, whose masks are built once and shared by all layers. What is
-passed there has its own `attend`, so that engines can pass a cache instead (posttrain/engines/attention.py).
+forward down to the attention function: a `PackedMask`, whose masks are built once and shared by all layers. The
+argument has its own `attend`, so that engines can pass a cache instead (posttrain/engines/attention.py).
 
 On CPU and MPS every node of a tree is one call of scaled_dot_product_attention. On CUDA FlexAttention takes the whole
 pack with one BlockMask if it supports the case (models/flex.py); else it also goes node by node.
@@ -31,7 +31,7 @@ NAME = "packed"
 class How:
     """The settings of a layer's attention, besides the projections."""
 
-    scaling: float  # of the products of queries and keys
+    scaling: float  # factor of the products of queries and keys
     dropout: float
     window: int | None  # a query sees keys nearer than this
     softcap: float | None  # Gemma-2's capping of the logits, softcap · tanh(logits / softcap), which SDPA lacks
@@ -123,7 +123,7 @@ class PackedMask:
         return self._masks[window, dtype]
 
     def blocks(self, window: int | None):
-        """FlexAttention's BlockMask of the whole pack."""
+        """FlexAttention's BlockMask of the complete pack."""
         if window not in self._blocks:
             self._blocks[window] = flex.block_mask(self.end_T, self.position_T, window)
         return self._blocks[window]
@@ -169,7 +169,7 @@ def packed_attention(
 
 
 def _by_node(query, key, value, packed, how):
-    """Every node's tokens against their ancestors and themselves, without products that the mask would discard."""
+    """Attention of each node's tokens to their ancestors and themselves, without products that the mask would discard."""
     attend = _sdpa if how.softcap is None else _eager
     nodes = packed.nodes()
     sizes = [node.stop - node.start for node in nodes]
@@ -189,7 +189,7 @@ def _by_node(query, key, value, packed, how):
 def _sdpa(q, k, v, mask, how):
     grouped = k.shape[1] != q.shape[1]
     if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        # The memory-efficient kernel, which these need, takes no groups: torch would compute the matrix of scores.
+        # These need the memory-efficient kernel, which takes no groups: torch would compute the full matrix of scores.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         grouped = False
     return F.scaled_dot_product_attention(
@@ -211,7 +211,7 @@ def _eager(q, k, v, mask, how):
 
 def width_step(device: torch.device, tokens_per_pack: int) -> int | None:
     """The multiple to which packs are padded: on a GPU FlexAttention's block, so that layers need no padding; on a CPU
-    with products that cache every shape (models/matmul.py) a 64th of the budget; elsewhere 1."""
+    with products that cache every shape (models/matmul.py) a 64th of the budget, rounded up to ROWS; elsewhere None."""
     if device.type == "cuda":
         return flex.BLOCK
     return -(-tokens_per_pack // 64 // ROWS) * ROWS if device.type == "cpu" and ONEDNN else None

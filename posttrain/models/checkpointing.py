@@ -1,4 +1,4 @@
-"""Gradient checkpointing: a layer saves only its input for backward, where it is computed again."""
+"""Gradient checkpointing: a layer saves only its input, and is recomputed in backward."""
 
 from __future__ import annotations
 

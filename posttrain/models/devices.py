@@ -25,7 +25,7 @@ def take_device(devices: DevicesConfig) -> torch.device:
 def determinism(devices: DevicesConfig) -> Iterator[None]:
     """Context in which PyTorch uses only deterministic kernels, if set.
 
-    Enter it before anything has run on the GPU: cuBLAS reads its setting at its start.
+    Enter it before anything has run on the GPU: cuBLAS reads its setting when it starts.
     """
     if not devices.full_determinism:
         yield
@@ -49,9 +49,11 @@ def device_of(devices: DevicesConfig) -> torch.device:
             "devices.type is cuda, but PyTorch sees no GPU: install its CUDA build, or set devices.type: auto"
         )
     if kind == "mps" and not torch.backends.mps.is_available():
-        raise ModelError("devices.type is mps, but this machine has none: set devices.type: auto")
+        raise ModelError("devices.type is mps, but this machine has no MPS device: set devices.type: auto")
     if kind != "cuda" and devices.ids:
-        raise ModelError(f"devices.ids number GPUs, and PyTorch sees none: this run computes on {kind}; leave them out")
+        raise ModelError(
+            f"devices.ids names GPUs, but this run computes on {kind}: remove it, or set devices.type: cuda"
+        )
     if devices.ids and len(devices.ids) > 1:
         raise ModelError(
             f"devices.ids names {len(devices.ids)} GPUs, but one process trains on one: give a single id, and "
@@ -61,8 +63,8 @@ def device_of(devices: DevicesConfig) -> torch.device:
         [chosen], there = devices.ids or (0,), torch.cuda.device_count()
         if chosen >= there:
             raise ModelError(
-                f"devices.ids names GPU {chosen}, and PyTorch sees {there}, numbered from 0: give one of them, or see "
-                "what CUDA_VISIBLE_DEVICES hides"
+                f"devices.ids names GPU {chosen}, but PyTorch sees {there}, numbered from 0: choose one of them, or check "
+                "CUDA_VISIBLE_DEVICES"
             )
         return torch.device("cuda", chosen)
     return torch.device(kind)

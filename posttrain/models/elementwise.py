@@ -1,7 +1,7 @@
-"""The element-wise chains of a decoder layer, with gradients: RMS norm, rotation by position, the gated MLP's middle.
+"""The element-wise chains of a decoder layer, with gradients: RMS norm, rotary embedding, the gated MLP's activation.
 
 Plain autograd saves every intermediate of `weight * (x * rsqrt(mean(x^2) + eps))` and of `silu(gate) * up`. Here the
-norm saves its input and one number per row, the MLP its gate and up projections; the rest is computed again, which is
+norm saves its input and one number per row, the MLP its gate and up projections; the rest is recomputed, which is
 faster than writing it to memory and reading it back. Queries and keys are rotated without copying their halves.
 
 The operations without gradients are below in PyTorch, and in kernels/layers.py in Triton, under the same names.
@@ -20,15 +20,15 @@ from torch import Tensor
 
 from posttrain.models.matmul import product
 
-BLOCK_ELEMENTS = 1 << 19  # of a tensor: 2 MB in float32, which stay in the cache for the next operation
+BLOCK_ELEMENTS = 1 << 19  # of a block: 2 MB in float32, which stay in the cache for the next operation
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The chains as a model's modules call them, with gradients.
 
-    norm(x, weight, eps), swiglu(gate, up), rotated(x, cos, sin) and gated_linear(gate, up, weight, bias), which is
-    (silu(gate) * up) W^T + b with less saved than the two in turn; None if missing.
+    norm(x, weight, eps), swiglu(gate, up), rotated(x, cos, sin) and gated_linear(gate, up, weight, bias), which computes
+    (silu(gate) * up) W^T + b and saves less than the two in turn; None if missing.
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -48,7 +48,7 @@ class Kernels:
 
 
 def _norm(operations: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, in float32 inside. arXiv 1910.07467, eq. 4."""
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in float32. arXiv 1910.07467, eq. 4."""
     if torch.is_grad_enabled():
         return RMSNorm.apply(operations, x, weight, eps)
     return operations.rms_norm(x, weight, eps)[0]
@@ -60,7 +60,7 @@ def _swiglu(operations: Any, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _rotated(operations: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x turned by its positions' angles: x cos + (-second half of x, first half) sin. arXiv 2104.09864, eq. 34.
+    """x rotated by its positions' angles: x cos + (-second half of x, first half) sin. arXiv 2104.09864, eq. 34.
 
     x (..., T, H, d), cos and sin (..., T, 1, d), whose second halves repeat the first.
     """
@@ -108,7 +108,7 @@ class Rotated(torch.autograd.Function):
 
 
 class GatedLinear(torch.autograd.Function):
-    """(silu(gate) * up) W^T + b, saving gate and up: the input of W is computed again for its gradient."""
+    """(silu(gate) * up) W^T + b, saving gate and up: the input of W is recomputed for its gradient."""
 
     @staticmethod
     def forward(ctx, operations: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -152,7 +152,7 @@ def rms_norm_gradients(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Turned by the angles, or with sign -1 back, which is its gradient. Rounded as in transformers, bit by bit."""
+    """x rotated by the angles, or back with sign -1, which is the gradient. Rounded as in transformers, to the bit."""
     (first, second), (sin, _) = x.chunk(2, -1), sin.chunk(2, -1)
     y = x * cos
     y_first, y_second = y.chunk(2, -1)
@@ -162,7 +162,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    y = torch.empty_like(gate, memory_format=torch.contiguous_format)  # for blocks that are views of it
+    y = torch.empty_like(gate, memory_format=torch.contiguous_format)  # so that blocks are views of it
     for gate_rows, up_rows, out in _blocks(gate, up, y):
         torch.ops.aten.silu.out(gate_rows, out=out).mul_(up_rows)
     return y
@@ -177,7 +177,7 @@ def swiglu_gradients(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, 
 
 
 def swiglu_gradients_again(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients, the one by `up` in place of `grad_y`, and y again, in one pass."""
+    """The gradients by gate and up, the latter written over `grad_y`, and y recomputed, in one pass."""
     grad_gate, y = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
     for gate_rows, up_rows, grad, out_gate, out in _blocks(gate, up, grad_y, grad_gate, y):
         _grad_gate(gate_rows, up_rows, grad, out_gate)

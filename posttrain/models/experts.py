@@ -15,13 +15,13 @@ from posttrain.models.families import backbone_of, base_of
 class RouterLoad:
     """Counts the choices of a model's routers in forwards with gradients, not in those of engines and references.
 
-    Padding is not counted. A layer that continues with only the tokens that are read (models/lean.py) counts these.
+    Padding is not counted. A layer that continues with only the tokens that are read (models/lean.py) counts only these.
     """
 
     def __init__(self, model: nn.Module):
         routers = [module for module in base_of(model).modules() if type(module).__name__.endswith("TopKRouter")]
-        self._counts: list[Tensor | None] = [None] * len(routers)  # of each router, the choices of each expert
-        self._tokens: int | None = None  # of the current pack; None if it is in rows
+        self._counts: list[Tensor | None] = [None] * len(routers)  # per router, how often each expert was chosen
+        self._tokens: int | None = None  # tokens of the current pack; None for rows
         if not routers:
             return
         backbone_of(base_of(model)).register_forward_pre_hook(self._begin, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""The facts of each model family, one line each, proven by tests/test_equivalence.py.
+"""The facts of each model family, one line each, verified by tests/test_equivalence.py.
 
 `packed`: its attention goes through transformers' interface and depends on nothing but positions, so that a pack gives
 the log-probabilities of one-by-one evaluation. Other families (ALiBi, own attention code), and those not listed here,
@@ -65,7 +65,7 @@ LEARNED_POSITIONS = ("gpt2", "opt", "gpt_neo")  # in a table; other families com
 
 
 def is_adapted(model: nn.Module) -> TypeGuard[PeftModel]:
-    """Whether it is a PEFT model, without importing PEFT, which takes a second and which most runs do not need."""
+    """Whether it is a PEFT model, without importing PEFT, which takes a second and is not needed by most runs."""
     return hasattr(model, "get_base_model")
 
 
@@ -101,7 +101,7 @@ def check_longest(config: PreTrainedConfig, longest: int) -> None:
     limit = positions_of(config)
     if config.model_type in LEARNED_POSITIONS and limit is not None and longest > limit:
         raise ModelError(
-            f"this model has {limit:,} positions, and the longest example {longest:,} tokens: set data.max_length to "
+            f"this model has {limit:,} positions, but the longest example has {longest:,} tokens: set data.max_length to "
             f"at most {limit}"
         )
 
@@ -111,7 +111,7 @@ def check_positions(config: PreTrainedConfig, max_length: int) -> None:
     `longrope`).
 
     transformers then rotates all positions of a batch differently, so that log-probabilities differ from one-by-one
-    evaluation. Up to the length of the model's first training, both are plain rotary embeddings.
+    evaluation. Up to the length of the model's original training, both are plain rotary embeddings.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     for part in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
@@ -120,8 +120,8 @@ def check_positions(config: PreTrainedConfig, max_length: int) -> None:
             limit = original or config.max_position_embeddings
             if max_length > limit:
                 raise ModelError(
-                    f"this model's positions ({part['rope_type']} RoPE) change beyond {limit} tokens with the longest "
-                    f"sequence of a batch: set data.max_length to at most {limit} (it is {max_length})"
+                    f"this model's positions ({part['rope_type']} RoPE) depend on the longest sequence of a batch "
+                    f"beyond {limit} tokens: set data.max_length to at most {limit} (it is {max_length})"
                 )
 
 

@@ -45,9 +45,9 @@ def lacking() -> str | None:
 
 @functools.cache
 def announce() -> None:
-    """Warn once that attention runs without it."""
+    """Warn once if attention runs without FlexAttention."""
     if why := lacking():
-        log.warning("attention is slower than it could be, without FlexAttention: %s", why)
+        log.warning("attention runs without FlexAttention, which would be faster: %s", why)
 
 
 def width(tokens: int) -> int:
@@ -62,7 +62,7 @@ def block_mask(end_T: Tensor, position_T: Tensor, window: int | None):
     # Padding sees itself: the softmax of a row that sees nothing would be NaN.
     end, position = index_T + 1, torch.zeros_like(index_T)
     end[: len(end_T)], position[: len(end_T)] = end_T, position_T
-    # Tensors only: a captured number would be compiled again for each window.
+    # Tensors only: a captured number would be recompiled for each window.
     until = position + (total if window is None else window)
 
     def visible(b, h, q, k):
@@ -114,7 +114,7 @@ def _block_mask_maker(device_type: str) -> Callable[..., Any]:
 
 
 def _with_dynamic_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled for all sizes, while scale and cap of a layer's logits are constants of its kernel."""
+    """The function compiled for all sizes; scale and cap of a layer's logits are constants of its kernel."""
     from torch._dynamo import config
 
     config.specialize_float = True
@@ -125,7 +125,7 @@ def _with_dynamic_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _options_on(device: torch.device, head: int) -> dict[str, Any]:
-    # The compiler does not know that a dynamic width is a multiple of blocks, and would check every one.
+    # The compiler does not know that a dynamic width is a multiple of blocks, and would check every block.
     options: dict[str, Any] = {"IS_DIVISIBLE": True}
     if device.type == "cuda":
         options |= blocks_for(head, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
@@ -151,5 +151,5 @@ def blocks_for(head: int, shared: int) -> dict[str, int]:
 
 
 def _warps(rows: int) -> int:
-    """As PyTorch has them for heads of 128: twice as many for blocks of 128 rows, whose sums fill the registers."""
+    """PyTorch's defaults for heads of 128: twice as many for blocks of 128 rows, whose sums fill the registers."""
     return 8 if rows >= 128 else 4

@@ -1,9 +1,9 @@
-"""Leaner forwards with the same values: linear layers, and the LLaMA kin's attention, norms, MLPs and last layer.
+"""Forwards with the same values in less memory: linear layers, and attention, norms, MLPs and last layer as in LLaMA.
 
 Norms, rotations and gated MLPs are those of elementwise.py, or other kernels with the same values. After the last
-layer's attention only the tokens whose hidden states are read go on: a prompt's others have given their keys and
-values, and nothing looks at them again. Linear layers of every family multiply as models/matmul.py does.
-`lean` gives a model's own modules these forwards: weights, names and files stay as transformers has them.
+layer's attention only the tokens whose hidden states are read are computed: the others have served as keys and values
+and are not needed any more. Linear layers of every family use models/matmul.py. `lean` sets these forwards on a model's
+modules: weights, names and files stay those of transformers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from posttrain.models.elementwise import TORCH, Kernels
 from posttrain.models.matmul import linear
 from posttrain.models.recurrent import fork_states
 
-# Modules whose transformers forward is exactly what is computed here (proven by tests/test_equivalence.py).
+# Modules whose transformers forward equals the one here (proven by tests/test_equivalence.py).
 PLAIN = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3")
 NORMS = frozenset(f"{name}RMSNorm" for name in (*PLAIN, "Glm", "Glm4", "Granite", "Olmoe", "Phi3"))
 SILU = type(ACT2FN["silu"])
 MLPS = frozenset(f"{name}MLP" for name in (*PLAIN, "Cohere", "Cohere2", "Granite", "Olmo2", "Olmo3", "Olmoe"))
 LAYERS = frozenset(f"{name}DecoderLayer" for name in (*PLAIN, "Glm", "Olmoe"))
-# And where each kind of attention has the window beyond which a query sees no keys.
+# The attribute with the sliding window of each attention class.
 WINDOWS: dict[str, Callable[[Any], int | None]] = {
     **dict.fromkeys(("GraniteAttention", "LlamaAttention", "Qwen2MoeAttention"), lambda attention: None),
     "MistralAttention": lambda attention: attention.config.sliding_window,

@@ -46,7 +46,7 @@ warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprec
 
 Head = Literal["lm", "reward"]
 BASE = "base"  # in a run folder, the base model of its adapters
-# What transformers, tokenizers and PEFT raise over files that are not what they should be; memory that ran out is not.
+# What transformers, tokenizers and PEFT raise for invalid files; running out of memory is not among them.
 READING = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError)
 READING += (RecursionError, StrictDataclassError)
 # Every folder with a tokenizer has one of these files.
@@ -122,7 +122,7 @@ def check_embeddings(loaded: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     largest = max([tokenizer.vocab_size - 1, *(id for id in ends if id is not None)])
     if largest >= embeddings:
         raise ModelError(
-            f"{path}: its tokenizer has tokens up to {largest:,}, and the model {embeddings:,} embeddings: take the "
+            f"{path}: its tokenizer has token ids up to {largest:,}, but the model has {embeddings:,} embeddings: use the "
             "tokenizer that it was trained with"
         )
     return embeddings
@@ -250,7 +250,7 @@ def _clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
         if "ignore_mismatched_sizes" not in str(error):  # other errors, such as memory, are not the model's fault
             raise
         raise WeightsError(
-            f"model {path}: weights and config.json disagree about shapes (see the report above)"
+            f"model {path}: weights and config.json have different shapes (see the report above)"
         ) from error
 
 
@@ -271,8 +271,8 @@ def _explain(model: ModelConfig, part: str, error: Exception) -> str:
         return "not found on the hub (or private: set HF_TOKEN); for a folder, check the path"
     if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"}:
         return (
-            "is no folder here, and as a model of the hub it is not in the local cache and the hub cannot be reached: "
-            "give a folder, or connect once"
+            "is not a folder and is not in the local cache of the hub, and the hub cannot be reached: give a folder, or "
+            "connect once"
         )
     if "backend tokenizer" in text:
         return "has no tokenizer: it needs tokenizer.json, or the files to build it, next to the weights"

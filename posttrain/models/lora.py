@@ -64,10 +64,10 @@ def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
     except RuntimeError as error:
         if "size mismatch" not in str(error):
             raise
-        raise DamagedError(f"{file.name}: tensors have other shapes than adapter_config.json says") from error
+        raise DamagedError(f"{file.name}: tensor shapes differ from those of adapter_config.json") from error
     missing = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys() - found
     if missing:
-        raise DamagedError(f"{file.name}: it lacks {min(missing)}")
+        raise DamagedError(f"{file.name}: {min(missing)} is missing")
     adapted.peft_config["default"].base_model_name_or_path = model.name_or_path
     return adapted
 
@@ -93,7 +93,7 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str] | str:
 
 
 def _refuse_ends(model: PreTrainedModel, given: list[str]) -> None:
-    """The LM head is applied in chunks, without adapters; tied embeddings would change it, too, once merged."""
+    """Refuse adapters on the LM head, which is applied in chunks without them, and on embeddings tied to it."""
     head = model.get_output_embeddings()
     ends = {"the LM head": head}
     if head is not None and model.config.tie_word_embeddings:
@@ -101,7 +101,7 @@ def _refuse_ends(model: PreTrainedModel, given: list[str]) -> None:
     for name, module in model.named_modules():
         what = next((what for what, end in ends.items() if end is module), None)
         if what and any(name == target or name.endswith(f".{target}") for target in given):
-            raise ModelError(f"lora.target_modules: {name} cannot have adapters here: it is {what}; leave it out")
+            raise ModelError(f"lora.target_modules: {name} cannot have adapters here: it is {what}; remove it")
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:

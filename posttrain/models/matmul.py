@@ -2,12 +2,12 @@
 
 On an AMD EPYC the models' shapes run 10 to 25 % faster this way (x W^T and its gradient by x; the gradient by W is as
 fast through MKL and stays there). On Intel's processors MKL is as fast or faster, a training step by 4 %, but not with
-few rows and weights packed beforehand, as in generation: `packed_weights` is for every x86 processor. Elsewhere, and
+few rows and weights packed beforehand, as in generation: `packed_weights` is used on every x86 processor. Elsewhere, and
 if PyTorch has no oneDNN, this is `torch.nn.functional.linear`.
 
 oneDNN caches machine code for every shape, 0.3 MB, until the process ends: with packs of ever new sizes the process
-would grow without limit. So it gets recurring numbers of rows, multiples of ROWS, to which packs are padded
-(`width_step` in models/attention.py); MKL takes the others.
+would grow without limit. So it only gets recurring numbers of rows, multiples of ROWS, to which packs are padded
+(`width_step` in models/attention.py); MKL multiplies all others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def multiplies_bfloat16(capabilities: dict = CAPABILITIES) -> bool | None:
     return any(capabilities[name] for name in names) if all(name in capabilities for name in names) else None
 
 
-PACKED_DTYPES = {torch.float32, *([torch.bfloat16] if multiplies_bfloat16() else [])}  # others gain nothing
+PACKED_DTYPES = {torch.float32, *([torch.bfloat16] if multiplies_bfloat16() else [])}  # other dtypes gain nothing
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -61,7 +61,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same with sums and results in float32, whatever the dtype of x and W: (N, K), (M, K), (M) -> (N, M).
+    """x W^T + b with sums and results in float32, whatever the dtype of x and W: (N, K), (M, K), (M) -> (N, M).
 
     A logit of 20 in bfloat16 is off by up to 0.06, and differently in other batches.
     """
@@ -72,7 +72,7 @@ def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
 
 def float32_weight(weight: Tensor) -> Tensor:
-    """The weight for `float32_product`, converted once for several products. Only CUDA's take two dtypes."""
+    """The weight for `float32_product`, converted once for several products. Only CUDA's product takes two dtypes."""
     return weight if weight.is_cuda or weight.is_mkldnn else weight.float()
 
 

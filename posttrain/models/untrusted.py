@@ -63,7 +63,7 @@ def check_sizes(config: Mapping[str, Any], path: str) -> None:
         for size in value if isinstance(value, list) else [value]:
             if type(size) is not int or not 1 <= size <= SIZES[name]:
                 raise ModelError(
-                    f"model {path}: config.json says {name}: {str(size)[:40]}; it must be a whole number from 1 to "
+                    f"model {path}: config.json says {name}: {str(size)[:40]}; it must be an integer from 1 to "
                     f"{SIZES[name]:,}"
                 )
 
@@ -74,7 +74,7 @@ def check_indexes(folder: Path, path: str) -> None:
         index = read_json(file, path)
         names = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise ModelError(f"model {path}: {file.name} has no weight_map of tensors to files: fetch it again")
+            raise ModelError(f"model {path}: {file.name} has no weight_map of tensors to files: download it again")
         for name in names.values():
             if "\\" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ModelError(f"model {path}: {file.name} names {name[:80]!r}, which is outside the model's folder")
@@ -92,8 +92,7 @@ def adapter_config(folder: Path, path: str) -> dict[str, Any] | None:
     for rank in ranks:
         if rank is not None and (type(rank) is not int or not 1 <= rank <= RANK):
             raise ModelError(
-                f"model {path}: {file.name} gives the rank {str(rank)[:40]}; it must be a whole number from 1 to "
-                f"{RANK:,}"
+                f"model {path}: {file.name} gives the rank {str(rank)[:40]}; it must be an integer from 1 to {RANK:,}"
             )
     return config
 

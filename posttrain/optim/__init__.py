@@ -1,1 +1,1 @@
-"""Optimizers on float32 masters, schedules, and one update over the packs of a batch."""
+"""Optimizers on float32 masters, schedules, and the update over the packs of a batch."""

@@ -94,7 +94,7 @@ class AdamW:
 
     @property
     def updates(self) -> int:
-        """The number of updates, with those of a loaded state."""
+        """The number of updates, including those of a loaded state."""
         return max((int(value) for name, value in self.state().items() if name.endswith("|step")), default=0)
 
     def state(self) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ class AdamWCPUOffload(AdamW):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
-        # Sums are made beside backward, whose own thread goes on to give the GPU its work.
+        # A thread of its own adds the gradients, so that backward's thread can keep launching work on the GPU.
         self._adder = ThreadPoolExecutor(1, "gradients") if self._stream is not None else None
         self._adding: dict[str, Future[None]] = {}
         super().__init__(model, compute_dtype, **settings)
@@ -38,8 +38,8 @@ class AdamWCPUOffload(AdamW):
         def in_cpu_memory(dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
             return torch.empty_like(parameter, dtype=dtype, device="cpu", pin_memory=pin_memory, requires_grad=False)
 
-        # What crosses is in the model's dtype, which halves the traffic of bfloat16; it is page-locked, so that the GPU
-        # does not wait. One buffer serves both ways: gradients come before a step, and weights go after it.
+        # Transfers are in the model's dtype, which halves the traffic of bfloat16, and page-locked, so that the GPU does
+        # not wait. One buffer serves both directions: gradients arrive before a step, and weights leave after it.
         self._buffers[name] = in_cpu_memory(compute_dtype, pin_memory=self._stream is not None)
         self._sums[name] = in_cpu_memory(torch.float32)
         master = in_cpu_memory(torch.float32).copy_(parameter.detach())
@@ -88,7 +88,7 @@ class AdamWCPUOffload(AdamW):
             self._take(name)
 
     def _publish(self, name: str) -> None:
-        # Rounded on this side. The buffer is next written by a gradient, in a stream that waits for this copy, or here
+        # Rounded on the CPU. The buffer is next written by a gradient, in a stream that waits for this copy, or here
         # after one has arrived.
         self._buffers[name].copy_(self.masters[name])
         self.parameters[name].copy_(self._buffers[name], non_blocking=True)

@@ -114,7 +114,7 @@ def over_batches(batches: Iterable[tuple[Iterable[Batch], Objective[Batch]]]) ->
 
 
 def over_updates(made: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The step's metrics from those of its updates: means, and extremes for names of extremes."""
+    """The step's metrics from those of its updates: means, or the minimum or maximum of `min_…` and `max_…`."""
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in made for name in metrics):
         values = [metrics[name] for metrics in made if name in metrics]

@@ -54,7 +54,6 @@ def train(job: Job, data: Prepared) -> Loop:
     scorer = Scorer(policy)
     portions = in_training_order(job, data) if method.joins_completions else whole_sets(job, data)
     reference = make_reference(job, method, scorer, data, portions)
-
     levels_of = partial(levels, job, method, scorer, reference)
 
     def objective_of(examples: list[Example], found: Levels | None = None) -> tuple[list[Pack], Objective]:
@@ -84,14 +83,13 @@ def train(job: Job, data: Prepared) -> Loop:
             metrics = unpaired_metrics(logprob_S, logratio_S, desirable_S, method.beta, desirable, undesirable)
             metrics["entropy"] = scores.entropy_N.detach().sum() / tokens
             if shift.metric:
-                share_of_it = shift.value * pack.num_sequences / len(examples)
-                metrics[shift.metric] = torch.zeros((), device=job.device) + share_of_it  # a number is no copy so
+                mean = shift.value * pack.num_sequences / len(examples)
+                metrics[shift.metric] = torch.zeros((), device=job.device) + mean  # a sum needs no copy to the GPU
             return loss_S.sum() / len(examples), metrics
 
         counts = {f"{name}/chosen": desirable for name in ("rewards", "logps")}
         counts |= {f"{name}/rejected": undesirable for name in ("rewards", "logps")}
-        counts["entropy"] = tokens
-        return packs, Objective(share, len(examples), counts)
+        return packs, Objective(share, len(examples), counts | {"entropy": tokens})
 
     loop = Loop(job, policy, optimizer, data)
     if loop.evaluation_due:

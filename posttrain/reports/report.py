@@ -88,9 +88,9 @@ def write_report(folder: Path, title: str, sections: Sequence[Section] = ()) -> 
 
 def _curves(folder: Path, metrics: Sequence[dict[str, Any]]) -> Picture:
     """The curves of a run: `curves.png` if it is up to date."""
-    drawn, measured = folder / "curves.png", folder / NAME
-    fresh = drawn.is_file() and (not measured.is_file() or drawn.stat().st_mtime >= measured.stat().st_mtime)
-    return Picture("Curves", drawn.read_bytes() if fresh else curves_png(metrics, ""))
+    picture, measured = folder / "curves.png", folder / NAME
+    fresh = picture.is_file() and (not measured.is_file() or picture.stat().st_mtime >= measured.stat().st_mtime)
+    return Picture("Curves", picture.read_bytes() if fresh else curves_png(metrics, ""))
 
 
 def _is_empty(section: Section) -> bool:

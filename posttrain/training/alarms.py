@@ -7,16 +7,16 @@ from collections.abc import Mapping
 
 log = logging.getLogger("posttrain")
 
-COLLAPSED = 0.05  # of the entropy at the first step
-WITHOUT_VERDICT = 0.005  # of the completions
-EFFECTIVE = 0.9  # of the tokens: below it the engine's policy is not the trainer's
-EVERY = 20  # after the first, one in so many is logged again
+COLLAPSED = 0.05  # share of the entropy at the first step
+WITHOUT_VERDICT = 0.005  # share of the completions
+EFFECTIVE = 0.9  # effective sample size / tokens; below it the engine's policy is not the trainer's
+EVERY = 20  # an alarm is logged the first time and then every 20th time
 
-SAID = {
+MESSAGES = {
     "no_spread": "no group has completions with different rewards, so nothing can be learned from this step: the "
     "task is too hard or too easy for this model, or the reward is broken",
     "no_reward": "no completion has a reward, so this step trained nothing: check whether the data has the answers "
-    "that rewards compare with (posttrain why RUN --step 1 --prompt 0), or why your own function returns None or takes "
+    "that the rewards need (posttrain why RUN --step 1 --prompt 0), or why your own function returns None or takes "
     "longer than its timeout",
     "truncated": "every completion reached rollout.max_completion_length: raise it, or check whether the stop token is "
     "the one that the model was trained with",
@@ -24,12 +24,12 @@ SAID = {
     "entropy": "the entropy has fallen below 5 % of the first step's: the policy hardly explores; lower "
     "training.learning_rate, or raise method.beta or method.entropy_coef",
     "sampler": "the engine's probabilities differ from the trainer's: the effective sample size is below 90 % of the "
-    "tokens",
+    "number of tokens",
 }
 
 
 class Alarms:
-    """Checks a step's metrics. Counts are in `memory`, which checkpoints save, as alarms/{name}."""
+    """Checks a step's metrics. Counts alarms in `memory`, which checkpoints save, under alarms/{name}."""
 
     def __init__(self, memory: dict[str, float]):
         self.memory = memory
@@ -39,7 +39,7 @@ class Alarms:
         if entropy is not None:
             self.memory.setdefault("first_entropy", entropy)
         without = metrics.get("rewards/left_out_ratio", 0.0)
-        rung = {
+        raised = {
             "no_spread": metrics.get("frac_reward_zero_std", 0.0) == 1.0 and without < 1.0,
             "truncated": metrics.get("completions/clipped_ratio", 0.0) == 1.0,
             "no_reward": without == 1.0,
@@ -47,7 +47,7 @@ class Alarms:
             "entropy": entropy is not None and entropy < COLLAPSED * self.memory["first_entropy"],
             "sampler": metrics.get("sampling/effective_sample_size", 1.0) < EFFECTIVE,
         }
-        for name in (name for name, rings in rung.items() if rings):
+        for name in (name for name, is_raised in raised.items() if is_raised):
             count = self.memory[f"alarms/{name}"] = self.memory.get(f"alarms/{name}", 0.0) + 1
             if count % EVERY == 1:
-                log.warning("step %d: %s", step, SAID[name])
+                log.warning("step %d: %s", step, MESSAGES[name])

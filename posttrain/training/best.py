@@ -28,7 +28,9 @@ class Best:
         if name is None:
             return
         if name not in metrics:
-            raise RunError(f"checkpoint.best_metric is {name}, but the evaluation gives {', '.join(sorted(metrics))}")
+            raise RunError(
+                f"checkpoint.best_metric is {name}, but the evaluation measures only {', '.join(sorted(metrics))}"
+            )
         value, best = metrics[name], state.best
         if not math.isfinite(value):
             log.warning("step %d: %s is not finite, so it is not the best", state.step, name)
@@ -45,5 +47,7 @@ class Best:
     def report(self, state: State) -> None:
         """Log that training ends early."""
         log.info(
-            "stopped early: %s is no better than %s. best/ has that model, final/ the last", self._metric, state.best
+            "stopped early: %s no longer improves on %s. best/ has that model, final/ the last one",
+            self._metric,
+            state.best,
         )

@@ -1,4 +1,4 @@
-"""The state of a run at the end of its last finished step, and the way back to it from the middle of the next one.
+"""The state of a run after its last finished step, and how to restore it in the middle of the next step.
 
 When a run fails, this state is saved, so that the resumed run repeats the failed step bit for bit.
 """
@@ -19,11 +19,11 @@ log = logging.getLogger("posttrain")
 
 
 class Boundary:
-    """The state after the last finished step: the loop's numbers, the random generators, and a way back to the weights.
+    """The state after the last finished step: the loop's state, the random generators, and how to restore the weights.
 
-    Numbers and generators are copied at every step. Weights and moments need no copy if a step is one update: forward,
-    backward and the checks before the update do not change them. If a step has several, `keep` copies them to main
-    memory before the first.
+    The loop's state and the generators are copied at every step. Weights and moments need no copy if a step is one
+    update: forward, backward and the checks before the update do not change them. If a step has several updates,
+    `copy_weights` copies them to CPU memory before the first.
     """
 
     state: State
@@ -32,7 +32,7 @@ class Boundary:
     def __init__(self, optimizer: AdamW):
         self._optimizer = optimizer
         self._copies: dict[str, torch.Tensor] = {}
-        self._kept_at: int | None = None  # the step whose weights and moments the copies are
+        self._copied_at: int | None = None  # the step of the copies
         self._has_room: bool | None = None
 
     def mark(self, state: State) -> None:
@@ -40,27 +40,27 @@ class Boundary:
         self.state, self.rng = state.copy(), rng_state()
 
     @torch.no_grad()
-    def keep(self) -> None:
-        """Copy weights and moments, since several updates follow. Warns once if memory is too small."""
+    def copy_weights(self) -> None:
+        """Copy weights and moments before a step of several updates. Warns once if CPU memory is too small."""
         tensors = self._optimizer.state() | {f"{name}|master": m for name, m in self._optimizer.masters.items()}
         if self._has_room is None:
             self._has_room = self._look_for_room()
         if not self._has_room:
             return
-        self._kept_at = None
+        self._copied_at = None
         for name, tensor in tensors.items():
             if name not in self._copies:
                 self._copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self._copies[name].copy_(tensor, non_blocking=True)
-        self._kept_at = self.state.step
+        self._copied_at = self.state.step
 
     def go_back(self) -> bool:
-        """Restore weights, moments and gradients to the last mark. False if they have changed since and there is no
-        copy."""
+        """Restore weights and moments to the last mark and drop gradients. False if the weights have changed since and
+        there is no copy."""
         self._optimizer.forget()
         if self._optimizer.updates == self.state.updates:
             return True
-        if self._kept_at != self.state.step:
+        if self._copied_at != self.state.step:
             return False
         self._optimizer.load_state(self._copies)
         return True
@@ -71,8 +71,8 @@ class Boundary:
         if free is None or free > 2 * size:
             return True
         log.warning(
-            "too little main memory (%.1f GiB free) to keep a copy of weights and moments (%.1f GiB) while a step "
-            "makes its updates: a failure among them costs the steps since the last checkpoint",
+            "too little CPU memory (%.1f GiB free) for a copy of weights and moments (%.1f GiB): a failure between the "
+            "updates of a step loses the steps since the last checkpoint",
             free / 2**30, size / 2**30,
         )  # fmt: skip
         return False

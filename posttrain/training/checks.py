@@ -22,21 +22,21 @@ PackOf = Callable[[list[Example]], list[Pack]]
 
 @dataclass(frozen=True)
 class Noise:
-    """Limits of what rounding explains: differences (nats) of the same tokens' log-probabilities, computed twice.
+    """Limits of the differences that rounding explains, between two computations of the same log-probabilities (nats).
 
-    With bfloat16's 8 bits through tens of layers, a few tokens differ a lot: for one model computed in other chunks,
+    With bfloat16's 8 bits through tens of layers, a few tokens differ a lot: for one model in different chunks,
     the standard deviation is 0.055 and the largest of 3,916 differences 0.66 (TRL's issue 6789). A limit on the largest
     difference alone would stop healthy runs, sooner with more tokens. A real fault changes many tokens at once.
     """
 
     rms: float  # root mean square; higher for few tokens
-    most: float  # of all but one token in a hundred, and all but FEW
+    most: float  # without one token in a hundred and FEW more
     largest: float
 
     FEW: ClassVar[int] = 3
 
     def excess(self, difference_N: torch.Tensor) -> str | None:
-        """The differences beyond rounding in words, NaN included; None if there are none."""
+        """Describes the differences beyond rounding, NaN included; None if there are none."""
         sorted_N = difference_N.detach().abs().flatten().double().sort(descending=True).values
         if not len(sorted_N):
             return None
@@ -54,14 +54,14 @@ class Noise:
 
 
 ROUNDING = {torch.float32: Noise(5e-4, 2e-3, 2e-2), torch.bfloat16: Noise(0.15, 0.5, 10.0)}
-# For a sequence: the noise of its tokens is mostly independent and grows with the root of their number.
+# Limits (nats) for a sequence, times the root of its tokens: their noise is mostly independent.
 MARGIN = {torch.float32: 2e-3, torch.bfloat16: 0.5}
 
 
 def check_packing(scorer: Scorer, examples: Sequence[Example], pack_of: PackOf) -> float:
-    """Check that a pack has the log-probabilities of plain calls of the model, one sequence at a time.
+    """Check that a pack gives the same log-probabilities as plain calls of the model, one sequence at a time.
 
-    Packs the first and the last example together. Returns the largest difference; raises VitalSignError above
+    The pack has the first and the last example. Returns the largest difference; raises VitalSignError above
     rounding.
     """
 
@@ -77,7 +77,7 @@ def check_packing(scorer: Scorer, examples: Sequence[Example], pack_of: PackOf) 
 
 
 def check_reward_packing(scorer: RewardScorer, examples: Sequence[Example], pack_of: PackOf) -> float:
-    """Check that a pack has the rewards of plain calls of the classifier, one sequence at a time."""
+    """Check that a pack gives the same rewards as plain calls of the classifier, one sequence at a time."""
 
     def packed(pack: Pack) -> list[torch.Tensor]:
         return list(scorer(pack)[:, None])
@@ -104,7 +104,7 @@ def _compare(
     implementation = base.config._attn_implementation or "eager"
     scorer.eval()
     last = pack.num_sequences - 1
-    ends = sorted({0, min(1, last), max(last - 1, 0), last})  # the last ones show whether examples are separated
+    ends = sorted({0, min(1, last), max(last - 1, 0), last})  # the last ones show whether attention separates examples
     paths = {s: _path(pack, few, s) for s in ends}
     try:
         got = packed(pack)
@@ -119,7 +119,7 @@ def _compare(
     if excess := ROUNDING[_dtype(scorer)].excess(difference_N):
         raise VitalSignError(
             f"packed = unpacked fails: {what} of the first batch {excess} from plain transformers. The attention of "
-            f"`{base.config.model_type}` does not take packs as it should: set model.attention: eager, and report this "
+            f"`{base.config.model_type}` does not handle packs correctly: set model.attention: eager, and report this "
             "model"
         )
     return float(difference_N.amax())
@@ -136,11 +136,11 @@ def _path(pack: Pack, examples: Sequence[Example], sequence: int) -> tuple[np.nd
 def check_margins(logratio_S: torch.Tensor, length_S: torch.Tensor, dtype: torch.dtype) -> float:
     """Check that before the first update the policy equals its reference: every log-ratio, and so every margin, is 0.
 
-    Takes the log-ratios of sequences and their numbers of scored tokens. Returns the largest log-ratio over the root of
+    Takes the log-ratio and the number of scored tokens of each sequence. Returns the largest log-ratio over the root of
     the number of tokens (nats); raises VitalSignError above what rounding in `dtype` explains.
     """
     relative_S = logratio_S.abs() / length_S.clamp(min=1).sqrt()
-    worst, at = float(relative_S.amax()), int(relative_S.argmax())  # both find NaN
+    worst, at = float(relative_S.amax()), int(relative_S.argmax())  # both return NaN if there is one
     if not worst <= MARGIN[dtype]:
         raise VitalSignError(
             f"margins are not 0 at the start: policy and reference differ by {float(logratio_S[at].abs()):.3g} nats on "
@@ -152,10 +152,10 @@ def check_margins(logratio_S: torch.Tensor, length_S: torch.Tensor, dtype: torch
 
 
 def check_sampler(difference_R: torch.Tensor, dtype: torch.dtype, engine: str) -> None:
-    """Check that the engine samples from the trained policy: log-probabilities differ by no more than rounding.
+    """Check that the engine samples from the trained policy: log-probabilities differ only by rounding.
 
-    Takes the differences (nats) of a step's tokens. Raises VitalSignError above twice what `dtype` explains of two
-    computations by the trainer; less is an alarm and does not end the run.
+    Takes the differences (nats) of a step's tokens. Raises VitalSignError above twice the limits for two computations
+    by the trainer in `dtype`; smaller differences raise at most an alarm, which does not end the run.
     """
     own = ROUNDING[dtype]
     if excess := Noise(2 * own.rms, 2 * own.most, 2 * own.largest).excess(difference_R):
@@ -172,8 +172,8 @@ def check_ratio(logratio_N: torch.Tensor, dtype: torch.dtype) -> None:
     if excess := ROUNDING[dtype].excess(logratio_N):
         raise VitalSignError(
             f"ratio = 1 fails: before the first update the log-probability of tokens {excess} from that of the old "
-            "policy, which is the same model. It is scored differently the second time (dropout, an adapter that is "
-            "switched, other packs)"
+            "policy, which is the same model. The second scoring differs (dropout, an adapter switched on or "
+            "off, other packs)"
         )
 
 
@@ -186,7 +186,7 @@ class MovedWeights:
         self.before = fingerprints(self.frozen), fingerprints(self.trained)
 
     def check(self, learning_rate: float, grad_norm: float) -> None:
-        """Raise VitalSignError if this fails after an update with a learning rate and a gradient above zero."""
+        """Raise VitalSignError if the check fails after an update; its learning rate and gradient norm are above 0."""
         frozen, trained = fingerprints(self.frozen), fingerprints(self.trained)
         moved = [name for name in frozen if frozen[name] != self.before[0][name]]
         if moved:
@@ -197,7 +197,7 @@ class MovedWeights:
         if trained == self.before[1]:
             raise VitalSignError(
                 f"no trained tensor moved in the first update, at learning rate {learning_rate:.1e} and gradient norm "
-                f"{grad_norm:.1e}: the rate is below float32's resolution, or the optimizer has other tensors"
+                f"{grad_norm:.1e}: the rate is below float32's resolution, or the optimizer updates other tensors"
             )
 
 

@@ -36,7 +36,7 @@ log = logging.getLogger("posttrain")
 
 
 class Sampling(Protocol):
-    """Context of sampling, in which a signal abandons the work at once."""
+    """A context for sampling, in which a signal abandons the work at once."""
 
     def __call__(self, evaluating: bool = False) -> AbstractContextManager[None]: ...
 
@@ -74,14 +74,14 @@ class _Samplers:
     def sampler(
         self, rewards: Rewards, settings: RolloutConfig, template: str | None = None, keeps: bool = True
     ) -> Sampler:
-        """A sampler that stops where the run's completions end, and at the stop token of another `template`."""
+        """A sampler with the run's stop tokens and, if a `template` is given, that template's stop token."""
         tokenizer, stop = self._job.tokenizer, own_stop(template)
         stops = {*self._stops} if stop is None else {*self._stops, tokenizer.get_vocab()[stop]}
         ends, seed = tuple(sorted(stops)), self._job.config.seed
         return Sampler(self.engine, rewards, tokenizer, settings, stop_token_ids=ends, seed=seed, keeps=keeps)
 
     def of_sets(self) -> dict[str, Sampler]:
-        """A sampler for each validation set with rewards: the run's, or the set's own."""
+        """A sampler for each validation set that has rewards, either the run's or its own."""
         config, made = self._job.config, {}
         if not config.evaluates:
             return made
@@ -109,9 +109,9 @@ class _Samplers:
 
 @contextmanager
 def sampler_of(job: Job, policy: nn.Module, data: Prepared, keeps: bool) -> Iterator[Sampler]:
-    """The engine and the rewards of the settings; verifies the rules and loads the models.
+    """The run's sampler, with its engine and rewards; verifies the rules and loads reward models.
 
-    Without `keeps` the engine releases its memory after each rollout.
+    Without `keeps`, the engine releases its memory after each rollout.
     """
     with ExitStack() as resources:
         parts = _Samplers(resources, job, policy, data)
@@ -122,7 +122,7 @@ def sampler_of(job: Job, policy: nn.Module, data: Prepared, keeps: bool) -> Iter
 
 @contextmanager
 def rollout_store(job: Job, saver: Saver) -> Iterator[RolloutStore | None]:
-    """`rollouts.sqlite` of the run, from its current step; None if the settings store no rollouts."""
+    """The run's `rollouts.sqlite`, without steps after the checkpoint; None if rollout.save is off."""
     settings = job.config.rollout
     if not settings.save:
         yield None
@@ -145,7 +145,7 @@ def measure_completions(
     step: int,
     sampling: Sampling,
 ) -> dict[str, float]:
-    """Sample and reward completions of the prompts of a validation set: the metrics, by name."""
+    """Sample and reward completions of a validation set's prompts. Returns the metrics by name."""
     n, batch = config.evaluation.num_generations, config.training.batch_size
     rows, chunk = evaluated_rows(config, step, name, len(prompts)), max(1, 8 * batch // n)
     rollouts: list[Rollout] = []
@@ -182,7 +182,7 @@ def reasoning(config: RunConfig, sample: Sampler, name: str, rollout: Rollout) -
 
 
 def parts_of(rollout: Rollout, index: int) -> dict[str, dict[str, object]]:
-    """Each reward of a completion: its value and weight, and for rules the verdict and its reason."""
+    """Each reward of a completion: its value and weight, and for rules the verdict with its reason."""
     found: dict[str, dict[str, object]] = {}
     for part in rollout.rewarded.parts:
         one: dict[str, object] = {"value": part.values[index], "weight": part.weight}
@@ -202,6 +202,7 @@ def as_text(prompt: Example) -> str:
 
 
 def evaluated(rollout: Rollout) -> list[StoredEvaluation]:
+    """The completions of an evaluation, for the rollout store."""
     return [
         StoredEvaluation(
             rollout.prompts[group].row,
@@ -217,8 +218,11 @@ def evaluated(rollout: Rollout) -> list[StoredEvaluation]:
 
 
 class CompletionEvaluation:
-    """Evaluation by completions for offline methods: if a validation set has rewards, the run's or its own, every
-    evaluation also samples and rewards completions of its prompts. Engine and graders start at the first one."""
+    """Evaluation by generation for offline methods.
+
+    If a validation set has rewards (the run's or its own), every evaluation also samples and rewards completions of its
+    prompts. Engine and graders start at the first evaluation.
+    """
 
     def __init__(self, job: Job, policy: nn.Module, data: Prepared, saver: Saver):
         self._job, self._policy, self._data, self._saver = job, policy, data, saver

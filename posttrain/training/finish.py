@@ -48,7 +48,7 @@ def finish(job: Job, loop: Loop) -> None:
 
 
 def last_values(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """The last value of every metric, without entries that are not measurements."""
+    """The last value of every metric, without step, epoch and time."""
     values: dict[str, float] = {}
     for line in lines:
         values |= {k: v for k, v in line.items() if k not in ("step", "epoch", "time") and v is not None}

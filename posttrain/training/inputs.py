@@ -1,10 +1,12 @@
-"""The models that a run reads: their content, to the bit, and their paths.
+"""The models that a run reads: their exact content and their paths.
 
-`run.json` has them under `provenance.models`, by the setting that names them:
+`run.json` records them under `provenance.models`, by the setting that names them:
 
     path       as in the setting
-    content    SHA-256 of a folder's files, or the commit of a hub model; for an adapter, with its base's
-    from_here  the way there from the run folder, of a model inside the whole run: it is moved with the run
+    content    SHA-256 of a folder's files, or the commit of a hub model; for an adapter, also the content of its base
+    from_here  path relative to the run folder, for a model inside the complete run, which is moved with the run
+
+The complete run is the folder of all models and stages of a configuration.
 """
 
 from __future__ import annotations
@@ -49,9 +51,10 @@ def reference_settings(model: ModelConfig, ref_model: str | None) -> ModelConfig
 
 
 def content_of(model: ModelConfig) -> str:
-    """The content of a model, to the bit. Raises ModelError if it is missing.
+    """Identifies the content of a model exactly. Raises ModelError if the model is missing.
 
-    For a folder: the files that are loaded, with their names; for a hub model: the commit that is loaded now.
+    For a folder, a hash of the names and content of the files that are loaded; for a hub model, the commit that is
+    loaded now.
     """
     folder = Path(model.path)
     if folder.is_dir():
@@ -59,7 +62,7 @@ def content_of(model: ModelConfig) -> str:
         hashes = file_hashes(folder, sorted(name for name in names if not name.startswith(".")))
         content = f"sha256 {hashlib.sha256(json.dumps(hashes).encode()).hexdigest()}"
     else:
-        load_config(model)  # where it can be reached, what the hub has now
+        load_config(model)  # updates the cache if the hub can be reached
         cached = try_to_load_from_cache(model.path, "config.json", revision=model.revision or "main")
         content = f"commit {Path(cached).parent.name if isinstance(cached, str) else None}"
     base = base_settings(model)
@@ -67,7 +70,7 @@ def content_of(model: ModelConfig) -> str:
 
 
 def models_read(config: RunConfig, folder: Path) -> dict[str, dict[str, str]]:
-    """The entry of `run.json` in `folder` about the models that the settings name."""
+    """The models that the settings name, as recorded in `run.json` of `folder`."""
     found: dict[str, dict[str, str]] = {}
     here = folder.resolve()
     for setting, model in models_of(config).items():
@@ -79,33 +82,33 @@ def models_read(config: RunConfig, folder: Path) -> dict[str, dict[str, str]]:
 
 
 def is_inside(place: Path, folder: Path) -> bool:
-    """Whether `place` is inside the whole run that the run folder `folder` belongs to."""
+    """Whether `place` is inside the complete run that the run folder `folder` belongs to."""
     return place.is_dir() and place.resolve().is_relative_to(root_of(folder))
 
 
 def root_of(folder: Path) -> Path:
-    """The folder of the whole run: that of all its models and stages, or the run folder itself."""
+    """The folder of the complete run, with all models and stages; or the run folder itself, for a single run."""
     here = folder.resolve()
     return next((at for at in here.parents[:2] if is_whole_run(at)), here)
 
 
 def is_whole_run(folder: Path) -> bool:
-    """Whether this is the folder of several runs, rather than of one or of a checkpoint in one."""
+    """Whether this is the folder of several runs, and not of a single run or of a checkpoint in one."""
     inside_one = any((at / "run.json").exists() for at in (folder, folder.absolute().parent))
     return (folder / "config.yaml").is_file() and not inside_one
 
 
 def recorded(folder: Path) -> dict[str, dict[str, str]]:
-    """The models that the run read, from `run.json`; empty without one, or for runs of earlier versions."""
+    """The models that the run read, from `run.json`; empty without that file or for runs of earlier versions."""
     path = folder / "run.json"
     facts = load_json(path) if path.exists() else {}
     return facts.get("provenance", {}).get("models", {}) if isinstance(facts, dict) else {}
 
 
 def located(config: RunConfig, folder: Path) -> RunConfig:
-    """The settings of the run in `folder`, with the current paths of its models inside the whole run.
+    """The settings of the run in `folder`, with the current paths of its models inside the complete run.
 
-    A path that differs from the run's and exists is kept.
+    A path that differs from the recorded one and exists is kept.
     """
     places: dict[str, str] = {}
     named = models_of(config)
@@ -143,7 +146,7 @@ def refuse_other_models(folder: Path, config: RunConfig) -> dict[str, dict[str, 
         if setting in before and before[setting]["content"] != facts["content"]:
             raise RunError(
                 f"{folder} was trained with another model than {facts['path']} is now ({setting}): it read "
-                f"{before[setting]['content']}, and now there is {facts['content']}. Restore the former model, give "
+                f"{before[setting]['content']}, and now it is {facts['content']}. Restore the former model, give "
                 f"its path ({setting}=...), or delete {folder} to train with the new one"
             )
     return now

@@ -23,7 +23,7 @@ class Interruption:
         self._stop, self._saver = stop, saver
 
     def while_patient(self, packs: Sequence[Batch]) -> Iterator[Batch]:
-        """The packs of an update, which is abandoned if it is far from done some seconds after a signal."""
+        """The packs of an update. Between packs, abandons the update if a signal came more than PATIENCE_S ago."""
         for pack in packs:
             if self._stop.overdue:
                 self.abandon("takes too long to finish")
@@ -31,7 +31,7 @@ class Interruption:
 
     @contextmanager
     def sampling(self, evaluating: bool = False) -> Iterator[None]:
-        """Context of sampling and scoring: nothing has changed yet, so a signal abandons them at once."""
+        """A context for sampling and scoring: nothing has changed yet, so a signal abandons the work at once."""
         return_free_pages()
         try:
             with self._stop.giving_up():
@@ -41,7 +41,7 @@ class Interruption:
             self.abandon("" if evaluating else "takes too long to finish")
 
     def abandon(self, why: str = "") -> None:
-        """Leave a step or an evaluation unfinished; the checkpoint is of the last finished step."""
+        """Leave a step or an evaluation unfinished, and save a checkpoint of the last finished step."""
         if why:
             log.warning("step %d %s: it is abandoned", self._saver.finished_step + 1, why)
         self._saver.save_finished()

@@ -72,7 +72,7 @@ class Job:
         return cls(config, model, run, device, dtype, tokenizer, checkpoint, gradient_checkpointing)
 
     def data(self) -> Prepared:
-        """The training and validation sets, tokenised (or found in the cache); what was dropped goes to the log."""
+        """The training and validation sets, tokenised or from the cache. Logs what was dropped."""
         prepared = data_of(self.config, self.model, self.tokenizer)
         self.run.add_provenance({"dataset_fingerprint": prepared.fingerprint})
         for report in prepared.reports.values():
@@ -86,10 +86,11 @@ class Job:
         return prepared
 
     def policy(self, head: Head) -> nn.Module:
-        """The model to train, as published or as the checkpoint has it; in evaluation mode, trained weights marked.
+        """The model to train, as published or from the checkpoint; in evaluation mode. Only trained weights require
+        gradients.
 
-        Full fine-tuning loads float32, so that the optimizer's masters are exact; `optimizer` makes it `dtype`.
-        Raises DamagedError when the checkpoint's weights are not those of the model.
+        Full fine-tuning loads float32, so that the optimizer's masters are exact; `optimizer` converts to `dtype`.
+        Raises DamagedError if the checkpoint's weights are damaged, incomplete, or of other shapes.
         """
         policy: nn.Module = self._whole(head) if self.model.lora is None else self._adapted(self.model.lora, head)
         check_positions(base_of(policy).config, self.config.data.max_length)
@@ -99,7 +100,7 @@ class Job:
             stop_at(base_of(policy), self.tokenizer)
         if self.device.type == "cuda" and self.config.training.gradient_checkpointing == "auto":
             how = "on" if self.gradient_checkpointing else "off"
-            log.info("gradient checkpointing is %s, by the memory estimate of a full pack", how)
+            log.info("gradient checkpointing is %s, according to the memory estimate of a full pack", how)
         if self.gradient_checkpointing:
             enable_gradient_checkpointing(policy)
             return_tensors_at_once()
@@ -122,10 +123,10 @@ class Job:
         return load_lora(base, self.checkpoint)
 
     def _base(self, head: Head) -> ModelConfig:
-        """The base of new adapters: a model in `base/` of the run folder unless it is the user's own.
+        """The base of new adapters: the user's own model, or one in `base/` of the run folder.
 
-        An adapter folder is merged into a model there. For the model of an earlier stage, `base/` is a relative link,
-        which stays valid when the whole run is moved.
+        If the model is an adapter folder, it is merged into its base there. For the model of an earlier stage, `base/`
+        is a relative link, which stays valid when the complete run is moved.
         """
         folder = self.run.folder.resolve() / BASE
         if not is_adapter(self.model):
@@ -137,18 +138,23 @@ class Job:
                     folder.unlink(missing_ok=True)  # a broken link
                     folder.symlink_to(os.path.relpath(place.resolve(), folder.parent))
                 except OSError as error:
-                    log.info("%s: no links here (%s): the adapters name %s itself", folder, error.strerror, place)
+                    log.info(
+                        "%s: this file system has no links (%s): the adapters refer to %s directly",
+                        folder,
+                        error.strerror,
+                        place,
+                    )
                     return self.model
             return self.saved(folder)
         if not folder.exists():
             whole = self.model.model_copy(update={"load_in_4bit": False, "use_liger_kernel": False})
-            with torch.random.fork_rng(devices=[]):  # adapters must be the same if `base/` exists already
+            with torch.random.fork_rng(devices=[]):  # an existing `base/` must not change the initial adapters
                 merged = load_model(whole, head, torch.float32, torch.device("cpu"))
             self.run.save_model(folder, 0, merged.save_pretrained)
         return self.saved(folder)
 
     def optimizer(self, policy: nn.Module) -> AdamW:
-        """The optimizer over the policy's trained weights, which then compute in `dtype` on `device`."""
+        """The optimizer of the policy's trained weights. Converts the policy to `dtype` on `device`."""
         training = self.config.training
         settings = {
             "betas": (training.adam_beta1, training.adam_beta2),
@@ -163,11 +169,11 @@ class Job:
         return AdamW(policy, self.dtype, **settings)
 
     def offloads(self) -> bool:
-        """Whether the optimizer is in CPU memory apart from the model; on a CPU the plain one already is."""
+        """Whether the optimizer is in CPU memory and the model is not; on a CPU plain AdamW already is."""
         return self.config.training.optimizer == "adamw_cpu_offload" and self.device.type == "cuda"
 
     def pack(self, examples: Sequence[Example], keep_last: bool = False) -> list[Pack]:
-        """A batch's packs; on a GPU they have one of a few widths."""
+        """A batch's packs; on a GPU padded to one of a few widths."""
         tokens = self.config.training.tokens_per_pack
         return pack(examples, tokens, keep_last, pad_to=width_step(self.device, tokens))
 
@@ -180,7 +186,7 @@ class Job:
 
 
 def data_of(config: RunConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Prepared:
-    """The data of a run for one of its models, whose positions limit the prompts that completions follow."""
+    """The data of a run for one of its models; the model's positions limit the prompts to complete."""
     positions = positions_of(load_config(model)) if config.samples else None
     return prepare_run(config, tokenizer, positions=positions)
 
@@ -189,7 +195,7 @@ def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     """Let transformers find a row's last token, whose hidden state the reward head reads, in a padded batch.
 
     It takes the last token that is not padding, so padding must differ from the end of a completion. If the
-    tokenizer has no other special token, this is an id that no string produces; the tokenizer is not changed.
+    tokenizer has no other special token, padding is an id that no string produces, and the tokenizer is not changed.
     """
     special = [tokenizer.pad_token, *tokenizer.all_special_tokens]
     token = next((str(token) for token in special if token not in (None, tokenizer.eos_token)), None)
@@ -201,7 +207,7 @@ def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def stop_at(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let transformers' `generate` stop where completions end here, also at the stop token of a template."""
+    """Let transformers' `generate` stop at the same tokens as training, including a template's stop token."""
     assert model.generation_config is not None
     model.generation_config.eos_token_id = list(stop_token_ids(model, tokenizer))
 

@@ -1,7 +1,8 @@
 """The loop shared by all recipes: the order of the data, logging, evaluation, checkpoints, stopping, resuming.
 
-A recipe owns the `for`; the loop gives it the next examples and, after each step, logs, evaluates and saves as set.
-A checkpoint has everything that determines the next step, so that a resumed run continues bit for bit.
+A recipe owns the `for` loop and calls `update` and `evaluate`; `Loop` yields the examples of each step, and logs, saves
+and stops as the settings say. A checkpoint has everything that determines the next step, so that a resumed run
+continues bit for bit.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ Batch = TypeVar("Batch", bound=HasTokens)
 ObjectiveOf = Callable[[list[Example]], tuple[list[Pack], Objective]]
 
 
-def _fullest_apart(packs: Iterable[Batch]) -> Iterator[Batch]:
-    """The packs. Releases free memory after the first and fullest one, whose gradients fragment the heap."""
+def _freeing_after_fullest(packs: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield the packs. Releases free memory after the first and fullest one, whose gradients fragment the heap."""
     for number, pack in enumerate(packs):
         if number == 1:
             return_free_pages()
@@ -71,7 +72,7 @@ class Loop:
         self.total = total_steps(job.config, len(data.train))
         if len(data.train) < self.batch_size:
             log.warning(
-                "the training data has %d examples, fewer than training.batch_size = %d: every step takes them all",
+                "the training data has %d examples, fewer than training.batch_size = %d: every step uses all of them",
                 len(data.train), self.batch_size,
             )  # fmt: skip
         self.peak_rate = job.learning_rate()
@@ -106,16 +107,16 @@ class Loop:
         self.policy.train(self.job.config.method.dropout)
         self._moved = MovedWeights(self.policy, self.optimizer)
         if self.state.window and self._is_logged(self.state.step):
-            self._log()  # the line that the failed run was writing
+            self._log()  # the line that the run failed to write
         self.saver.mark(self.state)
         with self.progress, self._stop.listening(), closing(self._completions):
             for step in range(first, self.total + 1):
                 if self._best.is_overdue(self.state):
                     self._best.report(self.state)
                     break
-                began = time.perf_counter()
+                started = time.perf_counter()
                 yield step, self._examples(step)
-                self.state.seconds += time.perf_counter() - began
+                self.state.seconds += time.perf_counter() - started
                 self._after_step()
             if self.state.window:
                 self._log()
@@ -141,20 +142,21 @@ class Loop:
         parts: Iterable[tuple[Sequence[Batch], Objective[Batch]]],
         measure: Callable[[Mapping[str, float]], Mapping[str, float]] | None = None,
     ) -> None:
-        """The optimizer steps of a step, at its learning rate. One that is not finite is skipped and counted.
+        """The optimizer steps of one training step, all at its learning rate. One that is not finite is skipped and
+        counted.
 
         The step's metrics are means over its updates, or extremes for names that start with `min_` and `max_`;
-        `measure` receives them and returns further metrics; it also stores what the step leaves behind.
+        `measure` receives them and returns further metrics; methods that sample also store their rollouts there.
         """
         state, step, tokens = self.state, self.state.step + 1, 0
         method = self.job.config.method
         made: list[dict[str, float]] = []
         if method.updates > 1:
-            self.saver.keep()
+            self.saver.copy_weights()
         for packs, objective in parts:
             coming = self.interruption.while_patient(packs)
             if method.samples_completions:
-                coming = _fullest_apart(coming)
+                coming = _freeing_after_fullest(coming)
             done = update(coming, objective, self.optimizer, self.rate(step))
             tokens += sum(pack.num_tokens for pack in packs)
             if not done.applied:
@@ -196,7 +198,7 @@ class Loop:
         state, every = self.state, self.job.config.checkpoint.save_steps
         if self.saver.rollouts is not None:
             self.saver.rollouts.check()
-        if self._best.is_overdue(state) and state.window:  # the last step: nothing remains to be logged
+        if self._best.is_overdue(state) and state.window:  # the last step: log what remains
             self._log()
         if state.step % every == 0 or state.step == self.total or self._best.is_overdue(state) or self._stop.asked:
             self.save_checkpoint()
@@ -206,7 +208,7 @@ class Loop:
         return step % self.job.config.tracking.logging_steps == 0 or step == self.total
 
     def _log(self) -> dict[str, float]:
-        """A line of the means since the last one."""
+        """Log a line of the means since the last one, and return its metrics."""
         state = self.state
         metrics = state.means() | {
             "learning_rate": self.rate(state.step),
@@ -220,7 +222,7 @@ class Loop:
             metrics["skipped_steps"] = state.skipped
         self.job.run.log(state.step, metrics)
         state.window, state.window_steps = {}, {}
-        self.saver.mark(state)  # after a later failure the run resumes after this line
+        self.saver.mark(state)  # a run that fails later resumes after this line
         return metrics
 
     # Evaluation
@@ -236,7 +238,7 @@ class Loop:
         return step % settings.eval_steps == 0 or step == self.total
 
     def evaluate(self, objective_of: ObjectiveOf) -> dict[str, float]:
-        """Measure every validation set without gradients, log it, and save the model if it is the best so far."""
+        """Evaluate every validation set without gradients, log it, and save the model if it is the best so far."""
 
         def measure(name: str, dataset: Dataset) -> dict[str, float]:
             found = over_batches(self._batches(objective_of, name, dataset))
@@ -245,7 +247,7 @@ class Loop:
         return self.evaluate_by(measure)
 
     def evaluate_by(self, measure: Callable[[str, Dataset], Mapping[str, float]]) -> dict[str, float]:
-        """The same with the method's own measurement, called with each set's name and examples."""
+        """Like `evaluate`, with the method's own `measure`, which is called with each set's name and examples."""
         self.policy.eval()
         metrics = {"epoch": self.state.step / self.steps_per_epoch}
         for name, dataset in self.data.validation.items():
@@ -262,7 +264,7 @@ class Loop:
     def _batches(
         self, objective_of: ObjectiveOf, name: str, dataset: Dataset
     ) -> Iterator[tuple[list[Pack], Objective[Pack]]]:
-        """The batches of a validation set. A signal ends the run after the current one."""
+        """The batches of a validation set. A signal ends the run after the current batch."""
         rows = evaluated_rows(self.job.config, self.state.step, name, len(dataset))
         for start in progress(range(0, len(rows), self.batch_size), f"evaluating {name}"):
             yield objective_of([dataset[int(row)] for row in rows[start : start + self.batch_size]])
@@ -276,5 +278,5 @@ class Loop:
         self.saver.save(self.state)
 
     def save_final(self) -> None:
-        """`final/`: the model as transformers or PEFT load it, with its tokenizer and template."""
+        """Save `final/`: the model as transformers or PEFT load it, with its tokenizer and template."""
         self.job.run.save_model(self.job.run.final, self.state.step, self.saver.write_model)

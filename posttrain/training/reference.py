@@ -1,4 +1,4 @@
-"""The reference of preference methods: the policy with its adapter off, a frozen copy, or precomputed numbers."""
+"""The reference model: the policy with its adapter off, a frozen copy, or precomputed log-probabilities."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from posttrain.training.job import Job
 
 log = logging.getLogger("posttrain")
 
-# The log-probabilities (S) of the sequences of a pack of these examples under the reference.
+# From a pack and the examples in it to the log-probability (S) of each sequence under the reference.
 Reference = Callable[[Pack, list[Example]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Examples that the reference scores beforehand, batch by batch, and their name in the cache."""
+    """Examples that the reference scores before training, batch by batch, and their name in the cache."""
 
     name: str
     batches: Callable[[], Iterator[list[Example]]]
@@ -45,7 +45,7 @@ class Portion:
 def make_reference(
     job: Job, method: DPOMethod | KTOMethod, policy: Scorer, data: Prepared, portions: Sequence[Portion]
 ) -> Reference:
-    """The reference of the settings; if precomputed, with the log-probabilities of the examples in `portions`."""
+    """The reference of the settings; with precompute_ref_log_probs, it looks up the examples of `portions`."""
     frozen, score_tokens = token_reference(job, method.ref_model, policy)
 
     def score(pack: Pack) -> torch.Tensor:
@@ -84,7 +84,7 @@ def token_reference(
 
 
 def no_reference(pack: Pack, examples: list[Example]) -> torch.Tensor:
-    """Log-probabilities of 0 (S)."""
+    """A reference with log-probabilities of 0 (S)."""
     return torch.zeros(pack.num_sequences, device=pack.tokens_T.device)
 
 
@@ -155,7 +155,7 @@ def _precomputed(
         folder.parent.mkdir(parents=True, exist_ok=True)
         save_folder(folder, 0, lambda temporary: save_tensors(temporary / "logprob.safetensors", tensors))
     except (OSError, RunError) as error:
-        log.warning("the reference's log-probabilities are used, but could not be cached: %s", error)
+        log.warning("the reference's log-probabilities could not be cached, and are used from memory: %s", error)
     return tensors
 
 

@@ -1,4 +1,4 @@
-"""What a resumed run may change, and its checkpoint."""
+"""Resuming a run: the settings that may change, warnings about lost files, advice when memory runs out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHANGEABLE = (
 
 
 def run_folder_of(path: Path) -> Path:
-    """The run folder that `path` is, or that the checkpoint `path` lies in."""
+    """The run folder that `path` is, or the one that the checkpoint `path` is in."""
     for folder in (path, path.parent):
         if (folder / "run.json").is_file():
             return folder
@@ -46,13 +46,13 @@ def run_folder_of(path: Path) -> Path:
 
 
 def saved_settings(folder: Path, given: RunConfig) -> RunConfig:
-    """The settings to resume with in `folder`: those given, for the model of the folder."""
+    """The settings to resume the run in `folder` with: the given ones, for the folder's model."""
     saved = load(folder / "config.yaml").config
     name = saved.models[0].folder_name
-    mine = [model for model in given.models if model.folder_name == name]
-    if not mine:
+    own = [model for model in given.models if model.folder_name == name]
+    if not own:
         raise RunError(f"{folder} is a run of the model {name}, which the given config does not have")
-    return given.model_copy(update={"models": (mine[0],), "name": saved.name, "output_dir": saved.output_dir})
+    return given.model_copy(update={"models": (own[0],), "name": saved.name, "output_dir": saved.output_dir})
 
 
 def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
@@ -77,7 +77,7 @@ def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
 
 
 def refuse_fewer_steps(checkpoint: Path, config: RunConfig) -> None:
-    """Raise RunError if a checkpoint is beyond the requested number of steps."""
+    """Raise RunError if the checkpoint is later than the requested number of steps."""
     step, limit = saved_step(checkpoint), config.training.max_steps
     if limit is not None and step > limit:
         raise RunError(
@@ -103,7 +103,7 @@ def report_lost(folder: Path, checkpoint: Path, config: RunConfig, lines: Sequen
     if config.rollout.save and sampled and not (folder / ROLLOUTS).exists():
         yield (
             f"{folder / ROLLOUTS} is missing: the completions up to step {state.step} are lost, and `posttrain "
-            "rollouts`, `why` and `regrade` will know later ones only. Training does not need them"
+            "rollouts`, `why` and `regrade` will show later ones only. Training does not need them"
         )
 
 
@@ -122,7 +122,7 @@ def memory_settings(config: RunConfig) -> str:
     if any(model.lora is None for model in config.models):
         others.append("train adapters only (model.lora=true)")
     if any(reward.loads_model for reward in config.rewards):
-        others.append("take a smaller reward model")
+        others.append("use a smaller reward model")
     rest = f"; or {', or '.join(others)}" if others else ""
     return f"Lower {', then '.join(lower)}{rest}"
 
@@ -130,7 +130,7 @@ def memory_settings(config: RunConfig) -> str:
 def smaller_packs(config: RunConfig, folder: Path) -> str:
     """Advice when memory ran out: the command that resumes `folder` with half of the tokens in a pack.
 
-    A pack must have room for the longest example; if it has no more than that, layers are recomputed in backward.
+    A pack must have room for the longest example; if it has only that, the advice is gradient checkpointing.
     """
     now, least = config.training.tokens_per_pack, config.longest_example
     command = ["posttrain", "train", "--resume", str(folder)]

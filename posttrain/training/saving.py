@@ -34,13 +34,16 @@ class Saver:
 
     def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared, total: int):
         self._job, self._policy, self._optimizer, self._data, self._total = job, policy, optimizer, data, total
-        self.rollouts: RolloutStore | None = None  # of the methods that have one
+        self.rollouts: RolloutStore | None = None  # None for methods without rollouts
         self._boundary = Boundary(optimizer)
         self._newest = 0  # the step of the last checkpoint
 
     def save(self, state: State) -> None:
-        """Save a complete checkpoint: the model, the optimizer, the generators, the state of the loop; after the
-        rollouts up to here are on disk. Raises RunError, or VitalSignError for weights that are not finite."""
+        """Save a complete checkpoint: the model, the optimizer, the generators, the state of the loop. Waits
+        first until the rollouts up to here are on disk.
+
+        Raises RunError, or VitalSignError for weights that are not finite.
+        """
         if self.rollouts is not None:
             self.rollouts.flush()
         self._write(state, rng_state())
@@ -53,12 +56,12 @@ class Saver:
         """A step, or its evaluation, is finished: the state that `save_finished` saves."""
         self._boundary.mark(state)
 
-    def keep(self) -> None:
-        """A step of several updates starts."""
-        self._boundary.keep()
+    def copy_weights(self) -> None:
+        """A step of several updates starts: copy what they change."""
+        self._boundary.copy_weights()
 
     def save_finished(self) -> None:
-        """Save the run as of the last mark, if there is no checkpoint of it; the run cannot continue after that.
+        """Save the run as of the last mark, unless that is saved already; the run cannot continue after that.
 
         Rollouts that could not be written go into the checkpoint. If the weights have changed since and there is no
         copy, nothing is saved, with a warning.
@@ -68,24 +71,24 @@ class Saver:
             return
         if self._boundary.go_back():
             self._write(state, self._boundary.rng)
-            log.info("saved checkpoint-%d: the run as it was after step %d", state.step, state.step)
+            log.info("saved checkpoint-%d, the state of the run after step %d", state.step, state.step)
         else:
             log.warning(
-                "step %d ended after it had changed the weights: the run is saved as of step %d",
+                "step %d ended after changing the weights: the run is saved as of step %d",
                 state.step + 1, self._newest,
             )  # fmt: skip
 
     def save_after(self, error: BaseException) -> None:
-        """The same after a failure, unless it is a second Ctrl-C. Raises what prevents it."""
+        """Like `save_finished`, after a failure; a second Ctrl-C saves nothing. Raises the errors of the save."""
         if isinstance(error, LeaveAtOnceError):
             return
         if is_out_of_memory(error):
-            traceback.clear_frames(error.__traceback__)  # they hold memory that is needed now
+            traceback.clear_frames(error.__traceback__)  # its frames hold memory that the save needs
             release_memory()
         self.save_finished()
 
     def _write(self, state: State, rng: Generators) -> None:
-        began = time.perf_counter()
+        started = time.perf_counter()
         check_finite(self._optimizer.masters, state.step)
         generators, rng_facts = rng
 
@@ -102,13 +105,13 @@ class Saver:
 
         saved = self._job.run.save_checkpoint(state.step, write, self._job.config.checkpoint.save_total_limit)
         self._newest = state.step
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started
         state.save_seconds += seconds
         logging.getLogger(QUIET_LOGGER).info("saved %s in %.3f s", saved.name, seconds)
 
     def restore(self, checkpoint: Path) -> tuple[State, int]:
-        """Restore the optimizer and the generators, and last, when nothing can fail, set the run folder back to the
-        checkpoint. Returns the state of the loop and the run's total steps.
+        """Restore the optimizer and the generators; then, when nothing more can fail, rewind the run folder to the
+        checkpoint. Returns the state of the loop and the number of steps that the run was started for.
 
         Raises RunError if the data differs, DamagedError if the checkpoint is damaged.
         """

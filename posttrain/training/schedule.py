@@ -15,13 +15,16 @@ log = logging.getLogger("posttrain")
 
 
 def total_steps(config: RunConfig, rows: int) -> int:
-    """Optimizer steps of a run over this number of training examples."""
+    """The number of steps of a run over this number of training examples."""
     training = config.training
     return training.max_steps or math.ceil(training.num_train_epochs * math.ceil(rows / training.batch_size))
 
 
 def epoch_order(config: RunConfig, rows: int, epoch: int) -> np.ndarray:
-    """A pure function of seed and epoch, so that the step alone gives a resumed run its position in the data."""
+    """The order of the rows in an epoch.
+
+    A pure function of seed and epoch, so that the step alone gives a resumed run its position in the data.
+    """
     return np.random.default_rng([config.seed, epoch]).permutation(rows) if config.data.shuffle else np.arange(rows)
 
 
@@ -54,7 +57,7 @@ def learning_rate_at(config: RunConfig, peak: float, step: int, total: int) -> f
 
 
 def report_schedule_change(config: RunConfig, peak: float, step: int, before: int, total: int) -> None:
-    """Warn that a resumed run with another number of steps has a stretched schedule for its remaining steps."""
+    """Warn if a resumed run has another number of steps, which stretches the schedule of the remaining steps."""
     if before == total or step >= total:
         return
     old = learning_rate_at(config, peak, min(step, before), before)

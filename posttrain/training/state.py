@@ -47,7 +47,7 @@ class State:
         return replace(self, window=dict(self.window), window_steps=dict(self.window_steps), memory=dict(self.memory))
 
     def as_json(self) -> dict[str, Any]:
-        """For `from_json`. JSON has no NaN, which a metric may be even if loss and gradient are finite."""
+        """The state for `from_json`, with null for NaN, which a metric may be even if loss and gradient are finite."""
         window = {name: value if math.isfinite(value) else None for name, value in self.window.items()}
         return asdict(self) | {"window": window}
 
@@ -69,12 +69,12 @@ class Saved:
     tensors: int | None = None  # in optimizer.safetensors; None in checkpoints of earlier versions
 
     def as_json(self) -> dict[str, Any]:
-        """For `read`."""
+        """The content of `state.json`, for `read`."""
         return {**{field.name: getattr(self, field.name) for field in fields(self)}, "loop": self.loop.as_json()}
 
     @classmethod
     def read(cls, checkpoint: Path) -> Saved:
-        """Raises DamagedError if it is invalid, or of another step than the checkpoint."""
+        """Read a checkpoint's `state.json`. Raises DamagedError if it is invalid or of another step."""
         try:
             facts = load_json(checkpoint / "state.json")
             saved = cls(**{**facts, "loop": State.from_json(facts["loop"])})
@@ -87,7 +87,7 @@ class Saved:
 
 
 def problems_of(checkpoint: Path) -> list[str]:
-    """Problems of a checkpoint with intact files that prevent resuming, as far as is visible without loading."""
+    """Problems that prevent resuming from a checkpoint with intact files, as far as they show without loading it."""
     try:
         Saved.read(checkpoint)
     except DamagedError as error:

@@ -28,7 +28,7 @@ class LeaveAtOnceError(KeyboardInterrupt):
 
 
 class Stop:
-    """Whether SIGINT or SIGTERM has asked the run to end, and the consequences."""
+    """Records SIGINT and SIGTERM, which ask the run to end, and ends it."""
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
@@ -50,8 +50,8 @@ class Stop:
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
-        """For work that changes nothing: a signal raises GivenUpError inside it, or at its end if the code inside has
-        caught the error."""
+        """A context for work that changes nothing: a signal raises GivenUpError inside it, or at its end if the code
+        inside has caught the error."""
         self._may_give_up = True
         try:
             if self.asked:
@@ -80,5 +80,5 @@ class Stop:
         log.warning("%s: finishing the step, then saving a checkpoint (again to leave at once)", self._signal.name)
 
     def _raise_again(self, error: BaseException) -> None:
-        if self._may_give_up or not isinstance(error, GivenUpError):  # else the block has ended already
+        if self._may_give_up or not isinstance(error, GivenUpError):  # else the `giving_up` block has ended already
             raise error

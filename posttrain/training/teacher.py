@@ -1,4 +1,4 @@
-"""The teacher of a distillation: it predicts the tokens of the student's completions after its own prompts."""
+"""The teacher of a distillation: it predicts the tokens of the student's completions, given its own prompts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Teacher:
         self._prompts = None if system is None else prompts_with_system(job.config, job.tokenizer, system)
         self._adapter = policy if method.teacher is None and is_adapted(policy) else None
         if method.teacher is not None:
-            self._refuse_other_tokens(job, method.teacher)
+            self._refuse_other_tokenizer(job, method.teacher)
         self.model = self._adapter or frozen_model(job, method.teacher)
 
     @torch.no_grad()
@@ -43,9 +43,9 @@ class Teacher:
         with self._adapter.disable_adapter() if self._adapter else nullcontext():
             if self._prompts is None:
                 return scored_states(self.model, part.pack)
-            return self._behind_own_prompts(rollout, part, self._prompts)
+            return self._after_own_prompts(rollout, part, self._prompts)
 
-    def _behind_own_prompts(self, rollout: Rollout, part: RolloutPack, prompts: Mapping[int, np.ndarray]) -> Tensor:
+    def _after_own_prompts(self, rollout: Rollout, part: RolloutPack, prompts: Mapping[int, np.ndarray]) -> Tensor:
         asked = [replace(p, trees=(replace(p.trees[0], tokens=prompts[p.row]),)) for p in rollout.prompts]
         place_R = torch.zeros(rollout.num_tokens, dtype=torch.long, device=part.token_N.device)
         place_R[part.token_N] = torch.arange(len(part.token_N), device=part.token_N.device)
@@ -60,14 +60,14 @@ class Teacher:
         return found
 
     @staticmethod
-    def _refuse_other_tokens(job: Job, path: str) -> None:
+    def _refuse_other_tokenizer(job: Job, path: str) -> None:
         ours, theirs = job.tokenizer.get_vocab(), load_tokenizer(reference_settings(job.model, path)).get_vocab()
         if ours == theirs:
             return
         differ = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
         raise ModelError(
             f"method.teacher {path} has another tokenizer than {job.model.path}: {len(differ):,} tokens differ, such "
-            f"as {differ[0]!r} ({ours.get(differ[0], 'none')} of the student, {theirs.get(differ[0], 'none')} of the "
-            "teacher). Distillation compares probabilities token by token: take a teacher of the student's family, or "
+            f"as {differ[0]!r} ({ours.get(differ[0], 'none')} in the student's, {theirs.get(differ[0], 'none')} in the "
+            "teacher's). Distillation compares probabilities token by token: use a teacher of the student's family, or "
             "train on the teacher's completions with method.type: sft (posttrain generate writes them)"
         )

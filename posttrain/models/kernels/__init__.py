@@ -1,7 +1,7 @@
 """Triton kernels for NVIDIA GPUs, where memory bounds PyTorch's own operations.
 
-Each has a path in PyTorch with the same values, which tests hold it to through Triton's interpreter. A model that is
-loaded for a GPU takes them where Triton can compile; `model.triton_kernels: false` switches all of them off.
+Each has a path in PyTorch with the same values, with which tests compare it through Triton's interpreter. A model that
+is loaded for a GPU uses them if Triton can compile; `model.triton_kernels: false` switches all of them off.
 """
 
 import torch
@@ -11,10 +11,10 @@ MARK = "_posttrain_triton"
 
 
 def switch_on(model: nn.Module) -> None:
-    """Let the model's scores, and completions that are drawn from it, be computed by these kernels."""
+    """Use these kernels for the model's scores and generation."""
     setattr(model, MARK, True)
 
 
 def are_on(model: nn.Module, factor: Tensor) -> bool:
-    """Whether they compute with a tensor like this one. Not in float32 on a GPU, where cuBLAS multiplies faster."""
+    """Whether they are used for a tensor like this one. Not in float32 on a GPU, where cuBLAS is faster."""
     return getattr(model, MARK, False) and not (factor.is_cuda and factor.dtype == torch.float32)

@@ -1,21 +1,19 @@
-"""Attention of one new token of each completion to its prompt's keys and to its own, each read once and no further than
-they go.
+"""Attention of one new token of each completion to its prompt's keys and to its own, each read once up to their length.
 
-Padded batched products (engines/attention.py) read every prompt and every completion to the length of the longest, and
-write and read scores in float32. Here a program keeps the queries of all completions of a prompt that share a head of
-keys, and streams a part of the prompt's keys past them; another does so with a completion's own. What the parts give is
-joined by their maxima and sums (split-KV; Flash-Decoding, Dao et al. 2023), in float32 and in one order. A step reads
+Padded batched products (engines/attention.py) read every prompt and every completion up to the longest, and write and
+read scores in float32. Here a program keeps the queries of all completions of a prompt that share a key head, and
+streams a part of the prompt's keys; another does so with a completion's own keys. The parts are joined by their maxima
+and sums (split-KV; Flash-Decoding, Dao et al. 2023), in float32 and in a fixed order. A step reads
 
     2 (sum of prompts' lengths + sum of completions' lengths) K d numbers,
 
-which is what there is to read. Sizes are those of the padded tensors, lengths lie in tensors: a recorded step serves
-all lengths within them.
+the minimum. Sizes are those of the padded tensors, and lengths are in tensors: a recorded step serves all lengths.
 
 Shapes: R completions, G prompts of up to M completions, K heads of keys, each for r heads of queries, of size d. A
 holder of keys is a prompt or a completion.
 """
 
-# What kernels are given is not what their parameters are, and a launch takes more than that.
+# Type checkers do not know Triton's launch: arguments differ from the kernels' parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ from torch import Tensor
 from triton import knobs
 
 LOG2E = tl.constexpr(1.4426950408889634)
-FEWEST_QUERIES, MOST_QUERIES = 16, 64  # of a program; tensor cores multiply 16 rows at least
-COLUMNS = 64  # of keys at a time
-PROGRAMS = 264  # twice the multiprocessors of an H100: keys are split until there are so many
-NOTHING = tl.constexpr(-1e30)  # a maximum of no scores
+FEWEST_QUERIES, MOST_QUERIES = 16, 64  # per program; tensor cores multiply at least 16 rows
+COLUMNS = 64  # keys read at a time
+PROGRAMS = 264  # twice the multiprocessors of an H100: keys are split to reach this number
+NOTHING = tl.constexpr(-1e30)  # the maximum over no scores
 
 
 @triton.jit
@@ -44,8 +42,8 @@ def _part(
 ):  # fmt: skip
     """Attention of a holder's queries to `span` of its keys: sum of p v, largest score and sum of p, in powers of 2.
 
-    The holder's query number i is that of head i % r for the row row_HM[i // r]. It stands at column at_R of that row,
-    counted as the holder's columns are, and sees those of the last `window` before it.
+    The holder's query number i belongs to head i % r of the row row_HM[i // r]. Its position is column at_R of the row
+    in the holder's numbering, and it sees the last `window` columns before it.
     """
     holder, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     place = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
@@ -98,7 +96,7 @@ def _joined(
     group_R, member_R, prompt_out, prompt_highest, prompt_total, own_out, own_highest, own_total, result,
     rows, groups, members, heads, each, size, prompt_splits, own_splits, EACH: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Attention to all parts of a row's keys, for the queries of one head of keys."""
+    """Attention to all parts of a row's keys, for the queries of one key head."""
     row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     query, number = tl.arange(0, EACH), tl.arange(0, SIZE)
     real = query < each
@@ -148,11 +146,10 @@ def decode_attention(
     softcap: float | None,
     window: int | None,
 ) -> Tensor:
-    """Keys and values (G, K, P, d) and (R, K, L, d), laid out in any way -> (R, K, r, d).
+    """Keys and values (G, K, P, d) and (R, K, L, d), with any strides -> (R, K, r, d).
 
-    The new token of row R is that at `column_R` of its own keys, and is there already; `length_G` is of the prompts.
-    `group_R`, `member_R` and `row_GM` say which row is which completion of which prompt; a place without a completion
-    may name any row.
+    The new token of row R is at `column_R` of its own keys, already written; `length_G` has the prompts' lengths.
+    `group_R`, `member_R` and `row_GM` map rows to completions of prompts; an empty slot may name any row.
     """
     rows, _, each, size = query_RKrd.shape
     position_R = length_G[group_R] + column_R
@@ -185,7 +182,7 @@ def _attend(
     softcap: float | None,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The splits' sums of p v (S, H, K, M r, d), largest scores and sums of p (S, H, K, M r), float32."""
+    """Of each split, the sums of p v (S, H, K, M r, d), largest scores and sums of p (S, H, K, M r), float32."""
     (holders, members), (_, heads, columns, size), each = row_HM.shape, key.shape, query.shape[2]
     query = query if query.stride(-1) == 1 else query.contiguous()
     queries = min(MOST_QUERIES, max(FEWEST_QUERIES, triton.next_power_of_2(members * each)))
@@ -201,11 +198,11 @@ def _attend(
         *query.stride()[:3], *key.stride(), *value.stride(),
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # of products of 16 bits: without effect
-        WIDE=knobs.runtime.interpret,  # Triton's interpreter multiplies no bfloat16
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # no effect on 16-bit products
+        WIDE=knobs.runtime.interpret,  # Triton's interpreter cannot multiply bfloat16
         QUERIES=queries,
-        COLUMNS=COLUMNS if size <= 128 else COLUMNS // 2,  # shared memory of a card for games: 99 KB
+        COLUMNS=COLUMNS if size <= 128 else COLUMNS // 2,  # for consumer GPUs, with 99 KB of shared memory
         SIZE=max(16, triton.next_power_of_2(size)),
-        num_stages=2,  # three would take 100 KB for heads of 256
+        num_stages=2,  # three stages would take 100 KB for heads of 256
     )  # fmt: skip
     return out, highest, total

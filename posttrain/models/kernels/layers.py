@@ -1,13 +1,13 @@
-"""The operations of models/elementwise.py in Triton: what they read and write passes memory once, whatever the dtype.
+"""The operations of models/elementwise.py in Triton: inputs and outputs pass through memory once, in any dtype.
 
-PyTorch runs each as a chain of three to ten kernels with float32 intermediates. Computed is in float32 throughout and
-rounded at the end, where PyTorch's chains round between, so in 16 bits the two differ by a unit in the last place.
-All sums have one order: weights' gradients are summed by a fixed number of programs and then joined.
+PyTorch runs each as a chain of three to ten kernels with float32 intermediates. The kernels compute in float32 and
+round at the end, while PyTorch's chains round in between, so in 16 bits the two differ by a unit in the last place.
+All sums have a fixed order: weights' gradients are summed by a fixed number of programs and then joined.
 
-Shapes: a tensor (..., W) is rows of W numbers side by side.
+Shapes: a tensor (..., W) is contiguous rows of W numbers.
 """
 
-# What kernels are given is not what their parameters are, and a launch takes more than that.
+# Type checkers do not know Triton's launch: arguments differ from the kernels' parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 4096  # of a program's block
-PROGRAMS = 264  # that sum a weight's gradient: twice the multiprocessors of an H100
+ELEMENTS = 4096  # elements of a program's block
+PROGRAMS = 264  # programs that sum a weight's gradient: twice the multiprocessors of an H100
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _rms_norm_gradients(
     x, weight, rstd, grad_y, grad_x, grad_weight, rows, width, blocks,
     WEIGHT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of `blocks` blocks of rows; grad_weight (programs, width) is float32."""
+    """The gradients from `blocks` blocks of rows; grad_weight (programs, width) is float32."""
     column = tl.arange(0, WIDTH)
     w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros((WIDTH,), tl.float32)
@@ -125,7 +125,7 @@ def rms_norm_gradients(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Turned by the angles, or with sign -1 back: x (..., T, H, d), cos and sin (..., T, 1, d)."""
+    """x rotated by the angles, or back with sign -1: x (..., T, H, d), cos and sin (..., T, 1, d)."""
     x, turns = x.contiguous(), (*x.shape[:-2], 1, x.shape[-1])
     cos, sin, y = cos.expand(turns).contiguous(), sin.expand(turns).contiguous(), torch.empty_like(x)
     rows, half = x.numel() // x.shape[-1], x.shape[-1] // 2
@@ -149,7 +149,7 @@ def swiglu_gradients(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, 
 
 
 def swiglu_gradients_again(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients, and y again, in one pass."""
+    """The gradients by gate and up, and y recomputed, in one pass."""
     return _gradients(gate, up, grad_y, again=True)
 
 
@@ -165,7 +165,7 @@ def _gradients(gate: Tensor, up: Tensor, grad_y: Tensor, again: bool) -> tuple[T
 
 
 def _rows_of(width: int, rows: int) -> tuple[int, dict[str, int]]:
-    """How many blocks so many rows are, and the block's sizes: whole rows, laid out to a power of two."""
+    """The number of blocks of these rows, and the block's sizes: complete rows, padded to a power of two."""
     wide = triton.next_power_of_2(width)
     each = max(1, ELEMENTS // wide)
     return triton.cdiv(rows, each), {"ROWS": each, "WIDTH": wide}

@@ -1,18 +1,18 @@
 """Log-probabilities and entropies straight from hidden states and the LM head: logits stay in registers.
 
-The softmax is taken online, block by block of the vocabulary (Milakov and Gimelshein, arXiv 1805.02867): of each row a
-program keeps the largest logit m, z = sum exp(l - m) and s = sum exp(l - m) (l - m), all float32, so that
+The softmax is computed online, block by block of the vocabulary (Milakov and Gimelshein, arXiv 1805.02867): for each
+row a program keeps the largest logit m, z = sum exp(l - m) and s = sum exp(l - m) (l - m), all float32, so that
 
     logprob = l[target] - m - log z        entropy = log z - s / z
 
-The vocabulary is divided among programs, whose m, z and s are joined at the end. For gradients logits are computed
-again. Theirs do reach memory, a chunk of rows at a time and in the model's dtype: from there cuBLAS multiplies them
-with hidden states and weights at full speed and in one order of sums, which atomic additions have not.
+The vocabulary is divided among programs, whose m, z and s are joined at the end. For gradients, logits are computed
+again. Gradients of logits are written to memory, a chunk of rows at a time and in the model's dtype: cuBLAS multiplies
+them with hidden states and weights at full speed and in a fixed order of sums, unlike atomic additions.
 
 Shapes: N rows, D hidden size, V vocabulary, S splits of it.
 """
 
-# What kernels are given is not what their parameters are, and a launch takes more than that.
+# Type checkers do not know Triton's launch: arguments differ from the kernels' parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-# Of a block of logits, and of the sums that make it: 64 KB of shared memory, which cards with bfloat16 have.
+# Sizes of a block of logits and of its sums: 64 KB of shared memory, which cards with bfloat16 have.
 BLOCKS = {"ROWS": 128, "WORDS": 128, "INNER": 64}
 OPTIONS = {"num_warps": 8, "num_stages": 2}
-PROGRAMS = 264  # twice the multiprocessors of an H100: the vocabulary is divided until there are so many
+PROGRAMS = 264  # twice the multiprocessors of an H100: the vocabulary is divided to reach this number
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _logits(
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """A block of float32 logits over the temperature, (ROWS, WORDS), and their caps' slope: 1 without a cap."""
+    """A block of float32 logits divided by the temperature, (ROWS, WORDS), and the slope of the cap: 1 without a cap."""
     inner = tl.arange(0, INNER)
     total = tl.zeros((ROWS, WORDS), tl.float32)
     for start in range(0, dim, INNER):
@@ -111,7 +111,7 @@ def _gradient(
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """A block of the gradients by the head's products, before the cap and the temperature."""
+    """A block of the gradients by the head's outputs, before the cap and the temperature."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     here = row < size
@@ -142,7 +142,7 @@ def scores(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The log of the softmax's denominator, log-probability, entropy, and 1 where the target is the mode: (N) float32.
+    """The log of the softmax's denominator, log-probability, entropy, and 1 if the target is the mode: (N) float32.
 
     The softmax is that of cap(h W^T + b) / temperature, where the cap is c tanh(x / c).
     """
@@ -181,9 +181,9 @@ def logits_gradient(
     temperature: float,
     softcap: float | None,
 ) -> Tensor:
-    """The gradient by h W^T + b, from those by what `scores` returns: (N, V), in the dtype of the weights."""
+    """The gradient by h W^T + b, from those by the outputs of `scores`: (N, V), in the dtype of the weights."""
     hidden_ND, weight_VD = _rows(hidden_ND), _rows(weight_VD)
-    # Side by side: autograd's gradient of a sum is one number that stands for all.
+    # Contiguous: autograd's gradient of a sum is one number, expanded.
     grads = [None if grad_N is None else grad_N.contiguous() for grad_N in (grad_logprob_N, grad_entropy_N)]
     grad_NV = weight_VD.new_empty(len(hidden_ND), len(weight_VD))
     _gradient[triton.cdiv(len(hidden_ND), BLOCKS["ROWS"]), triton.cdiv(len(weight_VD), BLOCKS["WORDS"])](
@@ -196,7 +196,7 @@ def logits_gradient(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """With the numbers of a row side by side."""
+    """With contiguous rows."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
@@ -210,8 +210,8 @@ def _constants(hidden_ND: Tensor, bias_V: Tensor | None, softcap: float | None) 
     return {
         "HAS_BIAS": bias_V is not None,
         "HAS_CAP": softcap is not None,
-        "PRECISION": "ieee" if wide else "tf32",  # of products of 16 bits: without effect
-        "WIDE": knobs.runtime.interpret,  # Triton's interpreter multiplies no bfloat16
+        "PRECISION": "ieee" if wide else "tf32",  # no effect on 16-bit products
+        "WIDE": knobs.runtime.interpret,  # Triton's interpreter cannot multiply bfloat16
         **BLOCKS,
         **({"INNER": BLOCKS["INNER"] // 2} if wide else {}),
         **OPTIONS,
