@@ -1,6 +1,6 @@
 """bfloat16 on this processor: `python -m benchmarks.bf16`, a part of `make bench`.
 
-Training by DPO and SFT, drawing 128 completions at a time, and a GRPO step, each in bfloat16 beside our own float32 and
+Training by DPO and SFT, sampling 128 completions at a time, and a GRPO step, each in bfloat16 beside our float32 and
 beside TRL in bfloat16, in processes of their own, in turn. The models, rows and settings are those of `benchmarks.run`,
 `.generate` and `.online`. Losses must be those of float32 to 1e-2.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,7 +33,7 @@ def trained(name: str, models: Path, side: str, dtype: str, *more: str) -> dict[
         return run_side(f"{side}_side", name, models, Path(folder), "--dtype", dtype, *more)
 
 
-def drawn(models: Path, dtype: str) -> dict[str, Any]:
+def generated(models: Path, dtype: str) -> dict[str, Any]:
     return in_own_process(
         "generate", "--side", "embedded", "--work", "bench", "--model", str(models / "policy"), "--dtype", dtype
     )
@@ -63,7 +64,7 @@ def compare(name: str, models: Path, rounds: int) -> dict[str, Any]:
             trl=lambda: trained(name, models, "trl", "bfloat16"),
         )
     elif name == "generate":
-        found = in_turn(rounds, float32=lambda: drawn(models, "float32"), bfloat16=lambda: drawn(models, "bfloat16"))
+        found = in_turn(rounds, **{d: partial(generated, models, d) for d in ("float32", "bfloat16")})
     else:
         found = in_turn(rounds, bfloat16=lambda: stepped(models, "posttrain"), trl=lambda: stepped(models, "trl"))
     result: dict[str, Any] = {"sides": found}
@@ -102,8 +103,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         cells += ["", ""] if loss is None else [f"{loss:.1e}", f"≤ {LARGEST_LOSS_DIFFERENCE:g}"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     slow = [r["machine"]["processor"] for r in results.values() if not r["has_bfloat16"]]
-    told = f"\n\nWithout instructions for bfloat16, so tested for correctness alone: {slow[0]}." if slow else ""
-    return "\n".join([*lines, "", processors(results)]) + told
+    note = f"\n\nWithout instructions for bfloat16, so tested for correctness alone: {slow[0]}." if slow else ""
+    return "\n".join([*lines, "", processors(results)]) + note
 
 
 def missed(results: dict[str, dict[str, Any]]) -> list[str]:

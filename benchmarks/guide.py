@@ -50,7 +50,7 @@ SUMS: dict[str, dict[str, Any]] = {
 # --- the tagged rewards -----------------------------------------------------------------------------------------------
 
 TAGS = TagsConfig()
-TAGGED_SHARE = 0.03  # of the demonstrations; a base model that is told of the tags in its prompt writes them as seldom
+TAGGED_SHARE = 0.03  # of the demonstrations; a base model whose prompt names the tags writes them as seldom
 TAGGED = {
     "demonstrations": 14_000,
     "sft": {"batch_size": 20, "tokens_per_pack": 2048, "learning_rate": 2.5e-3, "adam_beta2": 0.95, "max_steps": 1400},

@@ -99,15 +99,15 @@ def run_posttrain(
     from posttrain.recipes.online import Step
     from posttrain.store import rollouts
 
-    drawing: list[float] = []
+    times: list[float] = []
     storing = [timed(Step, "stored"), timed(rollouts.RolloutStore, "add"), timed(rollouts, "_insert")]
     generate, coming = EmbeddedEngine.generate, iter(lengths)
 
     def at_lengths(self, prompts, sampling, *, seeds=None, limits=None):
         began = time.perf_counter()
-        drawn = generate(self, prompts, _without_stops(sampling), seeds=seeds, limits=next(coming))
-        drawing.append(time.perf_counter() - began)
-        return drawn
+        sampled = generate(self, prompts, _without_stops(sampling), seeds=seeds, limits=next(coming))
+        times.append(time.perf_counter() - began)
+        return sampled
 
     EmbeddedEngine.generate = at_lengths
     prompts, n = WORK[method]
@@ -148,7 +148,7 @@ def run_posttrain(
     mean = statistics.fmean(line["completions/mean_length"] for line in lines)
     return {
         "seconds": results["train_runtime"],
-        "drawing_seconds": sum(drawing),
+        "sampling_seconds": sum(times),
         "storing_seconds": sum(map(sum, storing)),
         "mean_length": mean,
     }
@@ -194,9 +194,9 @@ def one_side(side: str, method: str, models: Path, dtype: str) -> dict:
             from benchmarks.online_trl import RUN  # imports this module
 
             found = RUN[method](made, lengths, Path(folder), dtype)
-    drawn = [length for step in lengths for group in step for length in group]
-    if abs(found["mean_length"] - statistics.fmean(drawn)) > 1e-3:
-        raise SystemExit(f"{side} drew {found['mean_length']} tokens a completion, not {statistics.fmean(drawn)}")
+    sampled = [length for step in lengths for group in step for length in group]
+    if abs(found["mean_length"] - statistics.fmean(sampled)) > 1e-3:
+        raise SystemExit(f"{side} sampled {found['mean_length']} tokens a completion, not {statistics.fmean(sampled)}")
     return found | {"peak_gb": peak_memory_gb(), "steps": STEPS[method]}
 
 
@@ -238,15 +238,16 @@ def table(results: dict[str, dict]) -> str:
     for method, r in results.items():
         faster, leaner = GOALS[method]
         ours, theirs = (
-            {key: statistics.median(one[key] for one in r[side]) for key in ("seconds", "drawing_seconds", "peak_gb")}
+            {key: statistics.median(one[key] for one in r[side]) for key in ("seconds", "sampling_seconds", "peak_gb")}
             for side in ("posttrain", "trl")
         )
         steps, spread = STEPS[method], f"{min(r['time_ratios']):.2f} to {max(r['time_ratios']):.2f}"
         goal = f"≤ {leaner}" if leaner < 1 else ""
+        sampling = " / ".join(f"{one['sampling_seconds'] / one['seconds']:.0%}" for one in (ours, theirs))
         lines.append(
             f"| {method}, {WORK[method][0]} × {WORK[method][1]} | {r['time_ratio']:.2f} ({spread}) | ≥ {faster:.0f} "
             f"| {r['memory_ratio']:.2f} | {goal} | {ours['seconds'] / steps:.1f} / {theirs['seconds'] / steps:.1f} "
-            f"| {ours['drawing_seconds'] / ours['seconds']:.0%} / {theirs['drawing_seconds'] / theirs['seconds']:.0%} "
+            f"| {sampling} "
             f"| {storing_share(r):.2%} | {ours['peak_gb']:.2f} / {theirs['peak_gb']:.2f} |"
         )
     return "\n".join([*lines, "", processors(results)])

@@ -31,11 +31,11 @@ class Lengths(LogitsProcessor):
         return scores
 
 
-class Drawing:
+class Timed:
     """Gives a model's `generate` the lengths of the next step, and times it."""
 
     def __init__(self, model, lengths: list[list[list[int]]], stop: int):
-        self.began, self.seconds, self.drawn = 0.0, 0.0, 0
+        self.began, self.seconds, self.sampled = 0.0, 0.0, 0
         generate, coming = model.generate, iter(lengths)
 
         def at_lengths(*args, **given):
@@ -46,7 +46,7 @@ class Drawing:
             processor = Lengths(given["input_ids"].shape[1], of_rows, stop)
             result = generate(*args, **given, logits_processor=[processor])
             self.seconds += time.perf_counter() - now
-            self.drawn += int(of_rows.sum())
+            self.sampled += int(of_rows.sum())
             return result
 
         model.generate = at_lengths
@@ -72,11 +72,11 @@ def run_trl_grpo(models: dict[str, Path], lengths: list[list[list[int]]], folder
     rows = Dataset.from_list([{"prompt": text} for text in prompts_of("grpo")])
     trainer = trl.GRPOTrainer(str(models["policy"]), characters, args=config, train_dataset=rows)
     tokenizer = AutoTokenizer.from_pretrained(models["policy"])
-    drawing = Drawing(trainer.model, lengths, tokenizer.eos_token_id)
+    sampling_time = Timed(trainer.model, lengths, tokenizer.eos_token_id)
     trainer.train()
-    seconds = time.perf_counter() - drawing.began
+    seconds = time.perf_counter() - sampling_time.began
     mean = statistics.fmean(x["completions/mean_length"] for x in trainer.state.log_history if "loss" in x)
-    return {"seconds": seconds, "drawing_seconds": drawing.seconds, "mean_length": mean}
+    return {"seconds": seconds, "sampling_seconds": sampling_time.seconds, "mean_length": mean}
 
 
 def run_trl_ppo(models: dict[str, Path], lengths: list[list[list[int]]], folder: Path, dtype: str) -> dict:
@@ -121,11 +121,11 @@ def run_trl_ppo(models: dict[str, Path], lengths: list[list[list[int]]], folder:
         eval_dataset=Dataset.from_list(ids[:1]),
     )
     # Its loader shuffles; which prompt gets which length does not matter to the work as long as all come.
-    drawing = Drawing(trainer.policy_model, lengths, tokenizer.eos_token_id)
+    sampling_time = Timed(trainer.policy_model, lengths, tokenizer.eos_token_id)
     trainer.train()
-    seconds = time.perf_counter() - drawing.began
-    mean = drawing.drawn / (prompts * n * STEPS["ppo"])
-    return {"seconds": seconds, "drawing_seconds": drawing.seconds, "mean_length": mean}
+    seconds = time.perf_counter() - sampling_time.began
+    mean = sampling_time.sampled / (prompts * n * STEPS["ppo"])
+    return {"seconds": seconds, "sampling_seconds": sampling_time.seconds, "mean_length": mean}
 
 
 def run_trl_distill(models: dict[str, Path], lengths: list[list[list[int]]], folder: Path, dtype: str) -> dict:
@@ -163,11 +163,11 @@ def run_trl_distill(models: dict[str, Path], lengths: list[list[list[int]]], fol
     )
     flat = [[length] for step in lengths for group in step for length in group]
     at_a_time = [flat[start : start + ROWS] for start in range(0, len(flat), ROWS)]
-    drawing = Drawing(trainer.model, at_a_time, tokenizer.eos_token_id)
+    sampling_time = Timed(trainer.model, at_a_time, tokenizer.eos_token_id)
     trainer.train()
-    seconds = time.perf_counter() - drawing.began
-    mean = drawing.drawn / (prompts * n * STEPS["distill"])
-    return {"seconds": seconds, "drawing_seconds": drawing.seconds, "mean_length": mean}
+    seconds = time.perf_counter() - sampling_time.began
+    mean = sampling_time.sampled / (prompts * n * STEPS["distill"])
+    return {"seconds": seconds, "sampling_seconds": sampling_time.seconds, "mean_length": mean}
 
 
 RUN = {"grpo": run_trl_grpo, "ppo": run_trl_ppo, "distill": run_trl_distill}

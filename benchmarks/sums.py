@@ -1,4 +1,4 @@
-"""A task of seconds for methods that draw completions: sums of two numbers below 20, which a small model was taught.
+"""A task of seconds for methods that sample completions: sums of two numbers below 20, which a small model was taught.
 
 The model is taught every sum. Then the weights that choose its words are mixed with as much noise, and made smaller,
 which makes it less sure of each word, until about one answer in ten is right.
@@ -21,7 +21,7 @@ from posttrain.models.lean import lean
 
 PROBLEMS = [(f"{a}+{b}=", str(a + b)) for a in range(20) for b in range(20)]
 STOP, START = "$", "^"
-TIMES = 8  # an answer is drawn: of 80 at 90 %, that alone makes the share uncertain by 3 points, of 640 by 1
+TIMES = 8  # an answer is sampled: of 80 at 90 %, that alone makes the share uncertain by 3 points, of 640 by 1
 EXACT_SETTINGS = 'rewards=[{"type": "python", "function": "benchmarks.sums:exact", "name": "exact"}]'
 
 
@@ -133,13 +133,13 @@ def noisy(model: PreTrainedModel) -> Callable[[float], None]:
 
 
 def accuracy(model: PreTrainedModel, tokenizer, problems, longest: int = 6, seed: int = 0) -> float:
-    """The share of right answers, drawn at temperature 1."""
+    """The share of right answers, sampled at temperature 1."""
     model.set_attn_implementation(PACKED)
     lean(model)
     stops = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     sampling = Sampling(max_completion_length=longest, stop_token_ids=stops, seed=seed)
     prompts = [tokenizer(problem).input_ids for problem, _ in problems]
-    drawn = EmbeddedEngine(model, tokenizer).generate(prompts, sampling)
-    texts = [tokenizer.decode(group[0].tokens, skip_special_tokens=True) for group in drawn]
+    sampled = EmbeddedEngine(model, tokenizer).generate(prompts, sampling)
+    texts = [tokenizer.decode(group[0].tokens, skip_special_tokens=True) for group in sampled]
     model.set_attn_implementation("sdpa")
     return sum(exact(texts, [answer for _, answer in problems])) / len(problems)

@@ -121,13 +121,13 @@ def start_like_posttrain(model: torch.nn.Module, path: str) -> None:
     """Give new adapters the random numbers that posttrain draws for seed 0."""
     torch.manual_seed(0)
     same = get_peft_model(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), LORA)
-    drawn = {name: p for name, p in same.named_parameters() if "lora_A" in name}
+    sampled = {name: p for name, p in same.named_parameters() if "lora_A" in name}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name in drawn:
-                parameter.copy_(drawn.pop(name))
-    if drawn:
-        raise SystemExit(f"adapters without a counterpart: {', '.join(sorted(drawn))}")
+            if name in sampled:
+                parameter.copy_(sampled.pop(name))
+    if sampled:
+        raise SystemExit(f"adapters without a counterpart: {', '.join(sorted(sampled))}")
 
 
 def measure(arguments: argparse.Namespace) -> dict:

@@ -1,10 +1,10 @@
-"""Rollouts: prompts to completions with their log-probabilities, rewards and verdicts, ready for training.
+"""Rollouts: completions of prompts with log-probabilities, rewards and verdicts, ready for training.
 
 rollout = sample(step, prompts)      P prompts, S completions, G per prompt, grouped by prompt
 
-Per-token numbers of a rollout (log-probabilities, advantages, values) are flat tensors, completion after completion in
-the rollout's order: (R), R scored tokens in all. A `RolloutPack` is a pack of some of the completions, with the
-positions of its N scored tokens among the R: `old_R[part.token_N]` are the pack's numbers.
+Per-token numbers of a rollout (log-probabilities, advantages, values) are flat tensors (R) over all R scored tokens,
+completion after completion in the rollout's order. A `RolloutPack` is a pack of some of the completions, with the
+positions of its N scored tokens among the R: `old_R[part.token_N]` has the pack's values.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class RolloutPack:
 class Rollout:
     """The completions of a step's prompts, and their rewards.
 
-    `rewarded` has a total for every completion; None means no verdict and no reward: it is dropped from the update.
+    `rewarded` has a total for every completion; None means no verdict and no reward, and drops the completion from the
+    update.
     """
 
     prompts: Sequence[Example]
@@ -57,11 +58,11 @@ class Rollout:
     texts: tuple[str, ...]  # S
     rewarded: Rewarded
     group_S: Tensor  # the index of each completion's prompt in `prompts`
-    resampled: int = 0  # groups that were sampled again because their rewards were equal
+    resampled: int = 0  # groups that were sampled again because all their rewards were equal
 
     @cached_property
     def reward_S(self) -> Tensor:
-        """Float32; NaN without a reward."""
+        """The total rewards, float32; NaN without a reward."""
         return torch.tensor([np.nan if total is None else total for total in self.rewarded.totals])
 
     @cached_property
@@ -108,7 +109,7 @@ class Rollout:
     def examples(self, chosen: Sequence[int] | Tensor, tokens_per_pack: int) -> tuple[list[Example], list[list[int]]]:
         """The chosen completions as trees, and the indices of each tree's leaves.
 
-        Completions of a prompt are leaves of one tree, or of several if one would be larger than a pack.
+        The completions of a prompt are leaves of one tree, or of several if one tree would be larger than a pack.
         """
         examples: list[Example] = []
         owners: list[list[int]] = []
@@ -128,9 +129,9 @@ class Rollout:
         examples, owners = self.examples(chosen, tokens_per_pack)
         start_S, made = self.start_S, []
         for packed in pack_of(examples):
-            whose = [index for example in dict.fromkeys(packed.groups) for index in owners[example]]
-            places = [torch.arange(int(self.length_S[i])) + start_S[i] for i in whose]
-            made.append(RolloutPack(packed, torch.tensor(whose), torch.cat(places)))
+            indices = [index for example in dict.fromkeys(packed.groups) for index in owners[example]]
+            places = [torch.arange(int(self.length_S[i])) + start_S[i] for i in indices]
+            made.append(RolloutPack(packed, torch.tensor(indices), torch.cat(places)))
         return made
 
     def metrics(self) -> dict[str, float]:
@@ -155,11 +156,11 @@ class Rollout:
 
 
 def _fitting(indices: Sequence[int], lengths: Sequence[int], prompt: int, most: int) -> Iterable[list[int]]:
-    """Completions split into parts that each fit a pack together with the prompt."""
+    """The completions in parts that each fit into a pack together with the prompt."""
     some: list[int] = []
     taken = prompt
     for index in indices:
-        fed = lengths[index] - 1  # the last token predicts nothing
+        fed = lengths[index] - 1  # the last token is not an input
         if some and taken + fed > most:
             yield some
             some, taken = [], prompt
@@ -169,7 +170,7 @@ def _fitting(indices: Sequence[int], lengths: Sequence[int], prompt: int, most: 
 
 
 def sampling_of(rollout: RolloutConfig, num_generations: int, stops: tuple[int, ...], seed: int) -> Sampling:
-    """The settings as an engine's Sampling."""
+    """The rollout settings as an engine's `Sampling`."""
     return Sampling(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
@@ -186,9 +187,9 @@ def sampling_of(rollout: RolloutConfig, num_generations: int, stops: tuple[int, 
 class Sampler:
     """Samples and rewards completions. `seed` is the run's.
 
-    A completion's random stream is a function of the run's seed, the step, and the prompt's index in it, so that a
-    resumed run samples the same completions as an uninterrupted one. `evaluation` has the samplers of the validation
-    sets. Without `keeps`, the engine releases its memory after each rollout.
+    A completion's random stream is a function of the run's seed, the step, the prompt's index in the step and its row,
+    so that a resumed run samples the same completions as an uninterrupted one. `evaluation` has the samplers of the
+    validation sets. Without `keeps`, the engine releases its memory after each rollout.
     """
 
     def __init__(
@@ -217,8 +218,8 @@ class Sampler:
     ) -> Rollout:
         """`num_generations` completions of each prompt, from weights that must be of this `version`.
 
-        `stream` names the random numbers: the step, or the validation set. Groups of equal rewards are sampled again,
-        at most `rounds` times. Raises VitalSignError if the engine serves other weights, and RewardError.
+        `stream` names the random stream: the step, or the validation set. Groups in which all rewards are equal are
+        sampled again, at most `rounds` times. Raises VitalSignError if the engine has other weights, and RewardError.
         """
         rollout = self._sample(f"{stream}", prompts, num_generations, version)
         for round in range(1, rounds + 1):
@@ -242,16 +243,16 @@ class Sampler:
         stale = {completion.version for completion in completions} - {version}
         if stale:
             raise VitalSignError(
-                f"the engine samples from weights of version {min(stale)}, and the policy is at {version}: it was not "
-                "given the new weights after the last step"
+                f"the engine samples from weights of version {min(stale)}, but the policy is at version {version}: the "
+                "engine did not get the new weights after the last step"
             )
         group_S = torch.arange(len(prompts)).repeat_interleave(n)
         stops = self.sampling.stop_token_ids
         texts = tuple(text_of(completion, stops, self.tokenizer) for completion in completions)
-        begun = [end_of(np.asarray(prompt.trees[0].tokens), self.tokenizer) for prompt in prompts]
+        ends = [end_of(np.asarray(prompt.trees[0].tokens), self.tokenizer) for prompt in prompts]
         rewarded = self.rewards(
             [
-                to_reward(completion, text, begun[group], _facts(prompts[group]))
+                to_reward(completion, text, ends[group], _facts(prompts[group]))
                 for text, completion, group in zip(texts, completions, group_S.tolist(), strict=True)
             ]
         )
@@ -259,12 +260,12 @@ class Sampler:
 
 
 def end_of(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The last characters of a prompt."""
-    return str(tokenizer.decode(tokens[-16:].tolist()))  # `<think>` is a few tokens, and a line break
+    """The last characters of a prompt, enough to see an open `<think>`."""
+    return str(tokenizer.decode(tokens[-16:].tolist()))  # `<think>` and a line break are fewer tokens
 
 
 def to_reward(completion: Completion, text: str, prompt: str, facts: Mapping[str, Any]) -> RewardInput:
-    """A completion as the input of rewards, with the end of its prompt and the facts of the row."""
+    """A completion as input of the rewards; `prompt` is the end of its prompt, `facts` are those of the row."""
     return RewardInput(
         text,
         completion.tokens,
@@ -284,7 +285,7 @@ def ends_in_thinking(prompt: str) -> bool:
 def _facts(prompt: Example) -> Mapping[str, Any]:
     """The facts of a row for rewards: prompt, answer, columns."""
     if prompt.facts is None:
-        raise DataError(f"row {prompt.row} is not a prompt: rollouts need data that was prepared as prompts")
+        raise DataError(f"row {prompt.row} is not a prompt: rollouts need data prepared as prompts")
     return prompt.facts
 
 

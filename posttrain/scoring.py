@@ -136,17 +136,17 @@ def states_of_sequences(model: nn.Module, pack: Pack, index_S: torch.Tensor) -> 
 
 def _packed_states(model: nn.Module, pack: Pack, read: torch.Tensor) -> torch.Tensor:
     """For families proven for packing, which take the pack directly: last hidden states (len(read), D)."""
-    asked = read
+    requested = read
     if len(read) + -len(read) % READ_STEP < len(pack.tokens_T):
-        asked = torch.cat([read, read[-1:].expand(-len(read) % READ_STEP)])
+        requested = torch.cat([read, read[-1:].expand(-len(read) % READ_STEP)])
     out = backbone_of(base_of(model))(
         input_ids=pack.tokens_T[None],
         position_ids=pack.position_T[None],
         use_cache=False,
-        packed=PackedMask(pack, asked),
+        packed=PackedMask(pack, requested),
     )
     hidden = out.last_hidden_state[0]  # of all tokens, or only of the requested ones (models/lean.py)
-    return hidden[: len(read)] if len(hidden) == len(asked) else hidden.index_select(0, read)
+    return hidden[: len(read)] if len(hidden) == len(requested) else hidden.index_select(0, read)
 
 
 def _row_states(model: nn.Module, pack: Pack, owner: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -223,7 +223,7 @@ def test_missing_models(refused, copied, tmp_path, verb):
     error = refused("model.path=./empty", *arguments, verb=verb)
     assert "model ./empty: the folder has no config.json (it has nothing)" in error
     error = refused("model.path=Qwen/Qwen3-0.6B", *arguments, verb=verb)
-    assert "model Qwen/Qwen3-0.6B: is no folder here" in error and "not in the local cache" in error
+    assert "model Qwen/Qwen3-0.6B: is not a folder" in error and "not in the local cache" in error
 
 
 @pytest.mark.parametrize("verb", ["train", "plan"])

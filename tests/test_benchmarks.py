@@ -31,4 +31,4 @@ def test_the_online_benchmark_measures_a_step(scratch_model, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["mean_length"] == pytest.approx(28 / 6)
-    assert 0 < found["storing_seconds"] < found["seconds"] and 0 < found["drawing_seconds"] < found["seconds"]
+    assert 0 < found["storing_seconds"] < found["seconds"] and 0 < found["sampling_seconds"] < found["seconds"]

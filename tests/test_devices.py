@@ -38,13 +38,13 @@ def test_the_best_there_is_or_the_one_named(gpus):
     ("count", "settings", "message"),
     [
         (0, {"type": "cuda"}, "PyTorch sees no GPU"),
-        (0, {"type": "mps"}, "this machine has none"),
+        (0, {"type": "mps"}, "this machine has no MPS device"),
         (0, {"ids": (0,)}, "this run computes on cpu"),
-        (2, {"ids": (2,)}, "names GPU 2, and PyTorch sees 2, numbered from 0"),
+        (2, {"ids": (2,)}, "names GPU 2, but PyTorch sees 2, numbered from 0"),
         (2, {"ids": (0, 1)}, "names 2 GPUs, but one process trains on one.*--model-index"),
     ],
 )
-def test_what_is_not_there_is_said(gpus, count, settings, message):
+def test_missing_devices_are_reported(gpus, count, settings, message):
     gpus(count)
     with pytest.raises(ModelError, match=message):
         device_of(DevicesConfig(**settings))

@@ -493,6 +493,9 @@ def test_positions_that_depend_on_the_batch_are_refused():
         make("llama", rope_parameters=dynamic, max_position_embeddings=64).config,
     ):
         check_positions(config, 64)
-        with pytest.raises(ModelError, match=r"RoPE\) change beyond 64 tokens .* set data.max_length to at most 64"):
+        with pytest.raises(
+            ModelError,
+            match=r"RoPE\) depend on the longest sequence .* beyond 64 tokens: set data.max_length to at most 64",
+        ):
             check_positions(config, 65)
     check_positions(make("gemma3_text").config, 10**6)

@@ -171,7 +171,7 @@ DAMAGES = {
     moments_of_one_value: r"optimizer\.safetensors: \S+\|exp_avg has the shape \[1\], expected \[",
     generator_lost: r"the random state lacks rng\.torch",
     weights_lost: r"lacks? \S+",
-    weights_of_another_shape: r"other shapes|disagree about shapes",
+    weights_of_another_shape: r"shapes differ|different shapes",
 }
 
 

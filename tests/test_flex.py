@@ -99,7 +99,7 @@ def test_where_it_suits(monkeypatch):
         (object(), "/usr/bin/cc", None),
     ],
 )
-def test_what_it_lacks_is_said_once(monkeypatch, caplog, triton, compiler, why):
+def test_missing_requirements_are_reported_once(monkeypatch, caplog, triton, compiler, why):
     monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: triton)
     monkeypatch.setattr(flex.shutil, "which", lambda name: compiler)
     monkeypatch.delenv("CC", raising=False)
@@ -110,7 +110,7 @@ def test_what_it_lacks_is_said_once(monkeypatch, caplog, triton, compiler, why):
     assert len(said) == (why is not None) and all(why in text for text in said)
 
 
-def test_without_it_a_pack_goes_node_by_node(monkeypatch):
+def test_without_it_attention_runs_node_by_node(monkeypatch):
     monkeypatch.setattr(flex, "attend", None)
     [whole] = pack(forest(), 160)
     q = torch.randn(1, 2, len(whole.end_T), 16)

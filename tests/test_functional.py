@@ -339,7 +339,7 @@ def two_models(shared):
     return *models, AutoTokenizer.from_pretrained(shared / "tokenizers/gpt2")
 
 
-def test_dpo_is_whole_texts_by_transformers(two_models):
+def test_dpo_equals_full_sequences_by_transformers(two_models):
     """log π of prompt and response with its stop token, by full logits: the prompt's part cancels out."""
     lm, lm_ref, tokenizer = two_models
     prompt, *responses = PAIR

@@ -57,7 +57,7 @@ def test_the_remainder_is_dropped(tokenizer, file):
     assert list(get_packed_sft_dataset(tokenizer, file, n, False)) == []
 
 
-def test_shuffling_moves_documents_and_keeps_them_whole(tokenizer, file):
+def test_shuffling_moves_documents_and_keeps_them_intact(tokenizer, file):
     def tokens(seed):
         torch.manual_seed(seed)
         return get_packed_sft_dataset(tokenizer, file, 1, shuffle=True).tokens.tolist()

@@ -43,7 +43,7 @@ def test_question_only(response, want):
 def test_a_truth_that_nothing_equals_is_refused():
     for truth, match in (
         ("", "no answer to compare with"),
-        ([], "the list is empty"),
+        ([], "ground_truth is empty"),
         (["4", " "], "ground_truth ' '"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -51,7 +51,7 @@ def test_a_truth_that_nothing_equals_is_refused():
 
 
 @pytest.mark.parametrize(("rule", "reason"), [("HANG", r"timeout \(no answer within 0.5 s"), ("LEAVE", "crashed")])
-def test_no_verdict_counts_as_wrong_and_is_said(monkeypatch, rule, reason):
+def test_no_verdict_counts_as_wrong_with_a_warning(monkeypatch, rule, reason):
     monkeypatch.setitem(RULES, "r1_zero", f"grading_rules:{rule}")
     monkeypatch.setattr(rewards, "DEADLINE_S", 0.5)
     with pytest.warns(RuntimeWarning, match=reason):

@@ -125,7 +125,7 @@ def test_sums_of_neighbours():
     want = torch.stack([part.sum() for part in value.split(length.tolist())])
     torch.testing.assert_close(sum_segments(value, length), want)
     assert torch.autograd.gradcheck(lambda x: sum_segments(x, length), value)
-    with pytest.raises(ValueError, match="lengths add up to 8, and there are 9 values"):
+    with pytest.raises(ValueError, match="lengths add up to 8, but there are 9 values"):
         sum_segments(value, torch.tensor([3, 5]))
 
 

@@ -52,8 +52,8 @@ def quick():
         ("HANG", None, "timeout", "no answer within 1 s"),
         ("LEAVE", None, "crashed", "the worker ended with status 3"),
         ("FAIL", None, "crashed", "KeyError"),
-        ("NAN", None, "crashed", "the worker's reply was not of the agreed form"),
-        ("TEXT", None, "crashed", "the worker's reply was not of the agreed form"),
+        ("NAN", None, "crashed", "the worker's reply was invalid"),
+        ("TEXT", None, "crashed", "the worker's reply was invalid"),
         ("SILENT", None, "crashed", "AttributeError"),
         ("SLEEP", "bad", "bad_gold", "it is bad"),
         ("SLEEP", "slow", "bad_gold", "the answer itself takes over 1 s to read"),
@@ -123,7 +123,7 @@ def test_counts_and_the_alarm(caplog):
         assert pool.alarm() is None, "1 of 211 is below 0.5 %"
         pool.grade([job("FAIL"), job("SLEEP", gold="bad")])
         assert pool.counts == {"correct": 210, "crashed": 2, "bad_gold": 1}
-        said = "3 of 213 completions have no verdict (1 bad_gold, 2 crashed): they are left out, not rewarded"
+        said = "3 of 213 completions have no verdict (1 bad_gold, 2 crashed): they are dropped, not rewarded"
         assert said in str(pool.alarm()) and said in caplog.text
         pool.grade(sleeps(0), count=False)
         assert pool.counts.total() == 213

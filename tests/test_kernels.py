@@ -145,7 +145,7 @@ def test_gated_mlps(dtype):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_a_whole_model(family):
+def test_a_complete_model(family):
     """Packed scores and all gradients of a model by these kernels: those of PyTorch's path."""
     [whole] = pack(forest(), 1000)
     weight_N = torch.randn(len(whole.target_N))

@@ -252,7 +252,7 @@ def test_alpha_divergence_has_both_kl_as_limits():
 
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), name=st.sampled_from(ALONE))
-def test_leaving_pairs_out_is_masking_them(data, name):
+def test_dropping_pairs_equals_masking_them(data, name):
     """A value depends on its own pair only: the loss of a subset is the subset of the loss."""
     pairs = random_pairs(6, seed=data.draw(st.integers(0, 1000)))
     index = torch.tensor(data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True)))

@@ -321,7 +321,7 @@ def test_plan_names_the_parts(settings, capsys):
 @pytest.mark.parametrize(
     ("dtype", "able", "hint"),
     [
-        ("float32", True, "multiplies in bfloat16 faster"), ("bfloat16", False, "no instructions for bfloat16"),
+        ("float32", True, "multiplies faster in bfloat16"), ("bfloat16", False, "no bfloat16 instructions"),
         ("float32", False, None), ("bfloat16", True, None), ("float32", None, None), ("bfloat16", None, None),
     ],
 )  # fmt: skip

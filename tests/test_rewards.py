@@ -403,7 +403,9 @@ def test_a_reward_model_with_the_tokenizer_of_another(reward_model, tmp_path):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     term = settings({"type": "model", "path": str(tmp_path)})
-    with pytest.raises(ModelError, match=r"its tokenizer has tokens up to 6,\d+, and the model 5,000 embeddings: take"):
+    with pytest.raises(
+        ModelError, match=r"its tokenizer has token ids up to 6,\d+, but the model has 5,000 embeddings: use"
+    ):
         Rewards(term)
     model.resize_token_embeddings(len(tokenizer))
     model.save_pretrained(tmp_path)

@@ -67,7 +67,7 @@ def test_what_sample_is_not_given_is_asked_for(stories, tmp_path, capsys):
         assert main(["sample", *arguments]) == 2
         assert message in capsys.readouterr().err
     assert main(["sample", str(tmp_path), "p.jsonl"]) == 1
-    assert "holds no model (config.json), and is no run" in capsys.readouterr().err
+    assert "contains no model (config.json), and is not a run" in capsys.readouterr().err
 
 
 def test_the_text_and_the_rewards_are_those_of_training(scratch_model, tmp_path, monkeypatch, capsys):
@@ -97,7 +97,7 @@ def test_the_text_and_the_rewards_are_those_of_training(scratch_model, tmp_path,
     assert {one.prompt.row: (one.texts[0], pytest.approx(one.rewards[0])) for one in drawn} == trained
     assert main(["sample", *asked]) == 2 and main(["sample", "runs/r", "--stage", "one", "--prompts", "1"]) == 0
     assert main(["sample", "runs/r"]) == 1
-    assert "runs/r holds no model, but 1 run: name one, such as runs/r/one" in capsys.readouterr().err
+    assert "runs/r contains no model, but 1 run: name one, such as runs/r/one" in capsys.readouterr().err
 
 
 def test_one_text_for_rewards_and_readers():

@@ -141,7 +141,7 @@ def test_texts_longer_than_a_table_of_positions_are_refused(tmp_path, short_gpt2
         ):
             assert main(command) == refused, command
             error = capsys.readouterr().err
-            assert ("this model has 32 positions, and the longest example 6" in error) == refused
+            assert ("this model has 32 positions, but the longest example has 6" in error) == refused
             assert "IndexError" not in error
 
 

@@ -1,6 +1,6 @@
 """Part `generate`: completions a second of Qwen3-0.6B's shape in bfloat16, beside what reading the bytes alone takes.
 
-The embedded engine draws 8 completions of each prompt; none ends before its limit, so that every step has all rows. The
+The embedded engine samples 8 completions of each prompt; none ends before its limit, so every step has all rows. The
 byte floor: at each token the weights are read once, the keys and values of every completion, and those of every prompt,
 at the rate at which this device copies 1 GiB (bytes read and written). Time is that of a whole call, the second of its
 kind, less that of a call for one token, which has the prompts' share.
@@ -70,13 +70,13 @@ def measure(setup: Setup, rows: int) -> dict[str, Any]:
     engine = EmbeddedEngine(policy, max_rows=rows)
     sampling = Sampling(num_generations=EACH, max_completion_length=length)
 
-    def draw(limit: int) -> None:
-        drawn = engine.generate(prompts, sampling, limits=[[limit] * EACH for _ in prompts])
-        assert all(len(completion.tokens) == limit for group in drawn for completion in group)
+    def run(limit: int) -> None:
+        sampled = engine.generate(prompts, sampling, limits=[[limit] * EACH for _ in prompts])
+        assert all(len(completion.tokens) == limit for group in sampled for completion in group)
 
-    draw(length)  # compiles, and records what a card replays
+    run(length)  # compiles, and records what a card replays
     reset_peak_memory(setup.device)
-    first, whole = seconds_of(setup, partial(draw, 1)), seconds_of(setup, partial(draw, length))
+    first, whole = seconds_of(setup, partial(run, 1)), seconds_of(setup, partial(run, length))
     peak = peak_memory(setup.device)
     engine.close()
     weights = sum(p.numel() * p.element_size() for p in policy.parameters())  # tied: the embedding is the head's

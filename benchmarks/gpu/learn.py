@@ -1,7 +1,7 @@
 """Part `learn`: 50 GRPO steps of sums (benchmarks/sums.py) as a run has them: time by phase, engine against trainer.
 
 The model was taught to add, then weakened until one answer in ten is right. It must be right more often at the end than
-at the beginning, and the log-probabilities of drawn tokens must be those of the trainer but for rounding.
+at the beginning, and the log-probabilities of sampled tokens must be those of the trainer but for rounding.
 """
 
 from __future__ import annotations

@@ -113,11 +113,11 @@ def rms(values: Tensor) -> float:
 
 
 def kernels_change_nothing(setup: Setup, family: str, dtype: str) -> dict[str, float]:
-    """Scores, gradients and drawn tokens by models/kernels and by PyTorch's operations, on one device."""
+    """Scores, gradients and sampled tokens by models/kernels and by PyTorch's operations, on one device."""
     from posttrain.models.kernels import layers
 
     [whole] = pack(forest(), 1000)
-    weight_N, found, drawn = torch.linspace(0.5, 1.5, len(whole.target_N)), [], []
+    weight_N, found, sampled = torch.linspace(0.5, 1.5, len(whole.target_N)), [], []
     for chains in (TORCH, Kernels.of(layers)):
         model = make(family, use_sliding_window=False, layer_types=None, head_dim=16).to(setup.device, DTYPES[dtype])
         model.set_attn_implementation("packed")
@@ -126,14 +126,14 @@ def kernels_change_nothing(setup: Setup, family: str, dtype: str) -> dict[str, f
             kernels.switch_on(model)
         found.append(backward(model, Scorer(model)(whole.to(setup.device)).logprob_N, weight_N))
         groups = EmbeddedEngine(model).generate(prompts_for(model.config.vocab_size), DRAWN)
-        drawn.append([completion.tokens for group in groups for completion in group])
+        sampled.append([completion.tokens for group in groups for completion in group])
     errors = [rms(a - b) / rms(b) for b, a in zip(*found, strict=True)]
     most = 1e-4 if dtype == "float32" else 0.03
     for what, error in zip(("log-probabilities", "gradients"), errors, strict=True):
         if not error <= most:
             raise CheckError(f"{what} differ by {error:.1%} (RMS), at most {most:.1%}")
-    if dtype == "float32" and drawn[0] != drawn[1]:
-        raise CheckError("other tokens are drawn")
+    if dtype == "float32" and sampled[0] != sampled[1]:
+        raise CheckError("other tokens are sampled")
     return {"error": errors[0], "gradient_error": errors[1]}
 
 
@@ -200,7 +200,7 @@ def prompts_for(vocabulary: int) -> list[list[int]]:
 
 
 def differences(policy, sampling: Sampling) -> Tensor:
-    """Log-probabilities of drawn tokens, engine's less scorer's."""
+    """Log-probabilities of sampled tokens, engine's less scorer's."""
     prompts = prompts_for(policy.config.vocab_size)
     engine = EmbeddedEngine(policy)
     groups, found = engine.generate(prompts, sampling), []
@@ -236,6 +236,6 @@ def graphs_change_nothing(setup: Setup) -> dict[str, float]:
     sides = [EmbeddedEngine(policy, static=static).generate(prompts, DRAWN) for static in (True, False)]
     one, two = ([c for group in side for c in group] for side in sides)
     if [c.tokens for c in one] != [c.tokens for c in two]:
-        raise CheckError("other tokens are drawn")
+        raise CheckError("other tokens are sampled")
     logprobs = [torch.tensor([value for c in side for value in c.logprobs]) for side in (one, two)]
     return {"error": float((logprobs[0] - logprobs[1]).abs().max())}

@@ -1,6 +1,6 @@
 """Whole runs of part `right`: each method's, of LoRA and every optimizer, resumed, and the quickstart.
 
-A few steps on the quickstart's model by the settings that a user writes, held against the same run on the CPU in
+A few steps on the quickstart's model by the settings that a user writes, compared with the same run on the CPU in
 float32, or with one setting less.
 """
 
@@ -142,7 +142,7 @@ def compared(
 
 
 def run_is_the_cpus(runs: Runs, method: str, dtype: str) -> dict[str, float]:
-    """As on the CPU in float32. Online methods may draw other tokens, so theirs need only be finite: the run's own
+    """As on the CPU in float32. Online methods may sample other tokens, so theirs need only be finite: the run's own
     checks have looked at the rest."""
     own = {"model.dtype": dtype}
     if method not in ("grpo", "ppo"):

@@ -45,10 +45,10 @@ def rows(longest: int) -> Iterator[dict[str, str]]:
 
 
 def settings(setup: Setup, method: str, folder: Path) -> list[str]:
-    words, drawn = (8, 4) if setup.tiny else (400, 128)
+    words, sampled = (8, 4) if setup.tiny else (400, 128)
     source = folder / "rows.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows(words)))
-    online = ["method.beta=0", "rewards=[{type: length, target: 20}]", f"rollout.max_completion_length={drawn}"]
+    online = ["method.beta=0", "rewards=[{type: length, target: 20}]", f"rollout.max_completion_length={sampled}"]
     return [
         "name=run",
         f"output_dir={folder}",

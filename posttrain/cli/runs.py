@@ -38,12 +38,12 @@ def list_(output_dir: OutputDir = RUNS) -> None:
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("result", overflow="fold", ratio=2)
     table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("begun", no_wrap=True)
+    table.add_column("started", no_wrap=True)
     for folder in folders:
         run = summarise(folder)
         name = str(folder.relative_to(output_dir.expanduser()))
-        begun = f"{_local(run.info.started):%m-%d %H:%M}" if run.info else ""
-        table.add_row(name, run.method, run.model, run.state, str(run.step), run.headline, in_units(run.size), begun)
+        started = f"{_local(run.info.started):%m-%d %H:%M}" if run.info else ""
+        table.add_row(name, run.method, run.model, run.state, str(run.step), run.headline, in_units(run.size), started)
     PlainConsole().print(table)
 
 
@@ -121,7 +121,7 @@ def _facts(run: Summary) -> list[tuple[str, str]]:
 
 
 def _times(started: str, ended: str | None) -> list[tuple[str, str]]:
-    facts = [("begun", f"{_local(started):%Y-%m-%d %H:%M:%S}")]
+    facts = [("started", f"{_local(started):%Y-%m-%d %H:%M:%S}")]
     if ended:
         seconds = (_local(ended) - _local(started)).total_seconds()
         facts.append(("ended", f"{_local(ended):%Y-%m-%d %H:%M:%S}, {duration(seconds)} later"))

@@ -35,9 +35,9 @@ def make_engine(
     longest_prompt: int = 1,
 ) -> Engine:
     """The engine of that name over `policy`; `vllm` has the settings of vLLM. Raises ModelError if it cannot run this
-    model. Close it: it may hold a process, or a GPU's memory.
+    model. Close it after use: it may hold a process or GPU memory.
 
-    What the embedded engine keeps on a GPU is laid out for prompts of `longest_prompt` tokens.
+    The GPU memory of the embedded engine is sized for prompts of `longest_prompt` tokens.
     """
     if name == "vllm":
         from posttrain.engines.vllm.engine import VllmEngine

@@ -1,8 +1,9 @@
-"""Alignment as functions of padded tensors: for teaching, for checking other code, for small loops of your own.
+"""Alignment methods as functions of padded tensors, for teaching, for checking other code and for small training loops.
 
-The names, arguments and results are those of the course that made them known (CS336, assignment 5). B is the sequences
-of a batch, L its columns, V the vocabulary; a mask is 1 on response tokens. What lies beneath is what the recipes train
-with: posttrain/losses has the losses, posttrain/scoring.py the log-probabilities. docs/functional.md has examples.
+Names, arguments and results are those of the course CS336 (assignment 5). B is the number of sequences in a batch, L
+the number of columns, V the vocabulary size; a mask is 1 on response tokens. The functions use the code that the
+recipes train with: losses from posttrain/losses, log-probabilities from posttrain/scoring.py. Examples are in
+docs/functional.md.
 """
 
 from posttrain.functional.data import PackedSFTDataset, get_packed_sft_dataset, iterate_batches

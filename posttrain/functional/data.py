@@ -1,4 +1,4 @@
-"""Instruction data as blocks of one length, and batches of them."""
+"""Instruction data as blocks of equal length, and batches of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.errors import DataError
 
 
 class PackedSFTDataset(Dataset[dict[str, Tensor]]):
-    """Blocks of `seq_length` tokens out of one long row; each is {"input_ids", "labels"}, both (seq_length,) int64."""
+    """Blocks of `seq_length` tokens from one long row; each is {"input_ids", "labels"}, both (seq_length,) int64."""
 
     def __init__(self, tokens: Tensor, seq_length: int):
         self.tokens = tokens
@@ -37,18 +37,18 @@ class PackedSFTDataset(Dataset[dict[str, Tensor]]):
 def get_packed_sft_dataset(
     tokenizer: PreTrainedTokenizerBase, dataset_path: str | PathLike[str], seq_length: int, shuffle: bool
 ) -> PackedSFTDataset:
-    """A JSONL file of `prompt` and `response` as blocks of `seq_length` tokens, every one of which is trained.
+    """A JSONL file of `prompt` and `response` as blocks of `seq_length` tokens, with every token a target.
 
-    Each row is a document: the begin token, prompt and response in the Alpaca template, the end token (a tokenizer that
-    has no begin or no end token leaves it out). Documents are joined, in the file's order or shuffled by torch's global
-    generator (`torch.manual_seed`), and cut every seq_length tokens:
+    Each row is a document: the begin token, prompt and response in the Alpaca template, the end token (begin and end
+    tokens are omitted if the tokenizer has none). Documents are joined, in the file's order or shuffled by torch's
+    global generator (`torch.manual_seed`), and cut every seq_length tokens:
 
         documents   <s> a b c </s> <s> d e </s>        seq_length 4
         input_ids   <s> a  b c   │ </s> <s> d e
         labels       a  b  c </s>│ <s>  d   e </s>
 
-    `labels` is the joined row one token on, over the border of a block. What fills no block at the end (with its
-    last label) is dropped. A block may see the end of an earlier document: this is the packing of pre-training, where
+    `labels` is the joined row shifted by one token, across block borders. Tokens at the end that do not fill a block
+    (with its last label) are dropped. A block may see the end of an earlier document, as in pre-training;
     `posttrain train` keeps documents apart (docs/sft.md).
 
     Raises DataError with file and line for a row that cannot be used, ValueError for a seq_length below 1.
@@ -69,17 +69,17 @@ def get_packed_sft_dataset(
 def iterate_batches(
     dataset: Dataset[dict[str, Tensor]], batch_size: int, shuffle: bool
 ) -> DataLoader[dict[str, Tensor]]:
-    """One epoch of a data set as batches: each has the examples' tensors stacked, {"input_ids": (B, L), …}.
+    """One epoch of a data set as batches, each with the examples' tensors stacked: {"input_ids": (B, L), …}.
 
-    The last batch is smaller where batch_size does not divide the data. With `shuffle`, every pass over the result has
-    an order of its own, from torch's global generator (`torch.manual_seed`). `len()` is the number of batches.
+    The last batch is smaller if batch_size does not divide the data. With `shuffle`, every pass over the result has
+    a new order, from torch's global generator (`torch.manual_seed`). `len()` is the number of batches.
     """
     return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)
 
 
 def _documents(path: Path) -> list[str]:
     """Every row in the Alpaca template."""
-    texts = []
+    documents = []
     try:
         for line, value, problem in read_jsonl(path):
             try:
@@ -88,7 +88,7 @@ def _documents(path: Path) -> list[str]:
                 prompt, response = (text_of(field(value, name), name) for name in ("prompt", "response"))
             except RowError as error:
                 raise DataError(f"{path} line {line}: {error}") from None
-            texts.append(alpaca_prompt(prompt) + response)
+            documents.append(alpaca_prompt(prompt) + response)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    return texts
+    return documents

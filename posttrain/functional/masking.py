@@ -1,4 +1,4 @@
-"""Sums and means over the elements that a mask selects. Other elements may have any value, also NaN and −∞."""
+"""Sums and means over the elements that a mask selects. Other elements may have any value, including NaN and −∞."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def masked_normalize(tensor: Tensor, mask: Tensor, dim: int | None = None, norma
     Raises ValueError for a constant of 0.
     """
     if normalize_constant == 0:
-        raise ValueError("normalize_constant is 0: nothing can be divided by it")
+        raise ValueError("normalize_constant is 0: the sum cannot be divided by it")
     kept = _only(tensor, _kept(tensor, mask))
     return (kept.sum() if dim is None else kept.sum(dim)) / normalize_constant
 
 
 def _kept(tensor: Tensor, mask: Tensor) -> Tensor:
-    """The mask as bools of the tensor's shape."""
+    """The mask as bool, expanded to the tensor's shape."""
     try:
         return mask.bool().expand_as(tensor)
     except RuntimeError:
@@ -47,5 +47,5 @@ def _kept(tensor: Tensor, mask: Tensor) -> Tensor:
 
 
 def _only(tensor: Tensor, kept: Tensor) -> Tensor:
-    """0 in place of masked elements; multiplication by the mask would turn an infinity into NaN."""
+    """The tensor with 0 where the mask is 0; multiplication by the mask would turn an infinity into NaN."""
     return torch.where(kept, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))

@@ -1,4 +1,4 @@
-"""Parses answers from a model's output."""
+"""Parse answers from a model's output."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 LETTERS = "ABCD"
-# A capital on its own as models write it: B, (B), **B**, \boxed{B}. No letter is the A of "A cat", the B of "B-cells"
-# and "B's", and none is chosen in "A or B".
+# A capital letter on its own, as models write it: B, (B), **B**, \boxed{B}. Not matched: the A of "A cat", the B of
+# "B-cells" and "B's", and the A of "A or B", which chooses neither.
 LETTER = (
     r"[\s*_(\[{\"'`$]*(?:\\(?:boxed|text)\{+)*([A-D])(?![\w'’]|-\w)"
     r"(?!(?<=A)\s+(?!(?:as|because|since|is|and|for|which)\b)[a-z])(?!\s*(?:or|and|/)\s*\(?[A-D]\b)"
@@ -32,14 +32,14 @@ NUMBER = re.compile(
 def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> str | None:
     """The option that a model's output chooses, "A" to "D", or None if it chooses none, or more than one.
 
-    `mmlu_example` has `options`, the texts of A, B, … in this order (and `answer`, which is not looked at). In turn:
+    `mmlu_example` has `options`, the strings of A, B, … in this order (and `answer`, which is ignored). Tried in turn:
 
-    1. what the text says the answer is ("The correct answer is B.", "Answer: (B)"); of several, the last;
-    2. a letter that the text begins with ("B", "B. The BK virus");
-    3. the one letter that is marked as a choice anywhere ("(B)", "**B**", "I would say B.", "B is correct");
-    4. the text of exactly one option, and nothing else ("100").
+    1. the stated answer ("The correct answer is B.", "Answer: (B)"); of several, the last;
+    2. a letter at the start of the output ("B", "B. The BK virus");
+    3. the only letter that is marked as a choice anywhere ("(B)", "**B**", "I would say B.", "B is correct");
+    4. the string of exactly one option, and nothing else ("100").
 
-    A letter for which there is no option counts as none.
+    Letters without an option are ignored.
     """
     letters = LETTERS[: len(mmlu_example["options"])]
     text = model_output.strip()
@@ -61,8 +61,9 @@ def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> s
 def parse_gsm8k_response(model_output: str) -> str | None:
     """The last number of a string, as a string that `float` reads, or None.
 
-    Separators of thousands go ("1,250" is "1250"), currency and percent signs are no part of it, nor is the full stop
-    of a sentence. A minus is part of the number where it is no subtraction: "-3", "= −$3", but 2 in "5-2" and "5 - 2".
+    Thousands separators are removed ("1,250" gives "1250"); currency signs, percent signs and the full stop of a
+    sentence are not part of the number. A minus sign is, unless it subtracts: "-3" and "= −$3" give "-3", "5-2" and
+    "5 - 2" give "2".
     """
     numbers = list(NUMBER.finditer(model_output))
     if not numbers:

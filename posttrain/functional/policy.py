@@ -1,4 +1,4 @@
-"""Policy gradients: rewards to advantages to a loss per token to gradients, one microbatch at a time."""
+"""Policy gradients, one microbatch at a time: rewards, advantages, loss per token, gradients."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def compute_group_normalized_rewards(
     advantage_eps: float,
     normalize_by_std: bool,
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Reward n responses, normalise in each prompt's group: (advantages (n,), raw rewards (n,), metadata).
+    """Reward n responses and normalise within each prompt's group: (advantages (n,), raw rewards (n,), metadata).
 
         A_i = (r_i − mean r) / (std r + ε)        arXiv 2402.03300, section 4.1.2
         A_i =  r_i − mean r                       without normalize_by_std: Dr. GRPO, arXiv 2503.20783
 
-    Responses of one prompt are neighbours: i and j are of one group when i // group_size = j // group_size, and each
-    prompt's truth is repeated group_size times. mean and std are the group's, the std the unbiased one (n − 1 below);
-    ε = advantage_eps. A group of equal rewards, or of one response, has advantages 0. Both tensors are float32.
+    Responses of one prompt are consecutive: i and j are in the same group if i // group_size = j // group_size, and
+    each prompt's ground truth is repeated group_size times. mean and std are the group's (std divides by group_size −
+    1); ε = advantage_eps. A group of equal rewards, or of one response, has advantages 0. Both tensors are float32.
 
-    `reward_fn(response, truth)` gives `reward`, `format_reward` and `answer_reward`. Metadata: the mean of each, std,
+    `reward_fn(response, truth)` returns `reward`, `format_reward` and `answer_reward`. Metadata: the mean of each, std,
     min and max of `reward`, and `frac_reward_zero_std`, the share of groups without a learning signal.
 
-    Raises ValueError when the lists differ in length or do not divide into groups, and for a reward that is missing or
-    not finite, with the number of its response.
+    Raises ValueError if the lists differ in length or do not divide into groups, and for a reward that is missing or
+    not finite, with the index of its response.
     """
     count = len(rollout_responses)
     if count != len(repeated_ground_truths):
@@ -104,14 +104,14 @@ def compute_policy_gradient_loss(
     old_log_probs: Tensor | None = None,
     cliprange: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token (B, L) by its name, and metadata.
+    """The loss of each token (B, L), selected by name, and metadata.
 
         no_baseline                −r log π             needs raw_rewards (B, 1)
         reinforce_with_baseline    −A log π             needs advantages (B, 1)
         grpo_clip                  −min(ρ A, clip A)    needs advantages, old_log_probs (B, L), cliprange
 
     See `compute_naive_policy_gradient_loss` and `compute_grpo_clip_loss`. Metadata is that of the latter, or empty.
-    Raises ValueError for an unknown name, and for an argument that the loss needs and that is None.
+    Raises ValueError for an unknown name, and if an argument that the loss needs is None.
     """
     if loss_type == "no_baseline":
         rewards = _needed(raw_rewards, "raw_rewards", loss_type)
@@ -143,18 +143,18 @@ def grpo_microbatch_train_step(
 
         loss = 1 / (B · k) Σ_b 1/|y_b| Σ_t m_bt loss_bt        arXiv 2402.03300, eq. 3
 
-    loss_bt is that of `compute_policy_gradient_loss`, to which the later arguments go; m = response_mask (B, L), |y_b|
-    its sum over a row, k = gradient_accumulation_steps. A row without a response token counts as 0.
+    loss_bt is that of `compute_policy_gradient_loss`, which gets the remaining arguments; m = response_mask (B, L),
+    |y_b| its sum over a row, k = gradient_accumulation_steps. A row without a response token counts as 0.
 
     Calls backward: gradients of k microbatches add up to those of one batch of k · B responses. Returns the loss, a
     detached scalar that is divided by k already, and the metadata of the loss; with grpo_clip also `clip_fraction`,
-    the share of response tokens that were clipped. What padding holds, NaN and −∞ included, changes nothing.
+    the share of response tokens that were clipped. Values at padding, including NaN and −∞, have no effect.
 
     Raises ValueError as `compute_policy_gradient_loss` does, and for a mask of another shape.
     """
     check_microbatch(policy_log_probs, response_mask, gradient_accumulation_steps)
     kept = response_mask.bool()
-    # Before the loss and not only after: exp and min pass a NaN on to the gradient even where its value is left out.
+    # Masked before the loss, not only after: exp and min pass a NaN to the gradient even if its value is masked later.
     policy_log_probs = policy_log_probs.masked_fill(~kept, 0.0)
     if old_log_probs is not None and old_log_probs.shape == kept.shape:
         old_log_probs = old_log_probs.masked_fill(~kept, 0.0)
@@ -162,7 +162,7 @@ def grpo_microbatch_train_step(
         policy_log_probs, loss_type, raw_rewards, advantages, old_log_probs, cliprange
     )
     some = kept.any(-1)
-    loss_B = masked_mean(loss_BL, kept | ~some[:, None], dim=-1)  # a row without a response: finite, and left out below
+    loss_B = masked_mean(loss_BL, kept | ~some[:, None], dim=-1)  # a row without a response: finite, set to 0 below
     loss = torch.where(some, loss_B, 0.0).mean() / gradient_accumulation_steps
     loss.backward()
     if "clipped" in metadata:

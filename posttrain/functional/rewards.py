@@ -14,22 +14,22 @@ Truth = str | int | float | Sequence[str | int | float]
 
 
 def r1_zero_reward_fn(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
-    """The reward of a response in the form `…</think> <answer>…</answer>`: `reward`, `format_reward`, `answer_reward`.
+    """The reward of a response of format `…</think> <answer>…</answer>`: `reward`, `format_reward`, `answer_reward`.
 
-    | | format_reward | answer_reward | reward |
+    | format | format_reward | answer_reward | reward |
     |---|---|---|---|
-    | the form, with the right answer (in a box or not) | 1 | 1 | 1 |
-    | the form, with another answer | 1 | 0 | 0 |
-    | another form, whatever the answer | 0 | 0 | 0 |
+    | correct, with the correct answer (in a box or not) | 1 | 1 | 1 |
+    | correct, with another answer | 1 | 0 | 0 |
+    | wrong, with any answer | 0 | 0 | 0 |
 
     The rule is the reward `r1_zero` of the recipes (posttrain/rewards/maths.py); tags and values are those of
-    "Understanding R1-Zero-Like Training" (arXiv 2503.20783). `ground_truth` is the answer, a whole solution with a
-    `\\boxed{}`, a number, or a list of them, any of which will do.
+    "Understanding R1-Zero-Like Training" (arXiv 2503.20783). `ground_truth` is the answer, a complete
+    solution with a `\\boxed{}`, a number, or a list of them, any of which is accepted.
 
-    A worker process does the grading: no response can run code here, and none takes longer than 2 seconds, or 10 with
-    `fast=False`, for each truth. A response that nothing can be said of in that time, or that crashes the worker,
-    counts as wrong, with a RuntimeWarning; the recipes leave such completions out instead. The first call takes
-    seconds to start the worker, later ones milliseconds; the worker ends a minute after the last call.
+    A worker process grades: no response can run code in this process, and each ground truth takes at most 2 seconds, or
+    10 with `fast=False`. A response without a verdict by then, or one that crashes the worker, counts as wrong, with a
+    RuntimeWarning; the recipes exclude such completions instead. The first call takes seconds to start the worker,
+    later calls milliseconds; the worker ends a minute after the last call.
 
     Raises ValueError for a ground truth that no answer can be compared with.
     """
@@ -37,14 +37,14 @@ def r1_zero_reward_fn(response: str, ground_truth: Truth, fast: bool = True) -> 
 
 
 def question_only_reward_fn(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
-    """The reward of a response whose form is a `\\boxed{…}`; all else is as in `r1_zero_reward_fn`."""
+    """The reward of a response whose format is a `\\boxed{…}`; otherwise as in `r1_zero_reward_fn`."""
     return _graded("question_only", response, ground_truth, fast)
 
 
 def _graded(name: str, response: str, ground_truth: Truth, fast: bool) -> dict[str, float]:
     truths = [ground_truth] if isinstance(ground_truth, str | int | float) else list(ground_truth)
     if not truths:
-        raise ValueError("there is no ground truth: the list is empty")
+        raise ValueError("ground_truth is empty: give at least one answer")
     with Pool(1, DEADLINE_S if fast else PATIENT_S, modules=modules_of([name])) as pool:
         grades = pool.grade([GradeRequest(RULES[name], response, str(truth)) for truth in truths], count=False)
     graded = [grade for grade in grades if grade.counts]

@@ -1,4 +1,4 @@
-"""What a model makes of given tokens: log-probabilities, entropies, and the DPO loss of one pair."""
+"""Log-probabilities and entropies of given tokens under a model, and the DPO loss of one pair."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def tokenize_prompt_and_output(
 ) -> dict[str, Tensor]:
     """Token ids of B prompts and their outputs, shifted for next-token prediction, with a mask of the output's tokens.
 
-    Prompt and output are tokenised apart and joined, so that the border is the same whatever the output is. Nothing is
-    added to either text: a beginning or stop token is there if it is written in the text. Rows are padded on the
-    right, with the tokenizer's pad token (the stop token, or 0, where it has none), to L tokens, the longest row.
+    Prompt and output are tokenised separately and joined, so that the border does not depend on the output. No special
+    tokens are added: begin and stop tokens are present only if the strings contain them. Rows are padded on the right
+    to L tokens, the longest row, with the tokenizer's pad token (or the stop token, or 0, if it has none).
 
     Returns `input_ids`, `labels` and `response_mask`, each (B, L − 1); the mask is bool. Column t of `labels` is column
-    t + 1 of the row, what a model that has read `input_ids` up to t is to predict. The mask is of `labels`: 1 where
-    these are tokens of the output, 0 on prompt and padding.
+    t + 1 of the row, which the model predicts from `input_ids` up to t. The mask is that of `labels`: 1 on tokens of
+    the output, 0 on prompt and padding.
 
         row             p  q  c  d  -        prompt p q, output c d, one column of padding
         input_ids       p  q  c  d
         labels          q  c  d  -
         response_mask   0  1  1  0
 
-    Raises ValueError when the lists differ in length or are empty, and for a row of no tokens at all.
+    Raises ValueError if the lists differ in length or are empty, and for a row without tokens.
     """
     if len(prompt_strs) != len(output_strs) or not prompt_strs:
         raise ValueError(f"{len(prompt_strs)} prompts and {len(output_strs)} outputs: give one output for each prompt")
@@ -64,14 +64,14 @@ def get_response_log_probs(
 
         log_probs[b, t] = log p(labels[b, t] | input_ids[b, 0 … t])
 
-    input_ids and labels are (B, L), as `tokenize_prompt_and_output` makes them. No position is left out: prompt and
-    padding have values too, for a mask to drop. Padding on the right does not change what stands before it, because a
-    causal model looks back only. Gradients flow; the model's mode (dropout) and device are the caller's business.
+    input_ids and labels are (B, L), as returned by `tokenize_prompt_and_output`. All positions have values, prompt and
+    padding too: mask them afterwards. Padding on the right does not change the values before it, because a causal model
+    only looks back. Gradients flow; the caller sets the model's mode (dropout) and device.
 
     A transformers or PEFT model is scored as the recipes score it, without the (B, L, V) tensor of logits
-    (posttrain/scoring.py). Of any other module the output's `logits` are taken.
+    (posttrain/scoring.py). For any other module the `logits` of its output are used.
 
-    Raises ValueError when the shapes differ.
+    Raises ValueError if the shapes differ.
     """
     if input_ids.ndim != 2 or input_ids.shape != labels.shape:
         raise ValueError(f"expected (B, L) twice, got {list(input_ids.shape)} and {list(labels.shape)}")
@@ -98,20 +98,20 @@ def compute_per_instance_dpo_loss(
         loss = −log σ(β [(log π(y_w|x) − log π_ref(y_w|x)) − (log π(y_l|x) − log π_ref(y_l|x))])
 
     x is the prompt in the Alpaca template, y_w the chosen and y_l the rejected response, each with the stop token
-    appended (unless it ends in it); log π(y|x) is summed over the response's tokens. Prompt and response are tokenised
-    together, as in the recipes, and the prompt is computed once for both. The loss is log 2 where π = π_ref.
+    appended (unless the response ends in it); log π(y|x) is summed over the response's tokens. Prompt and response are
+    tokenised together, as in the recipes, and the prompt is computed once for both. The loss is log 2 if π = π_ref.
 
     lm and lm_ref are transformers or PEFT models over the same tokens, on one device each; `lm_ref` gets no gradient.
 
-    Raises ValueError for a beta that is not above 0 and a tokenizer without stop token.
+    Raises ValueError for a beta that is not above 0, and for a tokenizer without a stop token.
     """
     if not beta > 0:
         raise ValueError(f"beta is {beta}: it must be above 0")
     if tokenizer.eos_token is None:
-        raise ValueError("the tokenizer has no eos_token, which is to end each response")
+        raise ValueError("the tokenizer has no eos_token to end each response with")
     row = Row(alpaca_prompt(prompt), response_chosen, response_rejected)
     [pair] = Tokeniser(tokenizer, None, assistant_only_loss=False).pairs([row])
-    assert isinstance(pair, Compared)  # an error is only ever a template's, and there is none
+    assert isinstance(pair, Compared)  # only templates cause errors, and there is none
     tree = Node(pair.prompt, False, (Node(pair.chosen, True), Node(pair.rejected, True)))
     [batch] = pack([Example((tree,), row=0)], tokens_per_pack=physical_length(tree))
     policy_S = _sequence_log_probs(lm, batch)
@@ -133,7 +133,7 @@ def compute_per_instance_dpo_loss(
 
 
 def _sequence_log_probs(model: nn.Module, batch: Pack) -> Tensor:
-    """log π of each response of the pack, wherever the model is: (S)."""
+    """log π of each response of the pack, on the model's device: (S)."""
     batch = batch.to(next(model.parameters()).device)
     return batch.sum_by_sequence(Scorer(model)(batch).logprob_N)
 

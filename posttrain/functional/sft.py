@@ -21,7 +21,7 @@ def sft_microbatch_train_step(
     Calls backward: gradients of the k microbatches add up to those of one batch of k · B sequences. Returns the loss,
     a detached scalar that is divided by k already, and the metadata `nll`, the mean over the response tokens.
 
-    Raises ValueError when the shapes differ or k is below 1.
+    Raises ValueError if the shapes differ or k is below 1.
     """
     check_microbatch(policy_log_probs, response_mask, gradient_accumulation_steps)
     loss_BL = nll(policy_log_probs.flatten()).view_as(policy_log_probs)
@@ -31,7 +31,7 @@ def sft_microbatch_train_step(
 
 
 def check_microbatch(policy_log_probs: Tensor, response_mask: Tensor, gradient_accumulation_steps: int) -> None:
-    """Raise ValueError for what would train something else than was meant."""
+    """Raise ValueError unless both tensors are (B, L) and gradient_accumulation_steps is 1 or more."""
     if policy_log_probs.ndim != 2 or policy_log_probs.shape != response_mask.shape:
         raise ValueError(
             "policy_log_probs and response_mask must both be (B, L), not "

@@ -1,6 +1,6 @@
-"""Of log softmax only what is asked for, some rows at a time: a second tensor of the logits' size never exists.
+"""Selected log-probabilities and entropies from logits, some rows at a time, without a second tensor of their size.
 
-Backward computes each chunk's softmax again and writes into one tensor, the gradient:
+Backward recomputes each chunk's softmax and writes into one tensor, the gradient:
 
     d log p_i / d z_v = [i = v] − p_v          d H / d z_v = −p_v (log p_v + H)
 """
@@ -13,15 +13,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-ROWS = 128  # of V logits each, at a time
+ROWS = 128  # rows of V logits at a time
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor, chunk_size: int = ROWS) -> Tensor:
     """Log-probabilities of given tokens: `log_softmax(logits, -1)` gathered at `index`, in nats.
 
     logits (…, V) and index (…) give (…); index (…, K), K tokens of each row, gives (…, K). As in TRL; computed a chunk
-    of `chunk_size` rows at a time, which changes neither value nor gradient. At least float32 is computed in and
-    returned.
+    of `chunk_size` rows at a time, which changes neither value nor gradient. Computed and returned in at least float32.
 
     Raises ValueError for an index of another shape, and a chunk_size below 1.
     """
@@ -37,9 +36,9 @@ def compute_entropy(logits: Tensor, chunk_size: int = ROWS) -> Tensor:
 
         H = −Σ_v p_v log p_v,   log p_v = z_v − log Σ_u e^{z_u}
 
-    log p comes from the logits z at once, never from the logarithm of a rounded p, so logits of any size are safe; a
-    token ruled out by a logit of −∞ adds 0, to the value and to the gradient. At least float32 is computed in and
-    returned. log V where all tokens are equally likely, 0 where one is certain.
+    log p is computed from the logits z directly, never as the logarithm of a rounded p, so logits of any size are safe;
+    a token excluded by a logit of −∞ adds 0 to value and gradient. Computed and returned in at least float32. The
+    entropy is log V if all tokens are equally likely, 0 if one is certain.
 
     A chunk of `chunk_size` rows is computed at a time, which changes neither value nor gradient.
 
@@ -93,7 +92,7 @@ class _Entropy(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor, size: int) -> Iterator[tuple[Tensor, ...]]:
-    """Indices of some rows (…, V) at a time, as many tensors as there are leading dimensions: no layout is copied."""
+    """Indices of some rows (…, V) at a time, one tensor per leading dimension, so that no layout is copied."""
     leading = logits.shape[:-1]
     for start in range(0, math.prod(leading), size):
         stop = min(start + size, math.prod(leading))
@@ -105,7 +104,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _finite(logprob: Tensor) -> Tensor:
-    """0 · −∞ is NaN, 0 · finite is 0."""
+    """The log-probabilities clamped to finite numbers: 0 · −∞ is NaN, 0 · finite is 0."""
     return logprob.clamp(min=torch.finfo(logprob.dtype).min)
 
 

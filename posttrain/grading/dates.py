@@ -1,4 +1,4 @@
-"""Dates, times of day and telephone numbers: recognised, so that none is read as a sum or a quotient."""
+"""Recognises dates, times of day and telephone numbers, so that none is read as a difference or a quotient."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _TIME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Occasion:
-    """A date (year, month, day, each perhaps unknown), a time of day in seconds, or what else is no sum."""
+    """A date (year, month, day, each may be unknown), a time of day in seconds, a span of years, a telephone number."""
 
     kind: Literal["date", "time", "weekday", "figures"]
     value: tuple
-    half_known: bool = True  # of a time: whether it says which half of the day
+    half_known: bool = True  # of a time: whether it has a.m. or p.m.
 
     def same(self, other: Occasion) -> bool:
         """Whether both mean the same; a time without a.m. or p.m. may be either."""
@@ -61,7 +61,7 @@ class Occasion:
 
 
 def read_occasion(text: str) -> Occasion | None:
-    """The date, time of day, span of years or telephone number that a tidy text is, or None."""
+    """The date, time of day, span of years or telephone number in a tidy string, or None."""
     text = " ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).lower().split())
     if not _PERHAPS.search(text) or len(text) > 60:
         return None

@@ -1,7 +1,8 @@
-r"""Whether an answer equals the right one: as text, as a number, part by part, and last by computer algebra.
+r"""Whether an answer equals the right one: as a string, as a number, part by part, and last by computer algebra.
 
-No false positives: what cannot be shown to be equal is not. Order matters in tuples and intervals, not in sets and
-lists; a bracket's kind matters; a unit may be left out but not changed, and is one of a list; nothing is rounded.
+No false positives: answers that cannot be shown to be equal are different. Order matters in tuples and intervals, not
+in sets and lists; the kind of a bracket matters; a unit, from a list of known ones, may be omitted but not changed;
+nothing is rounded.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from posttrain.latex import last_box
 
 T = TypeVar("T")
 
-LONGEST = 5000  # characters of an answer: longer ones are no answers
-DEEPEST = 5  # brackets within brackets
+LONGEST = 5000  # characters; a longer string is not an answer
+DEEPEST = 5  # maximum nesting of brackets
 _MATRICES = {"pmatrix": "matrix", "bmatrix": "matrix", "array": "matrix", "smallmatrix": "matrix"}
 _LETTERS = re.compile(r"\\text\{([A-Z](?:(?:,| and|, and) ?[A-Z])+)\}")  # several lettered choices
-# What has a meaning that is not computed here, and is compared letter by letter.
+# Notation whose meaning is not computed here: it is compared letter by letter.
 _NOTATION = re.compile(
     r"\\(?:text|mathbb|neg|to|rightarrow|Rightarrow|iff|Leftrightarrow|cup|cap|setminus|subset|subseteq|supset|in|notin"
     r"|det|approx|sim|cong|parallel|perp|forall|exists|nabla|vec|overrightarrow)(?![a-zA-Z])|\\?\|"
@@ -47,7 +48,7 @@ _LEAD_IN = re.compile(r"(?:\\text\{)?\s*(?:the )?(?:final |correct )?answer(?: i
 
 
 def same_answer(gold: str, answer: str) -> bool:
-    """Whether `answer` means `gold`. Both are the content of a box or tag; only `gold` is trusted to be an answer."""
+    """Whether `answer` equals `gold`. Both are the content of a box or tag; only `gold` is trusted to be an answer."""
     if len(answer) > LONGEST or len(gold) > LONGEST:
         return False
     return _same(_bare(gold), _bare(answer), DEEPEST)
@@ -83,7 +84,7 @@ def _same(gold: str, answer: str, depth: int) -> bool:
         decided = compare(gold, answer, depth)
         if decided is not None:
             return decided
-    from posttrain.grading import symbolic  # loaded already in a worker, where this runs
+    from posttrain.grading import symbolic  # runs in a worker, which has imported it
 
     if "=" in gold or "=" in answer:
         return symbolic.same_equation(gold, answer)
@@ -91,7 +92,7 @@ def _same(gold: str, answer: str, depth: int) -> bool:
 
 
 def is_readable(gold: str) -> bool:
-    """Whether a reference answer means something here: words, a number, or an expression, alone or in brackets."""
+    """Whether a reference answer can be compared: words, a number, or an expression, alone or in brackets."""
     return _readable(_bare(gold), DEEPEST)
 
 
@@ -149,7 +150,7 @@ def _is_function(text: str) -> bool:
 
 
 def _as_choices(gold: str, answer: str, depth: int) -> bool | None:
-    """A label and what it labels: one of them may be left out, neither changed."""
+    """A label and the answer it labels: either may be omitted, neither changed."""
     left, right = read_choice(gold), read_choice(answer)
     if left and right:
         return left[0] == right[0] and not (left[1] and right[1] and not _same(left[1], right[1], depth - 1))
@@ -161,7 +162,7 @@ def _as_choices(gold: str, answer: str, depth: int) -> bool | None:
 
 
 def _as_occasions(gold: str, answer: str, depth: int) -> bool | None:
-    """Dates, times, telephone numbers and ratios: none is a sum, and only a ratio of two is a quotient."""
+    """Dates, times, telephone numbers and ratios: none is a difference, and only a ratio of two terms is a quotient."""
     left, right = read_occasion(gold), read_occasion(answer)
     ratio, other = read_ratio(gold), read_ratio(answer)
     if left and right:
@@ -183,7 +184,7 @@ def _quotient(over: str, under: str) -> str:
 
 
 def _as_sets(gold: str, answer: str, depth: int) -> bool | None:
-    """Inequalities, intervals, unions, conditions in braces, sets with a name of their own, in any of these forms."""
+    """Sets as inequalities, intervals, unions, conditions in braces, or by name; the two sides may differ in form."""
     if not is_set_like(gold) and not is_set_like(answer):
         return None
     left, right = read_set(gold), read_set(answer)
@@ -217,7 +218,7 @@ def _same_interval(one: Interval, other: Interval, depth: int) -> bool:
 
 
 def _pair_off(left: Sequence[T], right: Sequence[T], same: Callable[[T, T], bool]) -> bool:
-    """Whether the two sides match one to one."""
+    """Whether the elements of the two sides match one to one."""
     rest = list(right)
     for item in left:
         match = next((other for other in rest if same(item, other)), None)
@@ -228,7 +229,7 @@ def _pair_off(left: Sequence[T], right: Sequence[T], same: Callable[[T, T], bool
 
 
 def _as_quantities(gold: str, answer: str, depth: int) -> bool | None:
-    """Values with their units. Where both have one they are compared in the same unit; where one has none, as is."""
+    """Values with units, in the same unit if both have one; if only one has a unit, the values as written."""
     left, right = split_unit(gold), split_unit(answer)
     if not left and not right:
         return None
@@ -285,7 +286,7 @@ def _as_named(gold: str, answer: str, depth: int) -> bool | None:
         same_length = len(values[0]) == len(values[1])
         return same_length and all(_same(g, a, depth - 1) for g, a in zip(*values, strict=True))
     if any(text.count("=") > 1 and len(elements(text)) > 1 for text in (gold, answer)):
-        return None  # a list, each member with a name of its own
+        return None  # a list whose members have different names
     named = ASSIGNED.fullmatch(gold), ASSIGNED.fullmatch(answer)
     if named[0] and named[1] and compact(named[0]["name"]) == compact(named[1]["name"]):
         return _same(named[0]["value"], named[1]["value"], depth - 1)
@@ -309,7 +310,7 @@ def _as_lists(gold: str, answer: str, depth: int) -> bool | None:
     left, right = elements(gold), elements(answer)
     sets = [inside[1] for text in (gold, answer) if (inside := brackets(text)) and inside[0] == r"\{"]
     if len(sets) == 2 or (sets and max(len(left), len(right)) > 1):
-        # Braces around one of them or both: a set, which a bare list may also mean.
+        # Braces around one side or both: a set, which a list without brackets may also be.
         left, right = members(gold), members(answer)
     elif max(len(left), len(right)) == 1:
         return None
@@ -327,7 +328,7 @@ def _as_brackets(gold: str, answer: str, depth: int) -> bool | None:
     if left is None and right is None:
         return None
     if left is None or right is None:
-        # a product such as (x+1)(x+2) is no bracket; (1,234) is no number, and [x] no expression
+        # a product such as (x+1)(x+2) is not a bracket, (1,234) is not a number, and [x] is not an expression
         opening, inside, _ = left or right or ("", "", "")
         return None if len(split_top(inside)) == 1 and opening != "[" else False
     if (left[0], left[2]) != (right[0], right[2]):
@@ -341,7 +342,7 @@ def _as_matrices(gold: str, answer: str, depth: int) -> bool | None:
     if left is None or right is None:
         return None if left is right else False
     if _MATRICES.get(left["kind"], left["kind"]) != _MATRICES.get(right["kind"], right["kind"]):
-        return False  # a determinant (vmatrix) is no matrix
+        return False  # a determinant (vmatrix) is not a matrix
     ours, theirs = rows(left), rows(right)
     if [len(row) for row in ours] != [len(row) for row in theirs]:
         return False

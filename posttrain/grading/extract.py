@@ -8,13 +8,13 @@ from posttrain.latex import last_box
 
 THINK, THINK_END = "<think>", "</think>"
 ANSWER, ANSWER_END = "<answer>", "</answer>"
-# A sign behind a word, a number or a bracket is an operation: 3 is what `5-3` ends in.
+# A sign after a word, a number or a bracket is an operator: the last number of `5-3` is 3.
 _NUMBER = re.compile(r"(?:(?<![\w.)\]}%])[-+])?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)")
 _MARKED = re.compile(r"(?:####|^A:)[ \t]*(.*)$", re.MULTILINE)
 
 
 def after_thinking(text: str) -> str:
-    """The text after the last `</think>`; empty if the thinking has not ended."""
+    """The part after the last `</think>`; empty if the thinking has not ended."""
     end = text.rfind(THINK_END)
     if text.rfind(THINK) > end:
         return ""
@@ -39,19 +39,19 @@ def final_answer(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    """The text after the last `####` (or a line's `A:`), as in GSM8K's solutions."""
+    """The rest of the line after the last `####` (or a line's `A:`), as in GSM8K's solutions."""
     found = _last(_MARKED, text)
     return found[1].strip() if found else None
 
 
 def last_number(text: str) -> str | None:
-    """The last number in a text, as it is written there."""
+    """The last number in a string, as written."""
     found = _last(_NUMBER, text)
     return found.group() if found else None
 
 
 def first_number(text: str) -> str | None:
-    """The first number in a text, as it is written there."""
+    """The first number in a string, as written."""
     found = _NUMBER.search(text)
     return found.group() if found else None
 

@@ -14,11 +14,11 @@ import signal
 import struct
 import sys
 
-MEMORY_BYTES = 1_000_000_000  # of address space, hence also of memory
-# Landlock's numbers are the same on every architecture.
+MEMORY_BYTES = 1_000_000_000  # of address space, which bounds memory too
+# Landlock's system call numbers are the same on every architecture.
 CREATE_RULESET, RESTRICT_SELF = 444, 446
 NO_NEW_PRIVS, PARENT_DEATH_SIGNAL = 38, 1
-# The rights of each version of Landlock's interface that change something; reading is none of them.
+# The rights of each version of Landlock's interface except reading.
 EXECUTE, WRITE_FILE, REMOVE_AND_MAKE, REFER, TRUNCATE, DEVICE_CONTROL = 1, 2, 0x1FF0, 1 << 13, 1 << 14, 1 << 15
 TCP = 0b11  # bind, connect
 NEW_USER, NEW_NET = 0x10000000, 0x40000000
@@ -66,7 +66,7 @@ def _limits(memory_bytes: int, files_open: bool) -> list[str]:
     import resource
 
     in_force = []
-    # macOS takes the limit and does not keep it
+    # macOS accepts the limit and does not enforce it
     kept = f"at most {memory_bytes / 1e9:g} GB of memory" if sys.platform == "linux" else ""
     wanted = [(resource.RLIMIT_AS, memory_bytes, kept)]
     wanted += [(resource.RLIMIT_CORE, 0, "")]
@@ -88,7 +88,7 @@ def _no_network_namespace() -> bool:
 
 
 def _landlock() -> tuple[bool, bool]:
-    """Deny every change to files, every program, every TCP connection: (files and programs, TCP) in force."""
+    """Deny changes to files, running programs, and TCP. Returns which are in force: (files and programs, TCP)."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         version = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)

@@ -1,4 +1,4 @@
-r"""Answers that are no expressions though they look like some: lettered choices, ratios, residues, other bases."""
+r"""Answers that look like expressions but are not: lettered choices, ratios, residues, numbers in other bases."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NUMERALS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eig
 
 
 def read_choice(text: str) -> tuple[str, str] | None:
-    r"""(letter, what stands behind it) of `(C) 42`, `C)`, `\text{C. }42`, `Option C`; None without a label."""
+    r"""(letter, rest) of `(C) 42`, `C)`, `\text{C. }42`, `Option C`; None without a label."""
     found = _CHOICE.fullmatch(re.sub(r"^\\text\{([^{}]*)\}", r"\1 ", text).strip())
     if not found:
         return None
     rest = found["rest"].strip()
     if re.search(r"\([A-Z]\)", rest) or re.match(r"(?:\\text\{)?(?:and|or)\b", rest):
-        return None  # several labels are no choice
+        return None  # several labels are not a choice
     return found["a"] or found["b"], rest
 
 

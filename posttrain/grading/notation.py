@@ -1,7 +1,7 @@
-r"""One way to write an answer: what only looks different becomes the same text, and nothing else does.
+r"""Normalises the notation of an answer: only spellings of the same answer become the same string.
 
-`tidy` makes the text (`10\,000`, fullwidth digits, `\dfrac`), `compact` is for comparing it letter by letter;
-`brackets` and `split_top` read tuples, intervals, sets and lists.
+`tidy` normalises (`10\,000`, fullwidth digits, `\dfrac`), `compact` prepares comparison letter by letter; `brackets`
+and `split_top` read tuples, intervals, sets and lists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CHARACTERS = {
 }  # fmt: skip
 _SUPER, _SUB = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n"), str.maketrans("₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789n")
 _RAISED, _LOWERED = re.compile("[⁰¹²³⁴-⁹⁻⁺ⁿ]+"), re.compile("[₀-₉ₙ]+")
-# thin, hard and other spaces of print are spaces; the fullwidth forms of ASCII are ASCII
+# typographic spaces become spaces; the fullwidth forms of ASCII become ASCII
 _TABLE = {ord(c): " " for c in "        　"}
 _TABLE |= {0xFF01 + n: chr(0x21 + n) for n in range(94)} | {ord(c): text for c, text in _CHARACTERS.items()}
 
@@ -40,7 +40,7 @@ _WORDS = re.compile(
     r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|operatorname|mbox|rm)\s*\{([^{}]*)\}"
 )
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?(?![a-zA-Z])")
-_SCRIPT = re.compile(r"([\^_])\s*(-?\d+|[a-zA-Z])")  # 2^10 is meant as it is read, not as LaTeX sets it
+_SCRIPT = re.compile(r"([\^_])\s*(-?\d+|[a-zA-Z])")  # the exponent of 2^10 is read as 10, but as 1 by LaTeX
 _COMMANDS = {r"\leq": r"\le", r"\geq": r"\ge", r"\neq": r"\ne", r"\lt": "<", r"\gt": ">", r"\infinity": r"\infty"}
 _COMMANDS |= {r"\ldots": "...", r"\dots": "...", r"\cdots": "...", r"\lbrace": r"\{", r"\rbrace": r"\}"}
 _COMMANDS |= {r"\varnothing": r"\emptyset", r"\land": r"\text{ and }", r"\lor": r"\text{ or }", r"\vee": r"\text{ or }"}
@@ -69,11 +69,11 @@ OPENING, CLOSING = "([{⟨", ")]}⟩"
 
 
 def tidy(text: str) -> str:
-    """The text without what only dresses it. Words inside `\\text{…}` keep their braces, so that they stay words."""
+    """The string without formatting. Words inside `\\text{…}` keep their braces, so that they stay words."""
     text = _RAISED.sub(lambda m: f"^{{{m[0].translate(_SUPER)}}}", text)
     text = _LOWERED.sub(lambda m: f"_{{{m[0].translate(_SUB)}}}", text)
     text = "".join(_plain(c) for c in _ROOT_SIGN.sub(r"\\sqrt{\1}", text).translate(_TABLE)).strip()
-    if len(_DOLLAR.findall(text)) % 2 == 0:  # a single one is money
+    if len(_DOLLAR.findall(text)) % 2 == 0:  # an odd number: one is a currency sign
         text = _DOLLAR.sub("", text).strip()
     for begin, end in _WRAPPED:
         if len(text) >= len(begin + end) and text.startswith(begin) and text.endswith(end):
@@ -105,7 +105,7 @@ def _braced_fraction(found: re.Match[str]) -> str:
 
 
 def compact(text: str) -> str:
-    """A tidy text without spaces, for comparing letter by letter; words lose their `\\text` and their capitals."""
+    """A tidy string without spaces, for comparison letter by letter; words lose their `\\text` and their capitals."""
     words = re.fullmatch(r"(?:\\text\{([^{}]*)\}|(\([A-Za-z]\)|[A-Za-z](?:[A-Za-z' -]*[A-Za-z'])?))", text)
     if words:
         word = " ".join((words[1] or words[2] or "").split())
@@ -117,7 +117,7 @@ def compact(text: str) -> str:
 
 
 def _plain(character: str) -> str:
-    """Digits of any script as ASCII; characters that cannot be seen are dropped."""
+    """Digits of any script as ASCII; invisible characters are dropped."""
     if character.isascii():
         return character if character.isprintable() else ""
     if character.isdecimal():
@@ -126,7 +126,7 @@ def _plain(character: str) -> str:
 
 
 def is_balanced(text: str) -> bool:
-    """Whether the braces of LaTeX close each other; `\\{` is a character."""
+    """Whether the braces of LaTeX are balanced; `\\{` is a character."""
     depth = 0
     for match in re.finditer(r"\\.|[{}]", text):
         depth += {"{": 1, "}": -1}.get(match.group(), 0)
@@ -136,7 +136,7 @@ def is_balanced(text: str) -> bool:
 
 
 def split_top(text: str, separator: str = ",") -> list[str]:
-    """The parts between separators that stand in no bracket of any kind."""
+    """The parts between separators outside brackets of any kind."""
     parts, depth, begin = [], 0, 0
     for index, character in enumerate(text):
         if character in OPENING:
@@ -150,7 +150,7 @@ def split_top(text: str, separator: str = ",") -> list[str]:
 
 
 def brackets(text: str) -> tuple[str, str, str] | None:
-    r"""(opening, content, closing) when one pair of brackets, not a brace of LaTeX, encloses the whole text."""
+    r"""(opening, content, closing) if one pair of brackets, other than LaTeX braces, encloses the complete string."""
     pairs = ((r"\{", r"\}"), ("(", ")"), ("(", "]"), ("[", ")"), ("[", "]"), ("⟨", "⟩"))
     for begin, end in pairs:
         if len(text) > len(begin + end) - 1 and text.startswith(begin) and text.endswith(end):

@@ -26,7 +26,7 @@ _REPEATED = re.compile(r"(?P<digits>\d*?)(?P<block>\d+?)(?P=block)+")
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number as written: `value` without regard to a percent sign, and whether there was one."""
+    """A number as written: `value` ignores a percent sign, `percent` says whether there is one."""
 
     value: Fraction
     percent: bool = False
@@ -37,7 +37,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """The number that the whole text is, or None."""
+    """The number, if the complete string is one, or None."""
     if len(text) > LONGEST:
         return None
     text = tidy(text)
@@ -47,10 +47,10 @@ def read_number(text: str) -> Number | None:
 
 
 def same_number(gold: Number, answer: Number) -> bool:
-    """Whether an answer means the gold number.
+    """Whether an answer equals the gold number.
 
-    0.5 and 50% are the same. Where only one has a percent sign, the same digits count too (a question that asks "what
-    percent" is answered by 50 or by 50%), but not below 1: 0.5% is no way to write 0.5.
+    0.5 and 50% are the same. If only one has a percent sign, the same digits are equal, too (the answer to "what
+    percent" may be 50 or 50%), but not below 1: 0.5% does not equal 0.5.
     """
     if gold.exact == answer.exact:
         return True
@@ -109,13 +109,13 @@ def _decimal(text: str) -> Fraction | None:
     digits, rest = found["digits"] or "", (found["rest"] or "").strip()
     block = ""
     if rest == "..":
-        # the point of "0.333..." was the first of the dots; what is repeated must be seen twice or more
+        # "3...": its first dot was read as the decimal point
         return None
     if rest.startswith("..."):
         if rest != "..." or len(digits) > 100 or not (repeated := _REPEATED.fullmatch(digits)):
             return None
         digits, block = repeated["digits"], repeated["block"]
-        if len(block) * 2 > len(repeated.group()) - len(digits):
+        if len(block) * 2 > len(repeated.group()) - len(digits):  # a repeating part must appear at least twice
             return None
     elif rest:
         dotted = re.fullmatch(r"\\(?:overline|bar)\{(\d+)\}|\((\d+)\)|\\dot\{(\d)\}(?:(\d*)\\dot\{(\d)\})?", rest)

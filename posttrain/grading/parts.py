@@ -1,4 +1,4 @@
-r"""Answers of several parts: members of lists and sets, unknowns with their values, cells of matrices. Text work."""
+r"""Splits answers of several parts: members of lists and sets, unknowns with their values, cells of matrices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
 
 
 def elements(text: str) -> list[str]:
-    """The members of a list: `1, 2`, `1 and 2`, `x = 1 \\text{ or } x = 2`. Commas of thousands separate nothing."""
+    """The members of a list: `1, 2`, `1 and 2`, `x = 1 \\text{ or } x = 2`. Thousands separators do not count."""
     if read_number(text):
         return [text]
     if ", " in text:
@@ -26,32 +26,32 @@ def elements(text: str) -> list[str]:
 
 
 def junction(text: str) -> str | None:
-    """`and` or `or` between single letters, statements or choices; None elsewhere, as either word may join roots."""
+    """`and` or `or` between single letters, statements or choices; else None, because either word may join roots."""
     words = set(re.findall(r"\b(?:and|or)\b", text))
     letters = all(re.fullmatch(r"\(?[a-zA-Z]\)?", member) for member in elements(text))
     return words.pop() if len(words) == 1 and letters else None
 
 
 def members(text: str) -> list[str]:
-    """The members of a set in braces, where `1,234` are two of them, or of a list."""
+    """The members of a set in braces, where `1,234` is two members, or of a list."""
     inside = inside_braces(text)
     return split_top(inside) if inside != text and read_number(inside) else elements(inside)
 
 
 def inside_braces(text: str) -> str:
-    """What the braces of a set enclose; any other text as it is."""
+    """The content of a set's braces; any other string unchanged."""
     inside = brackets(text)
     return inside[1] if inside and inside[0] == r"\{" else text
 
 
 def both_signs(text: str) -> str:
-    """A list with `a + b, a - b` for each of its members `a \\pm b`."""
+    """The list with `a + b, a - b` for each member `a \\pm b`."""
     parts = elements(inside_braces(text))
     return tidy(", ".join(dict.fromkeys(PLUS_MINUS.sub(sign, part) for part in parts for sign in "+-")))
 
 
 def assignments(text: str) -> dict[str, str] | None:
-    """Two unknowns or more with their values; None for anything else, the roots x_1 and x_2 of one unknown included."""
+    """Two or more unknowns with their values; None for anything else, also for the roots x_1 and x_2 of one unknown."""
     if "=" not in text or re.search(r"\bor\b", text):
         return None
     found = [ASSIGNED.fullmatch(part) for part in elements(text)]
@@ -65,7 +65,7 @@ def assignments(text: str) -> dict[str, str] | None:
 
 
 def in_order(names: dict[str, str] | None, text: str) -> list[str]:
-    """Values of unknowns by name, as a tuple would have them; the members of the tuple or list that has no names."""
+    """The values of unknowns, sorted by name as in a tuple; without names, the members of the tuple or list."""
     if names is not None:
         return [names[name] for name in (sorted(names) if all(len(name) == 1 for name in names) else names)]
     inside = brackets(text)

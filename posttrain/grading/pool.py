@@ -33,7 +33,7 @@ from posttrain.helpers import HelperPool
 log = logging.getLogger("posttrain")
 
 DEADLINE_S = 2.0
-WAIT_S = 0.2  # the longest wait in one piece: Ctrl-C and the caller's own work come in between
+WAIT_S = 0.2  # maximum time of one wait, so that Ctrl-C and the caller's own work are handled in between
 ALARM_SHARE = 0.005
 MOST_WORKERS = 8
 CLOSED = "the grading pool is closed"
@@ -42,10 +42,10 @@ _idle: HelperPool[WorkerProcess] = HelperPool()
 
 
 class Pool:
-    """Supervised worker processes. `modules` are imported by each before its first job, so that none pays for it.
+    """Supervised worker processes. Each imports `modules` before its first job, outside the job's deadline.
 
-    `spares` more are kept ready to step in for killed ones. Close it, or use it as a context manager; a program that
-    ends without doing so leaves no process behind either.
+    `spares` additional workers are ready to replace killed ones. Close it, or use it as a context manager; its
+    processes also end when the program ends without closing it.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Pool:
             self._threads.append(thread)
             thread.start()
 
-    # --- asking ---------------------------------------------------------------------------------------------------
+    # --- jobs -----------------------------------------------------------------------------------------------------
 
     def submit(self, job: GradeRequest, count: bool = True) -> Future[Grade]:
-        """Queue a job. Never blocks; a cancelled future is not graded. `count`: its verdict goes into `counts`."""
+        """Queue a job. Never blocks; a cancelled future is not graded. `count`: its verdict is added to `counts`."""
         future: Future[Grade] = Future()
         with self._lock:
             if self._closed:
@@ -102,11 +102,11 @@ class Pool:
         return future
 
     def stream(self, jobs: Sequence[GradeRequest], count: bool = True) -> Iterator[Grade]:
-        """Grades in the order of the jobs, each as soon as it and those before it are there."""
+        """Yield the grades in the order of the jobs, each as soon as it and all previous ones are ready."""
         yield from self.collect([self.submit(job, count) for job in jobs])
 
     def collect(self, futures: Sequence[Future[Grade]]) -> Iterator[Grade]:
-        """The grades of what was submitted, in that order, waiting in pieces of a fifth of a second."""
+        """Yield the grades of submitted jobs in order, waiting at most a fifth of a second at a time."""
         try:
             for future in futures:
                 while True:
@@ -121,29 +121,29 @@ class Pool:
                 future.cancel()
 
     def grade(self, jobs: Sequence[GradeRequest], count: bool = True) -> list[Grade]:
-        """The grade of each job, in order. Blocks this thread alone, in pieces of a fifth of a second."""
+        """The grade of each job, in order. Blocks only this thread, at most a fifth of a second at a time."""
         return list(self.stream(jobs, count))
 
     async def grade_async(self, jobs: Sequence[GradeRequest]) -> list[Grade]:
-        """As `grade`, while the event loop goes on."""
+        """Like `grade`, without blocking the event loop."""
         grades = await asyncio.gather(*(asyncio.wrap_future(self.submit(job)) for job in jobs))
         self._raise_alarm()
         return list(grades)
 
     def alarm(self) -> str | None:
-        """What to tell the user when more than 0.5 % of all completions so far have no verdict."""
+        """The warning if more than 0.5 % of all completions so far have no verdict, else None."""
         total, missing = sum(self.counts.values()), sum(self.counts[kind] for kind in NON_VERDICTS)
         if missing <= ALARM_SHARE * total:
             return None
         kinds = ", ".join(f"{self.counts[kind]} {kind}" for kind in sorted(NON_VERDICTS) if self.counts[kind])
         return (
-            f"{missing} of {total} completions have no verdict ({kinds}): they are left out, not rewarded. "
-            "timeout: raise the deadline or look at what the model writes; crashed: see the reasons; "
-            "bad_gold: look at the answers in the data"
+            f"{missing} of {total} completions have no verdict ({kinds}): they are dropped, not rewarded. "
+            "timeout: raise the deadline or check the completions; crashed: see the reasons; "
+            "bad_gold: check the answers in the data"
         )
 
     def _raise_alarm(self) -> None:
-        """Warn at the first cause and then whenever the number has doubled, so that a long run's log stays readable."""
+        """Warn the first time, and then whenever the number has doubled, so that a long run's log stays readable."""
         message, missing = self.alarm(), sum(self.counts[kind] for kind in NON_VERDICTS)
         if message is not None and missing >= 2 * self._alarmed:
             self._alarmed = missing
@@ -152,7 +152,7 @@ class Pool:
     # --- the workers ----------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """One thread's life: keep a worker, give it jobs, replace it when it is gone."""
+        """The body of a thread: starts a worker, sends it jobs, and replaces it when it has ended."""
         worker: WorkerProcess | None = None
         while (item := self._jobs.get()) is not None:
             job, future, counted = item
@@ -165,7 +165,7 @@ class Pool:
                 worker = worker or self._next()
                 grade = self._ask(worker, job)
             except Exception as error:
-                if isinstance(error, RewardError):  # no worker comes up; others are of this job alone
+                if isinstance(error, RewardError):  # workers do not start; other errors concern only this job
                     with self._lock:
                         self._broken = self._broken or error
                 future.set_exception(error)
@@ -181,7 +181,7 @@ class Pool:
             future.set_result(grade)
 
     def _ask(self, worker: WorkerProcess, job: GradeRequest) -> Grade:
-        """Its grade, from a worker that `close` knows to be at work."""
+        """The grade of a job; registers the worker as busy for `close`."""
         with self._lock:
             if self._closed:
                 raise RewardError(CLOSED)
@@ -204,17 +204,17 @@ class Pool:
         return worker
 
     def _make(self) -> WorkerProcess:
-        """A new worker, forked where that can be done: it is ready at once, once the first has imported everything."""
+        """A new worker, forked if the platform can: ready at once after the template has imported everything."""
         if not CAN_FORK:
             return WorkerProcess(self._modules, self._environment)
         if self._template is not None:
-            with contextlib.suppress(OSError):  # somebody has killed it: another takes its place
+            with contextlib.suppress(OSError):  # the template was killed: a new one replaces it
                 return WorkerProcess(self._modules, self._environment, self._template)
         self._template = Template(self._modules, self._environment)
         return WorkerProcess(self._modules, self._environment, self._template)
 
     def _next(self) -> WorkerProcess:
-        """A worker, taken from those started ahead that still live; the next is started at once."""
+        """A live worker of those started ahead; a replacement is started at once."""
         while True:
             with self._lock:
                 worker = self._spares.popleft() if self._spares else None
@@ -236,9 +236,9 @@ class Pool:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def close(self, keep: bool = True) -> None:
-        """Kill the workers that are at work; free ones stay for the next pool, unless something may be wrong with them.
+        """Kill the busy workers; free ones are kept for the next pool, unless they may be unhealthy.
 
-        keep: False ends those too. Safe to repeat, and from any thread.
+        keep: False ends free workers, too. May be called again, and from any thread.
         """
         with self._lock:
             if self._closed:
@@ -257,7 +257,7 @@ class Pool:
         finally:
             with self._lock:
                 alive, self._alive = list(self._alive), set()
-                self._template = None  # it ends with the last of its workers
+                self._template = None  # ends with its last worker
             for worker in alive:
                 if keep and self._can_be_kept and all_rest:
                     _idle.put(self._kind, worker)
@@ -267,7 +267,7 @@ class Pool:
             atexit.unregister(self.close)
 
     def _cancel_all(self) -> None:
-        """Nothing that is queued is graded, and each thread ends after what it is doing."""
+        """Cancel all queued jobs; each thread ends after its current job."""
         while True:
             try:
                 item = self._jobs.get_nowait()
@@ -286,5 +286,5 @@ class Pool:
 
 
 def _is_ours(module: str) -> bool:
-    """Others may be edited between two pools, in a notebook for one, and a worker reads a module once."""
+    """Whether the module belongs to posttrain: others may be edited between two pools, and a worker imports once."""
     return module.startswith("posttrain.")

@@ -18,10 +18,10 @@ from posttrain.grading.verdict import Grade, GradeRequest, read_grade
 
 STARTUP_S = 120.0
 TICK_S = 0.05  # interval of deadline checks
-OUT_OF_CPU = -24  # SIGXCPU: its own CPU limit came first
+OUT_OF_CPU = -24  # SIGXCPU: it reached its CPU limit before the deadline
 REPLY_BYTES = 64_000  # a longer line is not a valid reply
-COMPLETION_CHARACTERS = 1_000_000  # of a longer completion only the end, which has the answer, is graded
-# A worker's environment variables: no key, no token, no proxy.
+COMPLETION_CHARACTERS = 1_000_000  # only the end of a longer completion, which has the answer, is graded
+# A worker's environment variables, without keys, tokens and proxies.
 KEPT_VARIABLES = ("SYSTEMROOT", "WINDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 SET_VARIABLES = {
     # gmpy2 computes in C without checking signals or limits; plain integers are fast enough here
@@ -37,7 +37,7 @@ SET_VARIABLES = {
 
 
 class Deadlines:
-    """Kills workers at their deadline, in a thread of its own, so that deadlines hold whatever the program does.
+    """Kills workers at their deadline, in a separate thread, so that deadlines hold whatever the program does.
 
     If this process itself was stopped (a sleeping laptop, SIGSTOP, an overloaded machine), deadlines move by that time.
     """
@@ -158,7 +158,7 @@ class WorkerProcess:
         return Grade("bad_gold", seconds=seconds, reason=f"the answer itself takes over {deadline:g} s to read")
 
     def kill(self) -> None:
-        """End it now. Safe to repeat, and from any thread."""
+        """Kill it. May be called again, and from any thread."""
         self._is_killed = True
         self._process.kill()
 

@@ -1,6 +1,6 @@
-r"""Sets of real numbers, however they are written: `(2, \infty)`, `x > 2`, `\{x \mid x > 2\}`, `\mathbb{R}`, `\{\}`.
+r"""Sets of real numbers in all notations: `(2, \infty)`, `x > 2`, `\{x \mid x > 2\}`, `\mathbb{R}`, `\{\}`.
 
-A set is its intervals, whose ends stay text: whether two ends are equal is for the caller to say.
+A set is a list of intervals whose ends are strings: the caller decides whether two ends are equal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WITHOUT = re.compile(
 )
 _UNEQUAL = re.compile(rf"(?P<name>{_NAME})\s*\\ne(?![a-zA-Z])\s*(?P<value>.+)")
 _ABSOLUTE = re.compile(rf"(?:\||\\lvert)\s*(?P<name>{_NAME})(?:\s*(?P<shift>[-+])\s*(?P<by>[^|\\]+))?\s*(?:\||\\rvert)")
-# What a text has that may be such a set and is no mere bracket.
+# Marks of a string that may be such a set, other than a single bracket.
 _PERHAPS = re.compile(
     ORDER.pattern + r"|\\cup|\\cap|\\setminus|\\mathbb|\\mathbf|\\R|ℝ|\\emptyset|\\\{\s*\\\}|\\ne(?![a-zA-Z])|real"
     r"|\\mid|empty|null set|no (?:real )?solution|\\in(?![a-zA-Z])",
@@ -45,7 +45,7 @@ _PERHAPS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """From `low` to `high`; a point where both are closed and the same text."""
+    """From `low` to `high`; a point if both ends are closed and the same string."""
 
     low: str
     low_closed: bool
@@ -55,19 +55,19 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class RealSet:
-    """A union of intervals that do not overlap, and the variable that was named, empty for a bound one or none."""
+    """A union of disjoint intervals, and the name of the free variable, empty for a bound one or none."""
 
     intervals: tuple[Interval, ...]
     name: str = ""
 
 
 def is_set_like(text: str) -> bool:
-    """Whether the text may be a set of numbers and is more than one bracket."""
+    """Whether the string may be a set of numbers, other than a single bracket."""
     return _PERHAPS.search(text) is not None
 
 
 def read_set(text: str, depth: int = 5) -> RealSet | None:
-    """The set of real numbers that a tidy text is, or None."""
+    """The set of real numbers that a tidy string denotes, or None."""
     text = text.strip()
     if depth < 0 or not text:
         return None
@@ -99,7 +99,7 @@ def read_set(text: str, depth: int = 5) -> RealSet | None:
 
 
 def _braces(content: str, depth: int) -> RealSet | None:
-    """A set in braces: built by a condition, or its members."""
+    """A set in braces: defined by a condition, or by its members."""
     if found := _BUILDER.fullmatch(content):
         if found["within"] and not _ALL.fullmatch(found["within"]):
             return None
@@ -130,7 +130,7 @@ def _union(parts: list[RealSet | None]) -> RealSet | None:
 
 
 def _both(left: RealSet | None, right: RealSet | None) -> RealSet | None:
-    """Of `x > 2 and x < 5`: what is bounded on one side by one, on the other by the other."""
+    """The intersection, for `x > 2 and x < 5`: one side gives the lower bound, the other the upper one."""
     if not left or not right or len(left.intervals) != 1 or len(right.intervals) != 1 or left.name != right.name:
         return None
     low, high = (left.intervals[0], right.intervals[0])
@@ -144,13 +144,13 @@ def _both(left: RealSet | None, right: RealSet | None) -> RealSet | None:
 
 
 def _listed(left: RealSet | None, right: RealSet | None) -> RealSet | None:
-    """Of `x < -1, x > 2`, where nothing is both: the union; of `x > 2, x < 5` what is both."""
+    """The union, as for `x < -1, x > 2`; but the intersection if the two bound an interval, as in `x > 2, x < 5`."""
     both = _both(left, right)
     return both if both and both.intervals else _union([left, right])
 
 
 def _is_before(one: str, other: str) -> bool:
-    """Whether a number is less than another; ends that are no plain numbers have no order here."""
+    """Whether a number is less than another; False for ends that are not plain numbers."""
     values = [_value(end) for end in (one, other)]
     return values[0] is not None and values[1] is not None and values[0] < values[1]
 
@@ -161,7 +161,7 @@ def _value(text: str) -> Fraction | None:
 
 
 def _without(whole: RealSet | None, points: str) -> RealSet | None:
-    """All real numbers but some points, which must be in order or plain numbers."""
+    """All real numbers except some points, which must be in order or plain numbers."""
     if whole is None or whole.intervals != (Interval(_LOW, False, _HIGH, False),):
         return None
     inside = brackets(points.strip())
@@ -178,7 +178,7 @@ def _without(whole: RealSet | None, points: str) -> RealSet | None:
 
 
 def chain(text: str) -> tuple[list[str], list[str]] | None:
-    """(terms, signs), written so that the first sign points upwards; None for a text without signs."""
+    """(terms, signs), reversed if the first sign is `>` or `\\ge`; None for a string without signs."""
     signs = [_UNIFIED.get(sign, sign) for sign in map(str, ORDER.findall(text))]
     terms = [term.strip() for term in ORDER.split(text)]
     if not signs:
@@ -189,7 +189,7 @@ def chain(text: str) -> tuple[list[str], list[str]] | None:
 
 
 def _from_order(text: str) -> RealSet | None:
-    """What an inequality of one bare variable, or of its absolute value, means."""
+    """The set of an inequality in one variable, or in an absolute value."""
     found = chain(text)
     if found is None or any(sign in (">", r"\ge") for sign in found[1]):
         return None

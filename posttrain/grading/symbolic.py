@@ -1,8 +1,8 @@
 """Whether two expressions are equal, by computer algebra. Imported by grading workers only.
 
-LaTeX is parsed by math-verify's grammar (latex2sympy2_extended), never by anything that evaluates Python: sympy's own
-way from text to expressions is closed here. Equality is decided by value: the difference at several points, to a
-hundred digits, and by simplification where that cannot decide. Decimals are exact fractions: nothing is rounded.
+LaTeX is parsed by math-verify's grammar (latex2sympy2_extended), never by code that evaluates Python: sympy's own
+conversion from strings to expressions is disabled here. Equality is decided by value: the difference at several points,
+to a hundred digits, or else by simplification. Decimals are exact fractions: nothing is rounded.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from posttrain.grading.notation import CLOSING, OPENING, is_balanced
 from posttrain.grading.numbers import LARGEST_EXPONENT
 
 DIGITS, MOST_DIGITS = 30, 300
-CLOSE = sympy.Float("1e-100", 30)  # relative: what remains of a difference that is zero is far below
-POINTS, TRIES = 3, 8  # points at which both have a value, out of so many tried
+CLOSE = sympy.Float("1e-100", 30)  # relative; the rounding error of a difference of zero is far below
+POINTS, TRIES = 3, 8  # number of points at which both have a value, and maximum number of points tried
 LONGEST = 2000  # characters
-DEEPEST = 25  # brackets within brackets
+DEEPEST = 25  # maximum nesting of brackets
 _AS_WRITTEN = ConversionConfig(lowercase_symbols=False)
-# Functions and constants that are written without a backslash too.
+# Functions and constants that may be written without a backslash.
 _PLAIN_NAME = re.compile(
     r"(?<![a-zA-Z\\])(arc(?:sin|cos|tan)|(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp|sqrt|pi|infinity|inf)(?![a-zA-Z])"
 )
 _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
-# The grammar drops a prime, and takes a power T for the transpose of a number.
+# The grammar drops primes, and reads the power T of a number as its transpose.
 _PRIMED = re.compile(r"(?P<name>\\[a-zA-Z]+|[a-zA-Z])(?:_\{(?P<index>\w+)\})?(?P<primes>'*)")
 _TRANSPOSED = re.compile(r"\^\{(T)\}")
 _SCIENTIFIC = re.compile(r"(?<![\w.}])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\d.])")
-# Relations, ratios, words, and numbers in another base, whose index the grammar would drop, are no expressions.
+# Not expressions: relations, ratios, words, and numbers in another base, whose index the grammar would drop.
 _FOREIGN = re.compile(
     r"[<>=:;?@#~\"`&$€£¥]|\\(?:le|ge|ne|in|approx|sim|equiv|to|mid|text|pm|mp|math[a-z]+|[bp]?mod|cup|cap|setminus|emptyset)(?![a-zA-Z])|[\d)}]\s*_|[)\]}|]\s*'"
 )
 
 
 class Unreadable(Exception):
-    """The text is no expression that can be compared."""
+    """The string is not an expression that can be compared."""
 
 
 def _refuse(*_: object, **__: object) -> Any:
@@ -48,19 +48,19 @@ def _refuse(*_: object, **__: object) -> Any:
 
 
 def _digits_only(text: str, *_: object, **__: object) -> sympy.Expr:
-    """What sympy makes of a string here: a number. The grammar hands its number literals over as strings."""
+    """Replaces sympy's conversion of strings: accepts only numbers, which the grammar passes as strings."""
     if not re.fullmatch(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", text) or len(text) > LONGEST:
         raise Unreadable("Python is not evaluated here")
     return sympy.Rational(text)
 
 
-# sympify(text) and S(text) end in the first function, which ends in the second, which calls Python's eval.
+# sympify(text) and S(text) call the first function, which calls the second, which calls Python's eval.
 sympy_parser.parse_expr = _digits_only
 sympy_parser.eval_expr = _refuse
 
 
 def warm_up() -> None:
-    """Do once what the first expression would pay for: the grammar's tables, sympy's caches."""
+    """Fill the grammar's tables and sympy's caches, which would slow down the first expression."""
     for gold, answer in (
         (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
         ("x^{2}+2x+1", "(x+1)^{2}"),
@@ -71,7 +71,7 @@ def warm_up() -> None:
 
 
 def same_expression(gold: str, answer: str) -> bool:
-    """Whether two tidy texts are equal as expressions. Raises nothing for what cannot be read: that is not equal."""
+    """Whether two tidy strings are equal as expressions; False, without an exception, if one cannot be read."""
     try:
         left, right = parse(gold), parse(answer)
     except Unreadable:
@@ -80,12 +80,12 @@ def same_expression(gold: str, answer: str) -> bool:
 
 
 def same_equation(gold: str, answer: str) -> bool:
-    """Whether two equations say the same: (left - right) of one is a constant multiple, not 0, of the other's."""
+    """Whether two equations are equivalent: left - right of one is a constant nonzero multiple of the other's."""
     return _is_multiple(gold, answer, r"=")
 
 
 def same_inequality(gold: str, answer: str) -> bool:
-    """Whether two texts `low < high` say the same: high - low of one is a positive multiple of the other's."""
+    """Whether two inequalities `low < high` are equivalent: high - low of one is a positive multiple of the other's."""
     return _is_multiple(gold, answer, r"<|\\le(?![a-zA-Z])", positive=True)
 
 
@@ -108,7 +108,7 @@ def _is_multiple(gold: str, answer: str, sign: str, positive: bool = False) -> b
 
 
 def parse(text: str) -> sympy.Expr:
-    """A tidy text as an expression. Raises Unreadable."""
+    """The expression of a tidy string. Raises Unreadable."""
     text = _PRIMED.sub(_with_primes, text)
     if not text or len(text) > LONGEST or not is_balanced(text) or _FOREIGN.search(text) or _depth(text) > DEEPEST:
         raise Unreadable(text[:50])
@@ -117,7 +117,7 @@ def parse(text: str) -> sympy.Expr:
         result = result.subs(sympy.Symbol("i"), sympy.I).doit()
     except MemoryError:
         raise
-    except Exception as error:  # ANTLR, sympy and the grammar's actions each have errors of their own
+    except Exception as error:  # ANTLR, sympy and the grammar's actions each have their own errors
         raise Unreadable(text[:50]) from error
     if not isinstance(result, sympy.Expr) or result.is_Matrix:
         raise Unreadable(text[:50])
@@ -129,7 +129,7 @@ def _depth(text: str) -> int:
 
 
 def as_latex(text: str) -> str:
-    """Plain text such as `2*sqrt(3)/3`, `x**2` or `sin(pi/4)` as LaTeX; LaTeX stays as it is. Decimals as fractions."""
+    """Plain notation such as `2*sqrt(3)/3`, `x**2` or `sin(pi/4)` as LaTeX; LaTeX is kept; decimals as fractions."""
     text = _SCIENTIFIC.sub(_power_of_ten, text)
     text = text.replace("**", "^").replace("^{\\circ}", r"\cdot\frac{\pi}{180}")
     text = _TRANSPOSED.sub(r"^{(\1)}", text.replace("*", r"\cdot "))
@@ -140,13 +140,13 @@ def as_latex(text: str) -> str:
 
 
 def _with_primes(found: re.Match[str]) -> str:
-    """A symbol of its own for `y'`, and another for `y''`."""
+    """Separate symbols for `y'` and `y''`, as indices."""
     primes = "prime" * len(found["primes"])
     return f"{found['name']}_{{{found['index'] or ''}{primes}}}" if primes else found[0]
 
 
 def _power_of_ten(found: re.Match[str]) -> str:
-    """`2e3` is 2000: the e of a number is never Euler's."""
+    """`2e3` is 2000: an e within a number is not Euler's number."""
     if len(found[2]) > 5 or abs(int(found[2])) > LARGEST_EXPONENT:
         raise Unreadable(found[0][:50])
     return rf"({found[1]}\cdot 10^{{{int(found[2])}}})"
@@ -200,7 +200,7 @@ def _equal(left: sympy.Expr, right: sympy.Expr) -> bool:
         return sympy.simplify(difference) == 0
     except MemoryError:
         raise
-    except Exception:  # simplify fails in as many ways as there are expressions; undecided is not equal
+    except Exception:  # simplify may raise anything; undecided is not equal
         return False
 
 
@@ -225,6 +225,6 @@ def _ordered(*expressions: Any) -> list[Any]:
 
 
 def _values(shift: int = 0) -> Any:
-    """Unremarkable fractions of both signs, small enough for powers and roots: never 0, 1 or each other's negative."""
+    """Generic fractions of both signs, small enough for powers and roots: never 0, 1 or the negative of another one."""
     primes = (sympy.Rational(sympy.prime(n + 11), sympy.prime(n + 17)) for n in islice(count(), 7 * shift, None))
     return (-value if (n + shift) % 3 == 1 else value * (1 + n % 2) for n, value in enumerate(primes))

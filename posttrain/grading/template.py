@@ -20,16 +20,16 @@ from collections.abc import Iterable, Mapping
 from typing import BinaryIO
 
 CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
-FORK = "--fork"  # the first argument of a worker program that is to be a template
+FORK = "--fork"  # first argument of a worker program that becomes a template
 NUMBER = struct.Struct("=i")
-UNKNOWN_STATUS = -9  # of a worker whose template was killed, which kills the worker
+UNKNOWN_STATUS = -9  # for a worker whose template was killed, which kills the worker too
 
 
 class Forked:
     """A worker forked from a template, with the needed part of `Popen`'s interface."""
 
     def __init__(self, template: Template, jobs: BinaryIO, replies: BinaryIO, link: socket.socket):
-        self._template: Template | None = template  # which lives as long as one of its workers
+        self._template: Template | None = template  # the template lives as long as one of its workers
         self.stdin, self.stdout = jobs, replies
         self._link = link
         self._lock = threading.Lock()
@@ -124,6 +124,6 @@ class Template:
 
 def _end(control: socket.socket, process: subprocess.Popen, owner: int) -> None:
     control.close()
-    if os.getpid() == owner:  # a fork of this program that forgets the template must leave it alone
+    if os.getpid() == owner:  # a fork of this program that drops the template must not end it
         process.kill()
         process.wait()

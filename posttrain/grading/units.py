@@ -1,9 +1,9 @@
-r"""Units of measure: a list of known ones, in their usual spellings. What is not on it is no unit.
+r"""Units of measure: a list of known units in their usual spellings. Anything else is not a unit.
 
 A unit is a product of dimensions with a scale: `\text{m/s}`, `\frac{\text{m}}{\text{s}}` and `meters per second` are
-the same, and 1 km is 1000 m. The case of a symbol matters (mW is not MW), that of a word does not. What problems count
-(`18\text{ students}`) is a unit too, each noun a dimension of its own. A size (`million`, `dozen`) is no unit: it
-multiplies the number before it.
+the same, and 1 km is 1000 m. The case of a symbol matters (mW is not MW), that of a word does not. Countable things
+(`18\text{ students}`) are units too, with a separate dimension for each noun. A size (`million`, `dozen`) is not a
+unit: it multiplies the number before it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PREFIXES = {
     "d": ("deci", Fraction(1, 10)), "c": ("centi", Fraction(1, 100)), "m": ("milli", Fraction(1, 1000)),
     "μ": ("micro", Fraction(1, 10**6)), "n": ("nano", Fraction(1, 10**9)), "p": ("pico", Fraction(1, 10**12)),
 }  # fmt: skip
-# symbol: (prefixes in use, its words, the first of which names the dimension)
+# symbol: (prefixes in use, words; the first word names the dimension)
 _METRIC = {
     "m": ("kdcmμnp", "meter metre"), "g": ("kcmμ", "gram gramme"), "s": ("mμnp", "second sec"),
     "L": ("dcmμ", "liter litre"), "N": ("kM", "newton"), "J": ("kMG", "joule"), "W": ("kMGm", "watt"),
@@ -67,7 +67,7 @@ _NOUNS = (
 )
 _IRREGULAR = {"people": "person", "children": "child", "men": "man", "women": "woman", "feet": "foot"}
 _IRREGULAR |= {"vertices": "vertex", "leaves": "leaf", "loaves": "loaf", "shelves": "shelf", "pence": "penny"}
-# Beside a unit the first change nothing; the others say which things are counted, and may be left out but not changed.
+# Next to a unit, the first are ignored; the second specify the counted things, and may be omitted but not changed.
 _ADJECTIVES = "away apart total altogether remaining different distinct possible ordered whole"
 _QUALITIES = "left right small large red blue green yellow white black old long high wide deep"
 _TELLING = {word: word for word in _QUALITIES.split()} | {"tall": "high"}
@@ -79,7 +79,7 @@ _LONGEST = 80  # characters of a unit
 _PURE_FRACTION = re.compile(r"\\frac\{((?:[^{}]|\{[^{}]*\})*)\}\{((?:[^{}]|\{[^{}]*\})*)\}")
 _DRESSING = re.compile(r"\\text\{([^{}]*)\}|\\(?:cdot|times)(?![a-zA-Z])")
 _TOKEN = re.compile(r"\s*(?:(°[CF](?![a-zA-Z])|[^\W\d_]+|[$€£¥₹¢°])|(/)|\^\s*\{?\s*(-?\d)\s*\}?|[ *.()·-])")
-# Where a unit may begin: its first letter behind a number or a bracket, or LaTeX that sets words.
+# Where a unit may start: a letter after a number or a bracket, or a LaTeX command for words.
 _BEGINS = re.compile(
     r"\\frac\{\s*\\text|\\text(?=\{)|\^\{\\circ\}|\\Omega|\\mu|[€£¥₹¢$]|(?<=[\d})°!])\s*(?=[a-zA-Z])|(?<=\\pi)\s+(?=\w)"
 )
@@ -90,9 +90,9 @@ _SUM = re.compile(r"(?:\s*,|\s+and\b)?\s*(\d+(?:\.\d+)?|\\frac\{\d+\}\{\d+\})\s*
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """`dimensions` with their powers; `scale`, in the smallest unit of its kind; `size`, 10⁶ of `million dollars`.
+    """`dimensions` with their powers; `scale`, in the smallest unit of its kind; `size`, 10⁶ for `million dollars`.
 
-    `which` has the adjectives that tell things of one kind apart, `red` of `red marbles`.
+    `which` has the adjectives that distinguish things of one kind, such as `red` for `red marbles`.
     """
 
     dimensions: frozenset[tuple[str, int]]
@@ -105,9 +105,9 @@ NO_UNIT = Unit(frozenset())
 
 
 def split_unit(text: str, letters: bool = False) -> tuple[str, Unit] | None:
-    r"""(value, unit) of a tidy text that ends in a known unit or has a currency sign in front; else None.
+    r"""(value, unit) of a tidy string that ends with a known unit or starts with a currency sign; else None.
 
-    letters: units of one letter count without `\text{}` too (`6 m`); a product of variables looks the same.
+    letters: accept units of one letter also without `\text{}` (`6 m`), which a product of variables looks like, too.
     """
     if money := _MONEY.fullmatch(text):
         value = money["sign"] + money["value"]
@@ -122,7 +122,7 @@ def split_unit(text: str, letters: bool = False) -> tuple[str, Unit] | None:
         if not _VALUE_ENDS.search(value):
             continue
         if tail.startswith(r"^{\circ}") and not read_number(value):
-            continue  # an angle of sin 30° is none of the whole
+            continue  # the degrees of sin 30° are not a unit of the result
         unit = read_unit(tail)
         if unit and (letters or "\\" in tail or not re.fullmatch(r"[a-zA-Z](?:\s*\^.*)?", tail)):
             return value, unit
@@ -130,7 +130,7 @@ def split_unit(text: str, letters: bool = False) -> tuple[str, Unit] | None:
 
 
 def without_pounds(unit: Unit, beside: Unit) -> Unit:
-    """The unit with its pounds as what they are in the other one: money, or 16 ounces."""
+    """The unit with its pounds read as in the other unit: money, or 16 ounces."""
     powers, others = dict(unit.dimensions), dict(beside.dimensions)
     meant = next((name for name in ("sterling", "ounce") if name in others), None)
     if "pound" not in powers or meant is None:
@@ -143,7 +143,7 @@ def without_pounds(unit: Unit, beside: Unit) -> Unit:
 
 @lru_cache(maxsize=4096)
 def read_unit(text: str) -> Unit | None:
-    """The unit that the whole text is, sizes before it included; None for anything else."""
+    """The unit that the complete string is, with sizes before it; None for anything else."""
     text = text.replace(r"^{\circ}", "°").replace(r"\Omega", "Ω").replace(r"\mu", "μ")
     for _ in range(2):
         text = _PURE_FRACTION.sub(r" \1 / \2 ", text)
@@ -221,7 +221,7 @@ def _thousandths() -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def _known() -> tuple[dict[str, Unit], dict[str, Unit]]:
-    """Symbols as they are written; words, and symbols of two letters or more that mean one thing, in lower case."""
+    """Symbols as written; and in lower case: words, and unambiguous symbols of two or more letters."""
     symbols: dict[str, Unit] = {}
     words: dict[str, Unit] = {}
     for symbol, (prefixes, spelled) in _METRIC.items():
@@ -242,7 +242,7 @@ def _known() -> tuple[dict[str, Unit], dict[str, Unit]]:
 
 
 def sum_of_units(text: str) -> tuple[Fraction, Unit] | None:
-    r"""`5\text{ feet }3\text{ inches}` in the last of its units; None for what is no such sum."""
+    r"""`5\text{ feet }3\text{ inches}` in its last unit; None for anything but such a sum."""
     text = _DRESSING.sub(lambda m: f" {m[1] or ''} ", text).strip()
     total, units, end = Fraction(0), [], 0
     while end < len(text):

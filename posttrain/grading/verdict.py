@@ -9,13 +9,13 @@ from typing import Any, Literal, cast
 
 Verdict = Literal["correct", "wrong", "timeout", "crashed", "bad_gold"]
 VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "timeout", "crashed", "bad_gold")
-# These say nothing about the completion: they are counted and dropped from the update, never turned into a reward.
+# These do not judge the completion: they are counted and dropped from the update, never turned into a reward.
 NON_VERDICTS = frozenset({"timeout", "crashed", "bad_gold"})
-EXTRACTED_CHARACTERS = 1000  # of an answer, kept for people to read
+EXTRACTED_CHARACTERS = 1000  # maximum length of a stored answer
 
 
 class BadGold(Exception):
-    """The reference answer cannot be used; says why."""
+    """The reference answer cannot be used; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Judgement:
 class Rule:
     """A way to grade. Both functions run in a worker; `options` are keyword arguments of both.
 
-    `check_gold(gold, **options)` raises BadGold; only where it does not is `judge(completion, gold, **options)` asked.
+    `check_gold(gold, **options)` raises BadGold; `judge(completion, gold, **options)` is called only if it does not.
     """
 
     check_gold: Callable[..., None]
@@ -51,7 +51,7 @@ class GradeRequest:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """The verdict on one completion. `score` is None without a verdict: there is no number to mistake for a reward."""
+    """The verdict on one completion. `score` is None without a verdict, so that it cannot be mistaken for a reward."""
 
     verdict: Verdict
     score: float | None = None
@@ -62,18 +62,18 @@ class Grade:
 
     @property
     def counts(self) -> bool:
-        """Whether the verdict says anything about the completion."""
+        """Whether the verdict judges the completion (correct or wrong)."""
         return self.verdict not in NON_VERDICTS
 
     @property
     def format_and_answer(self) -> str:
-        """The class 00, 01, 10 or 11 of a rule that tells format and answer apart; else empty."""
+        """The class 00, 01, 10 or 11 of a rule that separates format and answer; else empty."""
         return "".join(f"{self.parts[name]:.0f}" for name in ("format", "answer") if name in self.parts)
 
 
 def read_grade(reply: object, seconds: float) -> Grade:
-    """A worker's reply as a grade; a reply of any other form is a crash. `reply` is parsed JSON."""
-    broken = Grade("crashed", seconds=seconds, reason="the worker's reply was not of the agreed form")
+    """A worker's reply as a grade; an invalid reply is a crash. `reply` is parsed JSON."""
+    broken = Grade("crashed", seconds=seconds, reason="the worker's reply was invalid")
     if not isinstance(reply, dict) or reply.get("verdict") not in VERDICTS:
         return broken
     verdict = cast(Verdict, reply["verdict"])

@@ -2,15 +2,15 @@
 
 With `--fork` before them it is a template: it imports them and forks workers on request (`template.py`).
 
-Jobs come in on stdin, replies go out, a JSON object a line:
+It reads jobs from stdin and writes replies to stdout, one JSON object per line:
 
     in    {"rule": "module:NAME", "completion": …, "gold": …, "options": {…}, "deadline": seconds}
-    out   {"ready": [what isolation is in force]}     once, when everything is imported; or {"failed": why}
-          {"gold": true}                              the reference answer is usable: what follows is the completion's
+    out   {"ready": [active restrictions]}            once, when everything is imported; or {"failed": reason}
+          {"gold": true}                              the reference answer is usable: the next reply is the completion's
           {"verdict": …, "score": …, "extracted": …, "parts": {…}}  or  {"verdict": …, "reason": …}
-          with "retire": true                         in the last reply of a worker that ends itself
+          with "retire": true                         in the last reply of a worker that exits
 
-A completion comes in as JSON and its grade goes out as JSON of bounded length: nothing is pickled.
+Completions and grades are JSON, grades of bounded length: nothing is pickled.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from posttrain.grading.template import FORK, NUMBER
 from posttrain.grading.verdict import EXTRACTED_CHARACTERS, BadGold, Rule
 from posttrain.memory import peak_of_process
 
-RETIRE_BYTES = MEMORY_BYTES // 2  # above this ordinary answers could run out of memory
+RETIRE_BYTES = MEMORY_BYTES // 2  # above this, ordinary answers might run out of memory
 ORPHAN_S = 0.25  # interval at which a worker checks whether its parent is alive
 
 
 def main() -> None:
-    for name in ("SIGINT", "SIGHUP"):  # Ctrl-C and a closed terminal are the parent's to handle
+    for name in ("SIGINT", "SIGHUP"):  # the parent handles Ctrl-C and a closed terminal
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if sys.argv[1:2] == [FORK]:
@@ -65,7 +65,7 @@ def _load(modules: list[str]) -> str | None:
 
 
 def _serve(jobs: BinaryIO, replies: BinaryIO, template: int | None = None) -> None:
-    """Grade jobs until there are no more. `template`: for a forked worker, the process it was forked from."""
+    """Grade jobs until stdin ends. `template`: the process that a forked worker was forked from."""
     in_force = isolate()
     if template is not None:
         die_with_parent()
@@ -98,7 +98,7 @@ def _be_a_template(modules: list[str]) -> None:
     _silence()
     failure = _load(modules)
     gc.collect()
-    gc.freeze()  # so that a worker's collections do not copy what it shares with the others
+    gc.freeze()  # so that garbage collection in a worker does not copy the memory that workers share
     loaded.set()
     watch.join()
     ended, ring = socket.socketpair()
@@ -113,7 +113,7 @@ def _be_a_template(modules: list[str]) -> None:
         if ended in ready:
             _collect(ended, links, watched)
         for link in set(ready) & links.keys():
-            os.kill(links[link], signal.SIGKILL)  # it is our child and not collected: the number is still its own
+            os.kill(links[link], signal.SIGKILL)  # our child, not waited for yet: its process id is not reused
             watched.discard(link)
         if control in ready:
             request, descriptors, *_ = socket.recv_fds(control, 1, 3)
@@ -152,7 +152,7 @@ def _fork(jobs: BinaryIO, replies: BinaryIO, others: set[socket.socket]) -> int:
 
 
 def _collect(ended: socket.socket, links: dict[socket.socket, int], watched: set[socket.socket]) -> None:
-    """Tell how workers ended."""
+    """Report the exit status of ended workers."""
     with contextlib.suppress(BlockingIOError):
         ended.recv(4096)
     with contextlib.suppress(ChildProcessError):
@@ -165,7 +165,7 @@ def _collect(ended: socket.socket, links: dict[socket.socket, int], watched: set
 
 
 def _tell(link: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # nobody asks for it any more
+    with contextlib.suppress(OSError):  # the other end is closed
         link.sendall(NUMBER.pack(number))
 
 
@@ -173,7 +173,7 @@ def _tell(link: socket.socket, number: int) -> None:
 
 
 def grade(job: dict[str, Any], replies: BinaryIO) -> dict[str, Any]:
-    """The reply to one job. A rule's own mistakes are a crash; an answer it cannot read is its to call wrong."""
+    """The reply to one job. An exception of a rule is a crash; an answer that it cannot read it judges wrong itself."""
     try:
         rule = _rule(job["rule"])
         try:
@@ -191,7 +191,7 @@ def grade(job: dict[str, Any], replies: BinaryIO) -> dict[str, Any]:
         }
     except MemoryError:
         return {"verdict": "crashed", "reason": "out of memory", "retire": True}
-    except Exception as error:  # never str(error): it could hold an expression that takes for ever to print
+    except Exception as error:  # never str(error): it may contain an expression that takes forever to print
         return {"verdict": "crashed", "reason": type(error).__name__}
 
 
@@ -207,7 +207,7 @@ def _check_gold(rule: str, gold: str | None, options: str) -> None:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Private copies of stdin and stdout; what libraries print goes nowhere."""
+    """Private copies of stdin and stdout; output of libraries is discarded."""
     jobs, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     _silence()
     return jobs, replies
@@ -224,11 +224,11 @@ def _say(replies: BinaryIO, reply: dict[str, Any]) -> None:
         replies.write(json.dumps(reply).encode() + b"\n")
         replies.flush()
     except OSError:
-        os._exit(0)  # nobody listens any more
+        os._exit(0)  # the parent has closed the pipe
 
 
 def _leave_with(parent: int, done: threading.Event | None = None) -> None:
-    """End with the parent, even when a copy of it still holds the other end of our pipe; or return once `done`."""
+    """Exit with the parent, even if a fork of it still has the other end of our pipe open; or return once `done`."""
     done = done or threading.Event()
     with contextlib.suppress(Exception):
         while os.getppid() == parent:

@@ -1,7 +1,7 @@
-"""Advantages: how much better a completion, or a token of it, did than was to be expected. All detached.
+"""Advantages: how much better a completion or token did than expected. All detached.
 
-A step samples S completions, G of them to a prompt (its group), and gives each a reward r. Statistics are taken in
-double precision, so that the mean of equal rewards is that reward exactly, and a group that tells nothing has A = 0.
+A step samples S completions, G per prompt (its group), and gives each a reward r. Statistics are computed in double
+precision, so that the mean of equal rewards is exactly that reward, and a group without a learning signal has A = 0.
 """
 
 from typing import Literal
@@ -19,12 +19,12 @@ def group_advantages(reward_S: Tensor, group_S: Tensor, *, scale_rewards: ScaleR
 
         group:  A_i = (r_i − mean r) / (std r + ε)     arXiv 2402.03300, section 4.1.2
         batch:  the same, with the standard deviation of all rewards of the step     arXiv 2508.08221, section 4.2
-        none:   A_i =  r_i − mean r                    Dr. GRPO, arXiv 2503.20783: σ favours too easy or hard prompts
+        none:   A_i =  r_i − mean r                    Dr. GRPO, arXiv 2503.20783: std favours too easy or hard prompts
 
-    mean is over the group of i, std has n − 1 below. `group_S` names the group of each completion by any integers;
+    mean is over the group of i, std divides by n − 1. `group_S` identifies the group of each completion by any integer;
     groups may differ in size. A completion alone in its group, or in a group of equal rewards, has A = 0.
 
-    Raises ValueError when the two are not vectors of one length.
+    Raises ValueError unless both are vectors of one length.
     """
     reward, index_S, count_G = _groups(reward_S, group_S)
     mean_G = _sums(reward, index_S, count_G) / count_G
@@ -38,9 +38,10 @@ def group_advantages(reward_S: Tensor, group_S: Tensor, *, scale_rewards: ScaleR
 
 
 def leave_one_out(reward_S: Tensor, group_S: Tensor) -> Tensor:
-    """RLOO: A_i = r_i − the mean of the others of its group. [S]. arXiv 2402.14740, eq. 7.
+    """RLOO: A_i = r_i − the mean reward of the group's other completions. [S]. arXiv 2402.14740, eq. 7.
 
-    The others are independent of completion i, so that the gradient stays unbiased. Alone in its group, A = 0.
+    This baseline is independent of completion i, so the gradient stays unbiased. A completion alone in its group has
+    A = 0.
     """
     reward, index_S, count_G = _groups(reward_S, group_S)
     others_S = (count_G - 1)[index_S]
@@ -49,13 +50,13 @@ def leave_one_out(reward_S: Tensor, group_S: Tensor) -> Tensor:
 
 
 def normalized(advantage: Tensor, *, eps: float) -> Tensor:
-    """(A − mean A) / (std A + ε) over all entries, std with n − 1 below: REINFORCE++, arXiv 2501.03262, eq. 5; PPO."""
+    """(A − mean A) / (std A + ε) over all entries, std divides by n − 1: REINFORCE++, arXiv 2501.03262, eq. 5; PPO."""
     wide = advantage.detach().double()
     return ((wide - wide.mean()) / _or_one(_std(wide) + eps)).to(advantage.dtype)
 
 
 def whitened(reward: Tensor) -> Tensor:
-    """(r − mean r) / √(var r + 1e-8) + mean r over all entries: spread 1, the mean kept. `whiten_rewards` as in TRL."""
+    """(r − mean r) / √(var r + 1e-8) + mean r over all entries: std 1, the mean unchanged. TRL's `whiten_rewards`."""
     wide = reward.detach().double()
     scale = torch.rsqrt(_std(wide) ** 2 + 1e-8)
     return ((wide - wide.mean()) * scale + wide.mean()).to(reward.dtype)
@@ -64,7 +65,7 @@ def whitened(reward: Tensor) -> Tensor:
 def rewards_to_go(reward_N: Tensor, sequence_N: Tensor, *, gamma: float = 1.0) -> Tensor:
     """The return of each token, Σ_{k ≥ t} γ^(k − t) r_k over the rest of its sequence. [N].
 
-    `sequence_N` is ascending; the tokens of a sequence lie in order.
+    `sequence_N` is ascending; the tokens of a sequence are in order.
     """
     zeros = torch.zeros_like(reward_N)
     return gae(reward_N, zeros, sequence_N, gamma=gamma, lam=1.0)[0]
@@ -76,7 +77,7 @@ def gae(reward_N: Tensor, value_N: Tensor, sequence_N: Tensor, *, gamma: float, 
         δ_t = r_t + γ V_{t+1} − V_t        A_t = δ_t + γ λ A_{t+1}        R_t = A_t + V_t
 
     V after the last token is 0: a completion ends there. `value_N` is V before each token; `sequence_N` is ascending.
-    Raises ValueError when the three differ in shape.
+    Raises ValueError unless all three are vectors of one length.
     """
     if not reward_N.shape == value_N.shape == sequence_N.shape or reward_N.ndim != 1:
         shapes = ", ".join(str(list(t.shape)) for t in (reward_N, value_N, sequence_N))
@@ -86,7 +87,7 @@ def gae(reward_N: Tensor, value_N: Tensor, sequence_N: Tensor, *, gamma: float, 
     last_N[:-1] = sequence_N[1:] != sequence_N[:-1]
     following_N = torch.cat([value[1:], value[-1:]]).masked_fill(last_N, 0.0)
     delta_N = reward + gamma * following_N - value
-    # A short list of floats, walked backwards: a step of RL has some ten thousand tokens.
+    # A backward loop over floats is fast enough: a step of RL has some ten thousand tokens.
     advantages, after = [], 0.0
     for delta, last in zip(reversed(delta_N.tolist()), reversed(last_N.tolist()), strict=True):
         after = delta if last else delta + gamma * lam * after
@@ -96,7 +97,7 @@ def gae(reward_N: Tensor, value_N: Tensor, sequence_N: Tensor, *, gamma: float, 
 
 
 def _groups(reward_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards in double precision, the number of each completion's group, the size of each group."""
+    """Rewards in double precision, the index of each completion's group, and the size of each group."""
     if reward_S.ndim != 1 or reward_S.shape != group_S.shape:
         raise ValueError(f"expected a group for each reward, got {list(reward_S.shape)} and {list(group_S.shape)}")
     _, index_S, count_G = torch.unique(group_S, return_inverse=True, return_counts=True)
@@ -104,7 +105,7 @@ def _groups(reward_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sums(value_S: Tensor, index_S: Tensor, count_G: Tensor) -> Tensor:
-    """Of each group. [G]"""
+    """The sum of each group. [G]"""
     return sum_segments(value_S[index_S.argsort(stable=True)], count_G)
 
 

@@ -3,7 +3,7 @@
 p is the student's distribution, q the teacher's, m = (1 − β) p + β q:
 
     reverse KL       KL(p ‖ q) = Σ p log(p / q)             seeks the teacher's modes (arXiv 2306.13649, section 3)
-    forward KL       KL(q ‖ p) = Σ q log(q / p)             covers all of them: classic distillation
+    forward KL       KL(q ‖ p) = Σ q log(q / p)             covers all modes: classic distillation
     Jensen-Shannon   β KL(q ‖ m) + (1 − β) KL(p ‖ m)        between the two (arXiv 2306.13649, equation 1)
 
 Each function maps log p and log q (N, V) to the divergence of each row (N) and its gradient by the student's logits

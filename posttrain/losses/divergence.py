@@ -1,4 +1,4 @@
-"""f-DPO (arXiv 2309.16240): the score that replaces the log-ratio when another f-divergence holds the policy.
+"""f-DPO (arXiv 2309.16240): the score that replaces the log-ratio if the regulariser is another f-divergence.
 
 With D_f(π‖π_ref) in place of the reverse KL, the implicit reward is β f'(π/π_ref), up to a term that depends on the
 prompt only and cancels between chosen and rejected. Each function maps log-ratios log t = log π − log π_ref, of any
@@ -15,7 +15,7 @@ from torch import Tensor
 
 Score = Callable[[Tensor], Tensor]
 
-# Beyond this exp() leaves float32. A score clamped here is a loss without gradient instead of an infinite one.
+# Beyond this exp() overflows float32. A clamped score gives a loss without gradient instead of an infinite one.
 MAX_EXPONENT = 80.0
 
 
@@ -25,7 +25,7 @@ def reverse_kl(logratio: Tensor) -> Tensor:
 
 
 def forward_kl(logratio: Tensor) -> Tensor:
-    """f(t) = −log t, f'(t) = −1/t; returned is 1 − 1/t."""
+    """f(t) = −log t, f'(t) = −1/t; returns 1 − 1/t."""
     return 1 - torch.exp((-logratio).clamp(max=MAX_EXPONENT))
 
 

@@ -1,4 +1,4 @@
-"""A batch of preference pairs as the losses see it: summed log-probabilities of policy and reference, and lengths."""
+"""A batch of preference pairs as the input of losses: summed log-probabilities of policy and reference, and lengths."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -14,7 +14,7 @@ class Pairs:
     ref_chosen_P, ref_rejected_P    log π_ref(y|x), the same; zeros when the method has no reference
     chosen_length_P, rejected_length_P    number of completion tokens summed over
 
-    Raises ValueError when the fields are not vectors of one length.
+    Raises ValueError unless all fields are vectors of one length.
     """
 
     chosen_P: Tensor
@@ -52,7 +52,7 @@ class Pairs:
 
 
 def check_vectors(named: dict[str, Tensor]) -> None:
-    """Raise ValueError unless all tensors are of rank 1 and of one length: broadcasting would hide a mistake."""
+    """Raise ValueError unless all tensors are vectors of one length: broadcasting would hide a mistake."""
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())

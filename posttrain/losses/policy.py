@@ -1,8 +1,8 @@
 """Policy gradients: what a sampled token contributes to the loss, given its completion's advantage. Unreduced.
 
-A token t of a completion has log π(y_t | x, y_<t) under the policy that is trained, log π_old under the policy as it
-was when the step began, and an advantage A. The losses are elementwise: their tensors have one shape, [N] for a pack,
-(B, L) when padded. `POLICY_LOSSES` says, by name, which is taken and how the tokens of a step are averaged.
+A token t of a completion has log π(y_t | x, y_<t) under the policy that is trained, log π_old under the policy at the
+start of the step, and an advantage A. The losses are elementwise: their tensors have one shape, [N] for a pack, (B, L)
+if padded. `POLICY_LOSSES` maps each name to its loss and to how the tokens of a step are averaged.
 """
 
 from collections.abc import Mapping
@@ -15,18 +15,18 @@ from torch import Tensor
 from posttrain.losses.divergence import MAX_EXPONENT
 from posttrain.losses.reduce import sum_segments
 
-# What one ratio π / π_old belongs to: a token; a completion, as the geometric mean over its tokens (GSPO); or a
+# The level of one ratio π / π_old: a token; a completion, as the geometric mean over its tokens (GSPO); or a
 # completion, as the product over its tokens (RLOO).
 Level = Literal["token", "sequence", "product"]
-# How tokens are averaged: each completion's mean, then over completions; over all tokens of the update, or of the
-# step's rollout; or the sum of each completion's over a constant length.
+# How tokens are averaged: within each completion, then over completions; over all tokens of the update, or of the
+# step's rollout; or each completion's sum divided by a constant length, then over completions.
 Average = Literal["sequences", "update_tokens", "rollout_tokens", "max_length"]
 
 
 def policy_gradient(logprob: Tensor, advantage: Tensor) -> Tensor:
     """REINFORCE: −A log π, whose gradient −A ∇ log π is the policy gradient's estimate (Williams 1992, section 5).
 
-    A is the reward itself, or the reward less a baseline, which changes the variance and not the mean.
+    A is the reward, or the reward minus a baseline, which changes the estimate's variance but not its mean.
     """
     _check_shapes(logprob=logprob, advantage=advantage)
     return -advantage * logprob
@@ -35,10 +35,10 @@ def policy_gradient(logprob: Tensor, advantage: Tensor) -> Tensor:
 def grpo_clip(
     logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, epsilon: float, epsilon_high: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """−min(ρ A, clip(ρ, 1 − ε, 1 + ε_high) A) with ρ = π / π_old, and where the clipped term was the smaller one.
+    """−min(ρ A, clip(ρ, 1 − ε, 1 + ε_high) A) with ρ = π / π_old, and where the clipped term is the smaller one.
 
     PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with GRPO's advantage (arXiv 2402.03300, eq. 3). A token that is
-    clipped (second result, bool) has no gradient: the policy has already moved ε in the direction that A asks for.
+    clipped (second result, bool) has no gradient: the policy has already moved ε in the direction of A.
     ε_high above ε leaves unlikely tokens more room to grow (clip-higher, DAPO, arXiv 2503.14476, section 3.1).
     """
     _check_shapes(logprob=logprob, old_logprob=old_logprob, advantage=advantage)
@@ -49,9 +49,10 @@ def grpo_clip(
 
 
 def cispo(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, epsilon_high: float) -> tuple[Tensor, Tensor]:
-    """−min(ρ, ε_high) A log π with the weight detached, and where it was held. CISPO, arXiv 2506.13585, eq. 4 and 5.
+    """−min(ρ, ε_high) A log π with the weight detached, and where it was capped. CISPO, arXiv 2506.13585, eq. 4 and 5.
 
-    No token loses its gradient, as clipped ones do in `grpo_clip`. ε_high bounds the ratio itself, as in TRL.
+    No token loses its gradient, unlike clipped ones in `grpo_clip`. ε_high bounds the ratio itself, as in TRL. Tokens
+    with A ≤ 0 do not count as capped.
     """
     _check_shapes(logprob=logprob, old_logprob=old_logprob, advantage=advantage)
     ratio = torch.exp((logprob - old_logprob).detach().clamp(max=MAX_EXPONENT))
@@ -70,7 +71,7 @@ class PolicyLoss:
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "grpo": PolicyLoss("clipped", "sequences"),  # arXiv 2402.03300, eq. 3
     "bnpo": PolicyLoss("clipped", "update_tokens"),  # TRL: normalised by the update's own tokens
-    "dr_grpo": PolicyLoss("clipped", "max_length"),  # arXiv 2503.20783: no bias by length
+    "dr_grpo": PolicyLoss("clipped", "max_length"),  # arXiv 2503.20783: no length bias
     "dapo": PolicyLoss("clipped", "rollout_tokens"),  # arXiv 2503.14476, eq. 8
     "gspo": PolicyLoss("clipped", "sequences", "sequence"),  # arXiv 2507.18071, eq. 5
     "cispo": PolicyLoss("cispo", "rollout_tokens"),  # arXiv 2506.13585
@@ -96,10 +97,11 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """The loss of each scored token, and where it was clipped. [N] both.
 
-    `sequence_N` numbers each token's completion, ascending, of which `length_S` counts the scored tokens. At a
-    completion's `level` (the loss's own unless given) its tokens have one ratio and, advantages being equal, one value,
-    their mean.
-    ValueError where CISPO is asked for a completion's ratio: it weighs each token's own log-probability.
+    `sequence_N` is the index of each token's completion, ascending; `length_S` counts the scored tokens of completions.
+    `level` is the loss's own by default. At a completion's level its tokens share one ratio and, with equal advantages,
+    one value.
+
+    Raises ValueError for CISPO at a completion's level: it weights each token's own log-probability.
     """
     if loss.surrogate == "plain":
         return policy_gradient(logprob_N, advantage_N), torch.zeros_like(sequence_N, dtype=torch.bool)
@@ -119,22 +121,22 @@ def policy_loss(
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What an update's tokens are averaged over; known before its first backward."""
+    """The denominators of an update's averages; known before its first backward."""
 
-    sequences: int  # completions of the update, those without a scored token too
+    sequences: int  # completions of the update, including those without a scored token
     tokens: int  # scored tokens of the update
     rollout_tokens: float  # scored tokens of the step's rollout, divided by its updates
-    max_length: int  # the most tokens a completion may have
+    max_length: int  # the maximum length of a completion, in tokens
 
 
 def token_weights(average: Average, length_S: Tensor, sequence_N: Tensor, counts: Counts) -> Tensor:
-    """What each token's loss is multiplied by, so that the sum over all packs of an update is its loss. [N], float32.
+    """The weight of each token's loss, so that the sum over all packs of an update is the update's loss. [N], float32.
 
     `length_S` counts the scored tokens of each of the pack's completions.
 
         sequences        1 / (completions · length)      GRPO
         update_tokens    1 / tokens of the update        BNPO
-        rollout_tokens   1 / tokens of the rollout, its updates having equal shares     DAPO, CISPO
+        rollout_tokens   1 / (tokens of the rollout / number of its updates)     DAPO, CISPO
         max_length       1 / (completions · max length)  Dr. GRPO
     """
     match average:
@@ -150,9 +152,9 @@ def token_weights(average: Average, length_S: Tensor, sequence_N: Tensor, counts
 
 
 def truncated_weights(logprob: Tensor, sampler_logprob: Tensor, *, cap: float) -> Tensor:
-    """min(π / π_sampler, cap), detached: corrects for an engine whose numbers are not quite the trainer's.
+    """min(π / π_sampler, cap), detached: corrects for differences between engine and trainer.
 
-    Truncated importance sampling; `logprob` is of the policy as it was when it sampled, scored by the trainer.
+    Truncated importance sampling; `logprob` is under the policy that sampled, scored by the trainer.
     """
     _check_shapes(logprob=logprob, sampler_logprob=sampler_logprob)
     return torch.exp((logprob - sampler_logprob).detach().clamp(max=MAX_EXPONENT)).clamp(max=cap)

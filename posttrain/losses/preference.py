@@ -1,10 +1,10 @@
-"""The DPO family. One function a loss: pairs in, one value a pair out; nothing is reduced here.
+"""The DPO family. One function per loss, from pairs to one value per pair; nothing is reduced here.
 
-A function's keyword-only parameters are the settings it reads, by the names of the configuration; `preference_loss`
-hands each exactly those. To add a loss, write its function and give it a name in PREFERENCE_LOSSES.
+A function's keyword-only parameters are the settings it reads, by their names in the configuration; `preference_loss`
+passes exactly these. To add a loss, write its function and give it a name in PREFERENCE_LOSSES.
 
 In the formulas c and r are the log-ratios log π − log π_ref of the chosen and the rejected completion, and s(·) is the
-f-divergence score, the identity by default. Values and gradients are those of TRL 1.16 unless a docstring says more.
+f-divergence score, the identity by default. Values and gradients are those of TRL 1.16 unless stated otherwise.
 """
 
 import inspect
@@ -23,7 +23,7 @@ def sigmoid(pairs: Pairs, *, beta: float, label_smoothing: float, score: Score) 
     """DPO: −(1 − ε) log σ(x) − ε log σ(−x) with x = β (s(c) − s(r)). arXiv 2305.18290, eq. 7.
 
     ε = `label_smoothing` above 0 is conservative DPO (Mitchell 2023, "A note on DPO with noisy preferences"): the
-    expected loss where a label is wrong with probability ε. TRL had it, but 1.16 reads no label smoothing here.
+    expected loss if a label is wrong with probability ε. Earlier TRL had it, but 1.16 reads no label smoothing here.
     """
     return _smoothed(beta * _score_margin(pairs, score), label_smoothing)
 
@@ -41,7 +41,7 @@ def hinge(pairs: Pairs, *, beta: float, score: Score) -> Tensor:
 def ipo(pairs: Pairs, *, beta: float, score: Score) -> Tensor:
     """IPO: (s(c)/|chosen| − s(r)/|rejected| − 1/(2β))², with β the paper's τ. arXiv 2310.12036, eq. 17.
 
-    Per token, as TRL: the paper does not say so, but its authors confirmed to TRL that its results are of this form.
+    Per token, as in TRL: the paper does not say so, but its authors confirmed to TRL that its results used this form.
     """
     return (_mean_score_margin(pairs, score) - 1 / (2 * beta)) ** 2
 
@@ -49,7 +49,7 @@ def ipo(pairs: Pairs, *, beta: float, score: Score) -> Tensor:
 def exo_pair(pairs: Pairs, *, beta: float, label_smoothing: float, score: Score) -> Tensor:
     """EXO with two completions: KL(p_θ ‖ p), p_θ = softmax(β s(c), β s(r)), p = (1 − ε, ε). arXiv 2402.00856, eq. 16.
 
-    ε = `label_smoothing` must be above 0 (the paper takes 1e-3). Zero exactly where σ(β (s(c) − s(r))) = 1 − ε.
+    ε = `label_smoothing` must be above 0 (the paper uses 1e-3). Zero exactly where σ(β (s(c) − s(r))) = 1 − ε.
     """
     logit_P = beta * _score_margin(pairs, score)
     log_win = logit_P.new_full((), -label_smoothing).log1p()
@@ -67,7 +67,7 @@ def nca_pair(pairs: Pairs, *, beta: float) -> Tensor:
 def robust(pairs: Pairs, *, beta: float, label_smoothing: float, score: Score) -> Tensor:
     """Robust DPO: ((1 − ε) L(c, r) − ε L(r, c)) / (1 − 2ε) with L the sigmoid loss. arXiv 2403.00409.
 
-    The unbiased estimate of the clean loss where a label is flipped with probability ε = `label_smoothing` < 1/2.
+    The unbiased estimate of the clean loss if a label is flipped with probability ε = `label_smoothing` < 1/2.
     """
     logit_P = beta * _score_margin(pairs, score)
     clean_P, flipped_P = -F.logsigmoid(logit_P), -F.logsigmoid(-logit_P)
@@ -75,7 +75,7 @@ def robust(pairs: Pairs, *, beta: float, label_smoothing: float, score: Score) -
 
 
 def bco_pair(pairs: Pairs, *, beta: float) -> Tensor:
-    """BCO on pairs: −log σ(βc) − log σ(−βr). arXiv 2404.04656, without its reward shift δ, as TRL 1.16."""
+    """BCO on pairs: −log σ(βc) − log σ(−βr). arXiv 2404.04656, without its reward shift δ, as in TRL 1.16."""
     return -F.logsigmoid(beta * pairs.chosen_logratio_P) - F.logsigmoid(-beta * pairs.rejected_logratio_P)
 
 
@@ -85,7 +85,7 @@ def sppo_hard(pairs: Pairs, *, beta: float) -> Tensor:
 
 
 def aot(pairs: Pairs, *, beta: float, label_smoothing: float) -> Tensor:
-    """AOT, paired: the policy's sorted margins against the reference's sorted margins. arXiv 2406.05882.
+    """AOT, paired: the policy's sorted margins compared with the reference's sorted margins. arXiv 2406.05882.
 
     δ_i = i-th smallest (log π(chosen) − log π(rejected)) − i-th smallest (the same of π_ref);
     −(1 − ε) log σ(βδ) − ε log σ(−βδ), ε = `label_smoothing`. Sorted over the batch: value i is rank i's, not pair i's.
@@ -126,8 +126,8 @@ def discopop(pairs: Pairs, *, beta: float, discopop_tau: float, score: Score) ->
 def sft(pairs: Pairs, *, num_pairs: int, num_chosen_tokens: int) -> Tensor:
     """Negative log-likelihood of the chosen completions per token: −log π(chosen) · num_pairs / num_chosen_tokens.
 
-    Both counts are of the whole optimizer step, so that the sum over all its pairs divided by their number is the mean
-    over all chosen tokens, however the step is divided. A term of MPO, arXiv 2411.10442.
+    Both counts are of the complete optimizer step, so that the sum over all its pairs divided by their number is the
+    mean over all chosen tokens, however the step is divided. A term of MPO, arXiv 2411.10442.
     """
     return -pairs.chosen_P * num_pairs / num_chosen_tokens
 
@@ -135,9 +135,9 @@ def sft(pairs: Pairs, *, num_pairs: int, num_chosen_tokens: int) -> Tensor:
 def kto_pair(pairs: Pairs, *, beta: float) -> Tensor:
     """KTO on pairs: ½ (1 − σ(β (c − KL_r))) + ½ (1 − σ(β (KL_c − r))). arXiv 2402.01306.
 
-    KL_c = max(0, mean c) and KL_r = max(0, mean r) over the batch: each half is held against the other, and no gradient
-    flows through them, as in the paper. Early TRL (0.7 to 0.9) had this loss with 2P values, one a completion; here a
-    pair has the mean of its two, so the batch means agree; there the gradient did flow through the KL.
+    KL_c = max(0, mean c) and KL_r = max(0, mean r) over the batch are the KL baselines of the other half; no gradient
+    flows through them, as in the paper. Early TRL (0.7 to 0.9) had this loss with 2P values, one per completion, and
+    with a gradient through the KL; here a pair has the mean of its two values, so the batch means agree.
     """
     chosen_P, rejected_P = pairs.chosen_logratio_P, pairs.rejected_logratio_P
     chosen_kl = chosen_P.detach().mean().clamp(min=0)
@@ -160,7 +160,7 @@ def _smoothed(logit_P: Tensor, label_smoothing: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceLoss:
-    """A loss of the table. `couples_batch`: a value depends on other pairs, so it needs the whole step at once."""
+    """An entry of PREFERENCE_LOSSES. `couples_batch`: a value depends on other pairs, so it needs the full step."""
 
     function: Callable[..., Tensor]
     couples_batch: bool = False
@@ -210,11 +210,11 @@ def preference_loss(
     num_pairs: int | None = None,
     num_chosen_tokens: int | None = None,
 ) -> Tensor:
-    """The weighted sum of the named losses, one value a pair [P]; sum it and divide by the pairs of the optimizer step.
+    """The weighted sum of the named losses per pair [P]; sum it and divide by the pairs of the optimizer step.
 
-    `loss_weights` None weighs each with 1. `num_pairs` and `num_chosen_tokens` count the whole optimizer step; None
-    says that `pairs` is all of it. KeyError for a name that is not in PREFERENCE_LOSSES, ValueError for weights that do
-    not match the losses; which settings make sense together is checked in the configuration.
+    With `loss_weights` None every weight is 1. `num_pairs` and `num_chosen_tokens` count the complete optimizer step;
+    None means that `pairs` is the complete step. KeyError for a name that is not in PREFERENCE_LOSSES, ValueError for
+    weights that do not match the losses; the configuration checks which settings are valid together.
     """
     settings = {
         "beta": beta,

@@ -1,6 +1,6 @@
-"""Preference losses that need no reference model: ORPO, CPO, SimPO. Pairs in, one value a pair out; nothing is reduced.
+"""Preference losses that need no reference model: ORPO, CPO, SimPO. From pairs to one value per pair, not reduced.
 
-A likelihood term on the chosen completion, which the recipe adds, takes the reference's place. In the formulas c and r
+A likelihood term on the chosen completion, which the recipe adds, replaces the reference. In the formulas c and r
 are the levels of the chosen and the rejected completion: log π(y|x), or its mean per token where a docstring says so.
 Values and gradients are those of TRL 1.16's experimental ORPO and CPO trainers.
 """
@@ -20,8 +20,8 @@ PER_TOKEN = frozenset({"ipo", "simpo"})
 def log_odds_ratio(pairs: Pairs) -> Tensor:
     """log odds(chosen) − log odds(rejected) [P], odds = p / (1 − p), p = exp(mean log π per token).
 
-    ORPO, arXiv 2403.07691, equations 4 and 5. Where a completion is certain (p = 1) its odds are infinite; p is then
-    taken as the largest number below 1, so that loss and gradient stay finite.
+    ORPO, arXiv 2403.07691, equations 4 and 5. If a completion is certain (p = 1), its odds are infinite; p is then
+    replaced by the largest number below 1, so that loss and gradient stay finite.
     """
     mean = pairs.per_token()
     return _log_odds(mean.chosen_P) - _log_odds(mean.rejected_P)
@@ -30,7 +30,7 @@ def log_odds_ratio(pairs: Pairs) -> Tensor:
 def odds_ratio(pairs: Pairs, *, beta: float) -> Tensor:
     """ORPO's comparison: −β log σ(log odds(chosen) − log odds(rejected)), β the paper's λ. arXiv 2403.07691, eq. 6, 7.
 
-    The whole loss is this plus the negative log-likelihood of the chosen completion.
+    The full loss is this plus the negative log-likelihood of the chosen completion.
     """
     return -beta * F.logsigmoid(log_odds_ratio(pairs))
 
@@ -63,7 +63,7 @@ def contrastive(
 
 
 def levels(pairs: Pairs, loss_type: str, alpha: float) -> tuple[Tensor, Tensor]:
-    """c and r of `contrastive` [P], whose difference it judges; times β they are the implicit rewards."""
+    """c and r of `contrastive` [P], whose difference it scores; times β they are the implicit rewards."""
     used = pairs.per_token() if loss_type in PER_TOKEN else pairs
     return shaped(used.chosen_P, alpha), shaped(used.rejected_P, alpha)
 
@@ -97,7 +97,7 @@ def _log_odds(level_P: Tensor) -> Tensor:
     """log p − log(1 − p) with p = e^level, stable at both ends of p."""
     level_P = level_P.clamp(max=-torch.finfo(level_P.dtype).eps)
     small = level_P < -0.6931471805599453  # p < 1/2, where 1 − p loses no digits
-    # each branch sees only arguments it is exact for, so that no NaN comes back through the other one
+    # Each branch gets only arguments for which it is exact, so that backward passes no NaN through the unused branch.
     log_rest_P = torch.where(
         small,
         torch.log1p(-torch.exp(torch.where(small, level_P, -1.0))),

@@ -1,4 +1,4 @@
-"""Reward models: the Bradley-Terry likelihood of a preference, and what to watch."""
+"""Reward models: the Bradley-Terry likelihood of a preference, and its metrics."""
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +14,14 @@ def bradley_terry(
     center_rewards_coefficient: float | None = None,
     tie_P: Tensor | None = None,
 ) -> Tensor:
-    """−log σ(r_chosen − r_rejected − m) + κ (r_chosen + r_rejected)², one value a pair [P].
+    """−log σ(r_chosen − r_rejected − m) + κ (r_chosen + r_rejected)², one value per pair [P].
 
-    InstructGPT, arXiv 2203.02155, eq. 1; the margin m, by how much chosen is better, is Llama 2's (arXiv 2307.09288,
-    eq. 2); the second term, κ = `center_rewards_coefficient`, holds rewards, which the first leaves free up to a
-    constant a prompt, around 0 (arXiv 2312.09244, eq. 2; it suggests 0.01). Rewards and margin are [P].
+    InstructGPT, arXiv 2203.02155, eq. 1. The margin m, by how much chosen is better, is from Llama 2 (arXiv 2307.09288,
+    eq. 2). The first term determines rewards only up to a constant per prompt; the second, κ =
+    `center_rewards_coefficient`, keeps them around 0 (arXiv 2312.09244, eq. 2, which suggests 0.01). Rewards and margin
+    are [P].
 
-    Where `tie_P` [P], bool, is true neither is better: each counts as the better one by half, −½ log σ(r_chosen −
+    Where `tie_P` [P], bool, is true, neither is better: the loss is the mean of both orders, −½ log σ(r_chosen −
     r_rejected) − ½ log σ(r_rejected − r_chosen), as in WebGPT (arXiv 2112.09332, section 3.2).
     """
     given = {"chosen_P": chosen_P, "rejected_P": rejected_P, "margin_P": margin_P, "tie_P": tie_P}
@@ -39,18 +40,18 @@ def bradley_terry(
 def reward_metrics(chosen_P: Tensor, rejected_P: Tensor, tie_P: Tensor | None = None) -> dict[str, Tensor]:
     """TRL's means as sums over the pairs: add them up over the batch's parts, then divide by the number of pairs.
 
-    `accuracy` and `margin` leave ties out: divide by the number of the others.
+    `accuracy` and `margin` exclude ties: divide them by the number of the other pairs.
     """
-    told_P = torch.ones_like(chosen_P) if tie_P is None else (~tie_P).to(chosen_P.dtype)
+    decided_P = torch.ones_like(chosen_P) if tie_P is None else (~tie_P).to(chosen_P.dtype)
     return {
         "mean_reward": (chosen_P + rejected_P).sum() / 2,
-        "accuracy": (told_P * (chosen_P > rejected_P)).sum(),
-        "margin": (told_P * (chosen_P - rejected_P)).sum(),
+        "accuracy": (decided_P * (chosen_P > rejected_P)).sum(),
+        "margin": (decided_P * (chosen_P - rejected_P)).sum(),
     }
 
 
 @torch.no_grad()
 def reward_range(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Tensor]:
-    """TRL's `min_reward` and `max_reward`: over the batch's parts they combine by min and max, not by sums."""
+    """TRL's `min_reward` and `max_reward`: combine the batch's parts by min and max, not by sums."""
     rewards = torch.cat((chosen_P, rejected_P))
     return {"min_reward": rewards.min(), "max_reward": rewards.max()}

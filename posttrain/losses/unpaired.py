@@ -1,7 +1,7 @@
 """Losses on single completions that are labelled desirable or undesirable: KTO, BCO, APO-zero. Nothing is reduced.
 
-In the formulas c is a sequence's log-ratio log π(y|x) − log π_ref(y|x), and the sign s is +1 where it is desirable, −1
-where it is not. Values and gradients are those of TRL 1.16's KTOTrainer, BCO's those of TRL 1.12's BCOTrainer.
+In the formulas c is a sequence's log-ratio log π(y|x) − log π_ref(y|x), and the sign s is +1 if it is desirable, else
+−1. Values and gradients are those of TRL 1.16's KTOTrainer, BCO's those of TRL 1.12's BCOTrainer.
 """
 
 from dataclasses import dataclass
@@ -25,14 +25,15 @@ def unpaired_loss(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> Tensor:
-    """One value a sequence [S], by `loss_type` (KeyError for another name); desirable_S is bool, `shift` a number:
+    """One value per sequence [S], by `loss_type` (KeyError for another name); desirable_S is bool, `shift` a number:
 
     kto                  1 − σ(s (βc − shift)), shift = β · KL(π ‖ π_ref), an estimate ≥ 0. KTO, arXiv 2402.01306, eq. 7
     bco                  −log σ(s (βc − shift)), shift = running mean of the rewards βc. BCO, arXiv 2404.04656
     apo_zero_unpaired    1 − σ(s βc), `shift` is not read: APO-zero on single completions. arXiv 2408.06266, eq. 7
 
-    The shift is what a completion's reward is held against; no gradient flows through it. Desirable values are
-    multiplied by `desirable_weight`, the others by `undesirable_weight`, to make up for classes of unequal size.
+    The shift is the baseline that a completion's reward is compared with; no gradient flows through it. Values of
+    desirable completions are multiplied by `desirable_weight`, of undesirable ones by `undesirable_weight`, to balance
+    classes of unequal size.
     """
     check_vectors({"logratio_S": logratio_S, "desirable_S": desirable_S})
     sign_S = torch.where(desirable_S, 1.0, -1.0).to(logratio_S.dtype)
@@ -53,8 +54,8 @@ def unpaired_loss(
 def kl_estimate(mismatched_logratio_S: Tensor) -> Tensor:
     """max(0, mean log-ratio) over prompts with completions that belong to other prompts: a batch's KL(π ‖ π_ref).
 
-    A cheap stand-in for completions sampled from the policy, biased but of the right scale; never negative, as KL is
-    not. arXiv 2402.01306, section 4.1. The mean is over the whole optimizer step.
+    A cheap replacement for completions sampled from the policy, biased but of the right scale; never negative, like the
+    KL. arXiv 2402.01306, section 4.1. The mean is over the complete optimizer step.
     """
     return mismatched_logratio_S.mean().clamp(min=0)
 
@@ -67,7 +68,7 @@ class RunningMean:
     count: int = 0
 
     def after(self, value_S: Tensor) -> "RunningMean":
-        """The mean with `value_S` taken in."""
+        """The mean including `value_S`."""
         count = self.count + value_S.numel()
         return RunningMean(
             self.mean + (float(value_S.detach().double().mean()) - self.mean) * value_S.numel() / count, count
@@ -80,8 +81,8 @@ def unpaired_metrics(
 ) -> dict[str, Tensor]:
     """TRL's means of each class, as shares: add them up over the parts of a step.
 
-    `num_desirable` and `num_undesirable` count the whole step; a class that it lacks has no metrics, and without both
-    there is no margin.
+    `num_desirable` and `num_undesirable` count the complete step; a class without completions has no metrics, and the
+    margin needs both classes.
     """
     found = {}
     for name, of_class_S, count in (

@@ -1,4 +1,4 @@
-"""The loss of a value head: what was predicted before each token against the return that came; and the unit of both."""
+"""The loss of a value head, from predicted values and observed returns, and the scale of both."""
 
 import math
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DECAY = 0.9  # of a step's weight in the running statistics, with every later step
+DECAY = 0.9  # factor of a step's weight in the running statistics, per later step
 
 
 @dataclass(frozen=True, slots=True)
 class ReturnScale:
     """Running mean and standard deviation of the returns: V = mean + std · (output of the value head).
 
-    Keeps the value loss on one scale whatever the rewards' own (value normalisation as in MAPPO, arXiv 2103.01955,
-    section 5.1). The last steps weigh most, so that the values follow a reward that rises.
+    Keeps the value loss on one scale whatever the scale of the rewards (value normalisation as in MAPPO, arXiv
+    2103.01955, section 5.1). Recent steps have the most weight, so that the values follow a rising reward.
     """
 
     mean: float = 0.0
@@ -22,9 +22,9 @@ class ReturnScale:
     steps: int = 0
 
     def after(self, return_N: Tensor) -> "ReturnScale":
-        """The statistics with a step's returns taken in. Returns that are all equal have no spread: the unit is 1."""
+        """The statistics including a step's returns. If the variance is 0, std is 1."""
         returns, steps = return_N.detach().double(), self.steps + 1
-        share = (1 - DECAY) / (1 - DECAY**steps)  # 1 at the first step: what was before does not count
+        share = (1 - DECAY) / (1 - DECAY**steps)  # 1 at the first step: the initial values do not count
         distance = float(returns.mean()) - self.mean
         variance = self.std**2 + share * distance**2 if self.steps else 0.0
         variance = (1 - share) * variance + share * float(returns.var(correction=0))
@@ -40,7 +40,7 @@ class ReturnScale:
 
 
 def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, *, cliprange_value: float) -> tuple[Tensor, Tensor]:
-    """½ max((V − R)², (V_clip − R)²), V_clip = V held within `cliprange_value` of V_old; and where V_clip was worse.
+    """½ max((V − R)², (V_clip − R)²), V_clip = V clipped to V_old ± `cliprange_value`; and where V_clip was worse.
 
     PPO's value loss as in the code of arXiv 1707.06347 and TRL's PPO; elementwise, tensors of one shape.
     """

@@ -5,8 +5,8 @@ A query sees the keys `k <= q < end_T[k]` and, in a layer with a sliding window,
 forward down to the attention function: a `PackedMask`, whose masks are built once and shared by all layers. The
 argument has its own `attend`, so that engines can pass a cache instead (posttrain/engines/attention.py).
 
-On CPU and MPS every node of a tree is one call of scaled_dot_product_attention. On CUDA FlexAttention takes the whole
-pack with one BlockMask if it supports the case (models/flex.py); else it also goes node by node.
+On CPU and MPS every node of a tree is one call of scaled_dot_product_attention. On CUDA FlexAttention takes the full
+pack with one BlockMask if it supports the case (models/flex.py); otherwise it is also one call per node.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def packed_attention(
 
 
 def _by_node(query, key, value, packed, how):
-    """Attention of each node's tokens to their ancestors and themselves, without products that the mask would discard."""
+    """Attention of each node's tokens to their ancestors and itself, without products that the mask would discard."""
     attend = _sdpa if how.softcap is None else _eager
     nodes = packed.nodes()
     sizes = [node.stop - node.start for node in nodes]

@@ -52,7 +52,7 @@ def device_of(devices: DevicesConfig) -> torch.device:
         raise ModelError("devices.type is mps, but this machine has no MPS device: set devices.type: auto")
     if kind != "cuda" and devices.ids:
         raise ModelError(
-            f"devices.ids names GPUs, but this run computes on {kind}: remove it, or set devices.type: cuda"
+            f"devices.ids names GPUs, but PyTorch sees none: this run computes on {kind}; remove the setting"
         )
     if devices.ids and len(devices.ids) > 1:
         raise ModelError(
@@ -63,7 +63,7 @@ def device_of(devices: DevicesConfig) -> torch.device:
         [chosen], there = devices.ids or (0,), torch.cuda.device_count()
         if chosen >= there:
             raise ModelError(
-                f"devices.ids names GPU {chosen}, but PyTorch sees {there}, numbered from 0: choose one of them, or check "
+                f"devices.ids names GPU {chosen}, but PyTorch sees {there}, numbered from 0: choose one, or check "
                 "CUDA_VISIBLE_DEVICES"
             )
         return torch.device("cuda", chosen)

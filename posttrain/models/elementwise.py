@@ -27,8 +27,8 @@ BLOCK_ELEMENTS = 1 << 19  # of a block: 2 MB in float32, which stay in the cache
 class Kernels:
     """The chains as a model's modules call them, with gradients.
 
-    norm(x, weight, eps), swiglu(gate, up), rotated(x, cos, sin) and gated_linear(gate, up, weight, bias), which computes
-    (silu(gate) * up) W^T + b and saves less than the two in turn; None if missing.
+    norm(x, weight, eps), swiglu(gate, up), rotated(x, cos, sin) and gated_linear(gate, up, weight, bias), which
+    computes (silu(gate) * up) W^T + b and saves less than the two in turn; None if missing.
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor]

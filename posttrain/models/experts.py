@@ -15,7 +15,7 @@ from posttrain.models.families import backbone_of, base_of
 class RouterLoad:
     """Counts the choices of a model's routers in forwards with gradients, not in those of engines and references.
 
-    Padding is not counted. A layer that continues with only the tokens that are read (models/lean.py) counts only these.
+    Padding is not counted. A layer that continues with the tokens that are read (models/lean.py) counts only these.
     """
 
     def __init__(self, model: nn.Module):

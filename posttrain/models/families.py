@@ -101,8 +101,8 @@ def check_longest(config: PreTrainedConfig, longest: int) -> None:
     limit = positions_of(config)
     if config.model_type in LEARNED_POSITIONS and limit is not None and longest > limit:
         raise ModelError(
-            f"this model has {limit:,} positions, but the longest example has {longest:,} tokens: set data.max_length to "
-            f"at most {limit}"
+            f"this model has {limit:,} positions, but the longest example has {longest:,} tokens: set data.max_length "
+            f"to at most {limit}"
         )
 
 

@@ -1,7 +1,7 @@
 """FlexAttention on a GPU: when it is used, the padding to its blocks, the blocks that fit a card.
 
 arXiv 2412.05496. One compilation with dynamic shapes serves every width, with the kernels of a fixed width, because
-tokens are padded to whole blocks here. Padding sees itself alone and is cut off again.
+tokens are padded to complete blocks here. Padding sees only itself and is cut off afterwards.
 """
 
 from __future__ import annotations

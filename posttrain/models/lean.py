@@ -1,9 +1,9 @@
-"""Forwards with the same values in less memory: linear layers, and attention, norms, MLPs and last layer as in LLaMA.
+"""Leaner forwards with the same values: linear layers, and attention, norms, MLPs and last layer of LLaMA variants.
 
 Norms, rotations and gated MLPs are those of elementwise.py, or other kernels with the same values. After the last
-layer's attention only the tokens whose hidden states are read are computed: the others have served as keys and values
-and are not needed any more. Linear layers of every family use models/matmul.py. `lean` sets these forwards on a model's
-modules: weights, names and files stay those of transformers.
+layer's attention only the tokens whose hidden states are read continue: the other tokens have provided their keys and
+values and are not needed any more. Linear layers of every family use models/matmul.py. `lean` sets these forwards on
+a model's modules: weights, names and files stay those of transformers.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ def check_embeddings(loaded: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     largest = max([tokenizer.vocab_size - 1, *(id for id in ends if id is not None)])
     if largest >= embeddings:
         raise ModelError(
-            f"{path}: its tokenizer has token ids up to {largest:,}, but the model has {embeddings:,} embeddings: use the "
-            "tokenizer that it was trained with"
+            f"{path}: its tokenizer has token ids up to {largest:,}, but the model has {embeddings:,} embeddings: use "
+            "the tokenizer that it was trained with"
         )
     return embeddings
 
@@ -271,8 +271,8 @@ def _explain(model: ModelConfig, part: str, error: Exception) -> str:
         return "not found on the hub (or private: set HF_TOKEN); for a folder, check the path"
     if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"}:
         return (
-            "is not a folder and is not in the local cache of the hub, and the hub cannot be reached: give a folder, or "
-            "connect once"
+            "is not a folder and is not in the local cache of the hub, and the hub cannot be reached: give a folder, "
+            "or connect once"
         )
     if "backend tokenizer" in text:
         return "has no tokenizer: it needs tokenizer.json, or the files to build it, next to the weights"

@@ -2,7 +2,7 @@
 
 On an AMD EPYC the models' shapes run 10 to 25 % faster this way (x W^T and its gradient by x; the gradient by W is as
 fast through MKL and stays there). On Intel's processors MKL is as fast or faster, a training step by 4 %, but not with
-few rows and weights packed beforehand, as in generation: `packed_weights` is used on every x86 processor. Elsewhere, and
+few rows and weights packed beforehand, as in generation: `packed_weights` is for every x86 processor. Elsewhere, and
 if PyTorch has no oneDNN, this is `torch.nn.functional.linear`.
 
 oneDNN caches machine code for every shape, 0.3 MB, until the process ends: with packs of ever new sizes the process

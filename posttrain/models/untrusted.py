@@ -63,7 +63,7 @@ def check_sizes(config: Mapping[str, Any], path: str) -> None:
         for size in value if isinstance(value, list) else [value]:
             if type(size) is not int or not 1 <= size <= SIZES[name]:
                 raise ModelError(
-                    f"model {path}: config.json says {name}: {str(size)[:40]}; it must be an integer from 1 to "
+                    f"model {path}: config.json says {name}: {str(size)[:40]}; it must be a whole number from 1 to "
                     f"{SIZES[name]:,}"
                 )
 
@@ -92,7 +92,8 @@ def adapter_config(folder: Path, path: str) -> dict[str, Any] | None:
     for rank in ranks:
         if rank is not None and (type(rank) is not int or not 1 <= rank <= RANK):
             raise ModelError(
-                f"model {path}: {file.name} gives the rank {str(rank)[:40]}; it must be an integer from 1 to {RANK:,}"
+                f"model {path}: {file.name} gives the rank {str(rank)[:40]}; it must be a whole number from 1 to "
+                f"{RANK:,}"
             )
     return config
 

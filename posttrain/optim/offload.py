@@ -38,8 +38,8 @@ class AdamWCPUOffload(AdamW):
         def in_cpu_memory(dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
             return torch.empty_like(parameter, dtype=dtype, device="cpu", pin_memory=pin_memory, requires_grad=False)
 
-        # Transfers are in the model's dtype, which halves the traffic of bfloat16, and page-locked, so that the GPU does
-        # not wait. One buffer serves both directions: gradients arrive before a step, and weights leave after it.
+        # Transfers are in the model's dtype, which halves the traffic of bfloat16, and page-locked, so that the GPU
+        # does not wait. One buffer serves both directions: gradients arrive before a step, weights leave after it.
         self._buffers[name] = in_cpu_memory(compute_dtype, pin_memory=self._stream is not None)
         self._sums[name] = in_cpu_memory(torch.float32)
         master = in_cpu_memory(torch.float32).copy_(parameter.detach())

@@ -1,7 +1,7 @@
-"""The memory of activations, by simulation: forward and backward of a few layers on tensors without memory.
+"""The memory of activations, by simulation: forward and backward of a few layers on fake tensors.
 
-Two and three of the model's layers run in torch's FakeTensorMode, with adapters, dropout and checkpointing; the saved
-bytes are added up, and each further layer saves as much as the third.
+Models of two and of three layers run in torch's FakeTensorMode, which allocates nothing, with adapters, dropout and
+checkpointing. The saved bytes are counted, and each further layer is assumed to save as much as the third.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from posttrain.models.lora import add_lora
 if TYPE_CHECKING:
     from peft import PeftModel
 
-FEW, MORE = 2, 3  # layers that are simulated
+FEW, MORE = 2, 3  # numbers of simulated layers
 
 
 def empty_model(
     config: RunConfig, model: ModelConfig, dtype: torch.dtype = torch.float32, layers: int | None = None
 ) -> PreTrainedModel | PeftModel:
-    """The model with its adapters on the meta device: shapes without memory. `layers` limits their number."""
+    """The model with its adapters on the meta device, which has shapes but no memory. `layers` limits its depth."""
     reward = config.method.head == "reward"
     auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
     settings = load_config(model)
@@ -67,8 +67,8 @@ def activations(
 
 
 class _OneKernel(PackedMask):
-    """Attention as on a GPU, where one kernel takes the whole pack and saves no weights: the mask does not matter
-    for memory."""
+    """Attention as on a GPU: one kernel takes the complete pack and saves no attention weights, so that the mask does
+    not matter for memory."""
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[torch.Tensor | None]:
         return []
@@ -88,7 +88,7 @@ def _simulate(
     layers: int,
     masks: type[PackedMask],
 ) -> tuple[int, int]:
-    """The same for a model of this number of layers, by simulated forward and backward."""
+    """The result of `activations` for a model of this number of layers, from a simulated forward and backward."""
     read = pack.last_S if config.method.head == "reward" else pack.read_U
     mask = masks(pack, read)
     mask.masks(None, dtype)
@@ -118,7 +118,7 @@ def _simulate(
 
 
 def _on_cpu(model: nn.Module) -> None:
-    """Replace meta tensors by fake CPU tensors, for which torch chooses the same kernels as for real ones."""
+    """Replace meta tensors with fake CPU tensors, for which torch chooses the same kernels as for real ones."""
     replaced: dict[torch.Tensor, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,12 +136,12 @@ def _on_cpu(model: nn.Module) -> None:
 
 
 def _forget(parameter: torch.Tensor) -> None:
-    """Gradients of weights are a part of their own."""
+    """Drop a weight's gradient, which the estimate counts separately."""
     parameter.grad = None
 
 
 class _Live(TorchDispatchMode):
-    """Counts the bytes of live tensors created under it, now and at the peak, without views of weights."""
+    """Counts the bytes of live tensors created in its context, now and at the peak, without views of weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class _Live(TorchDispatchMode):
 
 
 def _by_formula(settings: PreTrainedConfig, pack: Pack, dtype: torch.dtype, checkpointing: bool) -> int:
-    """For families that take packs as rows: about 16 hidden vectors and 4 MLP vectors per token and layer."""
+    """For families that run packs as padded rows: about 16 hidden vectors and 4 MLP vectors per token and layer."""
     hidden, depth = settings.hidden_size, settings.num_hidden_layers
     mlp = getattr(settings, "intermediate_size", None) or getattr(settings, "n_inner", None) or 4 * hidden
     tokens = pack.num_sequences * pack.longest

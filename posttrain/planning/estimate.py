@@ -1,7 +1,7 @@
-"""The memory a step takes, by its parts, before anything is loaded.
+"""The memory of a training step, part by part, estimated before anything is loaded.
 
-Weights, gradients, optimizer, reference and the engine's cache are counted from the model's shapes, activations by
-computing without memory (activations.py).
+Weights, gradients, optimizer, reference and the engine's cache are counted from the model's shapes; activations are
+simulated (activations.py).
 """
 
 from __future__ import annotations
@@ -34,25 +34,27 @@ from posttrain.training.job import Job
 if TYPE_CHECKING:
     from peft import PeftModel
 
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a code, a byte of scale for 64 weights, a float32 for 256 scales
-SAMPLED_LOGITS = 4  # logits, exponentials, random words and a filter's sorted copy, each of a step's size
-SAFE = 0.75  # of a GPU's memory, as the estimate is within a quarter of the peak
-# Fragmentation of the C library's heap, as a share of the memory that a step allocates and frees:
-# measured after twelve steps with glibc 2.36, where oneDNN multiplies (its buffers come and go too) and where MKL does
-# (models/matmul.py). With gradient checkpointing tensors are returned at once instead (posttrain.memory).
+NF4_BYTES = (
+    0.5 + 1 / 64 + 4 / (64 * 256)
+)  # per weight: a code, a byte of scale for 64 weights, a float32 for 256 scales
+SAMPLED_LOGITS = 4  # logits, exponentials, random words and a filter's sorted copy, each as large as the logits
+SAFE = 0.75  # share of a GPU's memory; the estimate is within a quarter of the peak
+# Fragmentation of the C library's heap, as a share of the memory that a step allocates and frees. Measured after twelve
+# steps with glibc 2.36, with oneDNN as the matmul library (its buffers are allocated and freed, too) and with MKL
+# (models/matmul.py). With gradient checkpointing, tensors are returned to the system at once (posttrain.memory).
 HOLES = 0.4 if PACKS and not ONEDNN else 0.8
-# Tokenizer, data, kernels' code and workspaces, log and curves on a CPU.
+# On a CPU: tokenizer, data, code and workspaces of kernels, log and curves.
 PROCESS = 50 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes by part and at the peak; `host` is in CPU memory beside a GPU. `allocator` is the waste of a CPU's heap.
+    """Bytes by part and at the peak. `host` is CPU memory used with a GPU; `allocator` is fragmentation of the heap.
 
-    `resting` is used all the time, `updating` only during an update; that may be less than its parts, since gradients
-    are allocated while activations are freed, so that with one pack per step they never exist completely at once.
-    `engine` is the memory of generation besides the weights: also during updates with `keeps_engine`, else released
-    before them, as on a CPU.
+    `resting` is used all the time, `updating` only during an update. `updating` may be less than its parts: gradients
+    are allocated while activations are freed, so that with one pack per step they are never complete at the same time.
+    `engine` is the memory of generation besides the weights. With `keeps_engine` it is kept during updates; otherwise,
+    as on a CPU, it is released before them.
     """
 
     parts: dict[str, int]
@@ -69,13 +71,13 @@ class Estimate:
 
 
 def count(model: nn.Module) -> tuple[int, int]:
-    """All and trained parameters."""
+    """The numbers of all and of trained parameters."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return sum(n for n, _ in sizes), sum(n for n, trained in sizes if trained)
 
 
 def holds_reference(config: RunConfig, model: ModelConfig) -> bool:
-    """Whether the reference is a second model in memory, rather than an adapter switched off or saved numbers."""
+    """Whether the reference is a second model in memory, and not the policy without its adapter or saved numbers."""
     method = config.method
     return method.scores_reference and (model.lora is None or method.reference_path is not None)
 
@@ -110,8 +112,8 @@ def estimate(
 ) -> Estimate:
     """The memory of a step of these packs, the fullest first, on `device`; `empty` has the model's shapes.
 
-    `checkpointing`: whether layers are recomputed; None: by the settings. `card`: bytes of the GPU; None: of the
-    present one.
+    `checkpointing`: whether layers are recomputed; None: as the settings say. `card`: bytes of the GPU; None: of the
+    current one.
     """
     if device.type == "cuda" and card is None:
         card = _memory_of(device)
@@ -125,7 +127,7 @@ def estimate(
     weights = _weights(empty, width, model.load_in_4bit)
     parts = {"weights": weights, "gradients": 4 * trained, "optimizer": masters + _moments(empty, kind)}
     host = 0
-    if offloaded:  # with what travels, in the model's dtype
+    if offloaded:  # including the transfer buffers, in the model's dtype
         host = parts["gradients"] + parts["optimizer"] + width * trained
         parts |= {"gradients": 0, "optimizer": 0}
     if config.method.updates > 1:  # training/boundary.py
@@ -164,7 +166,7 @@ def _memory_of(gpu: torch.device) -> int:
 
 
 def generation(config: RunConfig, model: ModelConfig, packs: list[Pack], device: torch.device, card: int | None) -> int:
-    """The memory of sampling a step's completions: keys and values, and the logits of one token each."""
+    """The memory of sampling a step's completions: keys and values, and the logits of one token of each completion."""
     if not config.method.samples_completions:
         return 0
     rollout, settings = config.rollout, load_config(model)
@@ -173,7 +175,7 @@ def generation(config: RunConfig, model: ModelConfig, packs: list[Pack], device:
         return int(share * card) if card is not None else 0
     dtype = compute_dtype(model, device)
     most, n = rollout.max_completion_length, config.method.completions_per_prompt
-    # A completion's last token is fed to no step.
+    # A completion's last token is not an input.
     longest = max(1, max(int(pack.position_T.max()) for pack in packs) + 2 - most)
     tokens = cache_tokens(settings, dtype, device, None if card is None else card // GPU_SHARE)
     room = Room.of(
@@ -186,7 +188,7 @@ def generation(config: RunConfig, model: ModelConfig, packs: list[Pack], device:
 
 
 def _reference(config: RunConfig, model: ModelConfig, empty: PreTrainedModel | PeftModel, width: int) -> int:
-    """Bytes of the second model in memory."""
+    """Bytes of the reference model's weights."""
     path = config.method.reference_path
     if path is not None:
         empty = empty_model(config, reference_settings(model, path).model_copy(update={"lora": None}))
@@ -195,7 +197,7 @@ def _reference(config: RunConfig, model: ModelConfig, empty: PreTrainedModel | P
 
 
 def _weights(model: PreTrainedModel | PeftModel, width: int, in_4bit: bool) -> int:
-    """Bytes of the weights, with those of the linear layers that bitsandbytes converts in 4 bits."""
+    """Bytes of the weights; with `in_4bit`, the linear layers that bitsandbytes converts have 4 bits per weight."""
     converted: set[torch.Tensor] = set()
     if in_4bit:
         base = base_of(model)
@@ -205,7 +207,7 @@ def _weights(model: PreTrainedModel | PeftModel, width: int, in_4bit: bool) -> i
 
 
 def _moments(model: nn.Module, kind: str) -> int:
-    """Bytes of AdamW's two moments: 4 each, or with `adamw_8bit` 1 each and a float32 scale for every block."""
+    """Bytes of AdamW's two moments: 4 each per weight, or with `adamw_8bit` 1 each and a float32 scale per block."""
     small = eight_bit_names(model) if kind == "adamw_8bit" else set()
     sizes = [(p.numel(), name in small) for name, p in model.named_parameters() if p.requires_grad]
     return sum(2 * (n + 4 * -(-n // BLOCK)) if eight else 8 * n for n, eight in sizes)
@@ -214,7 +216,7 @@ def _moments(model: nn.Module, kind: str) -> int:
 def _logits(
     settings: ModelConfig, model: PreTrainedModel | PeftModel, pack: Pack, width: int, device: torch.device
 ) -> int:
-    """The language-model head: a chunk's logits and copies, scored hidden states, the gradient of its weight."""
+    """Bytes of the language-model head: a chunk's logits and copies, scored hidden states, its weight's gradient."""
     head = base_of(model).get_output_embeddings()
     assert isinstance(head, nn.Linear)
     scored, (vocabulary, hidden) = len(pack.target_N), head.weight.shape

@@ -1,4 +1,4 @@
-"""The step of a run with the highest memory, from the lengths of its examples."""
+"""The step of a run that needs most memory, found from the lengths of its examples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from posttrain.training.schedule import epoch_order
 
 log = logging.getLogger("posttrain")
 
-CANDIDATES = 8  # steps with most tokens, which are packed to find the fullest pack
+CANDIDATES = 8  # the steps with most tokens are packed to find the fullest pack
 
 
 def first_epoch(config: RunConfig, size: int) -> list[np.ndarray]:
@@ -51,7 +51,7 @@ def pack_rows(
 
 
 def with_completions(prompt: Example, n: int, length: int, tokens_per_pack: int) -> list[Example]:
-    """A prompt with completions of maximum length, divided like a rollout."""
+    """A prompt with `n` completions of maximum length, divided into examples as in a rollout."""
     tree = prompt.trees[0]
     leaf = Node(np.zeros(length, np.int64), trained=True)
     each = max(1, (tokens_per_pack - len(tree.tokens)) // max(length - 1, 1))
@@ -61,7 +61,7 @@ def with_completions(prompt: Example, n: int, length: int, tokens_per_pack: int)
 
 
 def largest_step(config: RunConfig, data: Prepared, tokens_per_pack: int, pad_to: int | None = None) -> list[Pack]:
-    """The packs of the first epoch's step with the fullest pack, that one first."""
+    """The packs of that step of the first epoch which has the fullest pack; the fullest comes first."""
     steps = sorted(first_epoch(config, len(data.train)), key=lambda rows: -int(data.train.lengths[rows].sum()))
     packed = [pack_rows(config, data, rows, tokens_per_pack, pad_to) for rows in steps[:CANDIDATES]]
     largest = max(packed, key=lambda packs: max(map(_weight, packs)))
@@ -71,14 +71,14 @@ def largest_step(config: RunConfig, data: Prepared, tokens_per_pack: int, pad_to
 def keeps_engine(job: Job, data: Prepared) -> bool:
     """Whether a GPU has room for the engine's memory during the largest update (planning/estimate.py)."""
     if job.device.type != "cuda" or job.config.rollout.engine != "embedded":
-        return True  # nothing is kept there, or its own settings limit it
+        return True  # a CPU engine keeps nothing, and vLLM's settings limit its memory
     size = job.config.training.tokens_per_pack
     packs = largest_step(job.config, data, size, width_step(job.device, size))
     found = estimate(job.config, job.model, empty_model(job.config, job.model), packs, job.device)
     if not found.keeps_engine:
         log.warning(
-            "the GPU has no room for completions' keys and values during an update: they are allocated again every "
-            "step, which takes time; a smaller training.tokens_per_pack leaves room"
+            "the GPU has no room for completions' keys and values during an update: they are reallocated every step, "
+            "which takes time; a smaller training.tokens_per_pack leaves room"
         )
     return found.keeps_engine
 

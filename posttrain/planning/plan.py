@@ -1,4 +1,4 @@
-"""Before a run: examples, tokens, packs, steps and memory. Loads tokenizer and data, no weights."""
+"""The plan of a run: examples, tokens, packs, steps and memory. Loads tokenizer and data, but no weights."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ STEPS_LOOKED_AT = 50
 
 
 class StageTokenizers:
-    """The tokenizer of each stage of one model, with the template of the stage it starts from.
+    """The tokenizer of each stage of one model, with the template of the stage that it starts from.
 
-    Before a run there is no `final/` to load it from.
+    Before a run, there is no `final/` to load it from.
     """
 
     def __init__(self, model: int):
@@ -45,14 +45,14 @@ class StageTokenizers:
         self._of: dict[str, PreTrainedTokenizerBase] = {}
 
     def of(self, stage: Stage) -> PreTrainedTokenizerBase:
-        """A tokenizer to prepare the data of the stage; call it in the order of the stages."""
+        """The tokenizer to prepare the stage's data with; call this in the order of the stages."""
         source = self._of.get(stage.init_from or "") if stage.init_from else None
         found = deepcopy(source) if source else load_tokenizer(stage.config.models[self._model])
         self._of[stage.name] = found
         return found
 
     def skip(self, stage: Stage) -> None:
-        """Use the tokenizer that the finished stage has saved, or else the model's."""
+        """For a finished stage, use the tokenizer that it saved, or the model's if it saved none."""
         config, model = stage.config, stage.config.models[self._model]
         root = Path(config.output_dir).expanduser() / (config.name or "")
         final = run_folder(root, stage, self._model, several_stages=True) / "final"
@@ -69,9 +69,9 @@ def plan(
     probed: bool = False,
     memory_limit: int | None = None,
 ) -> None:
-    """Print the work and the memory of every model at every stage.
+    """Print the steps, tokens and memory of every model at every stage.
 
-    With `probed`, also the largest tokens_per_pack that fits in `memory_limit` bytes, or in the free memory.
+    With `probed`, also the largest tokens_per_pack that fits in `memory_limit` bytes (None: in the free memory).
     """
     console = console or PlainConsole()
     stages = (Stage("", None, config),) if isinstance(config, RunConfig) else config
@@ -91,8 +91,8 @@ def plan(
 
 
 DTYPE_HINTS: dict[tuple[torch.dtype, bool | None], str] = {
-    (torch.float32, True): "this processor multiplies in bfloat16 faster: model.dtype=bfloat16",
-    (torch.bfloat16, False): "this processor has no instructions for bfloat16: model.dtype=float32 is faster",
+    (torch.float32, True): "this processor multiplies faster in bfloat16: set model.dtype=bfloat16",
+    (torch.bfloat16, False): "this processor has no bfloat16 instructions: model.dtype=float32 is faster",
 }
 
 
@@ -120,32 +120,32 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
     table.add_row("device", f"{device}, {str(dtype).removeprefix('torch.')}")
     if device.type == "cpu" and (hint := DTYPE_HINTS.get((dtype, multiplies_bfloat16()))):
         table.add_row("", hint)
-    table.add_row("parameters", f"{total:,}, of them trained {trained:,} ({trained / total:.1%})")
+    table.add_row("parameters", f"{total:,}, {trained:,} of them trained ({trained / total:.1%})")
     for line in data.report.lines():
         table.add_row("data", line)
     for name, dataset in data.validation.items():
         table.add_row("validation", f"{name}: {counted(len(dataset), 'example')}")
     unit = {"pair": "pair", "prompt": "prompt"}.get(method.kind, "example")
     table.add_row(
-        "a step",
+        "per step",
         f"{counted(training.batch_size, unit)}, about {tokens:,.0f} tokens ({targets_seen:,.0f} scored) "
         f"in {packs:.1f} packs",
     )
     if method.samples_completions:
         most, n = config.rollout.max_completion_length, training.batch_size * method.completions_per_prompt
         table.add_row(
-            "a rollout",
+            "per rollout",
             f"{counted(n, 'completion')} of up to {counted(most, 'token')}, then {counted(method.updates, 'update')}",
         )
         table.add_row(
-            "in all", f"up to {counted(steps * n, 'completion')}, {counted(steps * method.updates, 'update')}"
+            "in total", f"up to {counted(steps * n, 'completion')}, {counted(steps * method.updates, 'update')}"
         )
     table.add_row("steps", f"{steps:,} ({steps / per_epoch:.2f} epochs of {per_epoch:,})")
-    table.add_row("tokens in all", f"about {steps * tokens:,.0f}")
+    table.add_row("total tokens", f"about {steps * tokens:,.0f}")
     warmup = warmup_count(training.warmup_steps, steps)
     rate = learning_rate(config, model)
     table.add_row("learning rate", f"{rate:.1e}, {training.lr_scheduler_type}, {counted(warmup, 'step')} of warm-up")
-    table.add_row("memory", f"about {memory.peak / 2**30:.2f} GiB at the peak, above the program's own")
+    table.add_row("memory", f"about {memory.peak / 2**30:.2f} GiB at the peak, in addition to the program's own")
     for part, size in memory.parts.items():
         table.add_row("", f"{part} {size / 2**30:.2f} GiB")
     if memory.host:

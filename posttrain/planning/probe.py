@@ -1,8 +1,8 @@
-"""The largest `tokens_per_pack` that fits, by real steps with the run's own model, optimizer and data.
+"""The largest `tokens_per_pack` that fits, found by real steps with the run's own model, optimizer and data.
 
-On a GPU a size that is too large runs out of memory without harm. In main memory that would slow the whole machine or
-end the process, so each size's peak is measured and compared with a limit, and a size with an estimate above the limit
-is not tried.
+On a GPU, a size that is too large runs out of memory without harm. In CPU memory it would slow the entire machine or
+end the process. There, each size's peak is measured and compared with a limit, and a size whose estimate is above the
+limit is not tried.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from posttrain.store.run import Run
 from posttrain.training.job import Job
 from posttrain.training.reference import frozen_model
 
-PRECISION = 16  # the result is exact to a sixteenth
-MULTIPLE = 64  # sizes in between are multiples of this
-MARGIN = 1.25  # the estimate is at most this times the truth
+PRECISION = 16  # the result is accurate to a sixteenth
+MULTIPLE = 64  # sizes tried by bisection are multiples of this
+MARGIN = 1.25  # the estimate is at most this many times the true peak
 GIB = 2**30
 
 
@@ -56,13 +56,13 @@ class Probed:
 def probe(
     config: RunConfig, model: ModelConfig, data: Prepared, limit: int | None = None, console: Console | None = None
 ) -> Probed:
-    """Try sizes between the least that the settings allow and the tokens of the largest step.
+    """Try sizes between the smallest that the settings allow and the tokens of the largest step.
 
-    `limit` is the maximum memory of the process in bytes, where it computes; None: all that is free. Raises ModelError
-    if not even the least size fits.
+    `limit` is the maximum memory of the process on the device, in bytes; None: all that is free. Raises ModelError if
+    not even the smallest size fits.
     """
     device = take_device(config.devices)
-    if device.type == "cuda" and config.training.gradient_checkpointing == "auto":  # as the largest packs will have it
+    if device.type == "cuda" and config.training.gradient_checkpointing == "auto":  # as the largest packs will
         training = config.training.model_copy(update={"gradient_checkpointing": True})
         config = config.model_copy(update={"training": training})
     release_memory()
@@ -76,17 +76,18 @@ def probe(
             good, bad = largest(trials.fits, low, high)
     if good is None:
         raise ModelError(
-            f"{model.path}: not even tokens_per_pack {low:,} fits in {trials.limit / GIB:.2f} GiB, and it is the least "
-            f"for data.max_length {config.data.max_length:,}: lower that, set training.gradient_checkpointing=true or "
-            "another training.optimizer, or train adapters only with model.lora=true"
+            f"{model.path}: not even tokens_per_pack {low:,} fits in {trials.limit / GIB:.2f} GiB, and it is the "
+            f"smallest for data.max_length {config.data.max_length:,}: lower that, set "
+            "training.gradient_checkpointing=true or another training.optimizer, or train adapters only "
+            "with model.lora=true"
         )
     return Probed(good, trials.peaks[good], trials.limit, bad)
 
 
 def largest(fits: Callable[[int], bool], low: int, high: int) -> tuple[int | None, int | None]:
-    """The largest size from `low` to `high` that fits, and the smallest that did not fit, or None.
+    """The largest size from `low` to `high` that fits, and the smallest that did not fit; each None if there is none.
 
-    By doubling, then by bisection, until the gap is a sixteenth of the size.
+    Doubles the size, then bisects until the gap is a sixteenth of the size.
     """
     if not fits(low):
         return None, low
@@ -103,7 +104,7 @@ def largest(fits: Callable[[int], bool], low: int, high: int) -> tuple[int | Non
 
 
 class Trials:
-    """Steps of growing packs. `peaks` are the bytes of each size that fitted."""
+    """Trial steps with packs of several sizes. `peaks` has the peak in bytes of each size that fitted."""
 
     def __init__(
         self,
@@ -125,15 +126,15 @@ class Trials:
     def _free(self) -> int:
         free = available_memory(self.device)
         if free is None:
-            raise ConfigError("--probe: this system does not say how much memory is free: give --memory-limit")
+            raise ConfigError("--probe: this system does not report its free memory: give --memory-limit")
         return self.before + free
 
     def packs(self, size: int) -> list[Pack]:
-        """The largest step's two fullest packs; the second is computed beside the gradients of the first."""
+        """The two fullest packs of the largest step: the second is computed while the first one's gradients exist."""
         return largest_step(self.config, self.data, size, width_step(self.device, size))[:2]
 
     def most_tokens(self) -> int:
-        """Tokens of the largest step."""
+        """The number of tokens in the largest step."""
         return max(pack.num_tokens for pack in largest_step(self.config, self.data, 1 << 62))
 
     def estimated(self, size: int) -> Estimate:
@@ -144,7 +145,7 @@ class Trials:
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """The model and the rest of a run in memory; on a GPU the allocator is limited."""
+        """A context with the model and the rest of a run in memory. On a GPU, limits torch's allocator."""
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / total), self.device)
@@ -164,8 +165,8 @@ class Trials:
     def fits(self, size: int) -> bool:
         """Whether a step of packs of this size stays within the limit."""
         assert self._step is not None
-        if self.device.type != "cuda" and self.peaks and self.foreseen(size) > self.limit:
-            self.console.print(f"tokens_per_pack {size:,}: not tried, would take {self.foreseen(size) / GIB:.2f} GiB")
+        if self.device.type != "cuda" and self.peaks and self.predicted(size) > self.limit:
+            self.console.print(f"tokens_per_pack {size:,}: not tried, would take {self.predicted(size) / GIB:.2f} GiB")
             return False
         packs = self.packs(size)
         release_memory()
@@ -178,7 +179,7 @@ class Trials:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        # Out of the except block: the error's frames, and the tensors in them, are gone.
+        # Outside the except block, since the error's frames and the tensors in them are released only now.
         self._step.forget()
         if peak is not None:
             peak = self._with_engine(peak, size)
@@ -190,26 +191,26 @@ class Trials:
         return True
 
     def _peak(self) -> int:
-        """On a GPU with torch's reserved memory, which must fit too."""
+        """The measured peak; on a GPU including all memory reserved by torch, which must fit too."""
         on_gpu = self.device.type == "cuda"
         return torch.cuda.max_memory_reserved(self.device) if on_gpu else peak_memory(self.device)
 
     def _with_engine(self, peak: int, size: int) -> int:
-        """The peak of an update, with the estimated memory of generation during or before it."""
+        """The peak including the estimated memory of generation, during or before the update."""
         found = self.estimated(size)
         if found.keeps_engine:
             return peak + found.engine
         held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else memory_in_use()
         return max(peak, held + found.engine)
 
-    def foreseen(self, size: int) -> int:
-        """The peak of the largest size that fitted, and what the estimate adds to it."""
+    def predicted(self, size: int) -> int:
+        """The predicted peak: that of the largest size that fitted plus the difference of the estimates."""
         known = max(self.peaks)
         return self.peaks[known] + self.estimated(size).peak - self.estimated(known).peak
 
 
 class Step:
-    """A run in memory, and a step of it that changes no weight: its learning rate is 0."""
+    """A run in memory, and steps of it that change no weights: their learning rate is 0."""
 
     def __init__(self, job: Job):
         self.device, self.reward = job.device, job.config.method.head == "reward"

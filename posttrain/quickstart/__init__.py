@@ -53,7 +53,7 @@ def quickstart(
         runner.train(load(file).config, overwrite=overwrite)
         return folder / stage / "final"
 
-    head(1, "A model that knows nothing", "Random weights, and a tokenizer made on the spot.")
+    head(1, "Untrained model", "Random weights, and a tokenizer trained on the task.")
     untrained = folder / "model"
     console.print(f"     Qwen3 architecture, {make_model(untrained, seed):,} weights")
 
@@ -61,22 +61,22 @@ def quickstart(
     write_bare_demonstrations(folder, size, seed)
     sft = train("sft")
 
-    head(3, "Preference pairs", "Of its own replies to a problem, a right one is better than a wrong one.")
+    head(3, "Preference pairs", "Of the model's own replies to a problem, a right one is preferred to a wrong one.")
     console.print(f"     {write_pairs(folder, sft, size, seed)}")
 
-    head(4, "Reward model", "Learn from the pairs to give a reply a number: how good is it?")
+    head(4, "Reward model", "Learn from the pairs to score how good a reply is.")
     reward = train("reward")
 
     head(5, "DPO", "Make the better reply of each pair more likely, and the worse one less.")
     dpo = train("dpo")
 
-    head(6, "PPO", "Write replies, have the reward model judge them, make the better ones more likely.")
+    head(6, "PPO", "Sample replies, score them with the reward model, make the better ones more likely.")
     ppo = train("ppo")
 
     head(7, "GRPO", "The same with a rule as the judge: right or wrong, compared with other replies to the problem.")
     grpo = train("grpo")
 
-    head(8, "What came of it", f"{size.held_out:,} problems that no model was trained on, sampled and greedy.")
+    head(8, "Results", f"{size.held_out:,} problems that no model was trained on, sampled and greedy.")
     problems = list(arithmetic_problems("test", size.held_out, seed))
     models = {"untrained": untrained, "SFT": sft, "DPO": dpo, "PPO": ppo, "GRPO": grpo}
     greedy = {name: ask(path, problems, f"{name}: most likely replies") for name, path in models.items()}

@@ -40,7 +40,7 @@ method: sft
 data:
   source:
     - {{source: "builtin:arithmetic", max_rows: {size.worked}}}   # a worked solution to each problem
-    - {{source: "${{output_dir}}/bare.jsonl"}}                # of other problems, the answer alone
+    - {{source: "${{output_dir}}/bare.jsonl"}}                # only the answer, for other problems
   template: tags                       # the working between tags, then the solution between tags
   max_length: 128
   validation: {{rows: 200}}
@@ -57,7 +57,7 @@ tracking: {{logging_steps: {max(1, size.sft_steps // 16)}}}
 # A reward model: learns from pairs which of two replies is better, and then scores any reply.
 name: reward
 {common}
-model: {{path: "${{output_dir}}/sft/final"}}    # it starts from what SFT has learnt, with a new head
+model: {{path: "${{output_dir}}/sft/final"}}    # starts from the SFT model, with a new head
 method: reward
 data:
   source: "${{output_dir}}/pairs/train.jsonl"
@@ -69,10 +69,10 @@ evaluation: {{eval_steps: {max(1, size.reward_steps // 5)}}}
 tracking: {{logging_steps: {max(1, size.reward_steps // 10)}}}
 """,
         "dpo": f"""\
-# DPO: makes the better reply of each pair more likely than the worse one, without a reward model.
+# DPO: makes the better reply of each pair more likely and the worse one less likely, without a reward model.
 name: dpo
 {common}
-model: {{path: "${{output_dir}}/sft/final"}}    # where it starts, and the reference it is compared with
+model: {{path: "${{output_dir}}/sft/final"}}    # initial policy and reference model
 method: {{type: dpo, loss_type: [sigmoid], beta: 1.0}}
 data:
   source: "${{output_dir}}/pairs/train.jsonl"
@@ -89,10 +89,10 @@ tracking: {{logging_steps: {max(1, size.dpo_steps // 10)}}}
 def _online(common: str, size: Size) -> dict[str, str]:
     return {
         "ppo": f"""\
-# PPO: the model writes replies, the reward model judges them, and a value head says what was to be expected.
+# PPO: the model samples replies, the reward model scores them, and a value head predicts the expected reward.
 name: ppo
 {common}
-model: {{path: "${{output_dir}}/sft/final"}}    # where it starts, and the reference it is kept near to
+model: {{path: "${{output_dir}}/sft/final"}}    # initial policy, and reference of the KL penalty
 method: {{type: ppo, num_generations: 2, num_ppo_epochs: 2, num_minibatches: 2, kl_coef: 0.3}}
 rewards:
   - {{type: model, path: "${{output_dir}}/reward/final"}}
@@ -102,7 +102,7 @@ evaluation: {{eval_steps: {max(1, size.ppo_steps // 4)}}}
 tracking: {{logging_steps: {max(1, size.ppo_steps // 10)}}}
 """,
         "grpo": f"""\
-# GRPO: of eight replies to a problem those with more reward than the others become likelier; a rule gives the reward.
+# GRPO: of eight replies to a problem, those with above-average rewards become more likely; a rule gives the reward.
 name: grpo
 {common}
 model: {{path: "${{output_dir}}/sft/final"}}

@@ -1,6 +1,6 @@
-"""On-policy distillation: the student samples, and a teacher scores every token (GKD, arXiv 2306.13649).
+"""On-policy distillation: the student samples completions, and a teacher scores every token (GKD, arXiv 2306.13649).
 
-    loss = (1 / N) sum_n D(student(. | x, y_<n), teacher(. | x, y_<n))      D over the whole vocabulary, y the student's
+    loss = (1 / N) sum_n D(student(. | x, y_<n), teacher(. | x, y_<n))      D over the vocabulary, y the student's
 
 D is the reverse KL, the forward KL or a Jensen-Shannon divergence (posttrain/losses/distillation.py); N counts the
 tokens of the step. For a share of the prompts, y is the data's completion instead. No gradient flows through the
@@ -17,7 +17,7 @@ from posttrain.data import Prepared
 from posttrain.distillation import compare
 from posttrain.losses import divergence_of
 from posttrain.optim.update import Objective
-from posttrain.recipes.online import Step, StepPack, given_completions, look_at_sampler, online, sampled_prompts
+from posttrain.recipes.online import Step, StepPack, given_completions, measure_mismatch, online, sampled_prompts
 from posttrain.scoring import Scorer, scored_states
 from posttrain.training.checks import check_packing
 from posttrain.training.job import Job
@@ -48,13 +48,13 @@ def train(job: Job, data: Prepared) -> Loop:
                 divergence,
                 job.config.rollout.temperature,
             )
-            one.step.keep(part.token_N, found.logprob_N, found.teacher_logprob_N, -found.divergence_N)
+            one.step.record(part.token_N, found.logprob_N, found.teacher_logprob_N, -found.divergence_N)
             metrics = {"entropy": found.entropy_N.sum() / tokens}
             if one.step is step:
                 metrics["kl"] = (found.logprob_N - found.teacher_logprob_N).sum() / sampled
             return found.loss, metrics
 
-        return Objective(share, tokens, check=lambda: look_at_sampler(job, run.sample, step))
+        return Objective(share, tokens, check=lambda: measure_mismatch(job, run.sample, step))
 
     with online(job, loop, policy, data) as run:
         for number, prompts in run.steps():

@@ -34,7 +34,7 @@ from posttrain.losses import (
 )
 from posttrain.losses.policy import Level
 from posttrain.optim.update import Objective
-from posttrain.recipes.online import Minibatch, Step, look_at_sampler, minibatches, online, scored
+from posttrain.recipes.online import Minibatch, Step, measure_mismatch, minibatches, online, scored
 from posttrain.rollout import RolloutPack
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_margins, check_packing, check_ratio
@@ -62,7 +62,7 @@ def train(job: Job, data: Prepared) -> Loop:
     with online(job, loop, policy, data) as run:
 
         def updates(number: int, step: Step) -> Iterator[tuple[Sequence[RolloutPack], Objective[RolloutPack]]]:
-            check = partial(look_at_sampler, job, run.sample, step)
+            check = partial(measure_mismatch, job, run.sample, step)
             for minibatch in minibatches(job, step, number, method.num_iterations, method.num_minibatches):
                 surrogate = Surrogate(job, method, scorer, step, minibatch)
                 yield minibatch.parts, Objective(surrogate, minibatch.counted, check=check)
@@ -138,7 +138,7 @@ class Surrogate:
         return (token_weights(self.loss.average, pack.length_S, pack.sequence_N, self.counts) * loss_N).sum(), metrics
 
     def check(self, pack: Pack, new_N: Tensor, at_N: Tensor) -> None:
-        """Before the run's first update the ratio to the old policy is 1, and the KL to the initial policy is 0."""
+        """Check that before the first update the ratio to the old policy is 1 and the KL to the initial policy is 0."""
         step, dtype = self.step, self.job.dtype
         old_N = step.trainer_R[at_N]
         check_ratio(new_N - old_N, dtype)
@@ -168,7 +168,7 @@ def advantages(method: PolicyGradientMethod, step: Step) -> Tensor:
 
 
 def compared(method: PolicyGradientMethod, reward_S: Tensor, group_S: Tensor) -> Tensor:
-    """Each completion's advantage (S): its reward compared with its group's; REINFORCE++: with the step's mean."""
+    """Each completion's advantage (S): its reward compared with its group's, or for REINFORCE++ with the step's."""
     if isinstance(method, GRPOMethod) and method.loss_type == "no_baseline":
         return reward_S
     if isinstance(method, RLOOMethod):

@@ -3,9 +3,9 @@
     KTO (arXiv 2402.01306, equation 7), c = log pi(y|x) - log pi_ref(y|x):
     loss = 1 - sigma( beta (c - KL))  desirable,    1 - sigma(-beta (c - KL))  undesirable
 
-KL estimates KL(pi || pi_ref) as the mean log-ratio of the batch's completions, each behind the next example's prompt.
-It is a mean over the whole step, computed before the first backward, so that packing does not change the gradient. BCO
-compares rewards with their running mean instead, APO-zero with 0 (posttrain/losses/unpaired.py). Dropout is off.
+KL estimates KL(pi || pi_ref) as the mean log-ratio of the batch's completions, each after the next example's prompt.
+It is a mean over the complete step, computed before the first backward, so that packing does not change the gradient.
+BCO compares rewards with their running mean instead, APO-zero with 0 (posttrain/losses/unpaired.py). Dropout is off.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Levels:
 
     reference_B: torch.Tensor  # log-probability of each completion under the reference
     shift: torch.Tensor | float  # the baseline of rewards: beta KL, or their running mean
-    metric: str | None = None  # the shift's name and value in the log
-    value: torch.Tensor | float = 0.0
-    rewards: RunningMean | None = None  # BCO's, with this batch
+    metric: str | None = None  # the name of the logged metric
+    value: torch.Tensor | float = 0.0  # its value
+    rewards: RunningMean | None = None  # for BCO, including this batch
 
 
 def train(job: Job, data: Prepared) -> Loop:
@@ -84,7 +84,7 @@ def train(job: Job, data: Prepared) -> Loop:
             metrics["entropy"] = scores.entropy_N.detach().sum() / tokens
             if shift.metric:
                 mean = shift.value * pack.num_sequences / len(examples)
-                metrics[shift.metric] = torch.zeros((), device=job.device) + mean  # a sum needs no copy to the GPU
+                metrics[shift.metric] = torch.zeros((), device=job.device) + mean  # adding needs no copy to the GPU
             return loss_S.sum() / len(examples), metrics
 
         counts = {f"{name}/chosen": desirable for name in ("rewards", "logps")}
@@ -159,7 +159,7 @@ def with_other_completions(examples: Sequence[Example], max_length: int) -> list
 
 
 def keep_other(pair: Example) -> Example:
-    """The prompt with the other example's completion alone."""
+    """The prompt with only the other example's completion."""
     [prompt] = pair.trees
     return replace(pair, trees=(replace(prompt, children=prompt.children[1:]),))
 
@@ -189,7 +189,7 @@ def in_training_order(job: Job, data: Prepared) -> list[Portion]:
 
 
 def advise_on_weights(method: KTOMethod, labels: np.ndarray) -> None:
-    """Warn if the weights break the paper's rule: desirable examples should weigh 1 to 1.33 times the undesirable ones.
+    """Warn if the weights break the paper's rule: desirable examples weigh 1 to 1.33 times the undesirable ones.
 
     n_D w_D / (n_U w_U) in [1, 4/3]: arXiv 2402.01306, equation 8.
     """

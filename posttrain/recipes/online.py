@@ -1,9 +1,9 @@
-"""Shared by the recipes that sample: sample, score, update, then log, store and load the new weights.
+"""The steps of recipes that sample: sample, score and update, then log, store and load the new weights.
 
 with online(job, loop, policy, data) as run:
     for number, prompts in run.steps():
         with loop.interruption.sampling():
-            step = Step(job, run.sample(number, prompts, ...), ...)     and its log-probabilities and advantages
+            step = Step(job, run.sample(number, prompts, ...), ...)     with its log-probabilities and advantages
         run.update(number, step, updates)
 """
 
@@ -46,22 +46,21 @@ class Step:
         self.counted_S, self.in_loss_S = trained_on(rollout, mask_truncated, job.config.method.needs_rewards)
         self.parts = in_packs(job, rollout, self.in_loss_S)
         self.sampler_R = rollout.sampler_R.to(job.device)
-        self.old_R: Tensor | None = None  # None: the only update is of the sampling policy
-        self.trainer_R = torch.zeros(
-            rollout.num_tokens, device=job.device
-        )  # of the sampling policy, scored by the trainer
-        self.new_R = torch.zeros(rollout.num_tokens, device=job.device)  # of the policy at the step's last update
-        self.clipped_R = torch.zeros(rollout.num_tokens, dtype=torch.bool, device=job.device)  # there
-        self.reference_R: Tensor | None = None  # of a reference or teacher, where there is one
+        self.old_R: Tensor | None = None  # None: one update only, so the old policy is the sampling one
+        # Log-probabilities of the sampling policy, computed by the trainer.
+        self.trainer_R = torch.zeros(rollout.num_tokens, device=job.device)
+        self.new_R = torch.zeros(rollout.num_tokens, device=job.device)  # under the policy at the step's last update
+        self.clipped_R = torch.zeros(rollout.num_tokens, dtype=torch.bool, device=job.device)  # at the last update
+        self.reference_R: Tensor | None = None  # under the reference or teacher, if any
         self.advantage_R = torch.zeros(rollout.num_tokens, device=job.device)
-        self.mismatch: dict[str, float] | None = None  # between engine and trainer, once it is known
+        self.mismatch: dict[str, float] | None = None  # between engine and trainer, once measured
 
     @property
     def num_tokens(self) -> int:
         """Tokens in the loss."""
         return int(self.rollout.length_S[self.in_loss_S].sum())
 
-    def keep(self, at_N: Tensor, logprob_N: Tensor, reference_N: Tensor, advantage_N: Tensor) -> None:
+    def record(self, at_N: Tensor, logprob_N: Tensor, reference_N: Tensor, advantage_N: Tensor) -> None:
         """Record the numbers of these tokens in the step's only update, for the store."""
         if self.reference_R is None:
             self.reference_R = torch.zeros_like(self.new_R)
@@ -69,7 +68,7 @@ class Step:
         self.reference_R[at_N], self.advantage_R[at_N] = reference_N, advantage_N
 
     def sums(self, value_R: Tensor) -> Tensor:
-        """A value for each token, summed over each completion: (R) to (S)."""
+        """The sums over each completion of a value per token: (R) to (S)."""
         return sum_segments(value_R, self.rollout.length_S.to(value_R.device))
 
     def per_token(self) -> dict[str, Tensor | None]:
@@ -84,7 +83,7 @@ class Step:
         }
 
     def stored(self) -> tuple[list[StoredPrompt], list[StoredRollout]]:
-        """The step as a stored step."""
+        """The step's prompts and completions, for the rollout store."""
         rollout, tokens = self.rollout, self.rollout.length_S.tolist()
         kept = set(self.in_loss_S.tolist())
         flat = self.per_token()
@@ -143,17 +142,17 @@ def scored(
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """The completions of one update, and the number of its groups' completions, with those outside the loss."""
+    """The completions of one update, and the number of its groups' completions including those outside the loss."""
 
     parts: Sequence[RolloutPack]
-    chosen: Tensor  # places in the rollout
+    chosen: Tensor  # indices in the rollout
     counted: int
     number: int  # minibatches of the epoch
     is_first: bool  # of the run
 
 
 def minibatches(job: Job, step: Step, number: int, epochs: int, count: int) -> Iterator[Minibatch]:
-    """The updates of step `number`: `count` minibatches in each epoch, packed once where there is one."""
+    """The updates of step `number`: `count` minibatches in each epoch, packed only once if `count` is 1."""
     for epoch in range(epochs):
         made = divided(step, count, (job.config.seed, number, epoch))
         for place, (chosen, counted) in enumerate(made):
@@ -164,8 +163,8 @@ def minibatches(job: Job, step: Step, number: int, epochs: int, count: int) -> I
 def divided(step: Step, count: int, key: Sequence[int]) -> list[tuple[Tensor, int]]:
     """The completions in the loss in `count` parts of complete groups, in a random order seeded by `key`.
 
-    Each part comes with the number of its groups' completions, with those outside the loss. A part with nothing in the
-    loss is dropped.
+    Each part comes with the number of its groups' completions, including those outside the loss. A part with nothing in
+    the loss is dropped.
     """
     group_S, prompts = step.rollout.group_S, len(step.rollout.prompts)
     order = np.arange(prompts) if count == 1 else np.random.default_rng(list(key)).permutation(prompts)
@@ -178,7 +177,8 @@ def divided(step: Step, count: int, key: Sequence[int]) -> list[tuple[Tensor, in
 
 
 def trained_on(rollout: Rollout, mask_truncated: bool, needs_rewards: bool = True) -> tuple[Tensor, Tensor]:
-    """The completions that count (with a reward, if the method needs one), and those of them in the loss: int64."""
+    """Indices (int64) of the completions that count (with a reward, if the method needs one), and of those in the
+    loss."""
     counted = rollout.has_reward_S if needs_rewards else torch.ones_like(rollout.has_reward_S)
     in_loss = counted & ~rollout.truncated_S if mask_truncated else counted
     return counted.nonzero().squeeze(1), in_loss.nonzero().squeeze(1)
@@ -187,7 +187,7 @@ def trained_on(rollout: Rollout, mask_truncated: bool, needs_rewards: bool = Tru
 def sampled_prompts(
     seed: int, step: int, prompts: Sequence[Example], fraction: float
 ) -> tuple[list[Example], list[Example]]:
-    """The prompts of a step that the policy completes, each chosen with this probability, and the rest."""
+    """The prompts of a step that the policy completes, each chosen with probability `fraction`, and the rest."""
     chosen = np.random.default_rng([seed, step, zlib.crc32(b"on-policy")]).random(len(prompts)) < fraction
     asked = [prompt for prompt, is_chosen in zip(prompts, chosen, strict=True) if is_chosen]
     return asked, [prompt for prompt, is_chosen in zip(prompts, chosen, strict=True) if not is_chosen]
@@ -202,10 +202,9 @@ def given_completions(prompts: Sequence[Example]) -> Rollout:
 
 
 def sampler_mismatch(trainer_N: Tensor, sampler_N: Tensor) -> dict[str, float]:
-    """Metrics of the mismatch between the trainer's and the engine's probabilities of the sampled tokens, by TRL's
-    names.
+    """The mismatch between the trainer's and the engine's log-probabilities of the sampled tokens, as TRL's metrics.
 
-    The effective sample size of the weights w = trainer / engine, (Σw)² / (n Σw²), is 1 if both agree.
+    The effective sample size of the weights w = trainer / engine, (Σw)² / (n Σw²), is 1 if they agree.
     """
     difference_N = (trainer_N - sampler_N).abs()
     weight_N = (trainer_N - sampler_N).double().exp()
@@ -217,9 +216,12 @@ def sampler_mismatch(trainer_N: Tensor, sampler_N: Tensor) -> dict[str, float]:
     }
 
 
-def look_at_sampler(job: Job, sample: Sampler, step: Step) -> None:
-    """Record the mismatch of a step whose tokens the trainer has scored; before its first update, so that nothing is
-    learned from an engine with other weights. Raises VitalSignError if it is more than rounding explains."""
+def measure_mismatch(job: Job, sample: Sampler, step: Step) -> None:
+    """Record the mismatch between engine and trainer of a step whose tokens the trainer has scored.
+
+    Runs before the step's first update, so that nothing is learned from an engine with other weights. Raises
+    VitalSignError if the mismatch is more than rounding explains.
+    """
     rollout = step.rollout
     inside_R = torch.isin(rollout.sequence_R, step.in_loss_S)
     if step.mismatch is not None or not inside_R.any():
@@ -239,8 +241,7 @@ class Online:
         self._alarms = Alarms(loop.state.memory)
 
     def steps(self) -> Iterator[tuple[int, list[Example]]]:
-        """Each step's number and prompts. After the body of a step, loads its weights into the engine, and
-        evaluates."""
+        """Each step's number and prompts. After the body of a step: load the new weights into the engine, evaluate."""
         self._load()
         for number, prompts in self._loop.steps():
             yield number, prompts
@@ -288,4 +289,4 @@ def evaluate(loop: Loop, sample: Sampler, store: RolloutStore | None) -> None:
         return measure_completions(loop.job.config, sampler, store, name, dataset, loop.state.step, sampling)
 
     loop.evaluate_by(measure)
-    sample.engine.release()  # an evaluation may use more memory than a step, which the estimate counts
+    sample.engine.release()  # it may need more memory than for a step, which is what the estimate counts

@@ -1,12 +1,12 @@
-"""PPO: completions of the policy are rewarded, and compared token by token with the value head's expectation.
+"""PPO: completions of the policy are rewarded, and compared token by token with the value head's prediction.
 
     r_t = -kl_coef KL_t, and the completion's reward at its last token        (arXiv 1909.08593, section 2)
     A_t = sum_k (gamma lam)^k delta_{t+k}     delta_t = r_t + gamma V_{t+1} - V_t      (GAE, arXiv 1506.02438, eq. 16)
     loss = - min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + vf_coef max((V - R)^2, (V_clip - R)^2) / 2
 
 (PPO, arXiv 1707.06347, eq. 7 and 9.) The value head reads the policy's last hidden states and starts at 0. It predicts
-returns normalised by their running mean and standard deviation, so that its loss has the scale of the advantages, with
-which it shares the backbone. A step is one rollout of batch_size prompts, then num_ppo_epochs x num_minibatches
+returns normalised by their running mean and standard deviation, so that its loss has the scale of the advantages: value
+head and policy share the backbone. A step is one rollout of batch_size prompts, then num_ppo_epochs x num_minibatches
 updates; means are over tokens. Dropout is off.
 """
 
@@ -37,7 +37,7 @@ from posttrain.losses import (
     whitened,
 )
 from posttrain.optim.update import Objective
-from posttrain.recipes.online import Minibatch, Step, look_at_sampler, minibatches, online, scored
+from posttrain.recipes.online import Minibatch, Step, measure_mismatch, minibatches, online, scored
 from posttrain.rollout import RolloutPack
 from posttrain.scoring import Scorer, ValueScorer
 from posttrain.training.checks import check_margins, check_packing, check_ratio
@@ -66,7 +66,7 @@ def train(job: Job, data: Prepared) -> Loop:
     with online(job, loop, policy, data) as run:
 
         def updates(number: int, step: PPOStep) -> Iterator[tuple[Sequence[RolloutPack], Objective[RolloutPack]]]:
-            check = partial(look_at_sampler, job, run.sample, step)
+            check = partial(measure_mismatch, job, run.sample, step)
             for minibatch in minibatches(job, step, number, method.num_ppo_epochs, method.num_minibatches):
                 share = ActorCriticLoss(job, method, actor_critic, step, minibatch)
                 yield minibatch.parts, Objective(share, len(minibatch.chosen), check=check)
@@ -130,7 +130,7 @@ class ActorCriticLoss:
 
 def finish_step(method: PPOMethod, step: PPOStep, memory: dict[str, float], kl_coef: float) -> dict[str, float]:
     """The step's own metrics; saves the scale of its returns and the next KL coefficient in `memory`."""
-    found = values_seen(step)
+    found = value_metrics(step)
     memory.update({f"returns/{name}": float(value) for name, value in asdict(step.scale).items()})
     if step.kl_S is not None:
         found |= {"kl": step.kl_S.mean().item(), "kl_coef": kl_coef}
@@ -144,11 +144,11 @@ def finish_step(method: PPOMethod, step: PPOStep, memory: dict[str, float], kl_c
 class PPOStep(Step):
     """A step with its values and the results of GAE."""
 
-    output_R: Tensor  # of the value head before each token, at the start of the step
-    scale: ReturnScale  # of these outputs
-    value_R: Tensor  # the outputs as returns
+    output_R: Tensor  # the value head's output before each token, at the start of the step
+    scale: ReturnScale  # turns outputs into values
+    value_R: Tensor  # the outputs on the scale of returns
     return_R: Tensor
-    kl_S: Tensor | None = None  # nats, of each completion in the loss, if there are any
+    kl_S: Tensor | None = None  # nats, for each completion in the loss; None without a reference or completions
 
     def per_token(self) -> dict[str, Tensor | None]:
         return super().per_token() | {"old_values": self.value_R, "returns": self.return_R}
@@ -190,7 +190,7 @@ def estimate_advantages(method: PPOMethod, step: PPOStep, kl_coef: float, scale:
         step.value_R[inside_R], step.return_R[inside_R] = value_N, return_N
 
 
-def values_seen(step: PPOStep) -> dict[str, float]:
+def value_metrics(step: PPOStep) -> dict[str, float]:
     """Explained variance of the returns by the values: 1 is perfect, 0 no better than the mean."""
     inside_R = torch.isin(step.rollout.sequence_R, step.in_loss_S).to(step.value_R.device)
     return_N, value_N = step.return_R[inside_R], step.value_R[inside_R]
@@ -201,18 +201,18 @@ def values_seen(step: PPOStep) -> dict[str, float]:
 
 
 def regraded(method: PPOMethod, rollouts: Sequence[Mapping[str, Any]], rewards: Sequence[float]) -> list[float | None]:
-    """The mean advantage of each of a step's stored completions under these rewards; None outside the loss.
+    """The mean advantage of each stored completion of a step under these rewards; None outside the loss.
 
     GAE is linear in the reward, so the advantage (return less value) of a token changes by the difference of the
-    rewards times (gamma lam)^(number of later tokens); values stay those of the run. Raises RunError for a file without
-    them.
+    rewards times (gamma lam)^(number of later tokens); the values are the run's. Raises RunError for a file without
+    values.
     """
     tokens = []
     for one, reward in zip(rollouts, rewards, strict=True):
         if one["returns"] is None:
             if one["advantages"] is not None:
                 raise RunError(
-                    "this run's file is of an earlier version, without values and returns: PPO cannot be regraded"
+                    "an earlier version stored this run's rollouts, without values and returns: PPO cannot be regraded"
                 )
             continue
         was_N = torch.tensor(one["returns"] - one["old_values"], dtype=torch.float64)

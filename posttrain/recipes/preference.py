@@ -96,10 +96,11 @@ def couple(
     examples: list[Example],
     device: torch.device,
 ) -> Callable[[Pairs], torch.Tensor]:
-    """Exact gradients of losses that couple all pairs of the step, when they are in several packs.
+    """Exact gradients of a loss that couples all pairs of the step, if they are in several packs.
 
-    Scores every pack once without gradients, takes the loss and its derivative by each log-probability over the whole
-    step, and returns a function whose value is the pack's share of the loss and whose gradient is the step's exact one.
+    Scores every pack once without gradients, and computes the step's loss and its derivative with respect to each
+    log-probability. Returns a function of one pack's pairs: its value is their share of the loss, and its gradient is
+    exact for the step.
     """
     parts: list[Pairs] = []
     for pack in packs:

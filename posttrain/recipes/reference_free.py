@@ -1,6 +1,6 @@
-"""Preference optimisation without a reference: ORPO, CPO and SimPO. One model in memory, one forward pass a step.
+"""Preference optimisation without a reference: ORPO, CPO and SimPO. One model in memory, one forward pass per step.
 
-    loss = mean over pairs of a comparison of chosen and rejected + w · negative log-likelihood of the chosen, per token
+    loss = mean over pairs of a comparison of chosen and rejected + w · negative log-likelihood of the chosen per token
 
 The comparison is ORPO's odds ratio (arXiv 2403.07691), CPO's contrast (arXiv 2401.08417) or SimPO's margin of means per
 token (arXiv 2405.14734); see posttrain/losses/reference_free.py. The likelihood term keeps the policy near the data, as
@@ -89,7 +89,7 @@ def comparison(method: ORPOMethod | CPOMethod | SimPOMethod) -> Callable[[Pairs]
 
 
 def pairs_of(pack: Pack, logprob_N: torch.Tensor, completion_N: torch.Tensor) -> Pairs:
-    """A pack's pairs with their log-probabilities, the reference's 0, and their lengths."""
+    """A pack's pairs with their log-probabilities (0 for the reference) and lengths."""
     logprob_S, length_S = pack.sum_by_sequence(logprob_N), pack.sum_by_sequence(completion_N.float())
     chosen_P, rejected_P = pack.pairs(logprob_S)
     none_P = torch.zeros_like(chosen_P)
@@ -114,7 +114,7 @@ def pack_with_chosen_prompts(pack_of: Callable[[list[Example]], list[Pack]], exa
 
 
 def in_prompt(pack: Pack, examples: list[Example]) -> torch.Tensor:
-    """Which targets (N) belong to a prompt and not to a completion; on the pack's own device."""
+    """Which targets (N) belong to a prompt and not to a completion, on the pack's device."""
     prompts = [[len(tree.tokens) for tree in example.trees for _ in tree.children] for example in examples]
     prompt_S = torch.tensor([length for group in pack.pair_groups for length in prompts[group]])
     depth_N = pack.position_T[pack.source_N] + 1  # the target's own position

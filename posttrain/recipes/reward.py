@@ -46,8 +46,8 @@ def train(job: Job, data: Prepared) -> Loop:
             metrics = {k: v / counts.get(k, len(examples)) for k, v in sums.items() if counts.get(k) != 0}
             return global_mean(loss_P, len(examples)), metrics | reward_range(chosen_P, rejected_P)
 
-        told_apart = sum(not example.tie for example in examples)
-        counts = {"accuracy": told_apart, "margin": told_apart}
+        decided = sum(not example.tie for example in examples)
+        counts = {"accuracy": decided, "margin": decided}
         return packs, Objective(share, len(examples), counts)
 
     loop = Loop(job, policy, optimizer, data)
@@ -70,7 +70,7 @@ def ties(pack: Pack, examples: list[Example]) -> torch.Tensor | None:
 
 
 def margins(pack: Pack, examples: list[Example]) -> torch.Tensor | None:
-    """The margins (P) of a pack's pairs, 0 for a row without one; None if no row has one."""
+    """The margins (P) of a pack's pairs, 0 for rows without a margin; None if no row has one."""
     values = [examples[group].margin for group in pack.pair_groups]
     if all(value is None for value in values):
         return None

@@ -1,9 +1,9 @@
 """Supervised fine-tuning: the negative log-likelihood of the target tokens, mean over the step's targets.
 
-    loss = - (1 / N) sum_n log p(target_n | what comes before it)
+    loss = - (1 / N) sum_n log p(target_n | the tokens before it)
 
-N counts the targets of the whole step, so packing and accumulation change nothing. Tokenisation decides which tokens
-are targets (the completion, assistant turns or all).
+N counts the targets of the complete step, so that packing and gradient accumulation do not change the loss.
+Tokenisation determines which tokens are targets (the completion, assistant turns or all).
 """
 
 from __future__ import annotations

@@ -94,9 +94,9 @@ def newest_model(folder: Path) -> Path:
         which = (
             f", but {counted(len(below), 'run')}: name one, such as {below[-1]}"
             if below
-            else " (config.json), and is no run"
+            else " (config.json), and is not a run"
         )
-        raise RunError(f"{folder} holds no model{which}")
+        raise RunError(f"{folder} contains no model{which}")
     return newest_complete(folder)[0]
 
 

@@ -1,4 +1,4 @@
-"""Runs a configuration: every model at every stage, resumed on request, several methods compared."""
+"""Runs a configuration: trains every model at every stage, resumes on request, and compares several methods."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def train(
     skip: Collection[str] = (),
     compared: bool = False,
 ) -> int:
-    """Train every model of the configuration at every stage in turn; the exit status is 0 if all of them finished.
+    """Train every model of the configuration at every stage in turn. Returns the exit status, 0 if all finished.
 
     `resume` continues where the run stopped: finished stages are kept, an unfinished one continues from its newest
     checkpoint. As a path it names the folder of the whole run, or a single run folder or checkpoint in it. If a run
@@ -70,7 +70,7 @@ def _train(
     runs = Pipeline.of(stages, folder / name, skip, model_index)
 
     def train_task(task: Task, resume: bool, overwrite: bool) -> None:
-        with _out_of_memory_is_answered(task.config, runs.root):
+        with _out_of_memory_advice(task.config, runs.root):
             train_one(task.config, task.folder, None, resume, overwrite, task.start_facts())
 
     try:
@@ -81,8 +81,8 @@ def _train(
 
 
 @contextmanager
-def _out_of_memory_is_answered(config: RunConfig, folder: Path) -> Iterator[None]:
-    """On out-of-memory errors, log the command that resumes `folder` with less memory."""
+def _out_of_memory_advice(config: RunConfig, folder: Path) -> Iterator[None]:
+    """Add advice to out-of-memory errors: the settings to lower, and the command that resumes `folder`."""
     try:
         yield
     except BaseException as error:
@@ -93,7 +93,7 @@ def _out_of_memory_is_answered(config: RunConfig, folder: Path) -> Iterator[None
 
 
 def _resume_one(stages: Sequence[Stage], path: Path) -> int:
-    """Resume the one run of this folder or checkpoint."""
+    """Resume the single run of this folder or checkpoint."""
     folder = run_folder_of(path)
     levels = (len(stages) > 1) + (len(stages[0].config.models) > 1)
     root = folder if not levels else folder.absolute().parents[levels - 1]
@@ -102,6 +102,6 @@ def _resume_one(stages: Sequence[Stage], path: Path) -> int:
         raise RunError(f"{folder} is a run of a model or stage that the given config does not have")
     settings = located(saved_settings(folder, tasks[0].config), folder)
     named = named_checkpoint(path, problems_of) if path != folder else None
-    with _out_of_memory_is_answered(settings, folder):
+    with _out_of_memory_advice(settings, folder):
         train_one(settings, folder, named, True, False, tasks[0].start_facts())
     return 0

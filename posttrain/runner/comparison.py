@@ -1,6 +1,6 @@
-"""`train CONFIG --method all`: every method that the data allows, from the same start, under one budget, compared.
+"""`train CONFIG --method all`: compares every method that the data allows, from the same start, with the same budget.
 
-The budget is in the settings: the same prompts or examples in the same order, `training.batch_size` per step, the same
+The settings define the budget: the same prompts or examples in the same order, `training.batch_size` per step, the same
 number of steps, seed and validation prompts. Methods are compared by the rewards of their validation completions.
 """
 
@@ -54,7 +54,7 @@ def methods_as_stages(
 
 
 def _check_comparable(config: RunConfig) -> None:
-    """Raise ConfigError where the runs would leave nothing to compare."""
+    """Raise ConfigError if the runs would have nothing to compare."""
     if not (config.rewards and config.evaluates and config.rollout.save):
         raise ConfigError(
             "methods are compared by the rewards of their completions: set rewards, data.validation, e.g. {rows: 100}, "
@@ -63,7 +63,7 @@ def _check_comparable(config: RunConfig) -> None:
 
 
 def compare(root: Path, stages: Sequence[Stage]) -> None:
-    """Write `comparison/` of every model in the run's folder, and print its table, without failed runs."""
+    """Write `comparison/` for every model in the run's folder and print its table. Failed runs are omitted."""
     models = stages[0].config.models
     for index, model in enumerate(models):
         folders = {stage.name: run_folder(root, stage, index, several_stages=True) for stage in stages}

@@ -45,19 +45,19 @@ def train_one(
 ) -> None:
     """Train the one model of `config` in `folder`, from the start or, with `resume`, from a checkpoint.
 
-    A run that was stopped before its first checkpoint starts again; its `best` is set aside. If a checkpoint turns out
-    to be damaged while it is loaded, the previous one is used, unless the user asked for this one.
+    A run that was stopped before its first checkpoint starts again; its `best` is set aside. If loading shows that a
+    checkpoint is damaged, the previous one is used, unless the user named the damaged one.
     """
     release_memory()  # of the previous model
     facts = {"seed": config.seed, "threads": torch.get_num_threads(), **(start_facts or {})}
     named, rejected = checkpoint, dict[str, str]()
-    said: list[str] = []
+    messages: list[str] = []
     models: dict[str, dict[str, str]] = {}
 
     def choose_checkpoint() -> None:
-        nonlocal checkpoint, said, models
+        nonlocal checkpoint, messages, models
         if named is None:
-            checkpoint, said = _newest(folder, rejected)
+            checkpoint, messages = _newest(folder, rejected)
         if checkpoint is not None:
             refuse_changes(checkpoint, config)
             refuse_fewer_steps(checkpoint, config)
@@ -68,7 +68,7 @@ def train_one(
     )
     with handling(leave, signal.SIGTERM), determinism(config.devices), run, _exits_are_failures():
         while True:
-            for line in said:
+            for line in messages:
                 log.warning(line)
             try:
                 return _train_from(checkpoint, config, run, {**facts, "models": models}, resume)
@@ -82,14 +82,15 @@ def train_one(
 
 
 def _train_from(checkpoint: Path | None, config: RunConfig, run: Run, facts: Mapping[str, Any], resume: bool) -> None:
-    """Train to the end, from the start or from a checkpoint. Raises DamagedError for a bad one and changes nothing."""
+    """Train to the end, from the start or from a checkpoint. If that is damaged, raises DamagedError and changes
+    nothing."""
     step = saved_step(checkpoint) if checkpoint else -1  # 0 is the evaluation before training
     lines = run.read_metrics()
     logged = [line for line in lines if line["step"] > step]
     for line in report_lost(run.folder, checkpoint, config, lines) if checkpoint else ():
         log.warning(line)
     if resume and checkpoint is None:
-        run.begin_anew(facts)
+        run.start_over(facts)
     if resume:
         run.write_config(dump(config))
     run.add_provenance({"models": facts["models"] or models_read(config, run.folder)})
@@ -106,7 +107,7 @@ def _train_from(checkpoint: Path | None, config: RunConfig, run: Run, facts: Map
 def _newest(folder: Path, rejected: Mapping[str, str]) -> tuple[Path | None, list[str]]:
     """The checkpoint to resume from, None for a run that was stopped before its first one; and messages for the log.
 
-    `rejected` has the problems of those already tried.
+    `rejected` has the problems of checkpoints already tried.
     """
     if not has_saved(folder):
         return None, [f"{folder} has no checkpoint yet: it starts again"]
@@ -116,7 +117,7 @@ def _newest(folder: Path, rejected: Mapping[str, str]) -> tuple[Path | None, lis
 
 @contextmanager
 def _exits_are_failures() -> Iterator[None]:
-    """`sys.exit` in a reward, or in any code that a run calls, is a failure of the run, unless a signal ended it."""
+    """Turn `sys.exit` in a reward, or in any code that a run calls, into a failure, unless a signal ended the run."""
     try:
         yield
     except SystemExit as error:

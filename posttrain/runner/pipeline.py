@@ -1,7 +1,8 @@
 """Several runs in turn: the runs of a configuration, their order, and the consequences when one fails.
 
-A run is one model at one stage, in a folder of its own: {output_dir}/{name}/[{model}/][{stage}/], a level only if
-there are several. A stage that starts from another stage gets that one's `final/` as its model; an adapter there is
+A run is one model at one stage, in a folder of its own: {output_dir}/{name}/[{model}/][{stage}/], with the level of
+models or stages only if there are several. A stage that starts from another stage gets that stage's `final/` as its
+model; an adapter there is
 merged if the stage needs a full model.
 """
 
@@ -46,7 +47,7 @@ FINISHED, EARLIER, SKIPPED, FAILED, NOT_RUN, STOPPED = (
 
 @dataclass(slots=True)
 class Task:
-    """One model at one stage. `config` has the one model, with the path of the model it starts from."""
+    """One model at one stage. `config` has that one model, with the path that the run starts from."""
 
     model: str
     stage: str
@@ -67,7 +68,7 @@ class Task:
         return self.folder / "final"
 
     def start_facts(self) -> dict[str, Any]:
-        """For run.json: which stage this run starts from."""
+        """The stage that this run starts from, for run.json."""
         return {} if self.source is None else {"init_from": {"stage": self.source.stage}}
 
 
@@ -92,10 +93,10 @@ class Pipeline:
         models = stages[0].config.models
         if model_index is not None and not 0 <= model_index < len(models):
             raise ConfigError(f"--model-index {model_index}: the config has models 0 to {len(models) - 1}")
-        line = cls(root, tuple(stages))
+        pipeline = cls(root, tuple(stages))
         for index in range(len(models)) if model_index is None else [model_index]:
-            line._add_model(index, skip)
-        return line
+            pipeline._add_model(index, skip)
+        return pipeline
 
     def _add_model(self, index: int, skip: Collection[str]) -> None:
         done: dict[str, Task] = {}
@@ -121,7 +122,7 @@ class Pipeline:
         return len(self.stages) == 1 and len(self.stages[0].config.models) == 1
 
     def check(self, resume: bool, overwrite: bool) -> None:
-        """Check before hours of training that the models of skipped stages exist and the folders are free."""
+        """Check, before hours of training, that the models of skipped stages exist and that the folders are free."""
         for task in self.active:
             if task.source is not None and task.source.skip:
                 if problems := verify(task.source.final):
@@ -130,8 +131,8 @@ class Pipeline:
                         f"{task.source.final} cannot be used ({'; '.join(problems)}): train that stage first"
                     )
                 log.info("%s starts from %s", task.title, task.source.final)
-        begun = [task.folder for task in self.active if (task.folder / "run.json").exists()]
-        taken = [str(folder) for folder in begun if not never_stepped(folder)]
+        started = [task.folder for task in self.active if (task.folder / "run.json").exists()]
+        taken = [str(folder) for folder in started if not never_stepped(folder)]
         if taken and not self.alone and not resume and not overwrite:
             skip = ", skip stages (--skip)" if len(self.stages) > 1 else ""
             raise RunError(
@@ -140,13 +141,13 @@ class Pipeline:
             )
 
     def save_config(self) -> None:
-        """The whole configuration, next to the runs' folders: the input of `--resume FOLDER`."""
+        """Save the complete configuration next to the runs' folders: the input of `--resume FOLDER`."""
         self.root.mkdir(parents=True, exist_ok=True)
         stages = [Stage(s.name, s.init_from, s.config.model_copy(update={"name": self.root.name})) for s in self.stages]
         write_file(self.root / "config.yaml", redact(dump(stages)))
 
     def run(self, train_one: Callable[[Task, bool, bool], None], resume: bool, overwrite: bool) -> int:
-        """Train every run with `train_one(task, resume, overwrite)`; a table at the end shows the outcomes.
+        """Train every run with `train_one(task, resume, overwrite)`; prints a table of the outcomes at the end.
 
         After a failure, other models and independent stages are still trained. Raises PosttrainError at the end if any
         failed; with a single run, its own error.
@@ -181,16 +182,16 @@ class Pipeline:
             task.note = f"needs {source.stage}, which {'failed' if source.outcome == FAILED else 'was not run'}"
             log.warning("%s is not run: it %s", task.title, task.note)
             return
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         task.outcome = STOPPED
         try:
-            # Runs that an interruption had delayed start now.
-            begun = resume and (self.alone or (task.folder / "run.json").exists())
-            if begun and not self.alone and is_finished(task):
+            # With --resume, runs that the interruption came before start now.
+            started = resume and (self.alone or (task.folder / "run.json").exists())
+            if started and not self.alone and is_finished(task):
                 task.outcome = EARLIER
                 log.info("%s is finished already", task.title)
                 return
-            train_one(task, begun, overwrite)
+            train_one(task, started, overwrite)
             task.outcome = FINISHED
         except Exception as error:
             reason = message_of(error)
@@ -200,7 +201,7 @@ class Pipeline:
             expected = isinstance(error, PosttrainError) or is_out_of_memory(error)
             log.error("%s failed: %s", task.title, reason, exc_info=not expected)
         finally:
-            task.seconds = time.perf_counter() - began
+            task.seconds = time.perf_counter() - started_at
 
     def table(self) -> Table:
         """The outcome of every run."""
@@ -220,7 +221,7 @@ class Pipeline:
 
 
 def _with_paths(config: RunConfig, done: Mapping[str, Task], stage: str) -> RunConfig:
-    """The settings with the folders of the reward models that earlier stages train."""
+    """The settings with the folders of reward models that earlier stages train."""
 
     def filled(rewards: Sequence[Reward] | None) -> tuple[Reward, ...] | None:
         return None if rewards is None else tuple(_with_path(reward, done, stage) for reward in rewards)
@@ -241,20 +242,22 @@ def _with_path(reward: Reward, done: Mapping[str, Task], stage: str) -> Reward:
             f"stage {stage}: rewards: {reward.from_stage} is not an earlier stage that trains a reward model; known: "
             f"{', '.join(trained) or 'none'} (give another reward model by its path)"
             if stage
-            else f"rewards: from: {reward.from_stage} names a stage, but there are none: give the model's path"
+            else f"rewards: from: {reward.from_stage} names a stage, but the config has none: give the model's path"
         )
     return reward.model_copy(update={"path": str(source.final), "from_stage": None})
 
 
 def _measured(results: dict[str, Any]) -> str:
-    """The method's own numbers at the end, and the loss."""
+    """The final values of the method's own metrics, and the loss."""
     found = headlines(results["method"], results["final"])
     return "  ".join(f"{name} {value:.4g}" for name, value in found.items())
 
 
 def is_finished(task: Task) -> bool:
-    """Whether the run is finished with these settings and its final model intact. Raises RunError for other
-    settings."""
+    """Whether the run is finished with these settings, and its final model is intact.
+
+    Raises RunError for other settings.
+    """
     if read_run(task.folder).state != "finished" or verify(task.final):
         return False
     refuse_changes(task.folder, task.config)

@@ -1,4 +1,4 @@
-"""What a run writes: files and folders that appear complete or not at all, with errors that name the remedy."""
+"""Atomic writes: files and folders that appear complete or not at all, and errors that name the remedy."""
 
 import errno
 import os
@@ -39,7 +39,7 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder so that a crash never leaves it in place with some of its files missing.
+    """Delete a folder so that a crash never leaves it under its name with some files missing.
 
     Raises RunError if the system refuses.
     """
@@ -50,9 +50,9 @@ def remove_folder(folder: Path) -> None:
 
 
 def recover(folder: Path) -> list[str]:
-    """Remove the leftovers of crashes directly in `folder`; returns the names of the siblings removed or put back.
+    """Remove the leftovers of crashes directly in `folder`; returns their names, removed or put back.
 
-    Call it only while no other process writes there (a `Run` holds its lock).
+    Call it only while no other process writes in `folder` (a `Run` holds its lock).
     """
     handled = []
     for path in sorted(folder.iterdir()):

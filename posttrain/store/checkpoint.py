@@ -2,7 +2,7 @@
 
 `checkpoint-{step}/` has the files of its writer and `manifest.json`: the size and SHA-256 of every file. The manifest
 is written last, so a folder with a valid manifest is complete; it is compared byte for byte with what posttrain would
-write, so that a flipped bit in the manifest itself is detected, too.
+write, so that a flipped bit in the manifest itself is detected too.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from posttrain.store.files import parse_json
 MANIFEST = "manifest.json"
 MODELS = ("best", "final")  # a run's saved models besides its checkpoints
 VERSION = 1
-NO_FILE = "not a regular file"  # a folder, or a pipe, which could be read without end
+NO_FILE = "not a regular file"  # a folder, or a pipe, which reading might never end
 Look = Callable[[Path], list[str]]  # problems of a checkpoint with intact files
 
 
 def save_checkpoint(run_dir: Path, step: int, write: Callable[[Path], None], limit: int | None) -> Path:
     """Save `checkpoint-{step}` with the files that `write(temporary_folder)` makes; returns its path.
 
-    After that the oldest checkpoints beyond `limit` (at least 1; None keeps all) are deleted, but never the one just
+    Afterwards the oldest checkpoints beyond `limit` (at least 1; None keeps all) are deleted, but never the one just
     saved or the newest. Raises RunError if it cannot be written, for instance on a full disk; earlier checkpoints stay
     intact.
     """
@@ -61,7 +61,7 @@ def verify(folder: Path) -> list[str]:
     """The problems of a saved folder, one line per file; empty if every byte is as saved.
 
     A checkpoint must have been saved at the step in its name. Hidden files are ignored (desktop systems create them);
-    any other file that is not in the manifest is named.
+    any other file that is not in the manifest is a problem.
     """
     if not folder.is_dir():
         return ["the folder is missing"]
@@ -82,7 +82,7 @@ def verify(folder: Path) -> list[str]:
 
 
 def _difference(path: Path, expected: dict[str, Any]) -> str | None:
-    """How a file differs from its entry in the manifest."""
+    """How a file differs from its entry in the manifest; None if it does not."""
     if not path.is_file():
         return NO_FILE
     try:
@@ -97,7 +97,7 @@ def _difference(path: Path, expected: dict[str, Any]) -> str | None:
 
 
 def file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of files of a folder, by name; a pipe or the like has none."""
+    """SHA-256 of the named files of a folder, without pipes and other files that are not regular."""
     return {name: _fingerprint(folder / name)["sha256"] for name in names if (folder / name).is_file()}
 
 
@@ -129,8 +129,8 @@ def newest_complete(
 ) -> tuple[Path, list[str]]:
     """The newest intact checkpoint, and the reasons why newer ones were skipped.
 
-    `look` finds further problems of an intact one; `rejected` has known problems by checkpoint name. Raises RunError if
-    there is none.
+    `look` finds further problems of a checkpoint with intact files; `rejected` has known problems by checkpoint name.
+    Raises RunError if no checkpoint is intact.
     """
     skipped, rejected = [], rejected or {}
     for path in reversed(list_checkpoints(run_dir)):
@@ -165,7 +165,7 @@ def unusable(folder: Path, problems: list[str]) -> RunError:
 def set_aside_after(run_dir: Path, step: int) -> list[Path]:
     """Rename checkpoints, `best` and `final` later than `step` to `….set-aside`; returns the new paths.
 
-    They are damaged, or belong to later steps than the one at which a run is resumed.
+    They are damaged, or belong to later steps than the one from which the run is resumed.
     """
     moved = []
     models = [path for path in (run_dir / "best", run_dir / "final") if path.is_dir()]
@@ -204,7 +204,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _is_entry(value: Any) -> bool:
-    """Whether this is a manifest's entry of a file."""
+    """Whether this is the entry of a file in a manifest."""
     return isinstance(value, dict) and {key: type(fact) for key, fact in value.items()} == {"size": int, "sha256": str}
 
 
@@ -218,7 +218,7 @@ def _check(step: int, files: dict[str, dict[str, Any]]) -> str:
 
 
 def _read_manifest(folder: Path) -> tuple[int, dict[str, dict[str, Any]]] | str:
-    """Step and files of a folder's manifest, or its problem in words."""
+    """Step and files of a folder's manifest, or a description of its problem."""
     path = folder / MANIFEST
     try:
         if path.exists() and not path.is_file():

@@ -44,7 +44,7 @@ class Comparison:
 
 
 def compare_runs(one: Path, other: Path) -> Comparison:
-    """Compare the metrics (but for the clock), and the saved folders of two run folders that should be equal.
+    """Compare the metrics (except times) and the saved folders of two run folders that should be equal.
 
     The saved folders are the checkpoints that both have, their newest, `best` and `final`: weights, optimizer, random
     generators, and the loop's state with a checksum of the rows trained on, in order. Numbers are equal if their bits
@@ -59,7 +59,7 @@ def compare_runs(one: Path, other: Path) -> Comparison:
         seen.folders.append(name)
         seen.differences += _folder(one / name, other / name, seen)
     seen.folders.sort(key=lambda name: (len(name), name))
-    seen.differences.sort(key=lambda difference: difference.step)  # stable: what was measured comes first
+    seen.differences.sort(key=lambda difference: difference.step)  # stable: metrics come before saved folders
     return seen
 
 
@@ -67,7 +67,7 @@ def _metrics(one: Path, other: Path, seen: Comparison) -> Iterator[Difference]:
     for number, (a, b) in enumerate(zip_longest(read_metrics(one), read_metrics(other)), start=1):
         where = f"metrics.jsonl line {number}"
         if a is None or b is None:
-            yield Difference((a or b or {})["step"], where, f"{_is_there(a)} and {_is_there(b)}")
+            yield Difference((a or b or {})["step"], where, f"{_presence(a)} and {_presence(b)}")
             return
         seen.lines += 1
         for name in a | b:
@@ -81,13 +81,13 @@ def _folder(one: Path, other: Path, seen: Comparison) -> Iterator[Difference]:
     for folder in (one, other):
         problems = verify(folder)
         if problems:
-            whole = other if folder is one else one
-            step = saved_step(whole) if not verify(whole) else 0
+            counterpart = other if folder is one else one
+            step = saved_step(counterpart) if not verify(counterpart) else 0
             yield Difference(step, one.name, f"{folder}: {'; '.join(problems)}")
             return
     steps = saved_step(one), saved_step(other)
     if steps[0] != steps[1]:
-        # The later step: before it both may have been equal.
+        # The later one, as the runs may have been equal before it.
         yield Difference(max(steps), one.name, f"made at step {steps[0]} and at step {steps[1]}")
         return
     for name in sorted({path.name for folder in (one, other) for path in folder.glob("*.safetensors")}):
@@ -105,7 +105,7 @@ def _tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], seen: Compa
     for name in sorted(a | b):
         x, y = a.get(name), b.get(name)
         if x is None or y is None:
-            yield f"{name} {_is_there(x)} and {_is_there(y)}"
+            yield f"{name} {_presence(x)} and {_presence(y)}"
         elif (x.shape, x.dtype) != (y.shape, y.dtype):
             yield f"{name} is {tuple(x.shape)} {x.dtype} and {tuple(y.shape)} {y.dtype}"
         else:
@@ -116,7 +116,7 @@ def _tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], seen: Compa
 
 
 def first_difference(x: torch.Tensor, y: torch.Tensor) -> str | None:
-    """The index of the first value whose bits differ, both values, and how many differ; None when all are equal."""
+    """The index of the first value whose bits differ, both values, and how many differ; None if all are equal."""
     unequal = bits(x) != bits(y)
     count = int(unequal.sum())
     if not count:
@@ -127,5 +127,5 @@ def first_difference(x: torch.Tensor, y: torch.Tensor) -> str | None:
     return f"[{', '.join(map(str, index))}] is {' and '.join(values)} ({count:,} of {x.numel():,} values differ)"
 
 
-def _is_there(value: object) -> str:
-    return "is missing" if value is None else "is there"
+def _presence(value: object) -> str:
+    return "is missing" if value is None else "exists"

@@ -19,9 +19,9 @@ if TYPE_CHECKING:  # reading a run folder must not import torch
 
 
 def save_json(path: Path, data: Any) -> None:
-    """Write `data` as JSON, atomically. Floats are written so that they read back bit for bit.
+    """Write `data` as JSON, atomically. Floats read back bit for bit.
 
-    Raises RunError for NaN and infinities (JSON has none) and for keys that are not text.
+    Raises RunError for NaN and infinities (JSON has none) and for keys that are not strings.
     """
     _check_exact(data, path.name)
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -29,8 +29,10 @@ def save_json(path: Path, data: Any) -> None:
 
 
 def save_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows of any data set as JSONL, atomically; creates the folder. Values that JSON has no type for, such as
-    the dates and bytes of Parquet, become strings, and a lone surrogate becomes JSON's escape.
+    """Write rows of any data set as JSONL, atomically; creates the folder.
+
+    Values that JSON has no type for, such as the dates and bytes of Parquet, become strings, and a lone surrogate
+    becomes JSON's escape.
 
     Raises RunError when the file cannot be written.
     """
@@ -42,8 +44,8 @@ def save_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def ready_to_write(path: Path, inputs: Iterable[Path] = (), overwrite: bool = False) -> None:
     """Check, before long work, that its output can be written without overwriting anything.
 
-    Raises RunError for a folder, a device or pipe, one of the `inputs` (files, or folders with files) by whatever path
-    or link, a file that exists unless `overwrite` is set, and a place that cannot be written to.
+    Raises RunError for a folder, a device or pipe, one of the `inputs` (files, or folders with files; also through a
+    link), an existing file unless `overwrite` is set, and a folder that cannot be written to.
     """
     if path.is_dir():
         raise RunError(f"cannot write {path}: it is a folder; give the name of a file")
@@ -82,15 +84,15 @@ def load_json(path: Path) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The parsed value. Raises ValueError for invalid JSON, also if nested too deeply."""
+    """Parse JSON. Raises ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def flat(data: Mapping[str, Any], lists: bool = False) -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}; with `lists` those too, by index."""
+    """{"a": {"b": 1}} as {"a.b": 1}; with `lists`, lists are flattened too, by index."""
     found: dict[str, Any] = {}
     for key, value in data.items():
         inner = dict(enumerate(value)) if lists and isinstance(value, list | tuple) else value
@@ -100,7 +102,7 @@ def flat(data: Mapping[str, Any], lists: bool = False) -> dict[str, Any]:
 
 
 def _check_exact(data: Any, where: str) -> None:
-    """Raise RunError, with the place, for values that do not survive JSON unchanged."""
+    """Raise RunError, which names the place, for values that JSON cannot store exactly."""
     if isinstance(data, float) and not math.isfinite(data):
         raise RunError(f"{where} is {data}: only finite numbers can be saved")
     if isinstance(data, Mapping):
@@ -147,7 +149,7 @@ def load_tensors(path: Path, device: "str | torch.device" = "cpu") -> "dict[str,
 
 
 def rng_state() -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
-    """The state of python's, numpy's and torch's (CPU, every CUDA device) global generators.
+    """The state of the global generators of Python, NumPy and PyTorch (CPU and every CUDA device).
 
     Returns tensors, for `save_tensors`, and the rest, for `save_json`. All names start with `rng.`.
     """
@@ -185,7 +187,7 @@ def restore_rng(tensors: "Mapping[str, torch.Tensor]", facts: Mapping[str, Any])
     cuda = [tensors[name] for name in sorted(tensors, key=_cuda_index) if name.startswith("rng.cuda.")]
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if len(cuda) != devices:
-        raise RunError(f"the checkpoint was made with {len(cuda)} CUDA devices visible, now there are {devices}")
+        raise RunError(f"the checkpoint was made with {len(cuda)} visible CUDA devices, but there are now {devices}")
     python, legacy = facts["rng.python"], facts["rng.numpy"]
     try:
         random.setstate((python["version"], tuple(tensors["rng.python"].tolist()), python["gauss"]))
@@ -194,7 +196,7 @@ def restore_rng(tensors: "Mapping[str, torch.Tensor]", facts: Mapping[str, Any])
         torch.set_rng_state(tensors["rng.torch"].cpu())
         if cuda:
             torch.cuda.set_rng_state_all([state.cpu() for state in cuda])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # each generator raises its own kind
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # each generator raises its own type
         raise DamagedError(f"the random state is invalid: {error}") from error
 
 
@@ -203,7 +205,7 @@ def _cuda_index(name: str) -> int:
 
 
 def bits(tensor: "torch.Tensor") -> "torch.Tensor":
-    """The values of a tensor as flat integers of the same width: equal if the bits are."""
+    """The values of a tensor as flat integers of the same width, which are equal if the bits are."""
     import torch
 
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,4 +1,4 @@
-"""Folders that a run may start in: whether one is a run folder, whether it is worth keeping, and emptying it."""
+"""Checks of folders before a run starts in them: is it a run folder, is it worth keeping; and emptying one."""
 
 import re
 import shutil
@@ -14,7 +14,7 @@ from posttrain.store.lock import LOCK
 from posttrain.store.metrics import last_metrics
 
 FORMAT = 1
-# The files of a run before its first step.
+# The files that a run may have before its first step.
 FIRST_FILES = (
     LOCK,
     "run.json",
@@ -46,8 +46,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def never_stepped(folder: Path) -> bool:
-    """Whether a run folder has nothing worth keeping: no checkpoint, no logged step, no stored completions, no file of
-    the user's.
+    """Whether a run folder has nothing worth keeping: no checkpoint, logged step, stored completion or user file.
 
     A run that ended before its first step has, at most, the results of the evaluation before training: its metrics, its
     completions, and the initial model in `best`.
@@ -56,7 +55,9 @@ def never_stepped(folder: Path) -> bool:
         return False
     names = {path.name for path in folder.iterdir()}
     leftovers = [found for name in names if (found := LEFTOVER.fullmatch(name))]
-    half_written = {found[0] for found in leftovers if found["kind"] == "tmp"}  # the other kind is complete
+    half_written = {
+        found[0] for found in leftovers if found["kind"] == "tmp"
+    }  # a leftover of the other kind is complete
     if names - half_written - set(FIRST_FILES):
         return False
     try:
@@ -82,8 +83,8 @@ def _has_rollouts(folder: Path) -> bool:
 
 def refuse_occupied(folder: Path, overwrite: bool) -> None:
     """Raise RunError unless a run may start in `folder`."""
-    begun = re.compile(rf"{re.escape(LOCK)}|run\.json\.tmp-\d+")  # killed right at the start
-    entries = [path.name for path in folder.iterdir() if not begun.fullmatch(path.name)] if folder.exists() else []
+    starting = re.compile(rf"{re.escape(LOCK)}|run\.json\.tmp-\d+")  # of a run killed at its very start
+    entries = [path.name for path in folder.iterdir() if not starting.fullmatch(path.name)] if folder.exists() else []
     if not entries:
         return
     nested = sorted(path.parent.name for path in folder.glob("*/run.json"))

@@ -1,4 +1,4 @@
-"""One process per run folder."""
+"""A lock that lets only one process use a run folder."""
 
 import errno
 import logging
@@ -16,7 +16,7 @@ except ImportError:  # Windows has no flock: users must not run two processes in
     fcntl = None
 
 LOCK = ".lock"
-PATIENCE_S = 0.5  # `is_locked` of another process takes the lock for an instant
+PATIENCE_S = 0.5  # `is_locked` in another process holds the lock for an instant
 UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # some network file systems
 
 
@@ -49,7 +49,7 @@ class FolderLock:
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Whether some process (this one included) runs in the folder; None if there are no locks."""
+    """Whether a process (this one included) runs in the folder; None if locks are not supported."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except FileNotFoundError:
@@ -62,7 +62,7 @@ def is_locked(folder: Path) -> bool | None:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Try to take the lock: True if taken, False if another holds it, None if there are no locks."""
+    """Try to take the lock: True if taken, False if another process holds it, None if locks are not supported."""
     if fcntl is None:
         return None
     try:
@@ -72,6 +72,8 @@ def _lock(descriptor: int) -> bool | None:
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        logging.getLogger("posttrain").warning("this file system has no locks: run only one process in a folder")
+        logging.getLogger("posttrain").warning(
+            "this file system does not support locks: run only one process in a folder"
+        )
         return None
     return True

@@ -8,7 +8,7 @@ from posttrain.store.provenance import redact
 from posttrain.terminal import say, visible
 
 LOGGER = "posttrain"
-QUIET_LOGGER = "posttrain.progress"  # for training.log only: the console shows progress by itself
+QUIET_LOGGER = "posttrain.progress"  # for training.log only: the console has a progress bar
 
 
 class RunLog(logging.Handler):
@@ -41,7 +41,7 @@ class RunLog(logging.Handler):
 
 
 class ConsoleLog(logging.Handler):
-    """Prints messages on stderr, plainly; a traceback only with `debug`.
+    """Prints messages on stderr without decoration; tracebacks only with `debug`.
 
     Looks up stderr at every message, so that a live progress bar, which replaces stderr, stays intact. While it is
     attached, messages do not propagate: a handler of the root logger, such as from a user's basicConfig, would print

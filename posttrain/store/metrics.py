@@ -17,7 +17,7 @@ log = logging.getLogger("posttrain")
 
 
 class MetricsFile:
-    """Appends to a run's metrics; `append` returns after the line is handed to the system."""
+    """Appends to a run's metrics; `append` returns after passing the line to the operating system."""
 
     def __init__(self, folder: Path):
         self.path = folder / NAME
@@ -48,9 +48,9 @@ class MetricsFile:
             raise cannot_write(self.path, error) from error
 
     def truncate(self, step: int, evaluated: bool = True) -> int:
-        """Remove, atomically, every line after `step` and an incomplete last line; returns their number.
+        """Atomically remove every line after `step` and an incomplete last line; returns the number of removed lines.
 
-        If the step is not yet `evaluated`, its validation is removed, too.
+        If the step is not yet `evaluated`, its validation line is removed too.
         """
         self.close()
         if not self.path.exists():
@@ -73,7 +73,7 @@ class MetricsFile:
 
 
 def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
-    """Every line of a run folder's `metrics.jsonl` (without a file: an empty list); null is None.
+    """Every line of a run folder's `metrics.jsonl`, with None for null; empty if there is no file.
 
     An incomplete last line is dropped with a warning. Raises RunError, with the line number, for any other bad line.
     """
@@ -87,13 +87,13 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
 
 
 def last_metrics(folder: Path) -> dict[str, Any]:
-    """The last complete line, or empty; only the end of the file is read."""
+    """The last complete line, or an empty dict. Reads only the end of the file."""
     lines = _tail(folder)
     return _parsed(lines[-1], folder) if lines else {}
 
 
 def latest_metrics(folder: Path) -> dict[str, Any]:
-    """The latest finite value of every metric in the end of the file (64 KiB)."""
+    """The latest finite value of every metric in the last 64 KiB of the file."""
     values: dict[str, Any] = {}
     for line in _tail(folder):
         values |= {name: value for name, value in _parsed(line, folder).items() if value is not None}
@@ -108,7 +108,7 @@ def _tail(folder: Path) -> list[bytes]:
         skipped = max(0, path.stat().st_size - TAIL)
         file.seek(skipped)
         lines = file.read().split(b"\n")[:-1]
-    return lines[1:] if skipped and len(lines) > 1 else lines  # the first may be cut
+    return lines[1:] if skipped and len(lines) > 1 else lines  # the first line may be cut
 
 
 def _parsed(line: bytes, folder: Path) -> dict[str, Any]:

@@ -15,14 +15,14 @@ from typing import Any
 
 PACKAGES = ("posttrain", "torch", "transformers", "peft", "datasets", "safetensors", "numpy")
 HIDDEN = "***"
-# A word in a name (`GITHUB_PAT`, `PGPASSWORD`, `my-api-key`) whose value is a secret; last words of one whose value
-# is a place.
+# Words in a variable's name (`GITHUB_PAT`, `PGPASSWORD`, `my-api-key`) that mark its value as a secret. PLACES are last
+# words of names whose values are paths.
 SECRET_WORD = re.compile(
     r"[a-z0-9]*(?:token|secret|password|passwd|passphrase|credential|apikey)s?"
     r"|keys?|pat|pass|sshpass|pwd|auth|creds?|cookies?|jwt|bearer|dsn",
     re.IGNORECASE,
 )
-# Ambiguous words: such a value is a secret unless it is a plain word (SORT_KEY=created_at).
+# Ambiguous words: their value is a secret unless it is a plain word (SORT_KEY=created_at).
 WEAK_WORD = re.compile(r"keys?|pat|pass|pwd|auth|cookies?|bearer", re.IGNORECASE)
 PLAIN_WORD = re.compile(r"[a-z]+(?:[_.-][a-z]+)*")
 TOKEN_OF_TEXT = re.compile(r"(?:^|[._-])(?:stop|eos|bos|pad|unk|sep|mask|\w*new|max)[_-]tokens?$", re.IGNORECASE)
@@ -42,7 +42,7 @@ SECRET_PAIR = re.compile(  # inside an argument that holds several settings, suc
 
 
 def redact(data: Any) -> Any:
-    """A copy of text, or of nested dicts and lists of it, with secrets replaced by `***`.
+    """A copy of a string, or of nested dicts and lists of strings, with secrets replaced by `***`.
 
     Secrets are the values (8 characters or more) of environment variables with names such as HF_TOKEN, GITHUB_PAT or
     DB_PASSWD, strings that look like keys or tokens, and the user and password (or a token) in an address.
@@ -51,13 +51,13 @@ def redact(data: Any) -> Any:
 
 
 def _secrets() -> list[str]:
-    """The secrets of the environment, the longest first."""
+    """The secrets in the environment, longest first."""
     values = {v for name, v in os.environ.items() if len(v) >= LEAST_CHARACTERS and _is_secret(name, v)}
     return sorted(values, key=len, reverse=True)
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Whether a variable has a secret: by its name, unless the value is a path or, for ambiguous names, a word."""
+    """Whether a variable is secret: by its name, unless its value is a path or, for ambiguous names, a plain word."""
     words = secret_words(name)
     weak = all(map(WEAK_WORD.fullmatch, words))
     return bool(words) and not os.path.isabs(value) and not (weak and PLAIN_WORD.fullmatch(value))
@@ -65,7 +65,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 @functools.cache
 def secret_words(name: str) -> tuple[str, ...]:
-    """The words of a variable's name that mark a secret. PWD is the current folder."""
+    """The words of a variable's name that mark a secret. (PWD is the current folder, not a password.)"""
     words = re.split(r"[_.-]+", name)
     place = name == "PWD" or words[-1].upper() in PLACES
     return () if place else tuple(filter(SECRET_WORD.fullmatch, words))
@@ -84,7 +84,7 @@ def _redact(data: Any, values: list[str]) -> Any:
 
 
 def redact_arguments(arguments: list[str]) -> list[str]:
-    """The arguments of a command without secrets, and without values of flags such as `--hf-token X`."""
+    """The arguments of a command with secrets replaced, also as values of flags such as `--hf-token X`."""
     shown: list[str] = []
     hide_next = False
     for argument in redact(arguments):
@@ -103,7 +103,7 @@ def redact_arguments(arguments: list[str]) -> list[str]:
 
 @contextmanager
 def redacted_command() -> Iterator[None]:
-    """Context in which this process's command line has no secrets, for libraries that record it."""
+    """A context in which `sys.argv` has no secrets, for libraries that record it."""
     before = sys.argv
     sys.argv = redact_arguments(before)
     try:
@@ -134,7 +134,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-@functools.cache  # the code that this process has loaded, even if the commit changes meanwhile
+@functools.cache  # this process keeps the code it has loaded, even if the commit changes later
 def _commit(folder: Path) -> str | None:
     """The commit of posttrain's source (`-dirty` with uncommitted changes), None for an installed package."""
     command = ["git", "-C", str(folder), "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"]

@@ -2,8 +2,8 @@
 
 A step is one transaction, written by a background thread: it is stored with all its groups or not at all. A checkpoint
 waits until the steps before it are on disk, and a resumed run first deletes the steps after it, so that no rollout is
-lost or stored twice. If a step cannot be written, the run ends and saves it in its checkpoint, and the resumed run
-writes it. When the file reaches its size limit the oldest steps are deleted.
+lost or stored twice. If a step cannot be written, the run ends and saves the step in its checkpoint, and the resumed
+run writes it. When the file reaches its size limit the oldest steps are deleted.
 
 Per-token numbers are little-endian arrays (float32, int32 for tokens, uint8 for flags), one per completion.
 """
@@ -46,12 +46,12 @@ CREATE TABLE IF NOT EXISTS evaluations (
 CREATE INDEX IF NOT EXISTS evaluations_step ON evaluations (step);
 """
 TABLES = ("prompts", "rollouts", "evaluations")
-TOKENS = {"tokens": np.dtype("<i4"), "clipped": np.dtype("u1")}  # the other arrays are float32
+TOKENS = {"tokens": np.dtype("<i4"), "clipped": np.dtype("u1")}  # all other arrays are float32
 ARRAYS = (
     "tokens", "sampler_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "advantages", "clipped", "old_values",
     "returns",
 )  # fmt: skip
-BUSY_S = 30.0  # how long another program may keep the file locked
+BUSY_S = 30.0  # seconds to wait for another program's lock on the file
 WAITING = 4  # maximum length of the writing queue; then training waits for the disk
 GIB = 1 << 30
 
@@ -105,12 +105,12 @@ class _Write:
 
 
 class RolloutStore:
-    """The writer of a run's rollouts. `check` and `flush` raise RunError if it cannot write."""
+    """Writes a run's rollouts. `check` and `flush` raise RunError if something could not be written."""
 
     def __init__(self, folder: Path, max_bytes: int, after: int, checkpoint: Path | None = None):
         """Open or create the file; steps later than `after` are deleted.
 
-        `checkpoint` is the one that the run resumes from: steps that were saved there unwritten are written now.
+        `checkpoint` is the one that the run resumes from: the unwritten steps that were saved in it are written now.
         """
         self.path, self.max_bytes = folder / NAME, max_bytes
         try:
@@ -121,7 +121,7 @@ class RolloutStore:
                 for table in TABLES:
                     connection.execute(f"DELETE FROM {table} WHERE step > ?", (after,))
                 if checkpoint is not None and (checkpoint / NAME).is_file():
-                    _take_over(connection, checkpoint / NAME)
+                    _write_saved(connection, checkpoint / NAME)
         except sqlite3.Error as error:
             raise _refusal(self.path, error) from error
         self._waiting: queue.Queue[_Write | None] = queue.Queue(WAITING)
@@ -135,7 +135,7 @@ class RolloutStore:
         self._waiting.put(_Write(step, epoch, prompts, rollouts))
 
     def add_evaluation(self, step: int, dataset: str, evaluations: Sequence[StoredEvaluation]) -> None:
-        """Queue the evaluation of a data set for writing; it replaces one of the same step."""
+        """Queue an evaluation of a data set for writing; it replaces an earlier one of the same step."""
         self._waiting.put(_Write(step, 0.0, dataset=dataset, evaluations=evaluations))
 
     def check(self) -> None:
@@ -144,7 +144,7 @@ class RolloutStore:
             raise _refusal(self.path, self._failed) from self._failed
 
     def flush(self) -> None:
-        """Return when everything given so far is on disk."""
+        """Wait until everything queued so far is on disk."""
         self._waiting.join()
         self.check()
 
@@ -164,7 +164,7 @@ class RolloutStore:
             connection.commit()
 
     def close(self) -> None:
-        """Write the queue and end the thread. Raises nothing, so that the error of a failed run is not replaced."""
+        """Write the queue and end the thread. Raises nothing, so as not to replace the error of a failed run."""
         self._waiting.put(None)
         self._thread.join()
         if self._failed is not None:
@@ -196,10 +196,10 @@ class RolloutStore:
 
 
 def _add_columns(connection: sqlite3.Connection) -> None:
-    """Add the arrays of later versions to a file of an earlier version: they are the last columns in both."""
-    there = {row[1] for row in connection.execute("PRAGMA table_info(rollouts)")}
+    """Add the array columns that a file of an earlier version lacks; new columns are always the last ones."""
+    existing = {row[1] for row in connection.execute("PRAGMA table_info(rollouts)")}
     for name in ARRAYS:
-        if name not in there:
+        if name not in existing:
             connection.execute(f"ALTER TABLE rollouts ADD COLUMN {name} BLOB")
 
 
@@ -212,11 +212,11 @@ def _refusal(path: Path, error: Exception) -> RunError:
             "continue with --resume, which creates a new one; `sqlite3 FILE .recover` may save its content"
         )
     remedies = {
-        sqlite3.SQLITE_FULL: "Make room",
-        sqlite3.SQLITE_BUSY: "End the program that holds it",
-        sqlite3.SQLITE_LOCKED: "End the program that holds it",
+        sqlite3.SQLITE_FULL: "Free disk space",
+        sqlite3.SQLITE_BUSY: "End the program that locks it",
+        sqlite3.SQLITE_LOCKED: "End the program that locks it",
     }
-    remedy = remedies.get(code, "Mend that")
+    remedy = remedies.get(code, "Fix that")
     return RunError(f"{path} cannot be written: {error}. {remedy}, then continue with --resume")
 
 
@@ -252,15 +252,15 @@ def _rows(write: _Write) -> tuple[list[tuple[Any, ...]], ...]:
 
 
 def _storable(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """The rows with lone surrogates, which SQLite refuses, as escapes: they must not lose a step."""
+    """The rows with lone surrogates as escapes: SQLite refuses surrogates, and a step must not be lost to them."""
     return [
         tuple(one.encode("utf-8", "backslashreplace").decode() if isinstance(one, str) else one for one in row)
         for row in rows
     ]
 
 
-def _take_over(connection: sqlite3.Connection, file: Path) -> None:
-    """Write the steps of a file of `save_unwritten`."""
+def _write_saved(connection: sqlite3.Connection, file: Path) -> None:
+    """Write the steps that `save_unwritten` saved in `file`."""
     connection.commit()  # no file can be attached within a transaction
     connection.execute("ATTACH DATABASE ? AS unwritten", (str(file),))
     connection.execute(

@@ -55,9 +55,8 @@ class Run:
         """Start a run in a new or empty folder.
 
         `provenance` adds the caller's facts (seed, threads …) to those collected here (versions, platform, command
-        line, commit). With `overwrite`, an existing run folder is emptied first; without it, only that of a run which
-        ended before its first step. Raises RunError when the folder holds anything else, or when another process runs
-        in it.
+        line, commit). With `overwrite`, an existing run folder is emptied first; without it, only if its run ended
+        before the first step. Raises RunError if the folder has anything else in it, or if another process runs in it.
         """
         if folder.exists() and not folder.is_dir():
             raise RunError(f"{folder} is a file: give the run another name or output_dir")
@@ -69,8 +68,8 @@ class Run:
         lock = FolderLock(folder)
         try:
             refuse_occupied(folder, overwrite)  # again: another process may have come first
-            anew = never_stepped(folder)
-            if overwrite or anew:
+            restarted = never_stepped(folder)
+            if overwrite or restarted:
                 empty(folder)
             recover(folder)
             facts = {
@@ -89,7 +88,7 @@ class Run:
         except BaseException:
             lock.release()
             raise
-        if anew and not overwrite:
+        if restarted and not overwrite:
             log.info("%s had a run that ended before its first step: it starts again", folder)
         return run
 
@@ -97,8 +96,8 @@ class Run:
     def open(cls, folder: Path, check: Callable[[], None] = lambda: None) -> Self:
         """Open an existing run to resume it: leftovers of a crash are removed, and the resume is recorded.
 
-        `check` is called in between: its errors leave the run's state unchanged. Raises RunError if it is not a run
-        folder, is damaged, or another process runs in it.
+        `check` is called before the resume is recorded, so that its errors leave the run's state unchanged. Raises
+        RunError if the folder is not a run folder, is damaged, or another process runs in it.
         """
         check_run_folder(folder)
         lock = FolderLock(folder)
@@ -135,7 +134,7 @@ class Run:
 
     @property
     def config_yaml(self) -> str:
-        """The text of `config.yaml`."""
+        """The content of `config.yaml`."""
         return (self.folder / "config.yaml").read_text(encoding="utf-8")
 
     def write_config(self, config_yaml: str) -> None:
@@ -164,16 +163,16 @@ class Run:
         save_json(self.folder / "run.json", self._facts)
 
     def add_provenance(self, facts: Mapping[str, Any]) -> None:
-        """Record provenance in `run.json` that is known only now, such as the data's fingerprint."""
+        """Add provenance that was not known at the start to `run.json`, such as the data's fingerprint."""
         self._facts["provenance"] |= redact(dict(facts))
         save_json(self.folder / "run.json", self._facts)
 
     def write_results(self, results: Mapping[str, Any]) -> None:
-        """Write `results.json`, the run's final numbers (finite ones: RunError otherwise)."""
+        """Write `results.json`, the run's final numbers. Raises RunError if one is not finite."""
         save_json(self.folder / "results.json", redact(dict(results)))
 
     def write_final_results(self, results: Mapping[str, Any]) -> None:
-        """Write `final_results.json`: a reward model's last metrics and its best one, on one level."""
+        """Write `final_results.json`: a reward model's last metrics and its best one, in one flat dictionary."""
         facts = {name: results[name] for name in ("method", "model", "steps")} | dict(results["final"])
         facts |= {f"best_{name}": value for name, value in results.get("best", {}).items()}
         save_json(self.folder / "final_results.json", redact(facts))
@@ -191,7 +190,7 @@ class Run:
             follow(line)
 
     def follow(self, follower: Callable[[dict[str, Any]], None]) -> None:
-        """Pass every further line of metrics to `follower`, too."""
+        """Also pass every further line of metrics to `follower`."""
         self._followers.append(follower)
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -205,12 +204,12 @@ class Run:
     # Checkpoints
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], limit: int | None) -> Path:
-        """`checkpoint.save_checkpoint` in this folder, after the metrics up to it are on the disk."""
+        """`checkpoint.save_checkpoint` in this folder, after syncing the metrics to the disk."""
         self._metrics.sync()
         return checkpoint.save_checkpoint(self.folder, step, write, limit)
 
     def save_model(self, folder: Path, step: int, write: Callable[[Path], None]) -> None:
-        """Make or replace `run.best` or `run.final`, complete and with a manifest, from `write(temporary_folder)`."""
+        """Create or replace `run.best` or `run.final` atomically, with the files of `write(temporary_folder)`."""
         checkpoint.save_folder(folder, step, write)
 
     def rewind(self, step: int, evaluated: bool = True) -> None:
@@ -220,8 +219,8 @@ class Run:
         """
         self._keep_until(step, f"later than step {step}", evaluated)
 
-    def begin_anew(self, provenance: Mapping[str, Any]) -> None:
-        """Set the folder back to a run just created: `best` is set aside, all metrics are removed."""
+    def start_over(self, provenance: Mapping[str, Any]) -> None:
+        """Set the folder back to a run that was just created: `best` is set aside, all metrics are removed."""
         self._keep_until(-1, "of the previous run")  # step 0 is the evaluation before training
         self._facts["provenance"] = redact(environment() | dict(provenance))
         save_json(self.folder / "run.json", self._facts)
@@ -237,7 +236,7 @@ class Run:
     # The end
 
     def close(self) -> None:
-        """Close the files and release the folder lock; the state is not changed."""
+        """Close the files and release the folder lock; the state stays."""
         self._metrics.close()
         self._log.close()
         self._lock.release()
@@ -262,15 +261,17 @@ class Run:
             self.close()
 
     def on_failure(self, save: Callable[[BaseException], None]) -> None:
-        """Call `save(error)` when an exception leaves the block; the run ends with `error` even if that fails.
+        """Call `save(error)` when an exception leaves the block; the run ends with `error` even if the save fails.
 
-        A signal during the save waits for it, and then replaces the error.
+        A signal during the save takes effect after it, and then replaces the error.
         """
         self._save_after = save
 
     def _record_end(self, error: BaseException) -> None:
-        """Save what would be lost; record in training.log (not on the console, which is the caller's) and run.json why
-        the run has ended."""
+        """Save the finished steps; record in run.json and training.log why the run ended.
+
+        The console is left to the caller.
+        """
         reason = reason_of(error)  # before its traceback is cleared
         asked = isinstance(error, KeyboardInterrupt | Stopped)
         if not asked:
@@ -284,7 +285,7 @@ class Run:
                 log.warning(note)
                 error.add_note(note)
             self.set_state("interrupted" if asked else "failed", reason)
-        if signals and not asked:  # it now ends the process before another run starts
+        if signals and not asked:  # the signal now ends the process before another run starts
             log.error("the run failed: %s", message_of(error))
             raise KeyboardInterrupt if signals[0] == signal.SIGINT else Stopped(signals[0])
 

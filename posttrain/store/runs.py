@@ -1,4 +1,4 @@
-"""Runs on disk: reading, finding and removing them in any state."""
+"""Finding, reading and removing runs on disk, in any state."""
 
 import os
 from dataclasses import dataclass

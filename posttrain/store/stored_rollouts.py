@@ -32,7 +32,7 @@ class StoredRun:
         self._connection.close()
 
     def _rows(self, query: str, values: Sequence[int] = ()) -> list[sqlite3.Row]:
-        """Raises RunError when the file cannot be read."""
+        """The rows of a query. Raises RunError if the file cannot be read."""
         try:
             return self._connection.execute(query, values).fetchall()
         except sqlite3.Error as error:

@@ -37,7 +37,7 @@ class Tracker(Protocol):
     """One open run in one tracker."""
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
-        """Record finite numbers of a step; `time` is Unix time in seconds."""
+        """Record a step's values, all finite; `time` is Unix time in seconds."""
         ...
 
     def close(self, failed: bool) -> None:
@@ -59,7 +59,7 @@ class Subject:
 
 
 def require_trackers(tracking: TrackingConfig) -> None:
-    """Raise ConfigError for a tracker of `report_to` that is not installed: before any work is done."""
+    """Raise ConfigError for a tracker of `report_to` that is not installed. Call this before any work."""
     for name in tracking.report_to:
         if name == "tensorboard":
             need("tensorboard", EXTRA, "tracking.report_to: tensorboard")  # torch's own message is unclear
@@ -69,8 +69,8 @@ def require_trackers(tracking: TrackingConfig) -> None:
 class Tracking:
     """The trackers of one run, open while it runs; a context manager inside the run's.
 
-    `logged` are lines of metrics that were sent to the trackers before a resume and are computed again: trackers
-    cannot remove a line, so these are not sent twice.
+    `logged` has the lines of metrics that were sent before a resume and are computed again. They are not sent twice,
+    since trackers cannot remove a line.
     """
 
     def __init__(self, config: RunConfig, run: Run, logged: Iterable[Mapping[str, Any]] = ()):
@@ -78,7 +78,7 @@ class Tracking:
         self._open: dict[str, Tracker] = {}
         try:
             for name in config.tracking.report_to:
-                with redacted_command():  # wandb saves it
+                with redacted_command():  # wandb saves the command line
                     self._open[name] = OPENERS[name](_subject(config, run), config.tracking)
         except BaseException:
             self._close(failed=True)
@@ -90,12 +90,12 @@ class Tracking:
         step = line["step"]
         values = {tag: value for tag, value in tagged(line).items() if (step, tag) not in self._sent}
         for name, tracker in list(self._open.items()) if values else []:
-            with self._given_up_on_failure(name):
+            with self._dropped_on_failure(name):
                 tracker.log(step, values, line["time"])
 
     @contextlib.contextmanager
-    def _given_up_on_failure(self, name: str):
-        """A failing tracker must not end a run."""
+    def _dropped_on_failure(self, name: str):
+        """A context in which an error drops the tracker with a warning: it must not end the run."""
         try:
             yield
         except Exception as error:
@@ -104,7 +104,7 @@ class Tracking:
 
     def _close(self, failed: bool) -> None:
         for name, tracker in list(self._open.items()):
-            with self._given_up_on_failure(name):
+            with self._dropped_on_failure(name):
                 tracker.close(failed)
 
     def __enter__(self) -> Self:
@@ -144,7 +144,7 @@ def _subject(config: RunConfig, run: Run) -> Subject:
 
 
 class TensorBoard:
-    """Event files. Each part of a resumed run adds a file; TensorBoard joins them."""
+    """TensorBoard's event files. Each resume adds a file; TensorBoard joins them."""
 
     def __init__(self, subject: Subject, tracking: TrackingConfig):
         from torch.utils.tensorboard import SummaryWriter
@@ -228,7 +228,7 @@ class Trackio:
     def __init__(self, subject: Subject, tracking: TrackingConfig):
         import trackio
 
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints what is logged below
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints what the log line below says
             self._run = trackio.init(
                 project=tracking.project,
                 name=subject.name,
@@ -246,7 +246,7 @@ class Trackio:
         import trackio
 
         with contextlib.redirect_stdout(io.StringIO()):
-            trackio.finish()  # the open run; after run.finish() it would be finished again at exit
+            trackio.finish()  # finishes the open run; after run.finish() trackio would finish it again at exit
 
 
 OPENERS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}

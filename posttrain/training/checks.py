@@ -140,7 +140,7 @@ def check_margins(logratio_S: torch.Tensor, length_S: torch.Tensor, dtype: torch
     the number of tokens (nats); raises VitalSignError above what rounding in `dtype` explains.
     """
     relative_S = logratio_S.abs() / length_S.clamp(min=1).sqrt()
-    worst, at = float(relative_S.amax()), int(relative_S.argmax())  # both return NaN if there is one
+    worst, at = float(relative_S.amax()), int(relative_S.argmax())  # NaN counts as the largest in both
     if not worst <= MARGIN[dtype]:
         raise VitalSignError(
             f"margins are not 0 at the start: policy and reference differ by {float(logratio_S[at].abs()):.3g} nats on "
@@ -191,7 +191,7 @@ class MovedWeights:
         moved = [name for name in frozen if frozen[name] != self.before[0][name]]
         if moved:
             raise VitalSignError(
-                f"a frozen tensor moved in the first update: {moved[0]} ({len(moved)} in all). "
+                f"a frozen tensor moved in the first update: {moved[0]} ({len(moved)} in total). "
                 "It shares memory with a trained one, or something else writes to it"
             )
         if trained == self.before[1]:

@@ -4,9 +4,9 @@
 
     path       as in the setting
     content    SHA-256 of a folder's files, or the commit of a hub model; for an adapter, also the content of its base
-    from_here  path relative to the run folder, for a model inside the complete run, which is moved with the run
+    from_here  path relative to the run folder, for a model inside the whole run, which is moved with the run
 
-The complete run is the folder of all models and stages of a configuration.
+The whole run is the folder of all models and stages of a configuration.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ def models_read(config: RunConfig, folder: Path) -> dict[str, dict[str, str]]:
 
 
 def is_inside(place: Path, folder: Path) -> bool:
-    """Whether `place` is inside the complete run that the run folder `folder` belongs to."""
+    """Whether `place` is inside the whole run that the run folder `folder` belongs to."""
     return place.is_dir() and place.resolve().is_relative_to(root_of(folder))
 
 
 def root_of(folder: Path) -> Path:
-    """The folder of the complete run, with all models and stages; or the run folder itself, for a single run."""
+    """The folder of the whole run, with all models and stages; or the run folder itself, for a single run."""
     here = folder.resolve()
     return next((at for at in here.parents[:2] if is_whole_run(at)), here)
 
@@ -106,7 +106,7 @@ def recorded(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def located(config: RunConfig, folder: Path) -> RunConfig:
-    """The settings of the run in `folder`, with the current paths of its models inside the complete run.
+    """The settings of the run in `folder`, with the current paths of its models inside the whole run.
 
     A path that differs from the recorded one and exists is kept.
     """

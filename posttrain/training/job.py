@@ -126,7 +126,7 @@ class Job:
         """The base of new adapters: the user's own model, or one in `base/` of the run folder.
 
         If the model is an adapter folder, it is merged into its base there. For the model of an earlier stage, `base/`
-        is a relative link, which stays valid when the complete run is moved.
+        is a relative link, which stays valid when the whole run is moved.
         """
         folder = self.run.folder.resolve() / BASE
         if not is_adapter(self.model):

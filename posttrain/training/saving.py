@@ -111,7 +111,7 @@ class Saver:
 
     def restore(self, checkpoint: Path) -> tuple[State, int]:
         """Restore the optimizer and the generators; then, when nothing more can fail, rewind the run folder to the
-        checkpoint. Returns the state of the loop and the number of steps that the run was started for.
+        checkpoint. Returns the state of the loop and its total number of steps when it was saved.
 
         Raises RunError if the data differs, DamagedError if the checkpoint is damaged.
         """

@@ -64,7 +64,7 @@ def report_schedule_change(config: RunConfig, peak: float, step: int, before: in
     new = learning_rate_at(config, peak, step, total)
     if new != old:
         log.warning(
-            "%d steps in all instead of %d: the %s schedule is stretched, the learning rate of step %d is %.2e "
+            "%d steps in total instead of %d: the %s schedule is stretched, the learning rate of step %d is %.2e "
             "instead of %.2e. This differs from a run of %d steps from the start",
             total, before, config.training.lr_scheduler_type, step + 1, new, old, total,
         )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Triton kernels for NVIDIA GPUs, where memory bounds PyTorch's own operations.
+"""Triton kernels for NVIDIA GPUs, in place of operations that are memory-bound in PyTorch.
 
-Each has a path in PyTorch with the same values, with which tests compare it through Triton's interpreter. A model that
+Each has an equivalent in PyTorch with the same values; tests compare the two through Triton's interpreter. A model that
 is loaded for a GPU uses them if Triton can compile; `model.triton_kernels: false` switches all of them off.
 """
 
@@ -16,5 +16,5 @@ def switch_on(model: nn.Module) -> None:
 
 
 def are_on(model: nn.Module, factor: Tensor) -> bool:
-    """Whether they are used for a tensor like this one. Not in float32 on a GPU, where cuBLAS is faster."""
+    """Whether the kernels are used for a tensor like `factor`: not in float32 on a GPU, where cuBLAS is faster."""
     return getattr(model, MARK, False) and not (factor.is_cuda and factor.dtype == torch.float32)

@@ -1,4 +1,4 @@
-"""Attention of one new token of each completion to its prompt's keys and to its own, each read once up to their length.
+"""Attention of one new token of each completion to the keys of its prompt and its own keys; each key is read once.
 
 Padded batched products (engines/attention.py) read every prompt and every completion up to the longest, and write and
 read scores in float32. Here a program keeps the queries of all completions of a prompt that share a key head, and
@@ -7,7 +7,8 @@ and sums (split-KV; Flash-Decoding, Dao et al. 2023), in float32 and in a fixed 
 
     2 (sum of prompts' lengths + sum of completions' lengths) K d numbers,
 
-the minimum. Sizes are those of the padded tensors, and lengths are in tensors: a recorded step serves all lengths.
+that is, every key and value once, up to the actual lengths. Sizes are those of the padded tensors, and lengths are
+read from tensors, so a recorded step (CUDA graph) serves all lengths up to these sizes.
 
 Shapes: R completions, G prompts of up to M completions, K heads of keys, each for r heads of queries, of size d. A
 holder of keys is a prompt or a completion.
@@ -40,10 +41,10 @@ def _part(
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     QUERIES: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a holder's queries to `span` of its keys: sum of p v, largest score and sum of p, in powers of 2.
+    """Attention of a holder's queries to `span` of its keys: sum of p v, largest score and sum of p, to the base 2.
 
-    The holder's query number i belongs to head i % r of the row row_HM[i // r]. Its position is column at_R of the row
-    in the holder's numbering, and it sees the last `window` columns before it.
+    Query i of the holder is that of head i % r of the row row_HM[i // r]. Its position is at_R of that row, counted in
+    the holder's columns; with a window it sees only keys less than `window` columns before it.
     """
     holder, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     place = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
@@ -52,8 +53,8 @@ def _part(
     number = tl.arange(0, SIZE)
     here = real[:, None] & (number < size)[None, :]
     row = tl.load(row_HM + holder * members + place // each, mask=real, other=0)
-    lies = row * query_row + head * query_head + (place % each) * query_each
-    q = tl.load(query + lies[:, None] + number[None, :], mask=here, other=0.0)
+    offset = row * query_row + head * query_head + (place % each) * query_each
+    q = tl.load(query + offset[:, None] + number[None, :], mask=here, other=0.0)
     at = tl.load(at_R + row, mask=real, other=0)
     first, last = split * span, tl.minimum((split + 1) * span, tl.load(count_H + holder).to(tl.int32))
     if WINDOWED:
@@ -96,7 +97,7 @@ def _joined(
     group_R, member_R, prompt_out, prompt_highest, prompt_total, own_out, own_highest, own_total, result,
     rows, groups, members, heads, each, size, prompt_splits, own_splits, EACH: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Attention to all parts of a row's keys, for the queries of one key head."""
+    """Join the parts into a row's attention to all of its keys, for the queries of one key head."""
     row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     query, number = tl.arange(0, EACH), tl.arange(0, SIZE)
     real = query < each
@@ -149,7 +150,8 @@ def decode_attention(
     """Keys and values (G, K, P, d) and (R, K, L, d), with any strides -> (R, K, r, d).
 
     The new token of row R is at `column_R` of its own keys, already written; `length_G` has the prompts' lengths.
-    `group_R`, `member_R` and `row_GM` map rows to completions of prompts; an empty slot may name any row.
+    `group_R`, `member_R` and `row_GM` map rows to completions of prompts; an entry of `row_GM` without a completion
+    may name any row.
     """
     rows, _, each, size = query_RKrd.shape
     position_R = length_G[group_R] + column_R

@@ -5,9 +5,9 @@ row a program keeps the largest logit m, z = sum exp(l - m) and s = sum exp(l - 
 
     logprob = l[target] - m - log z        entropy = log z - s / z
 
-The vocabulary is divided among programs, whose m, z and s are joined at the end. For gradients, logits are computed
-again. Gradients of logits are written to memory, a chunk of rows at a time and in the model's dtype: cuBLAS multiplies
-them with hidden states and weights at full speed and in a fixed order of sums, unlike atomic additions.
+The vocabulary is divided among programs, whose m, z and s are joined at the end. Backward recomputes the logits.
+Their gradients are written to memory, a chunk of rows at a time and in the model's dtype: cuBLAS multiplies them with
+hidden states and weights at full speed and in a fixed order of sums, unlike atomic additions.
 
 Shapes: N rows, D hidden size, V vocabulary, S splits of it.
 """
@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-# Sizes of a block of logits and of its sums: 64 KB of shared memory, which cards with bfloat16 have.
+# Sizes of a block of logits and of its sums: 64 KB of shared memory, which all GPUs with bfloat16 have.
 BLOCKS = {"ROWS": 128, "WORDS": 128, "INNER": 64}
 OPTIONS = {"num_warps": 8, "num_stages": 2}
 PROGRAMS = 264  # twice the multiprocessors of an H100: the vocabulary is divided to reach this number
@@ -38,7 +38,7 @@ def _logits(
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """A block of float32 logits divided by the temperature, (ROWS, WORDS), and the slope of the cap: 1 without a cap."""
+    """A block of float32 logits divided by the temperature, (ROWS, WORDS), and the cap's slope: 1 without a cap."""
     inner = tl.arange(0, INNER)
     total = tl.zeros((ROWS, WORDS), tl.float32)
     for start in range(0, dim, INNER):
@@ -111,7 +111,7 @@ def _gradient(
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """A block of the gradients by the head's outputs, before the cap and the temperature."""
+    """A block of the gradients by h W^T + b, the logits before the cap and the temperature."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     here = row < size
@@ -183,7 +183,7 @@ def logits_gradient(
 ) -> Tensor:
     """The gradient by h W^T + b, from those by the outputs of `scores`: (N, V), in the dtype of the weights."""
     hidden_ND, weight_VD = _rows(hidden_ND), _rows(weight_VD)
-    # Contiguous: autograd's gradient of a sum is one number, expanded.
+    # Kernels read contiguous numbers; autograd's gradient of a sum is one number, expanded.
     grads = [None if grad_N is None else grad_N.contiguous() for grad_N in (grad_logprob_N, grad_entropy_N)]
     grad_NV = weight_VD.new_empty(len(hidden_ND), len(weight_VD))
     _gradient[triton.cdiv(len(hidden_ND), BLOCKS["ROWS"]), triton.cdiv(len(weight_VD), BLOCKS["WORDS"])](
@@ -196,7 +196,7 @@ def logits_gradient(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """With contiguous rows."""
+    """The tensor with contiguous rows."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
