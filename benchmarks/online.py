@@ -119,7 +119,7 @@ def run_posttrain(
         "method": {
             "grpo": {"type": "grpo", "num_generations": n, "beta": 0.0},
             "ppo": {"type": "ppo", "num_generations": n, "num_ppo_epochs": 4, "num_minibatches": 1, "kl_coef": 0.05},
-            "distill": {"type": "distill", "num_generations": n, "teacher": str(models["teacher"])},
+            "distill": {"type": "distill", "num_generations": n, "teacher": str(models.get("teacher"))},
         }[method],
         "rewards": {"grpo": [reward], "ppo": [{"type": "model", "path": str(models["reward"])}], "distill": []}[method],
         "data": {

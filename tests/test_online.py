@@ -392,7 +392,7 @@ def test_groups_without_spread_teach_nothing_and_raise_an_alarm(sums_home, tmp_p
         ({"method": {"loss_type": "no_baseline", "num_iterations": 2}}, ConfigError, "no ratio"),
         ({"method": {"type": "sft"}}, ConfigError, "rewards score completions of validation prompts with sft"),
         ({"rewards": [{"type": "python", "function": "test_online:broken"}]}, RewardError, "'high' for completion 0"),
-        ({"rewards": [{"type": "model", "from": "reward"}]}, ConfigError, "there are none"),
+        ({"rewards": [{"type": "model", "from": "reward"}]}, ConfigError, "the config has none"),
         ({"rewards": [EXACT, EXACT]}, ConfigError, "an earlier reward's"),
     ],
 )
@@ -414,7 +414,7 @@ def test_an_engine_with_stale_weights_ends_the_run(sums_home, tmp_path, monkeypa
         self.policy, self.version = policy, 0
 
     monkeypatch.setattr(EmbeddedEngine, "__init__", made)
-    with pytest.raises(VitalSignError, match="version 0, and the policy is at 1"):
+    with pytest.raises(VitalSignError, match="version 0, but the policy is at version 1"):
         train(sums_home, tmp_path, {})
 
 

@@ -177,7 +177,8 @@ def test_more_steps_stretch_the_schedule_and_that_is_said(tmp_path, shared, scra
     log = (tmp_path / "run/training.log").read_text()
     assert "resumed from checkpoint-4 at step 4 of 8" in log
     assert (
-        "8 steps in total instead of 4: the linear schedule is stretched, the learning rate of step 5 is 5.00e-04" in log
+        "8 steps in total instead of 4: the linear schedule is stretched, the learning rate of step 5 is 5.00e-04"
+        in log
     )
     rates = [line["learning_rate"] for line in numbers(tmp_path / "run")]
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4, 5e-4, 3.75e-4, 2.5e-4, 1.25e-4])

@@ -67,7 +67,7 @@ def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
         raise DamagedError(f"{file.name}: tensor shapes differ from those of adapter_config.json") from error
     missing = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys() - found
     if missing:
-        raise DamagedError(f"{file.name}: {min(missing)} is missing")
+        raise DamagedError(f"{file.name}: it lacks {min(missing)}")
     adapted.peft_config["default"].base_model_name_or_path = model.name_or_path
     return adapted
 
