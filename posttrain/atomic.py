@@ -5,6 +5,7 @@ system. A crash leaves at most siblings named `*.tmp-*` (unfinished, or being de
 folder, moved aside while it is replaced). Functions raise OSError as the system does.
 """
 
+import contextlib
 import os
 import re
 import secrets
@@ -33,8 +34,8 @@ def put_file(path: Path, data: str | bytes) -> None:
 def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True) -> None:
     """Make the folder `target` from what `write(temporary_folder)` writes to it.
 
-    An existing `target` is replaced; without `replace` it stays, as when another process was faster. On any exception
-    it stays too, and the temporary folder is removed.
+    An existing `target` is replaced; without `replace` it stays, as when another process was faster. On an
+    exception before that it stays, too, and the temporary folder is removed.
     """
     temporary = _beside(target, "tmp")
     try:
@@ -52,7 +53,8 @@ def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True
                 os.rename(old, target)
                 raise
             sync_folder(target.parent)
-            take_away(old)
+            with contextlib.suppress(OSError):  # `target` is in place; leftovers are removed later
+                take_away(old)
         else:
             os.rename(temporary, target)
         sync_folder(target.parent)

@@ -62,7 +62,7 @@ def compare(
     """Compare student and teacher, each given as the model and its hidden states (N, D) that predict the targets.
 
     Heads of different sizes, for instance of a vocabulary padded to another multiple, are compared on the ids that both
-    have. `divergence` is one of posttrain/losses/distillation.py.
+    have, over which each distribution is normalised. `divergence` is one of posttrain/losses/distillation.py.
     """
     vocabulary = min(len(head_of(model)[0].weight) for model, _ in (student, teacher))
     (ours, hidden_N), (theirs, teacher_N) = (

@@ -1,7 +1,7 @@
 """Output without a reader: the reader of a pipe has ended (`posttrain train … | head`), or a terminal was closed.
 
-with enduring(): ...      # discards further output and continues
-with quitting(): ...      # ends the process silently, as other tools do
+    with enduring(): ...      # discards further output and continues
+    with quitting(): ...      # ends the process silently, as other tools do
 
 Both wrap `sys.stdout` and `sys.stderr`. Once a write fails, the file descriptor is redirected to the null device, so
 that no other user of it fails.

@@ -1,6 +1,6 @@
 """Rollouts: completions of prompts with log-probabilities, rewards and verdicts, ready for training.
 
-rollout = sample(step, prompts)      P prompts, S completions, G per prompt, grouped by prompt
+    rollout = sample(step, prompts)      P prompts, S completions, G per prompt, grouped by prompt
 
 Per-token numbers of a rollout (log-probabilities, advantages, values) are flat tensors (R) over all R scored tokens,
 completion after completion in the rollout's order. A `RolloutPack` is a pack of some of the completions, with the

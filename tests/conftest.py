@@ -57,7 +57,7 @@ def blank_pictures(request, monkeypatch) -> None:
     """A run of a few steps takes less time than its `curves.png`: drawn where a test is marked `pictures`, and by
     tests/test_store_show.py.
 
-    A file stays, so that the report, which takes the picture from there, does not sample it either.
+    A file stays, so that the report, which takes the picture from there, does not draw it either.
     """
     if request.node.get_closest_marker("pictures") is None:
         finish = import_module("posttrain.training.finish")

@@ -18,6 +18,8 @@ from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.datasets import KNOWN, known_set
 from posttrain.data import prepare
 from posttrain.data.download import keep
+from posttrain.data.readers import Record
+from posttrain.data.saved import save
 from posttrain.data.sources import layout_of, splits_of
 from posttrain.errors import DataError
 
@@ -247,3 +249,16 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert main(["data", "list"]) == 0
     out = capsys.readouterr().out
     assert all(name in out and known.source in out for name, known in KNOWN.items())
+
+
+def test_a_folder_that_appears_during_a_save_is_kept(tmp_path):
+    folder = tmp_path / "kept"
+
+    def records():
+        folder.mkdir()
+        (folder / "mine.txt").write_text("mine")
+        yield Record(file="a", line=1, row=0, value={"text": "a"})
+
+    with pytest.raises(DataError, match="kept already exists"):
+        save(folder, [("train", records(), None)], {})
+    assert (folder / "mine.txt").read_text() == "mine" and [path.name for path in tmp_path.iterdir()] == ["kept"]

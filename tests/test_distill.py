@@ -337,3 +337,12 @@ def test_settings_that_do_not_go_together(tmp_path, method, sections, message):
     file.write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=message):
         load(file)
+
+
+def test_a_run_saved_under_the_former_names_loads(tmp_path, scratch_model):
+    saved = {"type": "distill", "teacher": "t", "divergence": "jensen_shannon", "jensen_shannon_beta": 0.25}
+    file = tmp_path / "a.json"
+    data = {"source": "rows.jsonl"}
+    file.write_text(json.dumps({"name": "a", "model": str(scratch_model), "method": saved, "data": data}))
+    method = load(file).config.method
+    assert (method.divergence, method.jsd_beta) == ("jsd", 0.25)

@@ -37,7 +37,7 @@ def save(
         list[str] | None, typer.Option("--split", help="Only this split; repeatable. Default: all splits.")
     ] = None,
     max_rows: Annotated[
-        int | None, typer.Option("--max-rows", min=1, help="Maximum number of rows of each split.")
+        int | None, typer.Option("--max-rows", min=1, help="Number of rows of each split, from the start.")
     ] = None,
 ) -> None:
     """Save a data set to a folder, for a machine without a network or against changes on the hub."""

@@ -172,8 +172,11 @@ def cached(
                 try:
                     return *_load(place), note
                 except _DamagedError as damage:
-                    with contextlib.suppress(FileNotFoundError):  # another run may remove it, too
+                    try:
                         take_away(place)
+                    except OSError:  # another run may remove it, too; what cannot be deleted is a leftover
+                        if place.exists():
+                            raise
                     if attempt == 0:
                         note = f"the cached tokens in {place} were damaged ({damage}) and have been rebuilt"
                         logger.warning(note)
@@ -228,7 +231,7 @@ def _build(place: Path, kind: str, build: Callable[[Writer], Reading]) -> None:
 def _clean(folder: Path) -> None:
     """Remove unfinished entries of killed runs."""
     for work in folder.iterdir():
-        if LEFTOVER.fullmatch(work.name):
+        if LEFTOVER.fullmatch(work.name) or work.name.startswith(".making-"):  # the latter of earlier versions
             with contextlib.suppress(FileNotFoundError):  # another run has just put it in its place
                 if time.time() - work.stat().st_mtime > LEFTOVER_SECONDS:
                     shutil.rmtree(work, ignore_errors=True)

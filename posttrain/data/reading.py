@@ -220,13 +220,13 @@ class Reader:
         return Reading(layout.name, read, tuple(malformed), seen.duplicates, shifted)
 
     def _beside(self, record: Record, row: Row) -> dict[str, Any]:
-        """The facts of a row stored with its tokens: a label; for a prompt, the columns of rewards."""
+        """What is stored with a row's tokens: a label; for a prompt, the facts for rewards."""
         if self.kind == "prompt":
             return {"facts": self.facts(record, row)}
         return {} if row.label is None else {"label": row.label}
 
     def facts(self, record: Record, row: Row) -> str:
-        """The columns that rewards get besides the completion, as JSON."""
+        """The facts of a row for rewards (prompt, answer, columns), as JSON."""
         prompt = row.prompt if not self.template.turns or row.prompt is None else as_turns(row.prompt, "user")
         facts = {"prompt": prompt, "answer": row.answer, "columns": record.value}
         return json.dumps(facts, ensure_ascii=False, default=str)

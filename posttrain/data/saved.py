@@ -54,6 +54,8 @@ def save(
             entries[name] = {"file": file.name, "rows": rows, "revision": revision, "sha256": _sha256(file)}
         manifest = {"format": FORMAT, **facts, "splits": entries}
         (work / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        if folder.exists():  # created meanwhile: `put_folder` would replace it
+            raise DataError(f"{folder} already exists: choose another folder, or remove it first")
 
     try:
         put_folder(folder.absolute(), write)

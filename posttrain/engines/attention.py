@@ -62,7 +62,8 @@ class Attended:
 
 
 class Decoding:
-    """One new token of each live completion: its keys and values are written, and it attends to its prompt and itself.
+    """One new token of each live completion: its keys and values are written, and it attends to its prompt and
+    its completion so far.
 
     `column_R` is the column of the token's own keys, `length_G` the length of each group's prompt, and `age_G` the
     number of tokens of its completions (they start together and have the same age). `prompt_columns` and `own_columns`

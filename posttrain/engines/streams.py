@@ -19,7 +19,7 @@ LARGEST = 1 - 2.0**-24  # below 1 in float32
 
 
 def seed_of(*parts: int | str) -> int:
-    """A 64-bit seed from numbers and names, such as a run's seed, the step and the row: one for each combination."""
+    """A 64-bit seed from numbers and names (by their CRC-32), such as a run's seed, the step and the row."""
     seed = 0
     for part in parts:
         number = zlib.crc32(part.encode()) if isinstance(part, str) else part & (1 << 64) - 1

@@ -202,7 +202,7 @@ def given_completions(prompts: Sequence[Example]) -> Rollout:
 
 
 def sampler_mismatch(trainer_N: Tensor, sampler_N: Tensor) -> dict[str, float]:
-    """The mismatch between the trainer's and the engine's log-probabilities of the sampled tokens, as TRL's metrics.
+    """The mismatch between the trainer's and the engine's log-probabilities of the sampled tokens; names as in TRL.
 
     The effective sample size of the weights w = trainer / engine, (Σw)² / (n Σw²), is 1 if they agree.
     """

@@ -64,7 +64,7 @@ class RewardPart:
     overdue: tuple[bool, ...] | None = None  # for functions with a deadline: which calls exceeded it
 
     def counts(self, row: int) -> bool:
-        """Whether it has a value or a grade for the completion."""
+        """Whether it has a verdict: False after a missed deadline or for a grade without one. Not applicable counts."""
         if self.overdue is not None and self.overdue[row]:
             return False
         return self.grades is None or self.grades[row].counts

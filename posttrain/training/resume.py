@@ -139,7 +139,7 @@ def smaller_packs(config: RunConfig, folder: Path) -> str:
     elif config.training.gradient_checkpointing is not True:
         command += ["--gradient-checkpointing", "true"]
     else:
-        return "packs are as small as data.max_length allows: lower data.max_length"
+        return "packs are as small as data.max_length allows: start a new run with a lower data.max_length"
     return f"To resume with less memory: {shlex.join(command)}"
 
 

@@ -26,6 +26,7 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
         "clip_ratio": ("epsilon",),
         "n_minibatches": ("num_minibatches",),
         "ppo_epochs": ("num_iterations",),
+        "jensen_shannon_beta": ("jsd_beta",),
     },
 }
 ON_OFF = frozenset(name for name, info in ModelConfig.model_fields.items() if OnOff in info.metadata)

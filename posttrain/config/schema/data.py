@@ -29,7 +29,7 @@ class SourceConfig(Settings):
 
     source: Text = Field(description="Known data set, hub id, file, folder or `builtin:arithmetic`.")
     split: Text = Field(default="train", description="Split of a hub data set.")
-    max_rows: Positive | None = Field(default=None, description="Maximum number of rows; null: all.")
+    max_rows: Positive | None = Field(default=None, description="Number of rows to use, from the start; null: all.")
     weight: Annotated[Float, Field(gt=0)] = Field(
         default=1.0, description="Weight of the source: 2 repeats its rows, 0.5 takes a random half."
     )
@@ -49,7 +49,7 @@ class ValidationConfig(Settings):
     rows: Positive | None = Field(default=None, description="Number of training rows to hold out.")
     source: Text | None = Field(default=None, description="Hub id, file or folder of other rows.")
     split: Text = Field(default="test", description="Split of `source`.")
-    max_rows: Positive | None = Field(default=None, description="Maximum number of rows of `source`; null: all.")
+    max_rows: Positive | None = Field(default=None, description="Number of rows of `source` to use, from the start.")
 
     @model_validator(mode="after")
     def _check(self) -> "ValidationConfig":
@@ -96,7 +96,7 @@ class DataConfig(Settings):
     split: Text = Field(default="train", description="Split of a hub data set.")
     format: Format = Field(default="auto", description="Format of the rows; auto: inferred from the columns.")
     columns: dict[str, Text] = Field(default={}, description="Column names in the data, e.g. {chosen: better}.")
-    max_rows: Positive | None = Field(default=None, description="Maximum number of rows; 200 makes a quick test.")
+    max_rows: Positive | None = Field(default=None, description="First rows to use; 200 makes a quick test; null: all.")
     skip_rows: Annotated[Int, Field(ge=0)] = Field(
         default=0, description="Number of rows to skip at the start, e.g. those that another stage trains on."
     )

@@ -1,6 +1,6 @@
 """The settings of distillation."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -34,6 +34,13 @@ class DistillMethod(OnlineMethod):
         default=1.0,
         description="Share of the prompts that the student completes; the others have the data's completion.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_name(cls, values: Any) -> Any:
+        """Runs of earlier versions saved `jensen_shannon`."""
+        former = isinstance(values, dict) and values.get("divergence") == "jensen_shannon"
+        return values | {"divergence": "jsd"} if former else values
 
     @property
     def scores_reference(self) -> bool:

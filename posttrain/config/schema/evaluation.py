@@ -18,7 +18,7 @@ class EvaluationDataset(Settings):
     name: Word = Field(description="Name in metrics: eval_{name}_loss.")
     source: Text = Field(description="Known data set, hub id, file or folder.")
     split: Text = Field(default="test", description="Split of a hub data set.")
-    max_rows: Positive | None = Field(default=None, description="Maximum number of rows; null: all.")
+    max_rows: Positive | None = Field(default=None, description="Number of rows to use, from the start; null: all.")
     format: Format | None = Field(default=None, description="Format of the rows; null: data.format.")
     columns: dict[str, Text] | None = Field(
         default=None, description="Column names in the data; null: data.columns, or none if format is set."

@@ -53,7 +53,7 @@ class ModelConfig(Settings):
         default=False, description="Whether to use Liger's GPU kernels for norms and gated MLPs."
     )
     triton_kernels: bool = Field(
-        default=True, description="Whether to use posttrain's GPU kernels for norms, gated MLPs, scores and sampling."
+        default=True, description="Whether to use posttrain's GPU kernels for norms, gated MLPs, scores and generation."
     )
     trust_remote_code: bool = Field(default=False, description="Whether to run Python code that comes with the model.")
     allow_pickle: bool = Field(

@@ -50,7 +50,7 @@ class TrainingConfig(Settings):
     max_steps: Positive | None = Field(default=None, description="Number of steps; overrides num_train_epochs.")
     optimizer: Literal["adamw", "adamw_8bit", "adamw_cpu_offload"] = Field(
         default="adamw",
-        description="Optimizer; adamw_8bit: moments of a byte; adamw_cpu_offload: state in CPU memory.",
+        description="Optimizer; adamw_8bit: moments of a byte; adamw_cpu_offload: all but the weights in CPU memory.",
     )
     gradient_checkpointing: Literal["auto"] | bool = Field(
         default="auto", description="Whether to recompute activations in backward: slower, less memory."

@@ -29,7 +29,7 @@ from posttrain.engines.vllm.weights import Named
 from posttrain.errors import EngineError
 from posttrain.extras import need
 
-STOPPING = 3.0  # seconds until our own server is killed
+STOPPING = 3.0  # seconds that our own server has to end before it is killed
 COMMAND = "python -m posttrain.engines.vllm.server --port 8001"
 
 

@@ -1,4 +1,4 @@
-"""vLLM in this process: weights are tagged with a version, and requests name the version."""
+"""vLLM in this process: pushed weights are tagged with a mark, and requests name the mark."""
 
 from __future__ import annotations
 
