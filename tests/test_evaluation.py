@@ -2,7 +2,6 @@
 
 import json
 from contextlib import closing
-from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from posttrain.engines import EmbeddedEngine
 from posttrain.errors import DataError
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.rewards.compose import Rewarded
-from posttrain.rewards.pass_at_k import pass_at_k, passes
 from posttrain.rollout import Sampler
 from posttrain.store.stored_rollouts import StoredRun
 
@@ -118,17 +116,6 @@ def test_sets_with_settings_of_their_own(sums_home, data, tmp_path, power_cut, m
     best = [max(e["reward"] for e in held_out[at : at + 3]) for at in range(0, 72, 3)]
     (at_four,) = [line for line in lines(whole) if line["step"] == 4 and "eval_reward" in line]
     assert at_four["eval_pass@3"] == pytest.approx(sum(best) / 24)
-
-
-def test_pass_at_k_is_the_mean_over_all_choices_of_k():
-    """Unbiased: the share of the k-subsets of n completions that have a right one, by enumeration."""
-    for n, c, k in ((1, 0, 1), (1, 1, 1), (5, 2, 1), (5, 2, 3), (6, 1, 4), (6, 3, 4), (4, 4, 2)):
-        subsets = list(combinations([True] * c + [False] * (n - c), k))
-        assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-    right = [[True, False, False, False], [False, None, None, False], [False] * 4]
-    # k = 2: 1 - C(3,2)/C(4,2) = 1/2, 0 and 0; the second has two verdicts, and says nothing of k = 4
-    assert passes(right, 4) == pytest.approx({"pass@1": 0.25 / 3, "pass@2": 0.5 / 3, "pass@4": 1 / 2})
-    assert passes([[None]], 1) == {} and list(passes([[True] * 6], 6)) == ["pass@1", "pass@2", "pass@4", "pass@6"]
 
 
 def test_a_template_of_its_own_leaves_the_runs_alone(data, sums_home):

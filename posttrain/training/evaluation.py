@@ -20,10 +20,10 @@ from posttrain.config.schema.rewards import Reward
 from posttrain.data import Dataset, Prepared
 from posttrain.data.published import own_stop
 from posttrain.engines import make_engine, stop_token_ids
+from posttrain.evaluation.statistics import passes
 from posttrain.grading.extract import THINK_END
 from posttrain.progress import progress
 from posttrain.rewards.compose import Rewards
-from posttrain.rewards.pass_at_k import passes
 from posttrain.rewards.rules import TAGGED
 from posttrain.rollout import Rollout, Sampler, joined
 from posttrain.store.checkpoint import saved_step

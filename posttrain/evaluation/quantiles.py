@@ -1,0 +1,59 @@
+"""Quantiles of the normal and of Student's t distribution."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import exp, inf, lgamma, log, log1p
+from statistics import NormalDist
+
+TINY = 1e-300  # in place of a zero denominator in the continued fraction
+
+
+def z_quantile(confidence: float) -> float:
+    """The z with P(|Z| < z) = `confidence` for a standard normal Z: 1.96 for 0.95."""
+    return NormalDist().inv_cdf((1 + confidence) / 2)
+
+
+@lru_cache(maxsize=4096)
+def t_quantile(confidence: float, freedom: float) -> float:
+    """The t with P(|T| < t) = `confidence` for Student's t with `freedom` degrees of freedom, by bisection."""
+    low, high = 0.0, 1.0
+    while t_outside(high, freedom) > 1 - confidence:
+        low, high = high, 2 * high
+    while True:
+        middle = (low + high) / 2
+        if middle in (low, high):
+            return middle
+        low, high = (middle, high) if t_outside(middle, freedom) > 1 - confidence else (low, middle)
+
+
+def t_outside(t: float, freedom: float) -> float:
+    """P(|T| > |t|) for Student's t with v = `freedom` degrees of freedom: I_x(v/2, 1/2) at x = v / (v + t²)."""
+    if t == 0:
+        return 1.0
+    return 0.0 if abs(t) == inf else incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
+
+
+def incomplete_beta(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function I_x(a, b), by its continued fraction (Lentz; DLMF 8.17.22)."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly
+        return 1 - incomplete_beta(b, a, 1 - x)
+    front = exp(lgamma(a + b) - lgamma(a) - lgamma(b) + a * log(x) + b * log1p(-x)) / a
+    c, d = 1.0, 1 / _not_zero(1 - (a + b) * x / (a + 1))
+    fraction = d
+    for m in range(1, 10_000):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for term in (even, odd):
+            d = 1 / _not_zero(1 + term * d)
+            c = _not_zero(1 + term / c)
+            fraction *= c * d
+        if abs(c * d - 1) < 1e-15:
+            break
+    return front * fraction
+
+
+def _not_zero(value: float) -> float:
+    return value if abs(value) > TINY else TINY
