@@ -21,6 +21,7 @@ LAYERS = [
     ["data"],
     ["models", "store"],
     ["scoring", "optim", "grading", "reports"],
+    ["judging"],
     ["rewards", "engines", "distillation"],
     ["rollout"],
     ["functional"],

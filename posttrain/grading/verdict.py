@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-Verdict = Literal["correct", "wrong", "timeout", "crashed", "bad_gold"]
-VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "timeout", "crashed", "bad_gold")
+Verdict = Literal[
+    "correct", "wrong", "scored", "timeout", "crashed", "bad_gold"
+]  # scored: by a judge (posttrain.judging)
+VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "timeout", "crashed", "bad_gold")  # of rules
 # These do not judge the completion: they are counted and dropped from the update, never turned into a reward.
 NON_VERDICTS = frozenset({"timeout", "crashed", "bad_gold"})
 EXTRACTED_CHARACTERS = 1000  # maximum length of a stored answer
@@ -62,7 +64,7 @@ class Grade:
 
     @property
     def counts(self) -> bool:
-        """Whether the verdict judges the completion (correct or wrong)."""
+        """Whether the verdict judges the completion (correct, wrong or scored)."""
         return self.verdict not in NON_VERDICTS
 
     @property

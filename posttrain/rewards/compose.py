@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from posttrain.config import DevicesConfig, TagsConfig
 from posttrain.config.schema.rewards import (
+    JudgeReward,
     LengthReward,
     ModelReward,
     OverlongReward,
@@ -27,7 +28,8 @@ from posttrain.config.schema.rewards import (
 from posttrain.errors import RewardError
 from posttrain.grading.extract import THINK, after_thinking
 from posttrain.grading.pool import DEADLINE_S, Pool
-from posttrain.grading.verdict import VERDICTS, Grade, GradeRequest
+from posttrain.grading.verdict import NON_VERDICTS, VERDICTS, Grade, GradeRequest
+from posttrain.judging.single import Judged, JudgeInput, SingleJudge
 from posttrain.rewards import shaping
 from posttrain.rewards.beside import OverdueError
 from posttrain.rewards.python import RewardFunction
@@ -35,6 +37,8 @@ from posttrain.rewards.rules import NEEDS_ANSWER, RULES, modules_of, options_of,
 from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
+
+COSTS = ("unreadable", "requests", "prompt_tokens", "completion_tokens")  # of judges
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class RewardPart:
     name: str
     weight: float
     values: tuple[float | None, ...]
-    grades: tuple[Grade, ...] | None = None  # of rules
+    grades: tuple[Grade, ...] | None = None  # of rules and judges
     overdue: tuple[bool, ...] | None = None  # for functions with a deadline: which calls exceeded it
 
     def counts(self, row: int) -> bool:
@@ -70,7 +74,8 @@ class RewardPart:
         return self.grades is None or self.grades[row].counts
 
     def metrics(self) -> dict[str, float]:
-        """Mean and standard deviation; for a rule also the number of each verdict, and the shares of its parts."""
+        """Mean and standard deviation; for a rule the number of each verdict, and the shares of its parts; for a judge
+        the number of each failure, and its costs."""
         values = [value for value in self.values if value is not None]
         found = _moments(f"rewards/{self.name}", values)
         if self.overdue is not None:
@@ -78,6 +83,11 @@ class RewardPart:
         if self.grades is None:
             return found
         counts = Counter(grade.verdict for grade in self.grades)
+        judged = [grade for grade in self.grades if isinstance(grade, Judged)]
+        if judged:
+            costs = {name: sum(getattr(one, name) for one in judged) for name in COSTS}
+            numbers = {verdict: counts[verdict] for verdict in sorted(NON_VERDICTS)} | costs
+            return found | {f"rewards/{self.name}/{name}": float(number) for name, number in numbers.items()}
         found |= {f"rewards/{self.name}/{verdict}": float(counts[verdict]) for verdict in VERDICTS}
         classes = Counter(grade.format_and_answer for grade in self.grades if grade.counts and grade.parts)
         for name in ("00", "01", "10", "11") if classes else ():
@@ -148,13 +158,14 @@ class Rewards:
         self._functions = {
             name: _function(term, devices or DevicesConfig(), max_completion_length)
             for name, term in zip(names, settings, strict=True)
-            if not isinstance(term, RuleReward | PythonReward)
+            if not isinstance(term, RuleReward | PythonReward | JudgeReward)
         }
         self._python = {
             name: RewardFunction(term.function, term.timeout, term.retries)
             for name, term in zip(names, settings, strict=True)
             if isinstance(term, PythonReward)
         }
+        self._judges: dict[str, SingleJudge] = {}
         rules = list(dict.fromkeys(term.type for term in settings if isinstance(term, RuleReward)))
         if pool is None and rules:
             pool = self._own_pool = Pool(workers, deadline, modules=modules_of(rules))
@@ -163,16 +174,24 @@ class Rewards:
             if pool is not None:
                 for rule in rules:
                     prove(pool, rule, self._tags)
+            for name, term in zip(names, settings, strict=True):
+                if isinstance(term, JudgeReward):
+                    self._judges[name] = SingleJudge(term)
         except BaseException:
             self.close(keep=False)
             raise
 
     def __call__(self, completions: Sequence[RewardInput]) -> Rewarded:
-        """Reward each completion. Rules are graded while other rewards compute. Raises RewardError."""
+        """Reward each completion. Rules grade and judges are asked while other rewards compute. Raises RewardError."""
         pending = {
             term_name(term): [self._pool.submit(self._job(term, completion)) for completion in completions]
             for term in self.settings
             if isinstance(term, RuleReward) and self._pool is not None
+        }
+        asked = {
+            term_name(term): self._judges[term_name(term)].start([_judge_input(term, one) for one in completions])
+            for term in self.settings
+            if isinstance(term, JudgeReward)
         }
         values = {name: function(completions) for name, function in self._functions.items()}
         overdue: dict[str, tuple[bool, ...]] = {}
@@ -185,6 +204,9 @@ class Rewards:
             name, grades = term_name(term), None
             if name in pending and self._pool is not None:
                 grades = tuple(self._pool.collect(pending[name]))
+            elif name in asked:
+                grades = tuple(self._judges[name].finish(asked[name]))
+            if grades is not None:
                 values[name] = [grade.score for grade in grades]
             parts.append(RewardPart(name, term.weight, tuple(values[name]), grades, overdue.get(name)))
         return Rewarded(tuple(_total(parts, row) for row in range(len(completions))), tuple(parts))
@@ -196,7 +218,7 @@ class Rewards:
         """
         found: dict[str, list[bool | None]] = {}
         for term, part in zip(self.settings, rewarded.parts, strict=True):
-            grades = part.grades or ()
+            grades = (part.grades or ()) if isinstance(term, RuleReward) else ()
             first = next((grade for grade in grades if grade.counts), None)
             if first is None:
                 continue
@@ -219,7 +241,10 @@ class Rewards:
         return GradeRequest(RULES[term.type], completion.text, completion.answer, options_of(term.type, self._tags))
 
     def close(self, keep: bool = True) -> None:
-        """Close its own pool of grading workers, if it has one (`keep` as there), and the threads of functions."""
+        """Close its own pool of grading workers, if it has one (`keep` as there), and the threads of functions and
+        judges."""
+        for judge in self._judges.values():
+            judge.close()
         for function in self._python.values():
             function.close()
         if self._own_pool is not None:
@@ -279,6 +304,11 @@ def _reply(completion: RewardInput) -> str:
     """The string after the thinking; empty if that has not ended."""
     whole = THINK + completion.text if completion.thinking else completion.text
     return after_thinking(whole).lstrip()
+
+
+def _judge_input(term: JudgeReward, completion: RewardInput) -> JudgeInput:
+    text = _reply(completion) if term.strip_thinking else completion.text
+    return JudgeInput(completion.prompt, text, completion.answer)
 
 
 def _total(parts: Sequence[RewardPart], row: int) -> float | None:

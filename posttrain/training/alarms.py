@@ -17,7 +17,7 @@ MESSAGES = {
     "task is too hard or too easy for this model, or the reward is broken",
     "no_reward": "no completion has a reward, so this step trained nothing: check whether the data has the answers "
     "that the rewards need (posttrain why RUN --step 1 --prompt 0), or why your own function returns None or takes "
-    "longer than its timeout",
+    "longer than its timeout, or a judge does not answer",
     "truncated": "every completion reached rollout.max_completion_length: raise it, or check whether the stop token is "
     "the one that the model was trained with",
     "no_verdict": "more than 0.5 % of the completions have no verdict (timeout, crashed, bad_gold) and are dropped",

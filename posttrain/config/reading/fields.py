@@ -171,7 +171,7 @@ def expected(annotation: Any) -> str:
     if get_origin(annotation) is tuple:
         return f"a list of {_plural(get_args(annotation)[0])}"
     if get_origin(annotation) is dict:
-        return "a mapping of names to text"
+        return f"a mapping of names to {'values' if get_args(annotation)[1] is Any else 'text'}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"a mapping with {', '.join(annotation.model_fields)}"
     return _WORDS[annotation]

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from posttrain.config.schema.base import FUNCTION, Float, Int, Label, Place, Positive, Problems, Settings, Text
+from posttrain.config.schema.judge import ScoreSettings
 
 RuleName = Literal[
     "match_format_exactly",
@@ -106,8 +107,15 @@ class PythonReward(RewardTerm):
     )
 
 
+class JudgeReward(RewardTerm, ScoreSettings):
+    """A language model behind an OpenAI-compatible address, which gives each completion a score."""
+
+    type: Literal["judge"] = Field(description="A judge model.")
+    strip_thinking: bool = Field(default=False, description="Whether to score only what follows the last </think>.")
+
+
 Reward = Annotated[
-    RuleReward | LengthReward | OverlongReward | RepetitionReward | ModelReward | PythonReward,
+    RuleReward | LengthReward | OverlongReward | RepetitionReward | ModelReward | PythonReward | JudgeReward,
     Field(discriminator="type"),
 ]
 

@@ -1,0 +1,117 @@
+"""The settings of a language model that judges completions, at an OpenAI-compatible address. Imports no torch."""
+
+import re
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from posttrain.config.schema.base import Float, Folder, Int, Positive, Problems, Settings, Text
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+OWN_FIELDS = frozenset({"model", "messages", "stream", "n"})  # of a request: set by the client alone
+
+
+class JudgeSettings(Settings):
+    """Where a judge answers, and how it is asked."""
+
+    base_url: Text = Field(description="Address of the server, such as https://api.openai.com/v1.")
+    model: Text = Field(description="Name of the model on that server.")
+    api_key_env: Text | None = Field(
+        default=None, description="Name of the environment variable that holds the API key; null: no key is sent."
+    )
+    temperature: Annotated[Float, Field(ge=0)] = Field(default=0.0, description="Temperature of the judge.")
+    max_tokens: Positive = Field(default=1024, description="Maximum number of tokens of a reply.")
+    parameters: dict[Text, Any] = Field(
+        default={}, description="Further fields of a request; null drops one, e.g. {max_tokens: null}."
+    )
+    timeout: Annotated[Float, Field(gt=0, le=3600)] = Field(
+        default=60.0, description="Seconds that one request may take, and the longest Retry-After that is obeyed."
+    )
+    retries: Annotated[Int, Field(ge=0, le=20)] = Field(
+        default=4, description="Number of further requests after a failure, with growing pauses."
+    )
+    concurrency: Annotated[Int, Field(ge=1, le=256)] = Field(default=8, description="Maximum requests at a time.")
+    requests_per_minute: Positive | None = Field(default=None, description="Maximum requests per minute; null: any.")
+    tokens_per_minute: Positive | None = Field(
+        default=None, description="Maximum tokens per minute, of prompts and replies; null: any."
+    )
+    cache: Folder | None = Field(
+        default=None, description="Folder of stored replies; null: judge/ in the cache folder."
+    )
+
+    @model_validator(mode="after")
+    def _check_address(self) -> "JudgeSettings":
+        problems = Problems()
+        problems.check(
+            _is_address(self.base_url),
+            "base_url",
+            "must be http://HOST[:PORT][/v1] or https://…, without user, password, query or fragment",
+        )
+        # The value is not shown: it may be the key itself.
+        problems.check(
+            self.api_key_env is None or VARIABLE.fullmatch(self.api_key_env) is not None,
+            "api_key_env",
+            "must be the name of an environment variable, such as OPENAI_API_KEY, not the key",
+        )
+        taken = sorted(OWN_FIELDS & self.parameters.keys())
+        problems.check(not taken, "parameters", f"must not have {', '.join(taken)}: the client sets it")
+        problems.report()
+        return self
+
+
+class ScoreSettings(JudgeSettings):
+    """A judge that gives one completion a score."""
+
+    prompt: Text | None = Field(
+        default=None, description="Question to the judge, with {prompt}, {completion}, {answer}; null: built in."
+    )
+    system_prompt: Text | None = Field(default=None, description="System message to the judge; null: none.")
+    read: Literal["rating", "number", "json", "regex"] = Field(
+        default="rating", description="Place of the score; rating: [[7]]; number: the last number; json: a field."
+    )
+    field: Text | None = Field(default=None, description="Field of the JSON reply, with read: json; null: score.")
+    pattern: Text | None = Field(
+        default=None, description="Regular expression with one group, with read: regex; its last match counts."
+    )
+    min_score: Float = Field(default=1.0, description="Lowest score; a lower one in a reply is no verdict.")
+    max_score: Float = Field(default=10.0, description="Highest score; a higher one in a reply is no verdict.")
+    scale: bool = Field(default=True, description="Whether to map min_score to 0 and max_score to 1.")
+
+    @model_validator(mode="after")
+    def _check_score(self) -> "ScoreSettings":
+        problems = Problems()
+        problems.check(
+            self.prompt is None or "{completion}" in self.prompt, "prompt", "must have {completion} somewhere"
+        )
+        problems.check(
+            self.prompt is not None or self.read == "rating",
+            "prompt",
+            f"is missing: the built-in one asks for [[rating]], and read is {self.read}",
+        )
+        problems.check(self.min_score < self.max_score, "max_score", f"must be above min_score, {self.min_score:g}")
+        problems.check(self.field is None or self.read == "json", "field", f"is read with read: json, not {self.read}")
+        if self.pattern is not None:
+            problems.check(self.read == "regex", "pattern", f"is read with read: regex, not {self.read}")
+            problems.check(_groups(self.pattern) == 1, "pattern", "must be a regular expression with one group")
+        problems.check(self.pattern is not None or self.read != "regex", "pattern", "is missing, with read: regex")
+        problems.report()
+        return self
+
+
+def _groups(pattern: str) -> int:
+    """Number of groups of a regular expression, -1 for an invalid one."""
+    try:
+        return re.compile(pattern).groups
+    except re.error:
+        return -1
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises ValueError if it is no number
+    except ValueError:
+        return False
+    clean = url.isprintable() and " " not in url and not parts.query + parts.fragment and "@" not in parts.netloc
+    return clean and parts.scheme in ("http", "https") and bool(parts.hostname)

@@ -1,0 +1,114 @@
+"""One HTTP request with a deadline for all of it: connecting, sending, and the last byte of the answer."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import email.utils
+import functools
+import socket
+import ssl
+import threading
+import time
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+MAX_BYTES = 16 << 20  # of an answer
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`retry_after`: seconds that the server asks to wait, None if it does not."""
+
+    status: int
+    body: bytes
+    retry_after: float | None
+
+
+class Post:
+    """A POST of JSON to `url`, through the environment's proxy if there is one. `cut`, from any thread, ends it."""
+
+    def __init__(self, url: str, key: str | None):
+        parts = urlsplit(url)
+        self._secure, self._host = parts.scheme == "https", parts.hostname or ""
+        self._port = parts.port or (443 if self._secure else 80)
+        self._path = parts.path
+        self._headers = {"Content-Type": "application/json", "Connection": "close", "User-Agent": "posttrain"}
+        self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
+        self._socket: socket.socket | None = None
+        self._is_cut = False
+
+    def send(self, body: bytes, timeout: float) -> Answer:
+        """The answer. Raises TimeoutError after `timeout` seconds, OSError or HTTPException if the connection fails."""
+        until = time.monotonic() + timeout
+        watch = threading.Timer(timeout, self.cut)  # a socket's own timeout starts again with each byte
+        watch.daemon = True
+        watch.start()
+        connection = self._connection(timeout)
+        try:
+            connection.connect()
+            self._socket = connection.sock
+            if self._is_cut:  # while connecting
+                raise ConnectionAbortedError("the request was cut off")
+            connection.request("POST", self._path, body, self._headers)
+            response = connection.getresponse()
+            content = response.read(MAX_BYTES + 1)
+            if len(content) > MAX_BYTES:
+                raise HTTPException(f"the answer is larger than {MAX_BYTES >> 20} MiB")
+            if response.length:
+                raise HTTPException("the answer is incomplete")
+            return Answer(response.status, content, _seconds(response.getheader("Retry-After")))
+        except (OSError, HTTPException, ValueError) as error:
+            if isinstance(error, TimeoutError) or time.monotonic() >= until:
+                raise TimeoutError(f"no answer within {timeout:g} s") from error
+            raise
+        finally:
+            watch.cancel()
+            connection.close()
+
+    def cut(self) -> None:
+        """End the request at once: `send` raises."""
+        self._is_cut = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def _connection(self, timeout: float) -> HTTPConnection:
+        proxy = getproxies().get("https" if self._secure else "http")
+        if proxy is None or proxy_bypass(self._host):
+            return self._to(self._host, self._port, timeout)
+        place = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+        login = {}
+        if place.username:
+            words = f"{unquote(place.username)}:{unquote(place.password or '')}"
+            login = {"Proxy-Authorization": f"Basic {base64.b64encode(words.encode()).decode()}"}
+        connection = self._to(place.hostname or "", place.port or 80, timeout)
+        if self._secure:
+            connection.set_tunnel(self._host, self._port, login)
+        else:
+            self._path = f"http://{self._host}:{self._port}{self._path}"
+            self._headers |= login
+        return connection
+
+    def _to(self, host: str, port: int, timeout: float) -> HTTPConnection:
+        if self._secure:
+            return HTTPSConnection(host, port, timeout=timeout, context=_certificates())
+        return HTTPConnection(host, port, timeout=timeout)
+
+
+@functools.cache  # reading the authorities takes a while
+def _certificates() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+def _seconds(header: str | None) -> float | None:
+    """A Retry-After header: a number of seconds, or a date."""
+    if header is None:
+        return None
+    with contextlib.suppress(ValueError, TypeError):
+        return max(0.0, float(header))
+    with contextlib.suppress(ValueError, TypeError):
+        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - time.time())
+    return None

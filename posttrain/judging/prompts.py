@@ -1,0 +1,69 @@
+"""The questions to a judge, in the style of MT-Bench (Zheng et al. 2023, arXiv 2306.05685, figures 5 to 10): a short
+explanation first, then the verdict in double square brackets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SINGLE_SYSTEM = "You are an impartial judge of answers that AI assistants give."
+SINGLE = """Rate how well the answer below serves the user's question. Consider whether it is helpful, relevant,
+correct, deep and detailed enough, and creative where that is asked for. Its length alone is no merit.{reference_rule}
+First explain your judgement in a few sentences. Then end with a rating from 1 to 10 in exactly this format:
+"[[rating]]", for example: "Rating: [[5]]".
+
+[Question]
+{prompt}
+{reference}
+[Start of the answer]
+{completion}
+[End of the answer]"""
+
+PAIR_SYSTEM = """You are an impartial judge. Two AI assistants have answered the same question. Decide which of them
+follows the user's instructions and answers the question better. Consider whether the answers are helpful, relevant,
+correct, deep and detailed enough, and creative where that is asked for. Neither the order of the answers, nor their
+length, nor the names of the assistants may influence you.{reference_rule}
+First compare the answers in a few sentences. Then end with your verdict in exactly this format: "[[A]]" if assistant A
+is better, "[[B]]" if assistant B is better, "[[C]]" for a tie."""
+PAIR = """[Question]
+{prompt}
+{reference}
+[Start of assistant A's answer]
+{a}
+[End of assistant A's answer]
+
+[Start of assistant B's answer]
+{b}
+[End of assistant B's answer]"""
+
+REFERENCE = """
+[Start of the reference answer]
+{answer}
+[End of the reference answer]
+"""
+REFERENCE_RULE = " A reference answer is given, which is correct: compare with it first, and look for mistakes."
+
+Prompt = str | Sequence[Mapping[str, Any]]
+
+
+def filled(template: str, values: Mapping[str, str]) -> str:
+    """The template with `{name}` replaced for every name of `values`. Other braces stay, as do those inside values."""
+    names = "|".join(map(re.escape, values))
+    return re.sub(rf"\{{({names})\}}", lambda found: values[found[1]], template)
+
+
+def with_reference(template: str, answer: str | None) -> str:
+    """A built-in question with or without a reference answer, whose place stays `{answer}`."""
+    given = answer is not None
+    parts = {"reference": REFERENCE if given else "", "reference_rule": REFERENCE_RULE if given else ""}
+    return filled(template, parts)
+
+
+def as_text(prompt: Prompt) -> str:
+    """A prompt as one string: a conversation of one user message is that message, a longer one has its roles."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1 and prompt[0].get("role") == "user":
+        return str(prompt[0].get("content") or "")
+    return "\n\n".join(f"{message.get('role')}: {message.get('content') or ''}" for message in prompt)
