@@ -62,6 +62,7 @@ class Case:
     gain: float | None = None
     kl: float | None = None
     beside: str | None = None
+    samples: int = 1  # completions of each held-out prompt: the rewards of a model need more than right answers
 
 
 def _grpo(**method: Any) -> dict[str, Any]:
@@ -102,9 +103,10 @@ CASES = {
     "replies": Case(
         "replies",
         _grpo(beta=0.03),
-        {"batch_size": 16, "max_steps": 60, "learning_rate": 4e-4},
+        {"batch_size": 16, "max_steps": 120, "learning_rate": 4e-4},
         gain=0.08,
         kl=1.2,
+        samples=16,
     ),
 }
 SETTINGS = {name: asdict(case) for name, case in CASES.items()}
@@ -286,7 +288,7 @@ def trial(folder: Path, name: str, seed: int) -> Trial:
             "seed": seed,
             "method": {k: v.format(folder=folder / "task") if k == "teacher" else v for k, v in case.method.items()},
             "training": training,
-            "evaluation": {"eval_steps": training["max_steps"]},
+            "evaluation": {"eval_steps": training["max_steps"], "num_generations": case.samples},
             **TASKS[case.task](folder / "task", seed),
             **QUIET,
         }
