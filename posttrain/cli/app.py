@@ -21,6 +21,7 @@ VERBS = {
     "grade": "grade",
     "generate": "generate",
     "sample": "sample",
+    "eval": "eval",
     "rollouts": "rollouts",
     "why": "rollouts",
     "regrade": "rollouts",

@@ -1,1 +1,1 @@
-"""How good a model is, and how sure that is: suites, records of every answer, statistics."""
+"""Suites, verdicts and records of an evaluation (docs/eval.md). Imports no torch."""

@@ -8,7 +8,6 @@ docs/functional.md.
 
 from posttrain.functional.data import PackedSFTDataset, get_packed_sft_dataset, iterate_batches
 from posttrain.functional.masking import masked_mean, masked_normalize
-from posttrain.functional.parse import parse_gsm8k_response, parse_mmlu_response
 from posttrain.functional.policy import (
     compute_group_normalized_rewards,
     compute_grpo_clip_loss,
@@ -24,6 +23,7 @@ from posttrain.functional.scoring import (
 )
 from posttrain.functional.sft import sft_microbatch_train_step
 from posttrain.functional.softmax import compute_entropy, selective_log_softmax
+from posttrain.grading.parse import parse_gsm8k_response, parse_mmlu_response
 
 __all__ = [
     "PackedSFTDataset",

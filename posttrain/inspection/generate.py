@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
@@ -18,8 +18,8 @@ from posttrain.data.prompts import Prompt, prompts_of
 from posttrain.data.readers import read_files
 from posttrain.data.report import Malformed
 from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids, text_of
+from posttrain.evaluation.answering import too_long
 from posttrain.models.devices import compute_dtype, take_device
-from posttrain.models.families import positions_of
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.progress import progress
 from posttrain.rollout import sampling_of
@@ -95,15 +95,6 @@ def generate(
         truncated=sum(completion.finish_reason == "length" for completion in found),
         seconds=seconds,
     )
-
-
-def too_long(prompt: Prompt | Malformed, policy: PreTrainedModel) -> Malformed | None:
-    """The reason why a prompt with more tokens than the model has positions cannot be completed; else None."""
-    positions = positions_of(policy.config)
-    if not isinstance(prompt, Prompt) or positions is None or len(prompt.tokens) <= positions:
-        return None
-    reason = f"the prompt has {len(prompt.tokens):,} tokens and the model {positions:,} positions: it leaves no room"
-    return Malformed("", 0, reason, prompt.row)
 
 
 def generate_all(

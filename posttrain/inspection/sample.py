@@ -21,6 +21,7 @@ from posttrain.data.templates import choose_template
 from posttrain.data.tokencheck import completion_faults, prompt_faults, stop_faults
 from posttrain.engines import Completion, make_engine, stop_token_ids, text_of
 from posttrain.errors import DataError, RunError
+from posttrain.evaluation.answering import too_long
 from posttrain.inspection.findings import (
     Keeps,
     Measured,
@@ -31,7 +32,7 @@ from posttrain.inspection.findings import (
     table,
     tags_of,
 )
-from posttrain.inspection.generate import generate_all, too_long
+from posttrain.inspection.generate import generate_all
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer
 from posttrain.rewards import compose

@@ -1,0 +1,237 @@
+"""`posttrain eval`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from posttrain.cli.errors import UsageError
+from posttrain.cli.score import Dtype
+from posttrain.cli.settings import Device, devices_from_flag, from_flags
+from posttrain.config import ModelConfig
+from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.config.schema.suite import SuiteConfig
+from posttrain.imports import quick_imports
+from posttrain.terminal import say
+from posttrain.words import model_name
+
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL...",
+        help="Hub ids, folders, adapters, checkpoints, runs (their newest model), or files with recorded completions.",
+    ),
+]
+Suite = Annotated[
+    str | None,
+    typer.Option("--suite", "-s", metavar="NAME,...", help="Suites: built-in names, .yaml files, module:function."),
+]
+ListSuites = Annotated[bool, typer.Option("--list", help="List the built-in suites and end.")]
+Data = Annotated[
+    list[str] | None,
+    typer.Option("--data", metavar="[NAME=]FILE", help="Local rows of a suite instead of its source; repeatable."),
+]
+MaxRows = Annotated[int | None, typer.Option("--max-rows", min=1, help="Items of each suite, evenly spread.")]
+NumGenerations = Annotated[
+    int | None, typer.Option("--num-generations", "-n", min=1, help="Completions of each prompt; several: with pass@k.")
+]
+Temperature = Annotated[
+    str | None, typer.Option("--temperature", metavar="T[,T...]", help="Sampling temperature; several: a sweep.")
+]
+TopP = Annotated[
+    str | None, typer.Option("--top-p", metavar="P[,P...]", help="Total probability to sample from; several: a sweep.")
+]
+TopK = Annotated[int, typer.Option("--top-k", min=0, help="Number of most likely tokens; 0: all.")]
+MinP = Annotated[float, typer.Option("--min-p", help="Minimum probability, as a share of the most likely token's.")]
+MaxLength = Annotated[int | None, typer.Option("--max-completion-length", min=1, help="Longest completion in tokens.")]
+Engine = Annotated[str, typer.Option("--engine", help="embedded; transformers (or hf): any architecture; vllm.")]
+Template = Annotated[str | None, typer.Option("--template", help="Template of the prompts, as data.template.")]
+PromptText = Annotated[str | None, typer.Option("--prompt", help="The question, such as '{problem}'.")]
+System = Annotated[str | None, typer.Option("--system-prompt", help="System prompt.")]
+Rule = Annotated[str | None, typer.Option("--rule", help="Rule that grades, or module:function.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="String that ends a completion; repeatable.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same completions.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Folder of the records; default: in the run, else evaluations/."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Evaluate again what is there already.")]
+Column = Annotated[
+    str,
+    typer.Option("--completion-column", help="Column of recorded completions, or a path such as a.solution."),
+]
+Reference = Annotated[
+    str | None, typer.Option("--reference", help="Reference of a policy's implicit reward, for suites of pairs.")
+]
+Batches = Annotated[
+    int | None,
+    typer.Option("--num-batches", min=1, help="Batches of 16 pairs, sampled with replacement."),
+]
+Deadline = Annotated[float, typer.Option("--deadline", help="Time limit of grading one completion, in seconds.")]
+Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Grading processes; default: one per core.")]
+Export = Annotated[str | None, typer.Option("--export", metavar="inspect|lm-eval", help="Also write this format.")]
+
+
+def eval(
+    models: Models = None,
+    suite: Suite = None,
+    list_suites: ListSuites = False,
+    data: Data = None,
+    max_rows: MaxRows = None,
+    num_generations: NumGenerations = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    max_completion_length: MaxLength = None,
+    stop: Stop = None,
+    engine: Engine = "embedded",
+    seed: Seed = 0,
+    template: Template = None,
+    prompt: PromptText = None,
+    system_prompt: System = None,
+    rule: Rule = None,
+    completion_column: Column = "completions",
+    reference: Reference = None,
+    num_batches: Batches = None,
+    output: Output = None,
+    overwrite: Overwrite = False,
+    deadline: Deadline = 2.0,
+    workers: Workers = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Evaluate models on suites of questions, with intervals.
+
+    Answers are graded as in training and stored as they come, so that a stopped evaluation goes on where it was. A
+    folder per model gets `evaluation.sqlite`, `answers.jsonl` (every answer with its verdict) and `summary.json`. What
+    could not be graded is counted, never scored.
+
+        posttrain eval runs/sft --suite gsm8k,math500 -n 4
+        posttrain eval MODEL --suite gsm8k --temperature 0,0.6,1.0
+        posttrain eval answers.jsonl --suite gsm8k --completion-column solution
+    """
+    if list_suites:
+        _list()
+        return
+    if not models:
+        raise UsageError("give a MODEL to evaluate: a folder, a hub id, a run, or a file with recorded completions")
+    if suite is None:
+        raise UsageError("give the suites with --suite, such as --suite gsm8k; posttrain eval --list shows them")
+    rollout = from_flags(
+        RolloutConfig, {"engine": "transformers" if engine == "hf" else engine, "top_k": top_k, "min_p": min_p}
+    )
+    temperatures, top_ps = _numbers("temperature", temperature), _numbers("top-p", top_p)
+    settings = {
+        "template": template,
+        "prompt": prompt,
+        "system_prompt": system_prompt,
+        "rule": rule,
+        "stop": tuple(stop) if stop else None,
+    }
+    devices = devices_from_flag(device)
+    suites = _suites(suite, {name: value for name, value in settings.items() if value is not None}, data)
+    with quick_imports():
+        from posttrain.evaluation.items import load_items  # these import torch, which takes seconds
+        from posttrain.inspection.evaluate import Options, evaluate, evaluate_recorded
+        from posttrain.inspection.evaluate_table import show
+        from posttrain.inspection.pairs import PairOptions
+    chosen = [load_items(one, max_rows) for one in suites]
+    options = Options(
+        engine=rollout.engine,
+        vllm=rollout.vllm,
+        temperatures=temperatures,
+        top_ps=top_ps,
+        top_k=top_k,
+        min_p=min_p,
+        num_generations=num_generations,
+        max_completion_length=max_completion_length,
+        seed=seed,
+        deadline=deadline,
+        workers=workers,
+        pairs=PairOptions(reference=reference, num_batches=num_batches, max_rows=max_rows, seed=seed),
+    )
+    found: dict[str, Mapping[str, Any]] = {}
+    for model in models:
+        if Path(model).is_file():
+            name = Path(model).stem
+            folder = _folder(output, Path("evaluations") / name, name, len(models))
+            summary = evaluate_recorded(Path(model), completion_column, chosen, options, folder, overwrite)
+        else:
+            place, name, default = _located(model)
+            folder = _folder(output, default, name, len(models))
+            found_model = from_flags(ModelConfig, {"path": place, "dtype": dtype})
+            summary = evaluate(found_model, name, chosen, options, devices, folder, overwrite)
+        found[str(folder)] = summary
+    show(found)
+    for folder in found:
+        say(f"written: {folder}")
+
+
+def _list() -> None:
+    from posttrain.console import PlainConsole
+    from posttrain.evaluation.suite import suites_table
+
+    PlainConsole().print(suites_table())
+
+
+def _suites(names: str, settings: Mapping[str, Any], data: Sequence[str] | None) -> list[SuiteConfig]:
+    from posttrain.evaluation.suite import find_suite, with_settings
+
+    found = [with_settings(find_suite(name.strip()), settings) for name in names.split(",") if name.strip()]
+    twice = {one.name for one in found if [other.name for other in found].count(one.name) > 1}
+    if not found or twice:
+        raise UsageError(f"--suite names {', '.join(sorted(twice))} twice" if twice else "--suite names no suite")
+    sources = _sources(data, [one.name for one in found])
+    return [with_settings(one, {"source": sources[one.name]}) if one.name in sources else one for one in found]
+
+
+def _sources(given: Sequence[str] | None, suites: Sequence[str]) -> dict[str, str]:
+    """The sources that `--data` names, by suite; without a name it is that of the only suite."""
+    from posttrain.evaluation.suite import ALIASES
+
+    found: dict[str, str] = {}
+    for text in given or ():
+        name, equals, path = text.partition("=")
+        name = ALIASES.get(name, name)
+        if not equals or (name not in suites and Path(text).exists()):
+            if len(suites) > 1:
+                raise UsageError(f"--data {text}: with several suites, write NAME={text}, such as {suites[0]}={text}")
+            name, path = suites[0], text
+        if name not in suites:
+            raise UsageError(f"--data {text}: {name} is not one of the suites {', '.join(suites)}")
+        found[name] = path
+    return found
+
+
+def _numbers(name: str, text: str | None) -> tuple[float, ...]:
+    if text is None:
+        return ()
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"--{name} is {text!r}; give numbers with commas, such as 0,0.6,1.0") from None
+    for value in values:
+        from_flags(RolloutConfig, {name.replace("-", "_"): value})
+    if len(set(values)) < len(values):
+        raise UsageError(f"--{name} has a number twice: {text}")
+    return values
+
+
+def _located(model: str) -> tuple[str, str, Path]:
+    """The path of a model, its name, and the default folder of its records."""
+    from posttrain.reports.listing import newest_model
+
+    folder = Path(model).expanduser()
+    place = newest_model(folder) if folder.is_dir() else None
+    if place is not None and (place.parent / "run.json").is_file():
+        return str(place), f"{place.parent.name}/{place.name}", place.parent / "evaluation" / place.name
+    name = model_name(model)
+    return str(place or model), name, Path("evaluations") / name
+
+
+def _folder(output: Path | None, default: Path, name: str, models: int) -> Path:
+    if output is None:
+        return default
+    return output / name.replace("/", "-") if models > 1 else output

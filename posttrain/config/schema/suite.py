@@ -1,0 +1,93 @@
+"""A suite: the questions of an evaluation, how they are asked and how answers are graded. Imports no torch."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from posttrain.config.schema.base import FUNCTION, Float, Int, OneOrMore, Positive, Problems, Settings, Text, Word
+from posttrain.config.schema.data import check_template
+
+RULE = r"^[a-z][a-z0-9_]*$"
+
+
+def _one_as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+Alternatives = Annotated[tuple[Text, ...], BeforeValidator(_one_as_tuple), Field(min_length=1)]
+
+
+class SuiteConfig(Settings):
+    """One file of `posttrain/evaluation/suites/`, or of a user.
+
+    Strings with `{name}` are filled with the fields of a row; other braces stay as they are.
+    """
+
+    name: Word = Field(description="Name in tables, metrics (eval_{name}) and records.")
+    about: Text = Field(default="a suite of the user", description="What is asked, in a few words.")
+    source: Text = Field(description="Known data set, hub id, file or folder.")
+    split: Text = Field(default="test", description="Split of a hub data set.")
+    rows: Annotated[Text, Field(pattern=FUNCTION)] | None = Field(
+        default=None, description="module:function(source, split) that yields rows as dicts; null: as data.source."
+    )
+    columns: dict[str, Alternatives] = Field(
+        default={},
+        description="Fields from the columns of a row: for each, a column or a string with {column}; of several, the "
+        "first whose columns the row has.",
+    )
+    kind: Literal["generate", "choices", "preference"] = Field(
+        default="generate",
+        description="generate: completions are graded; choices: the likeliest of given continuations is the answer; "
+        "preference: chosen and rejected completions are compared.",
+    )
+    prompt: str | list[dict[str, str]] = Field(
+        default="{problem}", description="The question as a string, or a list of messages."
+    )
+    template: Text = Field(
+        default="auto", description="Template, as data.template; auto: the tokenizer's own if it has one, else none."
+    )
+    system_prompt: str | None = Field(default=None, description="System prompt; null: none.")
+    answer: Text | None = Field(default="answer", description="Field with the right answer; null: there is none.")
+    id: Text | None = Field(default=None, description="Field that identifies an item; null: the row's number.")
+    group: Text | None = Field(default=None, description="Field with the item's subject or level; null: no groups.")
+    rule: Annotated[Text, Field(pattern=f"{RULE}|{FUNCTION}")] = Field(
+        default="math", description="Rule that grades a completion, or module:function as in `rewards`; none: no grade."
+    )
+    options: dict[str, Text] = Field(
+        default={}, description="Arguments of the rule, each from a field of the row: {choices: options}."
+    )
+    metric: Word = Field(default="accuracy", description="Name of the mean score.")
+    choices: tuple[Text, ...] = Field(default=(), description="Continuations to compare; the answer is one's number.")
+    shots: Annotated[Int, Field(ge=0)] = Field(
+        default=0, description="Worked examples in the prompt, as {shots}, from `shots_split` and the item's group."
+    )
+    shots_split: Text = Field(default="dev", description="Split of the worked examples.")
+    items: Positive | None = Field(default=None, description="Number of items of the whole suite; null: unknown.")
+    groups: Positive | None = Field(default=None, description="Number of groups of the whole suite; null: unknown.")
+    num_generations: Positive = Field(default=1, description="Completions of each prompt.")
+    temperature: Annotated[Float, Field(ge=0)] = Field(default=0.0, description="Sampling temperature; 0: greedy.")
+    max_completion_length: Positive = Field(default=1024, description="Longest completion in tokens.")
+    stop: Annotated[tuple[Text, ...], OneOrMore] = Field(default=(), description="Strings that end a completion.")
+    outputs: Text | None = Field(
+        default=None, description="File for the completions in AlpacaEval's format; null: none is written."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "SuiteConfig":
+        problems = Problems()
+        if self.template != "auto":
+            check_template(problems, self.template)
+        problems.check(
+            self.kind != "choices" or len(self.choices) > 1, "choices", "needs two continuations or more to compare"
+        )
+        problems.check(self.kind == "choices" or not self.choices, "choices", "is read with `kind: choices` only")
+        problems.check(
+            self.rule == "none" or self.answer is None or self.kind != "preference",
+            "answer",
+            "is not read with `kind: preference`: set it to null",
+        )
+        problems.check(
+            "{shots}" in str(self.prompt) or not self.shots, "shots", "is set, but the prompt has no {shots}"
+        )
+        problems.report()
+        return self

@@ -1,0 +1,59 @@
+"""IFEval's checks of instructions, by lm-eval's copy of the authors' own code.
+
+Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models" (arXiv 2311.07911).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+from posttrain.extras import need
+from posttrain.grading.verdict import BadGold, Judgement
+
+# They count sentences with NLTK's punkt_tab, which NLTK downloads.
+NEEDS_PUNKT = frozenset({"length_constraints:number_sentences", "length_constraints:nth_paragraph_first_word"})
+MODULES = ("langdetect", "immutabledict", "nltk", "lm_eval.tasks.ifeval.instructions_registry")
+
+
+def package(name: str) -> ModuleType:
+    """One of the packages of the extra `ifeval`. Raises ConfigError if it is missing."""
+    return need(name, "ifeval", "suite ifeval")
+
+
+@lru_cache(maxsize=1)
+def _has_punkt() -> bool:
+    try:
+        package("nltk").data.find("tokenizers/punkt_tab")
+    except LookupError:
+        return False
+    return True
+
+
+def check(instructions: Sequence[str]) -> None:
+    """Raises BadGold if an instruction is unknown or cannot be checked on this machine."""
+    known = package("lm_eval.tasks.ifeval.instructions_registry").INSTRUCTION_DICT
+    unknown = [name for name in instructions if name not in known]
+    if unknown:
+        raise BadGold(f"there is no check of {', '.join(unknown)}")
+    if not _has_punkt() and (names := NEEDS_PUNKT & {*instructions}):
+        raise BadGold(f"{', '.join(sorted(names))} needs NLTK's punkt_tab: python -m nltk.downloader punkt_tab")
+
+
+def followed(
+    completion: str, instructions: Sequence[str], kwargs: Sequence[Mapping[str, Any]], prompt: str
+) -> Judgement:
+    """Whether all instructions are followed (strict); the parts are those of the single instructions."""
+    package("langdetect").DetectorFactory.seed = 0  # else the detected language of a short string varies
+    checks = package("lm_eval.tasks.ifeval.utils")
+    asked = checks.InputExample(
+        key=0, instruction_id_list=list(instructions), prompt=prompt, kwargs=[dict(given) for given in kwargs]
+    )
+    found = checks.test_instruction_following_strict(asked, completion)
+    parts = {
+        f"{place} {name}": float(right)
+        for place, (name, right) in enumerate(zip(instructions, found.follow_instruction_list, strict=True))
+    }
+    return Judgement(float(found.follow_all_instructions), found.follow_all_instructions, None, parts)

@@ -1,0 +1,203 @@
+"""The items of a suite: rows as questions with their answers."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.config.schema.suite import SuiteConfig
+from posttrain.data.readers import Record
+from posttrain.data.report import MALFORMED_SHARE, Malformed, list_malformed
+from posttrain.data.sources import open_source
+from posttrain.errors import DataError
+from posttrain.words import counted
+
+FIELD = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One question. `position` is its place in the whole suite, which its random numbers depend on."""
+
+    position: int
+    id: str
+    group: str
+    prompt: str | list[dict[str, str]]
+    gold: str | None
+    options: Mapping[str, Any]  # arguments of the rule
+    fields: Mapping[str, Any]  # the row, with the suite's own fields
+    problem: str | None = None  # why it cannot be asked
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """The chosen items of a suite. `partial` says what part of it they are; None: the whole."""
+
+    suite: SuiteConfig
+    items: tuple[Item, ...]
+    available: int  # items in the data
+    partial: str | None
+    digest: str  # of the data and the settings of the questions
+
+    @property
+    def prompts(self) -> list[str]:
+        """The questions as strings, the last message of conversations."""
+        return [text_of(item.prompt) for item in self.items]
+
+
+def load_items(suite: SuiteConfig, max_rows: int | None = None) -> Items:
+    """Read a suite's items; with `max_rows`, that many, evenly spread. Pairs are read when they are scored.
+
+    A row without the suite's fields stays as an item with a `problem`. Raises DataError if the source cannot be read,
+    or more than 1 % of its rows.
+    """
+    if suite.kind == "preference":
+        return Items(suite, (), 0, None, "")
+    source = suite.source
+    records = list(_records(suite, source, suite.split))
+    if not records:
+        raise DataError(f"suite {suite.name}: {source} has no rows")
+    shots = _shots(suite, source) if suite.shots else {}
+    items = [_item(suite, record, shots) for record in records]
+    _refuse_malformed(suite, source, records, items)
+    most = min(max_rows or len(items), len(items))
+    chosen = [items[index * len(items) // most] for index in range(most)]
+    _refuse_twice(suite, chosen)
+    digest = hashlib.sha256()
+    for item in chosen:
+        digest.update(json.dumps([item.id, item.prompt, item.gold], sort_keys=True, default=str).encode())
+    return Items(suite, tuple(chosen), len(items), _partial(suite, items, chosen), digest.hexdigest())
+
+
+def fields_of(suite: SuiteConfig, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a row, and the fields that the suite makes of them."""
+    fields = dict(row)
+    for name, alternatives in suite.columns.items():
+        for column in alternatives:
+            needed = FIELD.findall(column)
+            if needed and all(part in row for part in needed):
+                fields[name] = fill(column, row)
+                break
+            if not needed and column in row:
+                fields[name] = row[column]
+                break
+    return fields
+
+
+def fill(template: str, fields: Mapping[str, Any]) -> str:
+    """The string with every `{name}` of a field replaced by its value; other braces stay."""
+    return FIELD.sub(lambda match: _text(fields[match[1]]) if match[1] in fields else match[0], template)
+
+
+def text_of(prompt: str | Sequence[Mapping[str, str]]) -> str:
+    """A prompt for display: the string, or the content of the last message."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+
+
+def _records(suite: SuiteConfig, source: str, split: str) -> Iterator[Record]:
+    if suite.rows is None:
+        yield from open_source(source, split, None, 0, lambda working, answer: working).read()
+        return
+    module, _, name = suite.rows.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise DataError(f"suite {suite.name}: rows: {suite.rows} cannot be imported: {error}") from error
+    for row, value in enumerate(function(source, split)):
+        yield value if isinstance(value, Record) else Record(row, source, row + 1, value)
+
+
+def _item(suite: SuiteConfig, record: Record, shots: Mapping[str, str]) -> Item:
+    fields = fields_of(suite, record.value or {})
+    group = _text(fields.get(suite.group, "")) if suite.group else ""
+    fields["shots"] = shots.get(group, "")
+    identity = _text(fields[suite.id]) if suite.id and suite.id in fields else str(record.row)
+    problem = record.problem or _lacking(suite, fields)
+    if problem:
+        return Item(record.row, identity, group, "", None, {}, fields, problem)
+    prompt: str | list[dict[str, str]] = (
+        fill(suite.prompt, fields)
+        if isinstance(suite.prompt, str)
+        else [{key: fill(value, fields) for key, value in message.items()} for message in suite.prompt]
+    )
+    gold = None if suite.answer is None else _text(fields[suite.answer])
+    options = {name: fields.get(column) for name, column in suite.options.items()}
+    return Item(record.row, identity, group, prompt, gold, options, fields)
+
+
+def _lacking(suite: SuiteConfig, fields: Mapping[str, Any]) -> str | None:
+    wanted = [*FIELD.findall(str(suite.prompt)), *suite.options.values(), *([suite.answer] if suite.answer else [])]
+    known = {*suite.columns, *suite.options.values(), suite.answer}
+    missing = [name for name in dict.fromkeys(wanted) if name in known and fields.get(name) is None]
+    if not missing:
+        return None
+    sought = [column for name in missing for column in suite.columns.get(name, (name,))]
+    return f"the row has no {' or '.join(sought)}"
+
+
+def _text(value: Any) -> str:
+    """A value as a string: whole numbers without `.0`, lists with commas."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, list | tuple):
+        return ", ".join(_text(one) for one in value)
+    return value if isinstance(value, str) else str(value)
+
+
+def _shots(suite: SuiteConfig, source: str) -> dict[str, str]:
+    """The worked examples of each group: prompt and answer, without the heading that precedes `{shots}`."""
+    body = str(suite.prompt).partition("{shots}")[2]
+    found: dict[str, list[str]] = defaultdict(list)
+    for record in _records(suite, source, suite.shots_split):
+        fields = fields_of(suite, record.value or {})
+        group = _text(fields.get(suite.group, "")) if suite.group else ""
+        if len(found[group]) < suite.shots:
+            answer = _text(fields[suite.answer]) if suite.answer else ""
+            end = suite.choices[int(answer)] if suite.choices and answer.isdecimal() else f" {answer}"
+            found[group].append(f"{fill(body, fields)}{end}\n\n")
+    return {group: "".join(examples) for group, examples in found.items()}
+
+
+def _refuse_malformed(suite: SuiteConfig, source: str, records: Sequence[Record], items: Iterable[Item]) -> None:
+    bad = [
+        Malformed(record.file, record.line, item.problem, record.row)
+        for record, item in zip(records, items, strict=True)
+        if item.problem
+    ]
+    if len(bad) > MALFORMED_SHARE * len(records):
+        columns = ", ".join(next((record.value for record in records if record.value), {}))
+        raise DataError(
+            f"suite {suite.name}: {len(bad):,} of {counted(len(records), 'row')} of {source} cannot be asked, which is "
+            f"over {MALFORMED_SHARE:.0%} (it has the columns {columns or 'none'}):\n{list_malformed(bad)}"
+        )
+
+
+def _refuse_twice(suite: SuiteConfig, items: Iterable[Item]) -> None:
+    seen: set[str] = set()
+    for item in items:
+        if item.id in seen:
+            raise DataError(f"suite {suite.name}: two items have the {suite.id or 'id'} {item.id}")
+        seen.add(item.id)
+
+
+def _partial(suite: SuiteConfig, items: Sequence[Item], chosen: Sequence[Item]) -> str | None:
+    """What part of the suite the chosen items are, such as "10 of 57 subjects"; None for the whole."""
+    parts = []
+    groups = {item.group for item in items}
+    if suite.groups is not None and len(groups) < suite.groups:
+        parts.append(f"{len(groups)} of {suite.groups} {plural(suite.group or 'group')}")
+    if len(chosen) < len(items):
+        parts.append(f"{len(chosen):,} of {len(items):,} items")
+    elif suite.items is not None and len(items) < suite.items and not parts:
+        parts.append(f"{len(items):,} of {suite.items:,} items")
+    return ", ".join(parts) or None
+
+
+def plural(noun: str) -> str:
+    return f"{noun.replace('_', ' ')}s"

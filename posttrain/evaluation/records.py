@@ -1,0 +1,193 @@
+"""The records of an evaluation: `evaluation.sqlite` as it goes, then `answers.jsonl` and `summary.json` (docs/eval.md).
+
+A block of items is one transaction, so a killed evaluation has whole blocks and goes on after them.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from posttrain.errors import RunError
+from posttrain.store.files import load_json, save_json, save_rows
+
+DATABASE, ANSWERS, SUMMARY = "evaluation.sqlite", "answers.jsonl", "summary.json"
+FORMAT = 1
+BUSY_S = 30.0  # seconds to wait for another program's lock
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS evaluations (key TEXT PRIMARY KEY, facts TEXT, summary TEXT);
+CREATE TABLE IF NOT EXISTS answers (
+    key TEXT, position INTEGER, sample INTEGER, suite TEXT, setting TEXT, item TEXT, "group" TEXT, prompt TEXT,
+    gold TEXT, completion TEXT, extracted TEXT, verdict TEXT, score REAL, format_and_answer TEXT, tokens INTEGER,
+    finish_reason TEXT, seconds REAL, reason TEXT,
+    PRIMARY KEY (key, position, sample)
+) WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One completion of one item, and what is known of it."""
+
+    suite: str
+    setting: str  # of a sweep, such as "temperature=0.6 top_p=0.9"; else ""
+    item: str  # the item's id in its suite
+    sample: int  # from 0
+    group: str  # subject or level; "" without groups
+    prompt: str  # as the model reads it
+    gold: str | None
+    completion: str
+    extracted: str | None  # the answer that the rule found
+    verdict: str  # correct, wrong, timeout, crashed, bad_gold, ungraded; scored: by a function
+    score: float | None  # None: not graded
+    format_and_answer: str  # 11, 10, 01, 00; "" if the rule has no format
+    tokens: int
+    finish_reason: str  # stop, length; "" if nothing was generated
+    seconds: float  # its share of the time of generation
+    reason: str | None  # why it is not graded
+
+
+COLUMNS = tuple(field.name for field in fields(Answer))
+_QUOTED = ", ".join(f'"{name}"' for name in COLUMNS)
+
+
+class EvaluationStore:
+    """The database of an evaluation folder. Errors of SQLite are RunErrors that name the file."""
+
+    def __init__(self, folder: Path, overwrite: bool = False):
+        self.path, self._overwrite = folder / DATABASE, overwrite
+        self._started: set[str] = set()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(self.path, timeout=BUSY_S)
+            with self._connection:
+                self._connection.executescript(SCHEMA)
+        except (sqlite3.Error, OSError) as error:
+            raise self._refusal(error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def facts(self, key: str) -> dict[str, Any] | None:
+        """What identifies a started evaluation: model, items, settings; None if it has not started."""
+        if self._overwrite and key not in self._started:
+            return None
+        rows = self._rows("SELECT facts FROM evaluations WHERE key = ?", key)
+        return json.loads(rows[0][0]) if rows else None
+
+    def summary(self, key: str) -> dict[str, Any] | None:
+        """The summary of a finished evaluation."""
+        rows = self._rows("SELECT summary FROM evaluations WHERE key = ?", key)
+        return json.loads(rows[0][0]) if rows and rows[0][0] else None
+
+    def summaries(self) -> dict[str, dict[str, Any]]:
+        """The summaries of all finished evaluations of the folder, in their order."""
+        rows = self._rows("SELECT key, summary FROM evaluations WHERE summary IS NOT NULL ORDER BY rowid")
+        return {key: json.loads(summary) for key, summary in rows}
+
+    def start(self, key: str, facts: Mapping[str, Any]) -> None:
+        """Begin an evaluation; answers of an earlier one with this key are deleted."""
+        self._started.add(key)
+        self._write("DELETE FROM answers WHERE key = ?", [(key,)])
+        self._write("INSERT OR REPLACE INTO evaluations VALUES (?, ?, NULL)", [(key, json.dumps(facts))])
+
+    def add(self, key: str, answers: Sequence[tuple[int, Answer]]) -> None:
+        """Store answers with their items' positions, all or none."""
+        marks = ", ".join("?" * (len(COLUMNS) + 2))
+        rows = [(key, position, *(getattr(answer, name) for name in COLUMNS)) for position, answer in answers]
+        self._write(f"INSERT OR REPLACE INTO answers (key, position, {_QUOTED}) VALUES ({marks})", rows)
+
+    def finish(self, key: str, summary: Mapping[str, Any]) -> None:
+        self._write("UPDATE evaluations SET summary = ? WHERE key = ?", [(json.dumps(summary), key)])
+
+    def positions(self, key: str) -> set[int]:
+        """The items that have their answers."""
+        return {row[0] for row in self._rows("SELECT DISTINCT position FROM answers WHERE key = ?", key)}
+
+    def answers(self, key: str | None = None) -> Iterator[Answer]:
+        """The answers of one evaluation, or of all that are finished, by suite, item and sample."""
+        if key is not None:
+            rows = self._rows(f"SELECT {_QUOTED} FROM answers WHERE key = ? ORDER BY position, sample", key)
+            yield from (Answer(*row) for row in rows)
+            return
+        for finished in self.summaries():
+            yield from self.answers(finished)
+
+    def _rows(self, query: str, *values: str) -> list[tuple[Any, ...]]:
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._refusal(error) from error
+
+    def _write(self, query: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        safe = [tuple(_storable(value) for value in row) for row in rows]
+        try:
+            with self._connection:
+                self._connection.executemany(query, safe)
+        except sqlite3.Error as error:
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: Exception) -> RunError:
+        text = str(error)
+        if "locked" in text:
+            advice = "another program writes it: wait for it, or give another folder with --output"
+        elif "malformed" in text or "not a database" in text:
+            advice = "the file is damaged: move it away, and evaluate again"
+        else:
+            advice = "check the disk and the permissions of the folder; what was stored before is kept"
+        return RunError(f"{self.path}: {text} ({advice})")
+
+
+def _storable(value: Any) -> Any:
+    """A lone surrogate, which UTF-8 lacks, as its escape."""
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+
+
+def write_files(
+    folder: Path, store: EvaluationStore, model: Mapping[str, Any], about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write `answers.jsonl` and `summary.json` from the database. Returns the summary."""
+    save_rows(folder / ANSWERS, (asdict(answer) for answer in store.answers()))
+    summary = {"format": FORMAT, **about, "model": dict(model), "suites": store.summaries()}
+    save_json(folder / SUMMARY, summary)
+    return summary
+
+
+def is_evaluation(folder: Path) -> bool:
+    return (folder / SUMMARY).is_file() or (folder / DATABASE).is_file()
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """`summary.json` of a finished evaluation. Raises RunError if it is missing, damaged or of another version."""
+    if not (folder / SUMMARY).is_file() and (folder / DATABASE).is_file():
+        raise RunError(f"{folder} has an evaluation that is not finished: run the same `posttrain eval` again")
+    summary = load_json(folder / SUMMARY)
+    if not isinstance(summary, dict) or summary.get("format") != FORMAT or not isinstance(summary.get("suites"), dict):
+        raise RunError(f"{folder / SUMMARY} is damaged or of another version of posttrain")
+    return summary
+
+
+def read_answers(folder: Path) -> list[Answer]:
+    """The answers of a finished evaluation, from `answers.jsonl`. Raises RunError if it is missing or damaged."""
+    path, found = folder / ANSWERS, []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    row = json.loads(line)
+                    found.append(Answer(**{name: row[name] for name in COLUMNS}))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise RunError(f"{path} line {number} is damaged: {error}") from None
+    except FileNotFoundError:
+        read_summary(folder)  # says whether it is unfinished
+        raise RunError(f"{path} is missing") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from None
+    return found

@@ -1,0 +1,115 @@
+"""The suites by name: the files of `suites/`, or a user's file or function."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich import box
+from rich.table import Table
+
+from posttrain.config.reading.explain import did_you_mean, wrong_value
+from posttrain.config.reading.fields import full
+from posttrain.config.reading.files import read_settings
+from posttrain.config.schema.base import SettingsConflict
+from posttrain.config.schema.suite import SuiteConfig
+from posttrain.errors import ConfigError
+
+FOLDER = Path(__file__).parent / "suites"
+ALIASES = {
+    "competition_math": "math",
+    "math-500": "math500",
+    "math_500": "math500",
+    "minerva_math": "minerva",
+    "minerva-math": "minerva",
+    "alpaca-eval": "alpaca_eval",
+    "simple-safety-tests": "simple_safety_tests",
+    "sst": "simple_safety_tests",
+    "hh-rlhf": "hh",
+}
+
+
+def suite_names() -> list[str]:
+    """The built-in suites."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def find_suite(name: str) -> SuiteConfig:
+    """The suite of a built-in name, a YAML or JSON file, or a `module:function` that returns its settings.
+
+    Raises ConfigError for an unknown name and for wrong settings.
+    """
+    if name.endswith((".yaml", ".yml", ".json")):
+        return _checked(read_settings(Path(name).expanduser()).values, name)
+    if ":" in name:
+        return _from_function(name)
+    name = ALIASES.get(name, name)
+    path = FOLDER / f"{name}.yaml"
+    if name not in suite_names():
+        near = get_close_matches(name, [*suite_names(), *ALIASES], n=1)
+        meant = f": did you mean {near[0]}?" if near else f"; there are {', '.join(suite_names())}"
+        raise ConfigError(f"there is no suite {name}{meant} A suite of your own is a .yaml file or module:function")
+    return _checked(read_settings(path).values, str(path))
+
+
+def _from_function(name: str) -> SuiteConfig:
+    module, _, function = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # a module beside the user, as for rewards
+    try:
+        made = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"the suite {name} cannot be imported: {error}") from error
+    if isinstance(made, SuiteConfig):
+        return made
+    if not isinstance(made, Mapping):
+        raise ConfigError(f"the suite {name} returned {type(made).__name__}; it must return a dict of settings")
+    return _checked({"name": function} | dict(made), name)
+
+
+def with_settings(suite: SuiteConfig, given: Mapping[str, Any]) -> SuiteConfig:
+    """The suite with other settings, checked."""
+    return _checked(suite.model_dump() | dict(given), f"suite {suite.name}") if given else suite
+
+
+def _checked(values: Mapping[str, Any], origin: str) -> SuiteConfig:
+    try:
+        return SuiteConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{origin}: {line}" for line in _lines(error, values))) from error
+
+
+def _lines(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
+    found: dict[str, str] = {}
+    for problem in error.errors(include_url=False):
+        conflict = problem.get("ctx", {}).get("error")
+        if isinstance(conflict, SettingsConflict):
+            found |= dict(conflict.problems)
+            continue
+        name = str(problem["loc"][0])
+        if problem["type"] == "extra_forbidden":
+            found[name] = f"is not a setting of a suite; {did_you_mean(name, SuiteConfig.model_fields)}"
+        elif problem["type"] == "missing":
+            found[name] = "is missing"
+        else:
+            found[name] = wrong_value(values.get(name), full(SuiteConfig.model_fields[name]))
+    return [f"{name} {message}" for name, message in found.items()]
+
+
+def suites_table() -> Table:
+    """The built-in suites, for the terminal."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("suite")
+    table.add_column("items", justify="right")
+    table.add_column("rule")
+    table.add_column("what is asked", overflow="fold")
+    for name in suite_names():
+        suite = find_suite(name)
+        rule = suite.rule if suite.kind == "generate" else suite.kind
+        table.add_row(name, f"{suite.items:,}" if suite.items else "", rule, suite.about)
+    return table
