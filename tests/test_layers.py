@@ -26,7 +26,7 @@ LAYERS = [
     ["rollout"],
     ["functional"],
     ["evaluation"],
-    ["training"],
+    ["training", "comparing"],
     ["recipes"],
     ["planning", "inspection"],
     ["runner"],

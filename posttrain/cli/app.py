@@ -25,6 +25,7 @@ VERBS = {
     "rollouts": "rollouts",
     "why": "rollouts",
     "regrade": "rollouts",
+    "compare": "compare",
     "verify-resume": "verify",
     "quickstart": "quickstart",
 }

@@ -80,10 +80,14 @@ def write_report(folder: Path, title: str, sections: Sequence[Section] = ()) -> 
         settings = (folder / "config.yaml").read_text(encoding="utf-8")
         after = [Text("Settings", settings, code=True), Facts("Provenance", info.provenance)]
         after += [Facts("Counters", info.counters)] if info.counters else []
-    everything = [section for section in (*before, *sections, *after) if not _is_empty(section)]
     path = folder / "report.html"
-    write_file(path, _page(title, cards, everything))
+    write_page(path, title, (*before, *sections, *after), cards)
     return path
+
+
+def write_page(path: Path, title: str, sections: Sequence[Section], cards: str = "") -> None:
+    """Write a page with these sections, those without content omitted, atomically. Raises RunError if it cannot."""
+    write_file(path, _page(title, cards, [section for section in sections if not _is_empty(section)]))
 
 
 def _curves(folder: Path, metrics: Sequence[dict[str, Any]]) -> Picture:

@@ -1,0 +1,95 @@
+"""Which items two sides share, and their scores on them. Nothing is dropped without being counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from posttrain.evaluation.records import Answer
+
+Answers = Mapping[str, Sequence[Answer]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The items that two sides answered and that are graded on both, in A's order.
+
+    `left_out` counts, by reason, the items that are not compared; `other_prompts` are items whose prompt reads
+    differently though their right answer is the same: another template, chat format or tokenizer.
+    """
+
+    items: Sequence[str]
+    a_C: Sequence[float]  # mean score of each item
+    b_C: Sequence[float]
+    single: bool  # every item has one graded answer on each side
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    other_prompts: Sequence[str] = ()
+
+
+def shared(a: Answers, b: Answers, by_id: bool = False) -> Shared:
+    """Pair the items of two sides.
+
+    Two items are the same if their ids are, and their prompts, or else (prompts of another template) their right
+    answers. With `by_id` the id is enough.
+    """
+    items, left_out, other = [], Counter(), []
+    a_C: list[float] = []
+    b_C: list[float] = []
+    single = True
+    for item, ours in a.items():
+        theirs = b.get(item)
+        if theirs is None:
+            left_out["only in A"] += 1
+            continue
+        mine = [one.score for one in ours if one.score is not None]
+        yours = [one.score for one in theirs if one.score is not None]
+        if not mine or not yours:
+            left_out["not graded in both" if not mine and not yours else f"not graded in {'B' if mine else 'A'}"] += 1
+            continue
+        if ours[0].prompt != theirs[0].prompt:
+            same = ours[0].gold is not None and ours[0].gold == theirs[0].gold
+            if not (same or by_id):
+                left_out["another question under the same id"] += 1
+                continue
+            other.append(item)
+        items.append(item)
+        a_C.append(fmean(mine))
+        b_C.append(fmean(yours))
+        single = single and len(mine) == len(yours) == 1
+    missing = len(b.keys() - a.keys())
+    left_out |= {"only in B": missing} if missing else {}
+    return Shared(items, a_C, b_C, single, dict(left_out), other)
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """An item on which the two sides differ, with an answer of each: for the better side its best, else its worst."""
+
+    item: str
+    prompt: str
+    gold: str | None
+    a_score: float
+    b_score: float
+    a: Answer
+    b: Answer
+
+
+def flips(pairs: Shared, a: Answers, b: Answers) -> list[Flip]:
+    """The items whose scores differ, the largest difference first."""
+    differing = [
+        (item, one, other)
+        for item, one, other in zip(pairs.items, pairs.a_C, pairs.b_C, strict=True)
+        if abs(one - other) > 1e-12
+    ]
+    found = []
+    for item, one, other in sorted(differing, key=lambda three: -abs(three[2] - three[1])):
+        ours, theirs = _extreme(a[item], one > other), _extreme(b[item], other > one)
+        found.append(Flip(item, ours.prompt, ours.gold, one, other, ours, theirs))
+    return found
+
+
+def _extreme(answers: Sequence[Answer], best: bool) -> Answer:
+    graded = [one for one in answers if one.score is not None]
+    return (max if best else min)(graded, key=lambda one: one.score or 0.0)

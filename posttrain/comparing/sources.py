@@ -1,0 +1,265 @@
+"""What can be compared: evaluation folders, runs, and files with scored, graded or generated rows, read as answers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from posttrain.errors import DataError, RunError
+from posttrain.evaluation.records import Answer, is_evaluation, read_answers, read_summary
+from posttrain.store.stored_rollouts import StoredRun
+from posttrain.words import counted, model_name
+
+AT_STEP = re.compile(r"(?P<folder>.+)@(?P<step>\d+)")
+OWN = ("name", "output_dir", "seed")  # settings that may differ between runs of one method
+REWARD = "reward on "  # before the name of a run's validation set
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A suite's answers, what their score is, and how they came about (sampling …)."""
+
+    metric: str
+    answers: Sequence[Answer]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One path. `settings` identifies a run's settings except its seed; None if it is not a run's."""
+
+    name: str
+    path: str
+    suites: Mapping[str, Scores]
+    settings: str | None = None
+    seed: int | None = None
+
+
+def is_source(path: str) -> bool:
+    """Whether `read_source` can read it: an evaluation folder, a run with completions, a file; else it is a model."""
+    folder, _ = _at_step(path)
+    return folder.is_file() or is_evaluation(folder) or bool(_evaluations(folder)) or _has_rollouts(folder)
+
+
+def read_source(path: str) -> Source:
+    """Read an evaluation folder, a run (RUN, or RUN@STEP for the validation completions of a step), or a file.
+
+    Raises RunError or DataError if it is missing, unfinished or damaged, or has nothing that can be compared.
+    """
+    folder, step = _at_step(path)
+    if folder.is_file():
+        return Source(folder.name.partition(".")[0], path, read_rows(folder))
+    if not folder.is_dir():
+        raise RunError(f"there is no file or folder {folder}")
+    if is_evaluation(folder):
+        run = _run_of(folder)
+        settings, seed = _settings(run) if run else (None, None)
+        return Source(_name(folder), path, _evaluation(folder), settings and f"{settings} {folder.name}", seed)
+    evaluations = _evaluations(folder) if step is None else []
+    suites: dict[str, Scores] = {}
+    if evaluations:
+        suites |= _evaluation(next((one for one in evaluations if one.name == "final"), evaluations[0]))
+    if _has_rollouts(folder):
+        suites |= _validation(folder, step)
+    if not suites:
+        raise RunError(
+            f"{folder} has nothing to compare: no evaluation (posttrain eval makes one), and no rewarded completions "
+            "of validation prompts (rewards, data.validation and rollout.save in the settings of a run)"
+        )
+    settings, seed = _settings(folder)
+    return Source(model_name(str(folder)) + (f"@{step}" if step is not None else ""), path, suites, settings, seed)
+
+
+def _at_step(path: str) -> tuple[Path, int | None]:
+    found = AT_STEP.fullmatch(path)
+    if found and not Path(path).expanduser().exists():
+        return Path(found["folder"]).expanduser(), int(found["step"])
+    return Path(path).expanduser(), None
+
+
+def _evaluations(folder: Path) -> list[Path]:
+    """The evaluation folders of a run, one for each of its models that was evaluated."""
+    return sorted(path for path in (folder / "evaluation").glob("*") if path.is_dir() and is_evaluation(path))
+
+
+def _has_rollouts(folder: Path) -> bool:
+    return (folder / "run.json").is_file() and (folder / "rollouts.sqlite").is_file()
+
+
+def _run_of(folder: Path) -> Path | None:
+    """The run whose model an evaluation folder is about: that which contains it, or its model."""
+    model = str(read_summary(folder)["model"].get("path") or ".")
+    return next((run for run in (_above(folder), Path(model).absolute().parent) if (run / "run.json").is_file()), None)
+
+
+def _above(folder: Path) -> Path:
+    """RUN for RUN/evaluation/MODEL."""
+    return folder.absolute().parent.parent
+
+
+def _name(folder: Path) -> str:
+    """The run's name for an evaluation in its folder, else that of the model that was evaluated."""
+    if (_above(folder) / "run.json").is_file():
+        return _above(folder).name + ("" if folder.name == "final" else f"/{folder.name}")
+    return str(read_summary(folder)["model"].get("name") or folder.absolute().name).removesuffix("/final")
+
+
+def _settings(run: Path) -> tuple[str | None, int | None]:
+    """The settings of a run except those in OWN, as a string, and its seed; None if they cannot be read."""
+    try:
+        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return None, None
+    if not isinstance(config, dict):
+        return None, None
+    rest = {name: value for name, value in config.items() if name not in OWN}
+    return json.dumps(rest, sort_keys=True, default=str), config.get("seed", 0)
+
+
+def _evaluation(folder: Path) -> dict[str, Scores]:
+    """The suites of an evaluation folder, whose answers are all there."""
+    summary, by_key = read_summary(folder), {}
+    for answer in read_answers(folder):
+        by_key.setdefault(f"{answer.suite} {answer.setting}".strip(), []).append(answer)
+    found = {}
+    for key, facts in summary["suites"].items():
+        answers = by_key.get(key, [])
+        if len(answers) != facts.get("answers", len(answers)) or not answers:
+            raise RunError(
+                f"{folder} is not whole: answers.jsonl has {counted(len(answers), 'answer')} of {key}, summary.json "
+                f"counts {facts.get('answers', 0):,}: run the same `posttrain eval` again"
+            )
+        twice, times = Counter((one.item, one.sample) for one in answers).most_common(1)[0]
+        if times > 1:
+            raise RunError(f"{folder / 'answers.jsonl'} has item {twice[0]}, sample {twice[1]} of {key} twice")
+        about = {name: facts[name] for name in ("source", "sampling", "rule") if name in facts}
+        found[key] = Scores(str(facts.get("metric", "score")), answers, about)
+    if not found:
+        raise RunError(f"{folder} has no suite: run `posttrain eval` again")
+    return found
+
+
+def _validation(run: Path, step: int | None) -> dict[str, Scores]:
+    """The rewards of a run's validation completions at a step, by default the last; a suite per validation set."""
+    with StoredRun(run) as stored:
+        every = stored.evaluations()
+    steps = sorted({one["step"] for one in every})
+    if step is not None and step not in steps:
+        has = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
+        raise RunError(f"{run} has no evaluation at step {step}: {has}")
+    if not steps:
+        return {}
+    at, found, samples = steps[-1] if step is None else step, {}, Counter()
+    for one in every:
+        if one["step"] == at:
+            key = one["dataset"], one["row"]
+            found.setdefault(one["dataset"], []).append(_rewarded(one, samples[key]))
+            samples[key] += 1
+    kept = {name: answers for name, answers in found.items() if any(one.score is not None for one in answers)}
+    return {REWARD + name: Scores("reward", answers, {"step": at}) for name, answers in kept.items()}
+
+
+def _rewarded(one: Mapping[str, Any], sample: int) -> Answer:
+    return _answer(
+        one["dataset"], str(one["row"]), sample, one["prompt"], one["completion"], one["reward"], None,
+        "scored" if one["reward"] is not None else "ungraded",
+    )  # fmt: skip
+
+
+def _answer(
+    suite: str, item: str, sample: int, prompt: str, completion: str, score: float | None, gold: str | None,
+    verdict: str, extracted: str | None = None,
+) -> Answer:  # fmt: skip
+    return Answer(
+        suite=suite,
+        setting="",
+        item=item,
+        sample=sample,
+        group="",
+        prompt=prompt,
+        gold=gold,
+        completion=completion,
+        extracted=extracted,
+        verdict=verdict,
+        score=score,
+        format_and_answer="",
+        tokens=0,
+        finish_reason="",
+        seconds=0.0,
+        reason=None,
+    )
+
+
+def read_rows(file: Path) -> dict[str, Scores]:
+    """The rows of a file as a suite: `pairs` that `posttrain score` scored, `rows` that `posttrain grade` graded, or
+    `completions` of `posttrain generate`, which have no score and are for a judge.
+
+    Rows that cannot be read, or have no score, are not graded. Raises DataError if no row is one of these.
+    """
+    from posttrain.data.readers import read_files  # imports torch
+
+    rows = [(str(record.row), record.value or {}) for record in read_files((file,))]
+    for key, metric, fields, read in (
+        ("pairs", "pairwise accuracy", {"chosen_reward", "chosen_logprob"}, _pair),
+        ("rows", "score", {"score", "verdict"}, _graded),
+        ("completions", "", {"completions"}, _generated),
+    ):
+        if any(fields & row.keys() for _, row in rows):
+            return {key: Scores(metric, [answer for item, row in rows for answer in read(item, row)])}
+    raise DataError(
+        f"{file} has nothing to compare: no row has chosen_reward and rejected_reward (posttrain score), a score "
+        "(posttrain grade) or completions (posttrain generate)"
+    )
+
+
+def _pair(item: str, row: Mapping[str, Any]) -> list[Answer]:
+    """A scored pair: right if chosen is above rejected. The prompt is the pair, which the two models share."""
+    names = [name for name in ("prompt", "chosen", "rejected") if name in row]
+    prompt = "\n\n".join(f"{name}: {_text(row[name])}" for name in names)
+    for key in ("reward", "logprob"):
+        chosen, rejected = _number(row.get(f"chosen_{key}")), _number(row.get(f"rejected_{key}"))
+        if chosen is not None and rejected is not None:
+            verdict, margin = "correct" if chosen > rejected else "wrong", f"{chosen - rejected:+.4g}"
+            return [_answer("pairs", item, 0, prompt, "", float(chosen > rejected), "chosen", verdict, margin)]
+    return [_answer("pairs", item, 0, prompt, "", None, "chosen", "ungraded")]
+
+
+def _graded(item: str, row: Mapping[str, Any]) -> list[Answer]:
+    score, extracted = _number(row.get("score")), row.get("extracted")
+    verdict = str(row.get("verdict") or ("ungraded" if score is None else "scored"))
+    shown = None if extracted is None else _text(extracted)
+    return [_answer("rows", item, 0, _prompt(row), _text(row.get("completion", "")), score, _gold(row), verdict, shown)]
+
+
+def _generated(item: str, row: Mapping[str, Any]) -> list[Answer]:
+    found = row.get("completions")
+    texts = [_text(one.get("text", "") if isinstance(one, dict) else one) for one in found] if found else [""]
+    return [
+        _answer("completions", item, sample, _prompt(row), text, None, _gold(row), "ungraded")
+        for sample, text in enumerate(texts)
+    ]
+
+
+def _prompt(row: Mapping[str, Any]) -> str:
+    return next((_text(row[name]) for name in ("prompt", "problem", "question", "instruction") if name in row), "")
+
+
+def _gold(row: Mapping[str, Any]) -> str | None:
+    return next((_text(row[name]) for name in ("answer", "gold") if row.get(name) is not None), None)
+
+
+def _number(value: Any) -> float | None:
+    number = float(value) if isinstance(value, int | float) else None
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
