@@ -17,17 +17,20 @@ A line that none of this covers fails the test.
 import gzip
 import importlib.util
 import itertools
+import json
 import re
 import shlex
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import yaml
+from test_compare import answered, evaluation
 from test_presets import LABELLED, LOCAL, PAIRS
 
 from posttrain.cli import main
+from posttrain.comparing.sides import split_name
 from posttrain.training.state import Saved, State
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +39,7 @@ BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | 
 FILES = {"yaml": "yaml", "json": "jsonl", "python": "py"}
 SHELL = ("bash", "sh", "console", "shell")
 HH = "data/hh-harmless/train.jsonl.gz"
+SOLUTIONS = "data/gsm8k/example_model_solutions.jsonl"
 DATA = {
     "Anthropic/hh-rlhf": (HH, "hh"),
     "trl-lib/ultrafeedback_binarized": (PAIRS, "sharegpt"),
@@ -120,6 +124,9 @@ class Reader:
             self.run([*arguments, "--workers", "1"])
         elif arguments[:2] == ["data", "save"]:
             self.run(["data", "save", str(self.shared / DATA[rest[1]][0]), *rest[2:], "--max-rows", "4"])
+        elif verb == "compare":
+            self.evaluations(rest)
+            self.run(arguments)
         elif verb == "quickstart":
             flags_exist(arguments, self.run)
         else:
@@ -127,6 +134,15 @@ class Reader:
                 f"nothing here knows how to run posttrain {verb}"
             )
             self.run(arguments)
+
+    def evaluations(self, rest: list[str]) -> None:
+        """Evaluation folders with a few recorded solutions of GSM8K, under the names that `compare` is given."""
+        rows = [json.loads(line) for line in (self.shared / SOLUTIONS).read_text().splitlines()[:20]]
+        for index, name in enumerate(word for word in rest if not word.startswith("-")):
+            folder, model = Path(split_name(name)[1]), ("6b_verification", "175b_finetuning")[index % 2]
+            if not folder.exists():
+                answers = answered([float(row[model]["is_correct"]) for row in rows])
+                evaluation(folder, [replace(one, suite="gsm8k") for one in answers])
 
     def local(self, rest: list[str]) -> list[str]:
         """The arguments with the names of the hub, and MODEL, replaced by what is here, and made small."""

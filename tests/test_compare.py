@@ -1,0 +1,333 @@
+"""`posttrain compare`: evaluations, runs and files, item by item."""
+
+import json
+import math
+import time
+from collections import Counter
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from posttrain.cli import main
+from posttrain.comparing.differences import Options, compare, holm
+from posttrain.comparing.sides import make_sides, split_name
+from posttrain.comparing.sources import read_source
+from posttrain.evaluation.records import Answer
+from posttrain.store.files import load_json, save_json, save_rows
+from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation
+
+PLAIN = Answer("sums", "", "0", 0, "", "", None, "", None, "wrong", 0.0, "", 1, "stop", 0.0, None)
+
+
+@pytest.fixture(autouse=True)
+def blank_picture(request, monkeypatch):
+    """The picture is drawn where a test is marked `pictures`."""
+    if request.node.get_closest_marker("pictures") is None:
+        monkeypatch.setattr("posttrain.comparing.page.picture", lambda comparison: b"")
+
+
+def answered(scores, **changes):
+    """Answers of items 0, 1 … with these scores; a list has several samples, None is not graded."""
+    found = []
+    for item, several in enumerate(scores):
+        for sample, score in enumerate(several if isinstance(several, list | tuple) else [several]):
+            verdict = "ungraded" if score is None else {1: "correct", 0: "wrong"}.get(score, "scored")
+            one = replace(PLAIN, item=str(item), sample=sample, score=score, verdict=verdict)
+            texts = {"prompt": f"{item} + 1", "gold": str(item + 1), "completion": f"it is {score}", "extracted": "7"}
+            found.append(replace(one, **texts, **changes))
+    return found
+
+
+def evaluation(folder, answers, name=None, count=None, **facts):
+    """An evaluation folder as `posttrain eval` leaves it, with one suite."""
+    save_rows(folder / "answers.jsonl", map(asdict, answers))
+    counts = {"suite": answers[0].suite, "metric": "accuracy", "answers": count or len(answers)}
+    suite = {**counts, "sampling": {"temperature": 0.0, "seed": 0}, **facts}
+    model = {"name": name or folder.name, "path": "", "weights": None}
+    save_json(folder / "summary.json", {"format": 1, "model": model, "suites": {answers[0].suite: suite}})
+    return str(folder)
+
+
+def compared(folder, *sides, flags=()):
+    """Run the command; returns compare.json."""
+    assert main(["compare", *map(str, sides), "-o", str(folder / "out"), *flags]) == 0
+    return load_json(folder / "out/compare.json")
+
+
+def only(facts):
+    """The only difference of the only suite."""
+    (suite,) = facts["suites"].values()
+    (difference,) = suite["differences"]
+    return difference
+
+
+@pytest.fixture(scope="module")
+def recorded(shared, tmp_path_factory):
+    """Evaluation folders of OpenAI's recorded solutions of GSM8K's test set."""
+    rows = [json.loads(line) for line in (shared / "data/gsm8k/example_model_solutions.jsonl").open()]
+    home = tmp_path_factory.mktemp("recorded")
+    for model in ("6b_finetuning", "6b_verification", "175b_finetuning"):
+        answers = []
+        for item, row in enumerate(rows):
+            right, solution = row[model]["is_correct"], row[model]["solution"]
+            verdict = "correct" if right else "wrong"
+            facts = {"item": str(item), "prompt": row["question"], "gold": row["ground_truth"].rpartition("A: ")[2]}
+            facts |= {"completion": solution, "score": float(right), "verdict": verdict}
+            answers.append(replace(PLAIN, suite="gsm8k", **facts))
+        evaluation(home / model, answers)
+    return home, rows
+
+
+@pytest.mark.pictures
+def test_recorded_solutions(recorded, tmp_path, capsys):
+    """GSM8K's recorded solutions: every number by hand, every flipped item with both texts, in 80 columns."""
+    home, rows = recorded
+    facts = compared(tmp_path, home / "6b_verification", home / "175b_finetuning")
+    out, one = capsys.readouterr().out, only(facts)
+    pairs = Counter((row["6b_verification"]["is_correct"], row["175b_finetuning"]["is_correct"]) for row in rows)
+    won, lost = pairs[False, True], pairs[True, False]
+    assert (one["wins"], one["losses"], one["ties"]) == (won, lost, 1319 - won - lost)
+    assert one["value"] == pytest.approx((won - lost) / 1319)
+    tail = sum(math.comb(won + lost, k) for k in range(min(won, lost) + 1)) / 2 ** (won + lost)
+    assert one["test"] == "exact McNemar" and one["p"] == pytest.approx(2 * tail)
+    values = facts["suites"]["gsm8k"]["values"]
+    assert [round(values[name]["value"], 3) for name in values] == [0.390, 0.347]
+    better = {row["item"] for row in one["flips"] if row["b"]["score"] > row["a"]["score"]}
+    assert better == {
+        str(item)
+        for item, row in enumerate(rows)
+        if row["175b_finetuning"]["is_correct"] and not row["6b_verification"]["is_correct"]
+    }
+    (flip,) = [row for row in one["flips"] if row["item"] == min(better, key=int)]
+    row = rows[int(flip["item"])]
+    assert flip["prompt"] == row["question"] and flip["a"]["completion"] == row["6b_verification"]["solution"]
+    assert one["better"] == "6b_verification"
+    assert "6b_verification is better than 175b_finetuning by 0.043 (0.015 to 0.071; p = 0.0032)." in out
+    tables = [line for line in out.splitlines() if line.startswith(" ")]
+    assert tables and max(map(len, tables)) <= 80
+    page = (tmp_path / "out/compare.html").read_text()
+    assert "6b_verification above 175b_finetuning" in page and row["question"].split("\n")[0][:20] in page
+    assert (tmp_path / "out/compare.png").stat().st_size > 10_000
+
+
+def test_three_sides_and_holm(recorded, tmp_path, capsys):
+    home, _ = recorded
+    sides = [home / name for name in ("6b_finetuning", "6b_verification", "175b_finetuning")]
+    facts = compared(tmp_path, *sides, flags=["--all-pairs"])
+    differences = facts["suites"]["gsm8k"]["differences"]
+    assert [(one["a"], one["b"]) for one in differences] == [
+        ("6b_finetuning", "6b_verification"),
+        ("6b_finetuning", "175b_finetuning"),
+        ("6b_verification", "175b_finetuning"),
+    ]
+    assert [one["p_adjusted"] for one in differences] == pytest.approx(holm([one["p"] for one in differences]))
+    assert "adjusted for their number" in capsys.readouterr().out
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and holm([0.7, 0.6]) == [1.0, 1.0]
+
+
+def test_no_difference_is_said_plainly(tmp_path, capsys):
+    random = np.random.default_rng(0)
+    one, other = (random.integers(0, 2, 200).astype(float) for _ in range(2))
+    facts = compared(tmp_path, evaluation(tmp_path / "a", answered(one)), evaluation(tmp_path / "b", answered(other)))
+    difference = only(facts)
+    assert difference["better"] is None and difference["low"] < 0 < difference["high"]
+    found = " ".join(capsys.readouterr().out.split())
+    assert "No difference shown between b and a" in found
+    assert f"One of {difference['smallest']:.3f} would have been detected in 80 % of cases." in found
+    same = compared(tmp_path, tmp_path / "a", evaluation(tmp_path / "copy", answered(one)))
+    assert only(same)["p"] == 1 and only(same)["flips"] == [] and only(same)["low"] < 0 < only(same)["high"]
+
+
+def test_several_samples_are_compared_by_their_means(tmp_path):
+    """Two samples of each item: a bootstrap over items; the flip shows the better side's best and the other's worst."""
+    a = evaluation(tmp_path / "a", answered([(0, 0), (1, 0), (1, 1), (0, 1)] * 10))
+    b = evaluation(tmp_path / "b", answered([(1, 0), (1, 1), (1, 1), (0, None)] * 10))
+    facts = compared(tmp_path, a, b)
+    one = only(facts)
+    assert one["test"] == "paired bootstrap" and (one["wins"], one["losses"], one["ties"]) == (20, 10, 10)
+    assert one["value"] == pytest.approx((0.5 + 0.5 + 0 - 0.5) / 4)
+    assert facts["suites"]["sums"]["values"]["b"]["ungraded"] == 10
+    assert facts["suites"]["sums"]["values"]["b"]["value"] == pytest.approx(5 / 7)
+    (flip,) = [row for row in one["flips"] if row["item"] == "0"]
+    assert (flip["a"]["completion"], flip["b"]["completion"]) == ("it is 0", "it is 1")
+
+
+def run_of(folder, rewards, seed=0, prompt="q", steps=(0, 4), **settings):
+    """A run folder with the validation rewards of each of its steps."""
+    folder.mkdir(parents=True)
+    save_json(folder / "run.json", {"format": 1, "state": "finished"})
+    settings = {"name": folder.name, "seed": seed, "method": {"type": "grpo"}, **settings}
+    (folder / "config.yaml").write_text(json.dumps(settings))
+    store = RolloutStore(folder, GIB, -1)
+    for step, values in zip(steps, rewards, strict=True):
+        rows = [StoredEvaluation(i, f"{prompt} {i}", f"says {v}", v, "stop", {}, [1]) for i, v in enumerate(values)]
+        store.add_evaluation(step, "validation", rows)
+    store.close()
+    return str(folder)
+
+
+def test_a_run_before_and_after(tmp_path, capsys):
+    random = np.random.default_rng(1)
+    before = random.normal(0, 1, 60)
+    run = run_of(tmp_path / "grpo", [before, before + random.normal(0.5, 0.5, 60)])
+    one = only(compared(tmp_path, f"{run}@0", run))
+    assert one["a"] == "grpo@0" and one["better"] == "grpo" and one["low"] > 0
+    assert main(["compare", f"{run}@3", run]) == 1
+    assert "has no evaluation at step 3: it has 0, 4" in capsys.readouterr().err
+
+
+def test_seeds_set_a_floor(tmp_path, capsys):
+    """A difference that the items show, but seeds alone make, is not shown; runs that differ by the seed are a side."""
+    random = np.random.default_rng(2)
+    hard = random.normal(0, 1, 200)
+    made = {}
+    for method, shifts in (("sft", (0.0, 0.4)), ("grpo", (0.3, 0.6))):
+        for seed, shift in enumerate(shifts):
+            scores = hard + shift + random.normal(0, 0.1, 200)
+            folder = tmp_path / f"{method}-{seed}"
+            made[method, seed] = run_of(folder, [scores], seed, steps=[4], method={"type": method})
+    facts = compared(tmp_path, *made.values())
+    one, suite = only(facts), next(iter(facts["suites"].values()))
+    assert [side["name"] for side in facts["sides"]] == ["sft (2 seeds)", "grpo (2 seeds)"]
+    assert [side["seeds"] for side in facts["sides"]] == [[0, 1], [0, 1]]
+    assert one["p"] < 0.001 and one["low"] > 0 and one["better"] is None
+    runs = [suite["values"][side["name"]]["runs"] for side in facts["sides"]]
+    pooled = math.sqrt(sum(np.var(values, ddof=1) for values in runs) / 2)
+    assert suite["seeds"]["deviation"] == pytest.approx(pooled)
+    assert one["seed_floor"] == pytest.approx(4.302653 * pooled, rel=1e-5)  # t of 2, times sqrt(1/2 + 1/2)
+    assert f"Seeds alone differ by up to {one['seed_floor']:.3f}." in capsys.readouterr().out
+    named = [f"old={made['sft', 0]}", f"old={made['sft', 1]}", f"new={made['grpo', 0]}"]
+    assert [side["name"] for side in compared(tmp_path, *named)["sides"]] == ["old", "new"]
+    two = compared(tmp_path, made["sft", 0], made["sft", 1])  # seeds alone: each is a side
+    assert [side["name"] for side in two["sides"]] == ["sft-0", "sft-1"]
+    assert two["suites"]["reward on validation"]["seeds"] is None
+    assert main(["compare", named[0], named[1]]) == 1 and "one side only" in capsys.readouterr().err
+
+
+def test_files_of_other_commands(tmp_path, capsys):
+    """Pairs of `posttrain score` by two reward models; rows of `posttrain grade`."""
+    random = np.random.default_rng(3)
+    for name, skill in (("small", 0.2), ("large", 1.5)):
+        rows = []
+        for i in range(300):
+            rewards = {"chosen_reward": random.normal(skill), "rejected_reward": random.normal()}
+            rows.append({"prompt": f"q{i}", "chosen": "yes", "rejected": "no", **rewards})
+        save_rows(tmp_path / f"{name}.scored.jsonl", [*rows, {"error": "no pair"}])
+    facts = compared(tmp_path, tmp_path / "small.scored.jsonl", tmp_path / "large.scored.jsonl")
+    values = facts["suites"]["pairs"]["values"]
+    right = [json.loads(line) for line in (tmp_path / "large.scored.jsonl").read_text().splitlines()][:300]
+    assert values["large"]["value"] == np.mean([row["chosen_reward"] > row["rejected_reward"] for row in right])
+    assert only(facts)["better"] == "large" and only(facts)["not_compared"] == {"not graded in both": 1}
+    for name, score in (("a", 1.0), ("b", 0.0)):
+        row = {"problem": "1 + 1", "completion": "2", "verdict": "correct", "score": score}
+        save_rows(tmp_path / f"{name}.jsonl", [row] * 20)
+    graded = compared(tmp_path, tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    assert only(graded)["better"] == "a" and only(graded)["losses"] == 20
+    save_rows(tmp_path / "other.jsonl", [{"prompt": "hello"}])
+    assert main(["compare", str(tmp_path / "a.jsonl"), str(tmp_path / "other.jsonl")]) == 1
+    assert "has nothing to compare" in capsys.readouterr().err
+
+
+def test_items_that_are_not_the_same(tmp_path, capsys):
+    """Common items are compared, the rest counted; another question is no match, another template is a warning."""
+    ours = answered([1.0] * 30 + [0.0] * 10)
+    theirs = answered([0.0] * 30 + [1.0] * 10 + [1.0] * 5)[3:]
+    theirs[0] = replace(theirs[0], prompt="what is this?", gold="nothing")
+    theirs[1] = replace(theirs[1], prompt="User: 4 + 1")
+    theirs[2] = replace(theirs[2], score=None, verdict="crashed")
+    a = evaluation(tmp_path / "a", ours)
+    b = evaluation(tmp_path / "b", theirs, sampling={"temperature": 1.0, "seed": 1})
+    one = only(compared(tmp_path, a, b))
+    assert one["items"] == 35 and one["other_prompts"] == 1
+    left = {"only in A": 3, "only in B": 5, "another question under the same id": 1, "not graded in B": 1}
+    assert one["not_compared"] == left
+    out = capsys.readouterr().out
+    for said in (
+        "1 prompt of b and a differ",
+        "temperature differs: a 0.0, b 1.0",
+        "compared on 35 items; not compared: 3 only in A",
+        "b: 1 answer not graded",
+    ):
+        assert said in out
+    assert "seed differs" not in out
+    assert only(compared(tmp_path, a, b, flags=["--by-id"]))["items"] == 36
+    strange = evaluation(tmp_path / "c", [replace(one, prompt="?", gold=None) for one in answered([1.0] * 5)])
+    assert main(["compare", a, strange]) == 1
+    error = capsys.readouterr().err
+    assert "no graded item in common (5 another question under the same id, 35 only in A)" in error
+    assert "--by-id" in error
+
+
+def test_what_is_refused(tmp_path, capsys):
+    a = evaluation(tmp_path / "a", answered([1.0, 0.0, 1.0]))
+    other = evaluation(tmp_path / "other", answered([1.0, 0.0], suite="gsm8k"))
+    short = evaluation(tmp_path / "short", answered([1.0, 0.0, 1.0]), count=5)
+    twice = evaluation(tmp_path / "twice", [*answered([1.0, 0.0]), *answered([1.0])])
+    damaged = evaluation(tmp_path / "damaged", answered([1.0, 0.0, 1.0]))
+    (tmp_path / "damaged/answers.jsonl").write_text('{"suite": "sums"\n')
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished/evaluation.sqlite").write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    broken = run_of(tmp_path / "broken", [[0.5]], steps=[1])
+    (tmp_path / "broken/rollouts.sqlite").write_bytes(b"SQLite format 3\0" + b"x" * 5000)
+    ungraded = evaluation(tmp_path / "ungraded", answered([None, None, None]))
+    for sides, message in (
+        ([a], "give at least two sides"),
+        ([a, a], "is given twice"),
+        ([a, tmp_path / "missing"], "there is no file or folder"),
+        ([a, tmp_path / "empty"], "has nothing to compare: no evaluation"),
+        ([a, other], "no scored suite that two of these have in common (a: sums; other: gsm8k)"),
+        ([a, short], "is not whole: answers.jsonl has 3 answers of sums, summary.json counts 5"),
+        ([a, twice], "has item 0, sample 0 of sums twice"),
+        ([a, damaged], "answers.jsonl line 1 is damaged"),
+        ([a, tmp_path / "unfinished"], "not finished"),
+        ([a, broken], "cannot be read"),
+        ([a, ungraded], "no graded item in common (3 not graded in B)"),
+    ):
+        assert main(["compare", *map(str, sides), "-o", str(tmp_path / "out")]) != 0
+        error = capsys.readouterr().err
+        assert message in error and "unexpected" not in error, error
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("")
+    assert main(["compare", a, evaluation(tmp_path / "b", answered([1.0] * 3)), "-o", str(tmp_path / "file/out")]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.pictures
+def test_what_models_write_is_inert(tmp_path, capsys):
+    nasty = "<script>alert(1)</script>\x1b[2J$x^2$"
+    texts = {"completion": nasty, "prompt": nasty, "extracted": nasty, "gold": nasty}
+    a = evaluation(tmp_path / "a", [replace(one, **texts) for one in answered([1.0, 0.0])], nasty + "a")
+    b = evaluation(tmp_path / "b", [replace(one, **texts) for one in answered([0.0, 0.0])], nasty + "b")
+    compared(tmp_path, a, b)
+    page, out = (tmp_path / "out/compare.html").read_text(), capsys.readouterr().out
+    assert "<script" not in page and "&lt;script&gt;alert(1)" in page
+    assert "\x1b" not in page + out and r"\x1b[2J" in out
+
+
+@pytest.mark.pictures
+def test_five_thousand_items_take_under_two_seconds(tmp_path, capsys):
+    import matplotlib.figure  # noqa: F401  imports are not measured
+
+    random = np.random.default_rng(4)
+    for name in ("a", "b"):
+        answers = answered(random.integers(0, 2, 5000).astype(float).tolist())
+        evaluation(tmp_path / name, [replace(one, completion="step by step " * 40) for one in answers])
+    began = time.process_time()
+    facts = compared(tmp_path, tmp_path / "a", tmp_path / "b")
+    spent = time.process_time() - began
+    print(f"2 x 5,000 items: {spent:.2f} s")
+    assert spent < 2 and only(facts)["items"] == 5000
+
+
+def test_names_of_sides(tmp_path):
+    (tmp_path / "a=b").mkdir()
+    assert split_name("new=runs/x") == ("new", "runs/x") and split_name("runs/x") == (None, "runs/x")
+    assert split_name(str(tmp_path / "a=b")) == (None, str(tmp_path / "a=b"))
+    a = read_source(evaluation(tmp_path / "one/final", answered([1.0, 0.0]), "same/final"))
+    b = read_source(evaluation(tmp_path / "two/final", answered([0.0, 0.0]), "same/final"))
+    sides = make_sides([(None, a), (None, b)])
+    assert [side.name for side in sides] == [a.path, b.path]
+    found = compare(sides, Options(resamples=100))
+    assert [one.better for suite in found.suites for one in suite.differences] == [None]
