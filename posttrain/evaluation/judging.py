@@ -54,13 +54,15 @@ class Judge:
         self._function: RewardFunction | None = None
         if ":" in self._rule:
             self._function = RewardFunction(self._rule)
-        elif self._rule != "none":
+        elif self._rule != "none" and suite.kind != "choices":
             self._pool = self._started(workers, deadline)
 
     def submit(self, items: Sequence[Item], completions: Sequence[str]) -> Pending:
         """Start grading one completion for each item; the rule's workers run beside the caller."""
         if self._pool is not None:
             return [self._pool.submit(self._request(*one)) for one in zip(items, completions, strict=True)]
+        if self._suite.kind == "choices":
+            return [self._chosen(*one) for one in zip(items, completions, strict=True)]
         if self._function is not None:
             return self._by_function(items, completions)
         return [Outcome(UNGRADED, reason="the suite has no rule")] * len(items)
@@ -116,6 +118,14 @@ class Judge:
     def _request(self, item: Item, completion: str) -> GradeRequest:
         options = {**item.options, **options_of(self._rule, TagsConfig())}
         return GradeRequest(RULES[self._rule], completion, item.gold, options)
+
+    def _chosen(self, item: Item, completion: str) -> Outcome:
+        """Whether the choice is the right one, which the item has by its number."""
+        number = item.gold or ""
+        if not number.isdecimal() or int(number) >= len(self._suite.choices):
+            return Outcome("bad_gold", reason=f"the answer is not the number of a choice: {number!r:.60}")
+        right = completion == self._suite.choices[int(number)]
+        return Outcome("correct" if right else "wrong", float(right), completion.strip())
 
     def _by_function(self, items: Sequence[Item], completions: Sequence[str]) -> list[Outcome]:
         assert self._function is not None

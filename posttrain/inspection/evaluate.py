@@ -189,7 +189,9 @@ def _sampling(suite: SuiteConfig, options: Options, setting: Setting) -> Samplin
 
 
 def _shown(sampling: Sampling) -> dict[str, Any]:
-    return {name: value for name, value in asdict(sampling).items() if name != "stop_token_ids"}
+    shown = asdict(sampling) | {"stop": list(sampling.stop)}  # as JSON reads it back
+    del shown["stop_token_ids"]  # the model's
+    return shown
 
 
 def _written(folder: Path, store: EvaluationStore, model: Mapping[str, Any], chosen: Sequence[Items]) -> dict[str, Any]:
