@@ -13,10 +13,12 @@ from test_resume import assert_same_run
 from posttrain.config import DataConfig, EvaluationConfig, EvaluationDataset, ModelConfig, RolloutConfig, load
 from posttrain.data import prepare, prepare_run
 from posttrain.engines import EmbeddedEngine
-from posttrain.errors import DataError
+from posttrain.errors import DataError, PosttrainError
+from posttrain.evaluation.records import read_summary
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.rewards.compose import Rewarded
 from posttrain.rollout import Sampler
+from posttrain.store.checkpoint import saved_step
 from posttrain.store.stored_rollouts import StoredRun
 
 
@@ -116,6 +118,51 @@ def test_sets_with_settings_of_their_own(sums_home, data, tmp_path, power_cut, m
     best = [max(e["reward"] for e in held_out[at : at + 3]) for at in range(0, 72, 3)]
     (at_four,) = [line for line in lines(whole) if line["step"] == 4 and "eval_reward" in line]
     assert at_four["eval_pass@3"] == pytest.approx(sum(best) / 24)
+
+
+@pytest.mark.parametrize("method", [{"type": "sft"}, {"type": "grpo"}, {"type": "ppo"}], ids=["sft", "grpo", "ppo"])
+def test_suites_during_training(sums_home, data, tmp_path, power_cut, method):
+    """Asked at every evaluation, best/ by their score; resumed to the bit; training is not changed."""
+    source, (held_out,) = data
+    suite = {"name": "sums", "source": held_out["source"], "prompt": "{prompt}", "template": "none", "rule": "gsm8k"}
+    suite |= {"temperature": 1.0, "num_generations": 2, "max_completion_length": 6}
+    (tmp_path / "sums.json").write_text(json.dumps(suite))
+    training = {"max_steps": 5, "batch_size": 16, "learning_rate": 2e-3}
+    rewards = [] if method["type"] == "sft" else [EXACT]
+    evaluation = {"eval_steps": 2, "suites": [{"suite": str(tmp_path / "sums.json"), "max_rows": 20}]}
+    checkpoint = {"save_steps": 2, "best_metric": "eval_sums"}
+    plain = {"training": training, "data": {**source, "validation": None}, "rewards": rewards}
+    sections = plain | {"evaluation": evaluation, "checkpoint": checkpoint}
+    whole = train(sums_home, tmp_path / "whole", method, **sections)
+    with power_cut(step=3):
+        train(sums_home, tmp_path / "broken", method, **sections)
+    train(sums_home, tmp_path / "broken", method, resume=True, **sections)
+    assert_same_run(whole, tmp_path / "broken/run")
+    seen = {line["step"]: line for line in lines(whole) if "eval_sums" in line}
+    assert list(seen) == [0, 2, 4, 5]
+    for step, line in seen.items():
+        summary = read_summary(whole / f"evaluation/step-{step}")["suites"]["sums"]
+        assert (line["eval_sums"], line["eval_sums_low"]) == (summary["value"], summary["low"])
+        assert (summary["answers"], summary["items"]) == (40, 20) and set(summary["pass@k"]) == {"1", "2"}
+    best = max(seen, key=lambda step: (seen[step]["eval_sums"], -step))
+    assert saved_step(whole / "best") == best
+    blind = train(sums_home, tmp_path / "blind", method, **plain, evaluation={"eval_steps": -1})
+    losses = [[line["loss"] for line in lines(folder) if "loss" in line] for folder in (whole, blind)]
+    assert losses[0] == losses[1] and len(losses[0]) == 5
+
+
+@pytest.mark.parametrize(
+    ("method", "suites", "said"),
+    [
+        ({"type": "sft"}, ["gsm"], "did you mean gsm8k"),
+        ({"type": "sft"}, ["mmlu_logprob"], "is of the kind choices"),
+    ],
+)
+def test_wrong_suites(sums_home, data, tmp_path, method, suites, said):
+    with pytest.raises(PosttrainError, match="trains one that scores"):
+        load(None, ["method.type=reward", "evaluation.suites=[gsm8k]", "data.source=x", "model.path=x"])
+    with pytest.raises(PosttrainError, match=said):
+        train(sums_home, tmp_path, method, rewards=[], data=data[0], evaluation={"suites": suites})
 
 
 def test_a_template_of_its_own_leaves_the_runs_alone(data, sums_home):

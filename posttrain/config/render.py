@@ -22,7 +22,7 @@ from posttrain.config.reading.fields import (
 from posttrain.config.reading.files import write_yaml
 from posttrain.config.reading.hints import SYSTEMS, hint
 from posttrain.config.schema.data import SourceConfig
-from posttrain.config.schema.evaluation import EvaluationDataset
+from posttrain.config.schema.evaluation import EvaluationDataset, SuiteEntry
 from posttrain.config.schema.methods import METHODS
 from posttrain.config.schema.rewards import Reward, RewardTerm
 
@@ -228,6 +228,7 @@ def settings_reference() -> str:
             parts.append(f"Each entry of `data.source`, when it is a list:\n\n{_entries(SourceConfig)}")
         if section == "evaluation":
             parts.append(f"Each entry of `evaluation.datasets`:\n\n{_entries(EvaluationDataset)}")
+            parts.append(f"Each entry of `evaluation.suites`:\n\n{_entries(SuiteEntry)}")
     return "\n\n".join(parts) + "\n"
 
 

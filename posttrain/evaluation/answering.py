@@ -76,7 +76,11 @@ def ask(
         system_prompt=suite.system_prompt,
     )
     records = [Record(item.position, suite.name, item.position + 1, {"prompt": item.prompt}) for item in good]
-    asked = prompts_of(records, data, tokenizer, f"suite {suite.name}")
+    before = tokenizer.chat_template
+    try:
+        asked = prompts_of(records, data, tokenizer, f"suite {suite.name}")
+    finally:
+        tokenizer.chat_template = before  # a run saves its tokenizer with its own template
     return bad | {item.position: too_long(one, policy) or one for item, one in zip(good, asked, strict=True)}
 
 

@@ -24,6 +24,7 @@ FIRST_FILES = (
     "tracking",
     "base",
     "best",
+    "evaluation",
     "rollouts.sqlite",
     "rollouts.sqlite-wal",
     "rollouts.sqlite-shm",

@@ -44,6 +44,7 @@ from posttrain.training.schedule import (
 )
 from posttrain.training.state import State
 from posttrain.training.stopping import Stop
+from posttrain.training.suites import SuiteEvaluation
 
 log = logging.getLogger("posttrain")
 
@@ -86,6 +87,7 @@ class Loop:
         self._best = Best(job.config, job.run, self.saver.write_model)
         self._router_load = RouterLoad(policy.model if isinstance(policy, ValueScorer) else policy)
         self._completions = CompletionEvaluation(job, policy, data, self.saver)
+        self._suites = SuiteEvaluation(job, policy)
         if job.checkpoint is not None:
             self.state, total = self.saver.restore(job.checkpoint)
             log.info("resumed from %s at step %d of %d", job.checkpoint.name, self.state.step, self.total)
@@ -109,7 +111,7 @@ class Loop:
         if self.state.window and self._is_logged(self.state.step):
             self._log()  # the line that the run failed to write
         self.saver.mark(self.state)
-        with self.progress, self._stop.listening(), closing(self._completions):
+        with self.progress, self._stop.listening(), closing(self._completions), closing(self._suites):
             for step in range(first, self.total + 1):
                 if self._best.is_overdue(self.state):
                     self._best.report(self.state)
@@ -231,7 +233,7 @@ class Loop:
     def evaluation_due(self) -> bool:
         """Whether an evaluation is due at this step (0 is before training)."""
         settings, step = self.job.config.evaluation, self.state.step
-        if settings.eval_steps == -1 or not self.data.validation or self.state.evaluated:
+        if settings.eval_steps == -1 or not (self.data.validation or self._suites) or self.state.evaluated:
             return False
         if step == 0:
             return settings.at_start
@@ -253,6 +255,8 @@ class Loop:
         for name, dataset in self.data.validation.items():
             prefix = "eval_" if name == "validation" else f"eval_{name}_"
             metrics |= {f"{prefix}{key}": value for key, value in measure(name, dataset).items()}
+        suites = self._suites(self.state.step, self.interruption.sampling)
+        metrics |= {f"eval_{name}": value for name, value in suites.items()}
         self.policy.train(self.job.config.method.dropout)
         self.state.evaluated = True
         self.job.run.log(self.state.step, metrics)

@@ -1,8 +1,8 @@
 """The settings of evaluation during training: intervals, data sets, sampling."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain.config.schema.base import Float, Int, OneOrMore, Positive, Problems, Settings, Text, Word
 from posttrain.config.schema.data import Format, check_template
@@ -42,6 +42,25 @@ class EvaluationDataset(Settings):
         return self
 
 
+class SuiteEntry(Settings):
+    """A suite to evaluate on during training; a name alone is {suite: NAME}."""
+
+    suite: Text = Field(description="Built-in suite, YAML file or module:function; metric eval_{name}.")
+    source: Text | None = Field(default=None, description="File or folder of its rows; null: the suite's own source.")
+    max_rows: Positive | None = Field(default=None, description="Number of items, evenly spread; null: all.")
+
+
+def _entry(value: Any) -> Any:
+    return {"suite": value} if isinstance(value, str) else value
+
+
+def _one_suite(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict) else value
+
+
+Suite = Annotated[SuiteEntry, BeforeValidator(_entry, json_schema_input_type=Text | SuiteEntry)]
+
+
 class EvaluationConfig(Settings):
     """Evaluation during training."""
 
@@ -77,6 +96,10 @@ class EvaluationConfig(Settings):
     )
     datasets: tuple[EvaluationDataset, ...] = Field(
         default=(), description="Further data sets: a list of {name, source, split, ...}."
+    )
+
+    suites: Annotated[tuple[Suite, ...], BeforeValidator(_one_suite)] = Field(
+        default=(), description="Suites of questions (docs/eval.md): a list of names, or {suite, source, max_rows}."
     )
 
     @model_validator(mode="after")

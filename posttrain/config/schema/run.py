@@ -95,7 +95,12 @@ class RunConfig(Settings):
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is validation data and evaluation is on."""
+        """Whether there is validation data or a suite, and evaluation is on."""
+        return (self._has_validation or bool(self.evaluation.suites)) and self.evaluation.eval_steps > 0
+
+    @property
+    def _validates(self) -> bool:
+        """Whether validation sets are evaluated."""
         return self._has_validation and self.evaluation.eval_steps > 0
 
     @property
@@ -194,13 +199,13 @@ class RunConfig(Settings):
             "are for completions, and a reward model writes none; leave it out",
         )
         problems.check(
-            online or self.evaluates,
+            online or self._validates,
             "rewards",
             f"score completions of validation prompts with {method.type}: set data.validation, e.g. "
             "{ratio: 0.05}, and evaluation.eval_steps above 0, or remove rewards",
         )
         problems.check(
-            not self.evaluates or self._rewarded,
+            not self._validates or self._rewarded,
             "rewards",
             f"are needed to evaluate {method.type} on validation prompts: give some, e.g. rewards: [{{type: math}}], "
             "or remove data.validation",
@@ -231,7 +236,8 @@ class RunConfig(Settings):
         problems.check(
             checkpoint.best_metric in ("auto", None) or self.evaluates,
             "checkpoint.best_metric",
-            "needs an evaluation: set data.validation, e.g. {ratio: 0.05}, and evaluation.eval_steps above 0; "
+            "needs an evaluation: set data.validation, e.g. {ratio: 0.05}, or evaluation.suites, and "
+            "evaluation.eval_steps above 0; "
             "or set it to null",
         )
         problems.check(
@@ -245,9 +251,14 @@ class RunConfig(Settings):
             "has nothing to evaluate on: set data.validation, e.g. {ratio: 0.05}",
         )
         evaluation, fields = self.evaluation, type(self.evaluation).model_fields
+        problems.check(
+            not evaluation.suites or self.method.head == "lm",
+            "evaluation.suites",
+            f"ask a model that generates, and {self.method.type} trains one that scores: leave them out",
+        )
         for name in ("num_generations", *SAMPLING):
             problems.check(
-                (self.samples and self.evaluates) or getattr(evaluation, name) == fields[name].default,
+                (self.samples and self._validates) or getattr(evaluation, name) == fields[name].default,
                 f"evaluation.{name}",
                 "is read where completions are sampled for validation prompts: set rewards and data.validation",
             )
