@@ -29,6 +29,7 @@ LAYERS = [
     ["training", "comparing"],
     ["recipes"],
     ["planning", "inspection"],
+    ["export"],
     ["runner"],
     ["quickstart", "verify"],
     ["cli"],

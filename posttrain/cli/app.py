@@ -22,6 +22,7 @@ VERBS = {
     "generate": "generate",
     "sample": "sample",
     "eval": "eval",
+    "export": "export",
     "rollouts": "rollouts",
     "why": "rollouts",
     "regrade": "rollouts",

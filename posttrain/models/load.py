@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -38,6 +38,9 @@ from posttrain.models.untrusted import (
     check_embedded_adapter,
     check_indexes,
 )
+
+if TYPE_CHECKING:  # importing it takes a second
+    from peft import PeftModel
 
 # transformers' progress bars appear on every load and save; ours cover long waits.
 hf_logging.disable_progress_bar()
@@ -99,7 +102,7 @@ def load_model(
     if head == "reward" and "score.weight" in info["missing_keys"]:
         torch.nn.init.normal_(loaded.score.weight, std=0.02)
     if base is not model:
-        loaded = _merge_adapter(loaded, model)
+        loaded = merged(with_adapter(loaded, model))
     if use_packed(model, loaded):
         loaded.set_attn_implementation(PACKED)
     lean(loaded, chains)
@@ -199,7 +202,8 @@ def _adapter_config(model: ModelConfig) -> dict[str, Any] | None:
         return adapter_config(Path(model.path), model.path)
 
 
-def _merge_adapter(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
+def with_adapter(base: PreTrainedModel, model: ModelConfig) -> PeftModel:
+    """`base` with the adapter of the folder `model.path`, not merged: its layers are added to those of `base`."""
     from peft import PeftConfig, PeftModel, TaskType
 
     check_adapter_weights(Path(model.path), model.path, model.allow_pickle)
@@ -207,8 +211,13 @@ def _merge_adapter(base: PreTrainedModel, model: ModelConfig) -> PreTrainedModel
         config = PeftConfig.from_pretrained(model.path)
         if config.task_type == TaskType.CAUSAL_LM and not hasattr(base, "prepare_inputs_for_generation"):
             config.task_type = None  # a reward model that starts from it: the backbones have the same names
-        merged = PeftModel.from_pretrained(base, model.path, config=config).merge_and_unload()
-    return merged.requires_grad_(True)  # PEFT froze it; the merged model is fully trainable
+        return PeftModel.from_pretrained(base, model.path, config=config)
+
+
+def merged(adapted: PeftModel) -> PreTrainedModel:
+    """The base model with its adapter added to its weights."""
+    whole = cast(PreTrainedModel, adapted.merge_and_unload())
+    return whole.requires_grad_(True)  # PEFT froze it; the merged model is fully trainable
 
 
 def _some(names: set[str]) -> str:

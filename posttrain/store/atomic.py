@@ -70,14 +70,16 @@ def recover(folder: Path) -> list[str]:
     return handled
 
 
-def cannot_write(path: Path, error: OSError | SafetensorError) -> RunError:
-    """The message for a failed write, with the remedy when the disk is full."""
+GO_ON = (
+    "what was saved before is intact. Free some disk space (or raise the quota), then continue with --resume; "
+    "checkpoint.save_total_limit limits the number of checkpoints."
+)
+
+
+def cannot_write(path: Path, error: OSError | SafetensorError, full: str = GO_ON) -> RunError:
+    """The message for a failed write; `full` is the remedy when the disk is full."""
     if _number(error) in FULL:
-        return RunError(
-            f"no space to write {path} ({_reason(error)}): what was saved before is intact. "
-            "Free some disk space (or raise the quota), then continue with --resume; "
-            "checkpoint.save_total_limit limits the number of checkpoints."
-        )
+        return RunError(f"no space to write {path} ({_reason(error)}): {full}")
     return RunError(f"cannot write {path}: {_reason(error)}")
 
 

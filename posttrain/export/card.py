@@ -1,0 +1,233 @@
+"""The model card, README.md: what the model is, how to load it, how it was trained, and its results.
+
+Without secrets, and without paths, host or user of the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers.utils.hub import cached_file
+
+from posttrain import __version__
+from posttrain.config import ModelConfig
+from posttrain.config.reading.files import write_yaml
+from posttrain.export.source import Source
+from posttrain.hub import stay_offline_without_network
+from posttrain.store.provenance import redact
+
+FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.MULTILINE | re.DOTALL)
+# A folder's part of a path inside a text: from the root, the home folder or a drive to the last separator. Not that of
+# an address (://), of a tag (</a>), nor of a relative path or hub id.
+PLACES = re.compile(r"(?<![\w.~:/<\\-])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\"<>|:;,()\[\]{}/\\]+[/\\])+")
+LICENSE = ("license", "license_name", "license_link")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the card says beyond the source's own facts."""
+
+    name: str
+    place: str  # what `from_pretrained` is given
+    merged: bool
+    dtype: str
+    check: str  # the result of the check of the written files, in a sentence
+    notes: tuple[str, ...]
+    evaluations: tuple[Mapping[str, Any], ...]  # contents of summary.json
+    chat: bool
+
+
+def card(source: Source, facts: Facts) -> str:
+    """The text of README.md."""
+    parts = [_header(source, facts), f"# {facts.name}", _about(source, facts), "## Use", _use(source, facts)]
+    if source.run is not None:
+        parts += ["## Training", _training(source)]
+    if results := list(_results(source)):
+        parts += ["## Results", *results]
+    for summary in facts.evaluations:
+        parts += ["## Evaluation", _evaluation(summary)]
+    if source.config is not None:
+        settings = write_yaml(public(source.config.model_dump(mode="json"))).rstrip()
+        parts += ["## Settings", "<details><summary>All settings of the run</summary>"]
+        parts += [f"```yaml\n{settings}\n```", "</details>"]
+    return redact("\n\n".join(part for part in parts if part)) + "\n"
+
+
+def public(data: Any) -> Any:
+    """A copy of nested settings in which paths of this machine are only the name of their file or folder."""
+    if isinstance(data, str):
+        path = Path(data).expanduser()
+        if path.is_absolute() and "\n" not in data:
+            return path.name
+        home = os.path.expanduser("~")
+        data = PLACES.sub("", data)
+        return data if home in ("/", "~") else data.replace(home, "~")
+    if isinstance(data, dict):
+        return {key: public(value) for key, value in data.items()}
+    return [public(value) for value in data] if isinstance(data, list | tuple) else data
+
+
+def origin(model: ModelConfig) -> str | None:
+    """A model's hub id; None for a folder."""
+    known = HUB_ID.fullmatch(model.path) and not Path(model.path).expanduser().exists()
+    return model.path if known else None
+
+
+def start_of(source: Source) -> ModelConfig:
+    """The model that training started from, or else the base of the adapter."""
+    return source.config.models[0] if source.config is not None else source.base
+
+
+def license_of(model: ModelConfig) -> dict[str, str]:
+    """The licence in the header of the model's card: `license`, its name and its link, if given. Empty if unknown."""
+    if not Path(model.path).is_dir():
+        stay_offline_without_network()
+    quiet = ("gated_repo", "missing_entries", "connection_errors")
+    file = cached_file(
+        model.path, "README.md", revision=model.revision or "main",
+        **{f"_raise_exceptions_for_{name}": False for name in quiet},
+    )  # fmt: skip
+    try:
+        found = FRONT.search(Path(file).read_text(encoding="utf-8")) if file else None
+        header = yaml.safe_load(found[1]) if found else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    if not isinstance(header, dict):
+        return {}
+    return {name: header[name] for name in LICENSE if isinstance(header.get(name), str)}
+
+
+def _header(source: Source, facts: Facts) -> str:
+    start, method = start_of(source), _method(source)
+    header: dict[str, Any] = {"library_name": "transformers" if facts.merged else "peft"}
+    if (name := origin(start)) is not None:
+        header["base_model"] = name
+    header |= license_of(start)
+    header["pipeline_tag"] = "text-classification" if source.reward else "text-generation"
+    header["tags"] = [tag for tag in ("posttrain", method, "reward-model" if source.reward else None) if tag]
+    if sets := [name for name in _sources(source) if HUB_ID.fullmatch(name) and not Path(name).exists()]:
+        header["datasets"] = sets
+    return f"---\n{yaml.safe_dump(header, sort_keys=False, allow_unicode=True)}---"
+
+
+def _about(source: Source, facts: Facts) -> str:
+    start, method = start_of(source), _method(source)
+    what = "A reward model" if source.reward else "A language model"
+    name = origin(start)
+    base = f"[{name}](https://huggingface.co/{name})" if name else f"`{public(str(Path(start.path).absolute()))}`"
+    made = f"trained from {base}" + (f" with {method}" if method else "")
+    lines = [f"{what}, {made}, by posttrain {__version__}. Weights: {facts.dtype}. {facts.check}", *facts.notes]
+    if not license_of(start):
+        lines.append("The licence of the base model is not known to the exporter.")
+    return "\n\n".join(lines)
+
+
+def _use(source: Source, facts: Facts) -> str:
+    kind = "SequenceClassification" if source.reward else "CausalLM"
+    place = facts.place
+    lines = [f"from transformers import AutoModelFor{kind}, AutoTokenizer", ""]
+    if not facts.merged:
+        lines = [f"from peft import AutoPeftModelFor{kind}", "from transformers import AutoTokenizer", ""]
+    auto = f"Auto{'' if facts.merged else 'Peft'}ModelFor{kind}"
+    lines += [
+        f'tokenizer = AutoTokenizer.from_pretrained("{place}")',
+        f'model = {auto}.from_pretrained("{place}", dtype="auto")',
+    ]
+    if facts.chat:
+        lines.append('messages = [{"role": "user", "content": "…"}]')
+        if source.reward:
+            lines[-1] = lines[-1].replace("}]", '}, {"role": "assistant", "content": "…"}]')
+        generate = "" if source.reward else ", add_generation_prompt=True"
+        lines.append(
+            f'inputs = tokenizer.apply_chat_template(messages{generate}, return_dict=True, return_tensors="pt")'
+        )
+    else:
+        lines.append('inputs = tokenizer("…", return_tensors="pt")')
+    if source.reward:
+        lines.append("reward = model(**inputs).logits[0, 0]")
+    else:
+        lines.append("completion = model.generate(**inputs, max_new_tokens=256)")
+    return "```python\n" + "\n".join(lines) + "\n```"
+
+
+def _training(source: Source) -> str:
+    assert source.run is not None
+    provenance, config = source.run.provenance, source.config
+    rows = {
+        "method": _method(source),
+        "data": ", ".join(f"`{public(name)}`" for name in _sources(source)),
+        "fingerprint of the data": _code(provenance.get("dataset_fingerprint")),
+        "steps": f"{source.results['steps']:,}" if "steps" in source.results else "",
+        "trained tokens": f"{source.results['num_tokens']:,}" if "num_tokens" in source.results else "",
+        "seed": config.seed if config else "",
+        "adapter": _adapter(source),
+        "run": f"{source.run.state}, started {source.run.started[:10]}",
+        "versions": ", ".join(f"{name} {value}" for name, value in (provenance.get("versions") or {}).items() if value),
+        "posttrain commit": _code(provenance.get("git_commit")),
+    }
+    lines = [f"| {name} | {value} |" for name, value in rows.items() if value not in ("", None)]
+    return "\n".join(["| | |", "|---|---|", *lines])
+
+
+def _results(source: Source) -> Iterator[str]:
+    """A table of the run's metrics, before and after training."""
+    start, final = source.results.get("start") or {}, source.results.get("final") or {}
+    if not final:
+        return
+    lines = [
+        f"| {name} | {_number(start.get(name))} | {_number(value)} |"
+        for name, value in final.items()
+        if isinstance(value, int | float)
+    ]
+    yield "\n".join(["| metric | first | last |", "|---|---|---|", *lines])
+    for name, value in (source.results.get("best") or {}).items():
+        yield f"Best `{name}`: {_number(value)}."
+
+
+def _evaluation(summary: Mapping[str, Any]) -> str:
+    """A table of the suites of one summary.json."""
+    lines = ["| suite | metric | value | interval | items |", "|---|---|---|---|---|"]
+    remarks = []
+    for key, suite in summary["suites"].items():
+        low, high, confidence = suite.get("low"), suite.get("high"), suite.get("confidence")
+        interval = f"{_number(low)} to {_number(high)} ({confidence:.0%})" if low is not None and confidence else ""
+        cells = (key, suite.get("metric", ""), _number(suite.get("value")), interval, suite.get("items", ""))
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+        if suite.get("partial"):
+            remarks.append(f"{key}: {suite['partial']}.")
+        if ungraded := sum((suite.get("ungraded") or {}).values()):
+            remarks.append(f"{key}: {ungraded:,} answers are not graded.")
+    return "\n".join(lines) + "".join(f"\n\n{public(remark)}" for remark in remarks)
+
+
+def _code(value: str | None) -> str:
+    return f"`{value}`" if value else ""
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _method(source: Source) -> str | None:
+    return source.config.method.type if source.config is not None else None
+
+
+def _sources(source: Source) -> list[str]:
+    if source.config is None:
+        return []
+    given = source.config.data.source
+    return [given] if isinstance(given, str) else [part.source for part in given]
+
+
+def _adapter(source: Source) -> str:
+    model = source.config.models[0] if source.config else None
+    if model is None or model.lora is None:
+        return ""
+    return f"LoRA, r {model.lora.r}, alpha {model.lora.alpha:g}" + (", on a 4-bit base" if model.load_in_4bit else "")

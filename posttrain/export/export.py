@@ -1,0 +1,287 @@
+"""A run's model, or any other, as a folder for plain transformers and vLLM: merged, checked, documented, complete."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerBase
+
+from posttrain import __version__
+from posttrain.atomic import put_folder
+from posttrain.config import DevicesConfig
+from posttrain.data.tokencheck import end_of_turn
+from posttrain.engines import stop_token_ids
+from posttrain.errors import ModelError, RunError
+from posttrain.export import hub
+from posttrain.export.card import Facts, card, origin
+from posttrain.export.merging import DTYPES, Whole, load_base, merge, write_and_check
+from posttrain.export.prompts import Prompts, prompts_for
+from posttrain.export.serving import FILES, PLAIN, Served, refuse_engines, write_for
+from posttrain.export.source import Source, find_source
+from posttrain.models.devices import take_device
+from posttrain.models.families import positions_of
+from posttrain.models.load import check_embeddings, load_config, load_tokenizer
+from posttrain.models.untrusted import check_adapter_weights
+from posttrain.reports.listing import in_units, size_of
+from posttrain.store.atomic import cannot_write
+from posttrain.store.files import load_json, save_json
+from posttrain.threads import sharing_cores
+from posttrain.training.job import set_pad_token
+from posttrain.words import counted
+
+log = logging.getLogger("posttrain")
+
+MARK = "export.json"  # only a folder that has it is ever replaced
+NO_ROOM = "nothing was written, and the model is intact: free some space, or give --output on another disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user asks for. `output` None: `exports/NAME`; `dtype` None: as the model is stored."""
+
+    model: str
+    output: Path | None = None
+    overwrite: bool = False
+    merge: bool = True
+    dtype: str | None = None
+    max_shard_size: str = "5GB"
+    prompts: Path | None = None
+    engines: tuple[str, ...] = ()
+    evaluations: tuple[Path, ...] = ()
+    push_to: str | None = None
+    private: bool = False
+
+
+Say = Callable[[str], None]
+
+
+@sharing_cores()
+def export(asked: Asked, devices: DevicesConfig, say: Say) -> Path:
+    """Write the folder, and upload it if that is asked for; returns the folder. `say` gets the lines of the report.
+
+    The folder is complete or absent, and an existing one is replaced only with `overwrite`. Raises PosttrainError; if
+    that is about the upload or an engine's file, the folder is complete without it.
+    """
+    token = hub.check_target(asked.push_to) if asked.push_to else ""
+    source = find_source(asked.model)
+    target = asked.output or Path("exports") / source.name
+    refuse_target(target, asked.overwrite)
+    merges = asked.merge or not source.adapter
+    refuse_engines(asked.engines, source.reward, merges)
+    evaluations = [_summary(folder) for folder in asked.evaluations] or list(_own_evaluations(source))
+    kind = f"{'LoRA adapter of a ' if source.adapter else ''}{'reward model' if source.reward else 'language model'}"
+    say(f"model     {source.model.path}: {kind}" + (f", on {source.base.path}" if source.adapter else ""))
+    ready = _Whole(source, asked, target, devices, say) if merges else _Adapter(source)
+
+    def write(folder: Path) -> None:
+        facts = ready.write(folder, target.name)
+        text = card(source, Facts(**facts, name=target.name, merged=merges, evaluations=tuple(evaluations)))
+        (folder / "README.md").write_text(text, encoding="utf-8")
+        base = origin(source.base) if source.adapter else None
+        mark = {"format": 1, "posttrain": __version__, "name": source.name, "base": base, "merged": merges}
+        save_json(folder / MARK, mark | {"dtype": facts["dtype"], "check": facts["check"]})
+
+    put(target, write, asked.overwrite)
+    weights = len(list(target.glob("*.safetensors")))
+    say(f"written   {target}: {counted(weights, 'file')} of weights, {in_units(size_of(target))} in all")
+    if asked.push_to:
+        name = f"{source.name}, exported by posttrain {__version__}"
+        say(f"uploaded  {hub.push(target, asked.push_to, token, asked.private, asked.overwrite, name)}")
+    if ready.failed:
+        raise ModelError(f"{target} is complete, but without {'; '.join(ready.failed)}")
+    return target
+
+
+def refuse_target(target: Path, overwrite: bool) -> None:
+    """Raise RunError unless the folder may be written: it is absent or empty, or an export that is to be replaced."""
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not target.is_dir():
+        raise RunError(f"{target} is a file: give a folder with --output")
+    if not (target / MARK).is_file():
+        raise RunError(
+            f"{target} is not empty and not an export (no {MARK}), so it is not touched: give another --output"
+        )
+    if not overwrite:
+        raise RunError(f"{target} exists: replace it with --overwrite, or give another folder with --output")
+
+
+def put(target: Path, write: Callable[[Path], None], overwrite: bool) -> None:
+    """Make the folder from what `write` writes to a temporary one. Raises RunError if the disk refuses."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        put_folder(target, write, replace=overwrite)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(target, error, NO_ROOM) from error
+    if not (target / MARK).is_file():
+        raise RunError(f"{target} has appeared meanwhile and is not touched: give another folder with --output")
+
+
+class _Adapter:
+    """An adapter that is exported as it is, for its base on the hub."""
+
+    failed: tuple[str, ...] = ()
+
+    def __init__(self, source: Source):
+        self._source, self._base = source, origin(source.base)
+        if self._base is None:
+            raise ModelError(
+                f"--no-merge: the base of {source.model.path} is the folder {source.base.path}, which nobody else "
+                "has: leave out --no-merge, or put the base's hub id in adapter_config.json (base_model_name_or_path)"
+            )
+        check_adapter_weights(Path(source.model.path), source.model.path, allow_pickle=False)
+        self._tokenizer = _tokenizer(source)
+
+    def write(self, folder: Path, name: str) -> dict[str, Any]:
+        place = Path(self._source.model.path)
+        shutil.copy(place / "adapter_model.safetensors", folder)
+        config = load_json(place / "adapter_config.json") | {"base_model_name_or_path": self._base}
+        save_json(folder / "adapter_config.json", config)
+        self._tokenizer.save_pretrained(folder)
+        return {
+            "dtype": "those of the adapter", "check": "", "notes": _notes(self._source),
+            "chat": _chats(self._source, self._tokenizer),
+        }  # fmt: skip
+
+
+class _Whole:
+    """A whole model, merged and compared with its adapter before anything is written."""
+
+    def __init__(self, source: Source, asked: Asked, target: Path, devices: DevicesConfig, say: Say):
+        self._source, self._asked, self._say = source, asked, say
+        self.failed: list[str] = []
+        config = load_config(source.model)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ModelError(f"{source.model.path} is quantised: export the model that it was made from")
+        stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+        self._dtype = asked.dtype or (stored if stored in DTYPES else "float32")
+        self._tokenizer = _tokenizer(source)
+        base = load_base(source, take_device(devices))
+        check_embeddings(base, self._tokenizer, source.model.path)
+        _refuse_full_disk(target, sum(p.numel() for p in base.parameters()) * DTYPES[self._dtype].itemsize)
+        self._prompts = prompts_for(asked.prompts, source.config, base, self._tokenizer)
+        self._whole = merge(base, source, self._prompts.tokens)
+        if source.adapter:
+            say(_merging(self._whole, self._prompts, source.reward))
+
+    def write(self, folder: Path, name: str) -> dict[str, Any]:
+        source, dtype = self._source, self._dtype
+        served = self._prepare(name)
+        how = {"dtype": DTYPES[dtype], "max_shard_size": self._asked.max_shard_size}
+        difference = write_and_check(self._whole, folder, source, self._prompts.tokens, **how)
+        unit = "rewards" if source.reward else "log-probabilities"
+        where = f"{counted(len(self._prompts.tokens), 'prompt')} ({self._prompts.origin})"
+        self._say(f"loaded    by plain transformers in {dtype}: {unit} differ by {difference:.2g} on {where}")
+        self._tokenizer.save_pretrained(folder)
+        for engine in self._asked.engines:
+            try:
+                write_for(engine, served, folder)
+                self._say(f"for       {engine}: {FILES[engine]}")
+            except ModelError as error:
+                self.failed.append(f"{FILES[engine]} for {engine}: {error}")
+        check = (
+            f"Loaded by plain transformers, its {unit} differ from those of the trained model by {difference:.2g} "
+            f"(root mean square, {counted(len(self._prompts.tokens), 'prompt')})."
+        )
+        return {"dtype": dtype, "check": check, "notes": _notes(source), "chat": served.chat}
+
+    def _prepare(self, name: str) -> Served:
+        """Set stop tokens on the model, and padding on a reward model; what engines need to know."""
+        source, model, tokenizer = self._source, self._whole.model, self._tokenizer
+        config, chat = source.config, _chats(source, tokenizer)
+        stops: tuple[int, ...] = ()
+        sampling, origin_of = dict(PLAIN), "the model's own distribution"
+        if source.reward:
+            set_pad_token(model, tokenizer)
+        elif model.generation_config is not None:
+            end = end_of_turn(tokenizer) if chat else None
+            stops = tuple(dict.fromkeys([*stop_token_ids(model, tokenizer), *([end[0]] if end else [])]))
+            generation = model.generation_config
+            generation.eos_token_id = list(stops) or None
+            given = {
+                key: value for key, value in generation.to_diff_dict().items() if key in (*PLAIN, "repetition_penalty")
+            }
+            if given:
+                generation.do_sample = True  # saving refuses a temperature without it
+                sampling, origin_of = sampling | given, "of generation_config.json"
+            elif config is not None and config.method.samples_completions:
+                sampling = {key: getattr(config.rollout, key) for key in PLAIN}
+                origin_of = "as in training (rollout)"
+        return Served(
+            name=name,
+            dtype=self._dtype,
+            tokenizer=tokenizer,
+            positions=positions_of(model.config),
+            stop_token_ids=stops,
+            stop=config.rollout.stop if config else (),
+            sampling=sampling,
+            sampling_from=origin_of,
+            chat=chat,
+            system_prompt=config.data.system_prompt if config else None,
+            reward=source.reward,
+        )
+
+
+def _merging(whole: Whole, prompts: Prompts, reward: bool) -> str:
+    unit = "rewards" if reward else "log-probabilities"
+    where = f"{counted(len(prompts.tokens), 'prompt')}, {counted(whole.tokens, 'reward' if reward else 'token')}"
+    return (
+        f"merged    = adapter: {unit} differ by {whole.merging:.2g} ({where}, root mean square); "
+        f"without the adapter by {whole.effect:.2g}"
+    )
+
+
+def _tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, or that of the base if an adapter has none."""
+    own = any((Path(source.model.path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    return load_tokenizer(source.model if own or not source.adapter else source.base)
+
+
+def _chats(source: Source, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether training wrote conversations with the chat template; of a model without a run, whether there is one."""
+    return tokenizer.chat_template is not None and (source.config is None or source.config.data.template != "none")
+
+
+def _notes(source: Source) -> tuple[str, ...]:
+    if source.config is None or not source.config.models[0].load_in_4bit:
+        return ()
+    return (
+        "The adapter was trained on its base in 4 bits; here it is on the base in full precision, so outputs differ "
+        "from those in training by what 4 bits round.",
+    )
+
+
+def _summary(folder: Path) -> Mapping[str, Any]:
+    """The summary.json of an evaluation. Raises RunError if it is none."""
+    file = folder / "summary.json" if folder.is_dir() else folder
+    found = load_json(file)
+    if not isinstance(found, dict) or not isinstance(found.get("suites"), dict):
+        raise RunError(f"{file} is not the summary of an evaluation: it has no suites")
+    return found
+
+
+def _own_evaluations(source: Source) -> Iterator[Mapping[str, Any]]:
+    """The evaluations of this very model in its run folder."""
+    if source.run is None:
+        return
+    for file in sorted(source.run.folder.rglob("summary.json")):
+        found = _summary(file)
+        path = (found.get("model") or {}).get("path")
+        if isinstance(path, str) and Path(path).resolve() == Path(source.model.path).resolve():
+            yield found
+
+
+def _refuse_full_disk(target: Path, size: int) -> None:
+    """Raise RunError if the weights do not fit on the disk."""
+    place = next(parent for parent in target.absolute().parents if parent.is_dir())
+    free = shutil.disk_usage(place).free
+    if free < size:
+        full = OSError(errno.ENOSPC, f"{in_units(size)} needed, {in_units(free)} free")
+        raise cannot_write(target, full, NO_ROOM)

@@ -1,0 +1,131 @@
+"""Adapters merged into their base, and the checks that the exported files are the trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from posttrain.errors import VitalSignError
+from posttrain.export.source import Source
+from posttrain.memory import release_memory
+from posttrain.models.load import load_model, merged, with_adapter
+from posttrain.training.checks import ROUNDING, Noise
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LIMITS = {**ROUNDING, torch.float16: ROUNDING[torch.bfloat16]}
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A model to write, in float32 with its adapter merged.
+
+    `outputs` are those that the files must reproduce: of the model before merging, on each prompt.
+    """
+
+    model: PreTrainedModel
+    outputs: list[torch.Tensor]
+    merging: float | None = None  # root mean square of the differences by merging (nats, or rewards)
+    effect: float | None = None  # the same for leaving out the adapter
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(one) for one in self.outputs)
+
+
+@torch.no_grad()
+def outputs_of(model: torch.nn.Module, prompts: Sequence[Sequence[int]], reward: bool) -> list[torch.Tensor]:
+    """What the model says of each prompt, by a plain call: the log-probability of every token after the first, or the
+    reward."""
+    found = []
+    device = next(model.parameters()).device
+    for prompt in prompts:
+        ids_T = torch.tensor(prompt, device=device)
+        logits = model(input_ids=ids_T[None], use_cache=False).logits[0].float()
+        if reward:
+            found.append(logits.flatten())
+        else:
+            logprob_TV = logits[:-1].log_softmax(-1)
+            found.append(logprob_TV.gather(1, ids_T[1:, None]).squeeze(1))
+    return found
+
+
+def load_base(source: Source, device: torch.device) -> PreTrainedModel:
+    """The model in float32, of an adapter its base, with plain attention."""
+    model = load_model(source.base, "reward" if source.reward else "lm", torch.float32, device)
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    return model
+
+
+def merge(base: PreTrainedModel, source: Source, prompts: Sequence[Sequence[int]]) -> Whole:
+    """Merge the source's adapter, if it is one, into its base, and check that merged = adapter.
+
+    Raises VitalSignError if the merged model differs by more than float32 rounds.
+    """
+    if not source.adapter:
+        return Whole(base, outputs_of(base, prompts, source.reward))
+    adapted = with_adapter(base, source.model).eval()
+    want = outputs_of(adapted, prompts, source.reward)
+    with adapted.disable_adapter():
+        without = outputs_of(adapted, prompts, source.reward)
+    whole = merged(adapted).eval()
+    got = outputs_of(whole, prompts, source.reward)
+    difference = compare(got, want, LIMITS[torch.float32], f"{source.model.path}: merged = adapter fails")
+    return Whole(whole, want, difference, _rms(_differences(without, want)))
+
+
+def write_and_check(whole: Whole, folder: Path, source: Source, prompts: Sequence[Sequence[int]], **how: Any) -> float:
+    """Write the model's weights and config, load them with plain transformers, and check that they are the model.
+
+    `how` has `dtype` and `max_shard_size`. Returns the root mean square of the differences to the model before
+    merging. Raises VitalSignError if a weight differs, or the outputs by more than the dtype explains.
+    """
+    model, dtype = whole.model, how["dtype"]
+    _cast(model, dtype)
+    model.save_pretrained(folder, max_shard_size=how["max_shard_size"])
+    auto: Any = AutoModelForSequenceClassification if source.reward else AutoModelForCausalLM
+    device = next(model.parameters()).device
+    loaded = cast(PreTrainedModel, auto.from_pretrained(folder, dtype=dtype, use_safetensors=True)).to(device).eval()  # pyright: ignore[reportCallIssue]
+    want = model.state_dict()
+    for name, tensor in loaded.state_dict().items():
+        if name not in want or not torch.equal(tensor, want[name].to(tensor.dtype)):
+            raise VitalSignError(f"{source.model.path}: the weight {name} is not in the written files as it was")
+    got = outputs_of(loaded, prompts, source.reward)
+    what = f"{source.model.path}: the written files fail the check in {str(dtype).removeprefix('torch.')}"
+    return compare(got, whole.outputs, LIMITS[dtype], what)
+
+
+def compare(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], limit: Noise, what: str) -> float:
+    """The root mean square of the differences. Raises VitalSignError if they are more than rounding."""
+    difference = _differences(got, want)
+    if excess := limit.excess(difference):
+        raise VitalSignError(
+            f"{what}: a log-probability or reward {excess} from that of the trained model; nothing is exported. "
+            "Weights too large for the dtype, or a kind of adapter that cannot be merged: try --dtype float32"
+        )
+    return _rms(difference)
+
+
+def _differences(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(got)).double() - torch.cat(list(want)).double()
+
+
+def _rms(difference: torch.Tensor) -> float:
+    return float(difference.square().mean().sqrt())
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Convert the weights, except those that transformers keeps in float32 for this dtype."""
+    kept = set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    for name, module in model.named_modules():
+        if not kept & set(name.split(".")):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(dtype)
+    release_memory()

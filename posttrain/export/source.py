@@ -1,0 +1,91 @@
+"""What is exported: a model's folder or hub id, and the run that made it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import ModelConfig, RunConfig, load
+from posttrain.errors import ModelError, PosttrainError
+from posttrain.models.load import base_settings, is_adapter, is_reward_model
+from posttrain.reports.listing import newest_model
+from posttrain.store.checkpoint import MANIFEST, unusable, verify
+from posttrain.store.files import load_json
+from posttrain.store.runs import RunInfo, read_run
+from posttrain.training.inputs import located
+from posttrain.words import SAVED, model_name
+
+log = logging.getLogger("posttrain")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model to export. `run` and its `config` and `results` are those of its run, if it has one."""
+
+    model: ModelConfig
+    name: str
+    adapter: bool
+    reward: bool
+    run: RunInfo | None = None
+    config: RunConfig | None = None
+    results: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def base(self) -> ModelConfig:
+        """The model itself, or the base model of the adapter."""
+        return base_settings(self.model)
+
+
+def find_source(given: str) -> Source:
+    """The model that the user names: a hub id, a model's folder, or a run, whose final model is taken, or else its best
+    one, or its newest checkpoint.
+
+    Raises RunError for a damaged or empty folder, ModelError if the base model of an adapter is missing.
+    """
+    folder = Path(given).expanduser()
+    if folder.is_dir():
+        folder = _saved_model(folder)
+        if (folder / MANIFEST).exists() and (problems := verify(folder)):
+            raise unusable(folder, problems)
+    model = ModelConfig(path=str(folder) if folder.is_dir() else given)
+    adapter, reward = is_adapter(model), _is_reward_model(model)
+    name = model_name(str(folder.absolute() if folder.is_dir() else given))
+    if SAVED.fullmatch(folder.name) and folder.name != "final":
+        name = f"{name}-{folder.name}"
+    above = folder.absolute().parent
+    if not folder.is_dir() or not (above / "run.json").is_file():
+        return Source(model, name, adapter, reward)
+    results = load_json(above / "results.json") if (above / "results.json").is_file() else {}
+    return Source(model, name, adapter, reward, read_run(above), _settings(above), results)
+
+
+def _saved_model(folder: Path) -> Path:
+    if (folder / "run.json").is_file() and not (folder / "final").is_dir() and (folder / "best").is_dir():
+        return folder / "best"
+    return newest_model(folder)
+
+
+def _is_reward_model(model: ModelConfig) -> bool:
+    """Whether it is a reward model. Names the adapter in the error for a base model that is missing."""
+    try:
+        base = base_settings(model)
+        if base is not model:
+            is_reward_model(base)  # reads its config.json
+        return is_reward_model(model)
+    except ModelError as error:
+        if not is_adapter(model):
+            raise
+        raise ModelError(
+            f"{model.path} is an adapter, and its base model cannot be read: {error}. Put the base model's path or hub "
+            "id in its adapter_config.json (base_model_name_or_path), or the base itself in a folder `base` next to it"
+        ) from error
+
+
+def _settings(run: Path) -> RunConfig | None:
+    try:
+        return located(load(run / "config.yaml").config, run)
+    except PosttrainError as error:
+        log.warning("the settings of %s cannot be read (%s): the model card goes without them", run, error)
+        return None
