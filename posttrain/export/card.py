@@ -123,6 +123,8 @@ def _about(source: Source, facts: Facts) -> str:
     name = origin(start)
     base = f"[{name}](https://huggingface.co/{name})" if name else f"`{public(str(Path(start.path).absolute()))}`"
     made = f"trained from {base}" + (f" with {method}" if method else "")
+    if source.run is None and not source.adapter:
+        made = f"that of {base}"
     lines = [f"{what}, {made}, by posttrain {__version__}. Weights: {facts.dtype}. {facts.check}", *facts.notes]
     if not license_of(start):
         lines.append("The licence of the base model is not known to the exporter.")

@@ -82,8 +82,19 @@ def export(asked: Asked, devices: DevicesConfig, say: Say) -> Path:
 
     def write(folder: Path) -> None:
         facts = ready.write(folder, target.name)
-        text = card(source, Facts(**facts, name=target.name, merged=merges, evaluations=tuple(evaluations)))
+        text = card(
+            source,
+            Facts(
+                **facts,
+                name=target.name,
+                place=asked.push_to or target.name,
+                merged=merges,
+                evaluations=tuple(evaluations),
+            ),
+        )
         (folder / "README.md").write_text(text, encoding="utf-8")
+        for path in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
+            path.chmod((folder / "README.md").stat().st_mode)
         base = origin(source.base) if source.adapter else None
         mark = {"format": 1, "posttrain": __version__, "name": source.name, "base": base, "merged": merges}
         save_json(folder / MARK, mark | {"dtype": facts["dtype"], "check": facts["check"]})
@@ -204,7 +215,8 @@ class _Whole:
             end = end_of_turn(tokenizer) if chat else None
             stops = tuple(dict.fromkeys([*stop_token_ids(model, tokenizer), *([end[0]] if end else [])]))
             generation = model.generation_config
-            generation.eos_token_id = list(stops) or None
+            generation.eos_token_id = stops[0] if len(stops) == 1 else list(stops) or None
+            generation._from_model_config = False  # else `generate` would derive it from config.json again
             given = {
                 key: value for key, value in generation.to_diff_dict().items() if key in (*PLAIN, "repetition_penalty")
             }

@@ -42,14 +42,8 @@ def push(folder: Path, repo: str, token: str, private: bool, overwrite: bool, me
     try:
         stay_offline_without_network()
         return _push(folder, repo, token, private, overwrite, message)
-    except HfHubHTTPError as error:
-        raise ModelError(f"{_refusal(error, repo)}. {stays}") from error
-    except (OfflineModeIsEnabled, HTTPError) as error:  # the second is httpx's, or httpx2's with huggingface_hub 2
-        raise ModelError(f"the hub cannot be reached ({_first_line(error)}). {stays}") from error
-    except (OSError, RuntimeError, ValueError) as error:  # of a transfer: huggingface_hub wraps some in these
-        cause = error.__cause__
-        reason = _refusal(cause, repo) if isinstance(cause, HfHubHTTPError) else f"the upload failed: {error}"
-        raise ModelError(f"{reason}. {stays}") from error
+    except (OSError, RuntimeError, ValueError, HTTPError) as error:
+        raise ModelError(f"{_reason(error, repo)}. {stays}") from error
     except KeyboardInterrupt as error:
         error.add_note(f"the upload to {repo} was interrupted, and nothing was committed there. {stays}")
         raise
@@ -76,14 +70,20 @@ def _push(folder: Path, repo: str, token: str, private: bool, overwrite: bool, m
     return str(done.commit_url)
 
 
-def _refusal(error: HfHubHTTPError, repo: str) -> str:
-    status = error.response.status_code
-    if status in (401, 403):
-        return (
-            f"the hub refused the upload to {repo} ({status}): the token in HF_TOKEN is invalid, has no write access, "
-            "or is of another account"
-        )
-    return f"the hub refused the upload to {repo} ({status}: {error.server_message or _first_line(error)})"
+def _reason(error: BaseException, repo: str) -> str:
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        if status in (401, 403):
+            return (
+                f"the hub refused the upload to {repo} ({status}): the token in HF_TOKEN is invalid, has no write "
+                "access, or is of another account"
+            )
+        return f"the hub refused the upload to {repo} ({status}: {error.server_message or _first_line(error)})"
+    if isinstance(error, OfflineModeIsEnabled | HTTPError):  # the second is httpx's; with huggingface_hub 2, httpx2's
+        return f"the hub cannot be reached ({_first_line(error)})"
+    if error.__cause__ is not None:  # of a large file's transfer
+        return _reason(error.__cause__, repo)
+    return f"the upload to {repo} failed ({_first_line(error)})"
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -89,7 +89,8 @@ def write_and_check(whole: Whole, folder: Path, source: Source, prompts: Sequenc
     model.save_pretrained(folder, max_shard_size=how["max_shard_size"])
     auto: Any = AutoModelForSequenceClassification if source.reward else AutoModelForCausalLM
     device = next(model.parameters()).device
-    loaded = cast(PreTrainedModel, auto.from_pretrained(folder, dtype=dtype, use_safetensors=True)).to(device).eval()  # pyright: ignore[reportCallIssue]
+    loaded: Any = auto.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+    loaded = loaded.to(device).eval()
     want = model.state_dict()
     for name, tensor in loaded.state_dict().items():
         if name not in want or not torch.equal(tensor, want[name].to(tensor.dtype)):

@@ -62,6 +62,6 @@ def prompts_for(
             return Prompts([one.tokens[:longest] for one in own], "the run's data")
         except PosttrainError as error:
             log.info("the run's own prompts cannot be read (%s): built-in ones are compared", error)
-    records = [Record("built-in", row + 1, row, {"prompt": text}) for row, text in enumerate(BUILT_IN)]
+    records = [Record(row, "built-in", row + 1, {"prompt": text}) for row, text in enumerate(BUILT_IN)]
     found = prompts_of(records, plain, tokenizer, "built-in prompts")
     return Prompts([one.tokens[:longest] for one in found if isinstance(one, Prompt)], "built-in prompts")

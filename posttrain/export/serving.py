@@ -179,7 +179,7 @@ def _quoted(text: str, what: str) -> str:
     return f'"""{text}"""' if "\n" in text or '"' in text else f'"{text}"'
 
 
-# --- llama.cpp and vLLM -------------------------------------------------------------------------------------------------
+# --- llama.cpp and vLLM -----------------------------------------------------------------------------------------------
 
 
 def llama_cpp(served: Served) -> str:
@@ -224,18 +224,14 @@ def vllm(served: Served) -> str:
     notes = []
     if served.reward:
         serve += ["--runner", "pooling"]
-        notes.append(
-            '# /classify applies a sigmoid to the reward; a request with "use_activation": false gets it as it is.'
-        )
+        notes.append('# /classify applies a sigmoid to the reward, unless the request has "use_activation": false.')
     else:
         if served.tokenizer.chat_template is not None:
             serve += ["--chat-template", "chat_template.jinja"]
         if not served.chat:
             notes.append("# Trained without a chat template: ask /v1/completions with texts as in training.")
         if served.stop:
-            notes.append(
-                f'# Stop strings of training are a matter of requests: "stop": {json.dumps(list(served.stop))}.'
-            )
+            notes.append(f'# Requests need the stop strings of training: "stop": {json.dumps(list(served.stop))}.')
         different = {name: value for name, value in served.sampling.items() if value != PLAIN.get(name, 1.0)}
         if different and "generation_config" not in served.sampling_from:
             serve += ["--override-generation-config", json.dumps(different)]

@@ -63,29 +63,36 @@ class Turns:
 
 def turns_of(tokenizer: PreTrainedTokenizerBase) -> Turns:
     """The table of the tokenizer's chat template. Raises InexpressibleError if it has none."""
-    template = tokenizer.get_chat_template(None, None)
-    if "strftime_now" in template:
+    if "strftime_now" in tokenizer.get_chat_template(None, None):
         raise InexpressibleError("it writes today's date")
     with rendering(tokenizer) as renderer:
-        texts: dict[tuple[str, str], str] = {}
-        for roles in (*NEEDED, *OPTIONAL):
-            found = _gaps(renderer, roles, generate=True)
-            if isinstance(found, str) and roles in NEEDED:
-                raise InexpressibleError(found)
-            if isinstance(found, str):
-                continue
-            different = [pair for pair, text in found.items() if texts.get(pair, text) != text]
-            if different and roles in NEEDED:
-                before, after = different[0]
-                raise InexpressibleError(
-                    f"the text between {before or 'the start'} and {after} depends on more than these two roles"
-                )
-            if not different:
-                texts |= found
-        last = _gaps(renderer, "ua", generate=False)
-        if not isinstance(last, str) and last["user", "assistant"] != texts["user", "assistant"]:
-            texts["user", LAST] = last["user", "assistant"]
-        return Turns(texts, tuple(_differences(Turns(texts), renderer)))
+        found = _table(renderer)
+        wrong = found if isinstance(found, str) else _wrong(Turns(found), renderer)
+        notes = [] if isinstance(found, str) or wrong else list(_differences(Turns(found), renderer))
+    if isinstance(found, str) or wrong:
+        raise InexpressibleError(wrong)
+    return Turns(found, tuple(notes))
+
+
+def _table(renderer: Renderer) -> dict[tuple[str, str], str] | str:
+    """The texts of all pairs of roles, or why there is no table."""
+    texts: dict[tuple[str, str], str] = {}
+    for roles in (*NEEDED, *OPTIONAL):
+        found = _gaps(renderer, roles, generate=True)
+        if not isinstance(found, str):
+            pair = next((pair for pair, text in found.items() if texts.get(pair, text) != text), None)
+            found = found if pair is None else _depends(*pair)
+        if isinstance(found, str) and roles in NEEDED:
+            return found
+        texts |= {} if isinstance(found, str) else found
+    last = _gaps(renderer, "ua", generate=False)
+    if not isinstance(last, str) and last["user", "assistant"] != texts["user", "assistant"]:
+        texts["user", LAST] = last["user", "assistant"]
+    return texts
+
+
+def _depends(before: str, after: str) -> str:
+    return f"the text between {before or 'the start'} and {after} depends on more than these two roles"
 
 
 def _gaps(renderer: Renderer, roles: str, generate: bool) -> dict[tuple[str, str], str] | str:
@@ -101,25 +108,28 @@ def _gaps(renderer: Renderer, roles: str, generate: bool) -> dict[tuple[str, str
         if not is_there or content in rest:
             return f"it does not write each message once, in order ({', '.join(names)})"
         if found.setdefault((before, name), gap) != gap:
-            return f"the text between {before} and {name} depends on more than these two roles"
+            return _depends(before, name)
         before = name
     return found | ({(before, REPLY): rest} if generate else {})
 
 
-def _differences(turns: Turns, renderer: Renderer) -> Iterator[str]:
-    """What the table renders differently from the template. Raises InexpressibleError for ordinary conversations."""
+def _wrong(turns: Turns, renderer: Renderer) -> str | None:
+    """An ordinary conversation that the table renders differently from the template; None if there is none."""
     for roles in ("u", "uau", "uauau", "uauauau", "su", "suau", "suauau"):
-        if roles[0] == "s" and (START, "system") not in turns.texts:
-            continue
-        for contents in CONTENTS:
-            if not _agrees(turns, renderer, roles, contents):
-                raise InexpressibleError(f"it changes some messages ({', '.join(ROLES[letter] for letter in roles)})")
+        known = roles[0] == "u" or (START, "system") in turns.texts
+        if known and not all(_agrees(turns, renderer, roles, contents) for contents in CONTENTS):
+            return f"it changes some messages ({', '.join(ROLES[letter] for letter in roles)})"
+    return None
+
+
+def _differences(turns: Turns, renderer: Renderer) -> Iterator[str]:
+    """What the table cannot express, as sentences about the template."""
     if not all(_agrees(turns, renderer, roles, SPACES) for roles in ("u", "uau")):
-        yield "it strips spaces and line breaks around a message, which this template keeps"
+        yield "the chat template strips spaces and line breaks around a message, which are kept here"
     if not _agrees(turns, renderer, "uau", THOUGHTS):
-        yield "it leaves out the <think> part of earlier replies, which this template keeps"
+        yield "the chat template leaves out the <think> part of earlier replies, which is kept here"
     if (START, "system") not in turns.texts:
-        yield "it has no system message: conversations with one are refused"
+        yield "the chat template has no system message: conversations with one are refused"
 
 
 def _agrees(turns: Turns, renderer: Renderer, roles: str, contents: Sequence[str]) -> bool:

@@ -1,0 +1,534 @@
+"""`posttrain export`: the written model is the trained one, the card tells nothing private, nothing is overwritten."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import go_template
+import pytest
+import torch
+import yaml
+from hub_stand_in import TOKEN, Hub
+from huggingface_hub import constants
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from posttrain import runner
+from posttrain.cli import main
+from posttrain.config import DataConfig, DevicesConfig, load
+from posttrain.data.templates import choose_template
+from posttrain.errors import ModelError, RunError, VitalSignError
+from posttrain.export import export as exporting
+from posttrain.export import hub, merging, serving
+from posttrain.export.card import public
+from posttrain.export.export import Asked, export
+from posttrain.export.serving import Served
+from posttrain.export.serving import go_template as write_go
+from posttrain.export.turns import InexpressibleError, turns_of
+
+CPU = DevicesConfig(type="cpu")
+IDS = torch.arange(5, 60)[None]
+
+
+def asked(model, output, **how) -> Path:
+    lines: list[str] = []
+    folder = export(Asked(str(model), Path(output), **how), CPU, lines.append)
+    print("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(scratch_model, tmp_path_factory) -> dict[str, Path]:
+    """A LoRA adapter of a policy and one of a reward model, random ones that change the outputs."""
+    found = {}
+    for name, auto, task in (
+        ("policy", AutoModelForCausalLM, TaskType.CAUSAL_LM),
+        ("reward", AutoModelForSequenceClassification, TaskType.SEQ_CLS),
+    ):
+        torch.manual_seed(0)
+        base = auto.from_pretrained(scratch_model, **({"num_labels": 1} if name == "reward" else {}))
+        base.config._name_or_path = str(scratch_model)
+        targets = ["q_proj", "v_proj", "down_proj"]
+        model = get_peft_model(base, LoraConfig(task_type=task, r=4, lora_alpha=8, target_modules=targets))
+        for key, value in model.named_parameters():
+            if "lora_" in key:
+                torch.nn.init.normal_(value, std=0.3)
+        found[name] = tmp_path_factory.mktemp("adapters") / name
+        model.save_pretrained(found[name])
+        AutoTokenizer.from_pretrained(scratch_model).save_pretrained(found[name])
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(scratch_model, shared, tmp_path_factory) -> Path:
+    """A short DPO run with LoRA, in a folder whose name would be private."""
+    home = tmp_path_factory.mktemp("private-home")
+    shutil.copy(shared / "data/preference-demo/dpo_en_demo.json", home / "secret-project.json")
+    settings = {
+        "name": "hh", "output_dir": str(home), "model": {"path": str(scratch_model), "lora": {"r": 2}},
+        "method": "dpo", "data": {"source": str(home / "secret-project.json"), "format": "sharegpt", "max_rows": 8,
+        "max_length": 128, "overlong": "truncate", "system_prompt": "Be brief."},
+        "training": {"batch_size": 4, "max_steps": 2, "learning_rate": 1e-2, "warmup_steps": 0},
+    }  # fmt: skip
+    (home / "hh.json").write_text(json.dumps(settings))
+    config = load(home / "hh.json").config
+    assert runner.train(config) == 0
+    return home / "hh"
+
+
+# --- the weights ------------------------------------------------------------------------------------------------------
+
+
+def test_merged_is_the_adapter(adapters, scratch_model, tmp_path):
+    """Plain transformers on the folder = PEFT on base and adapter, both loaded here; the base alone is far off."""
+    folder = asked(adapters["policy"], tmp_path / "out")
+    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+    base = AutoModelForCausalLM.from_pretrained(scratch_model).eval()
+    with torch.no_grad():
+        alone = base(IDS).logits
+        want = PeftModel.from_pretrained(base, adapters["policy"]).eval()(IDS).logits
+        got = plain(IDS).logits
+    error, effect = float((got - want).abs().max()), float((alone - want).abs().max())
+    print(f"logits differ by {error:.2g}; without the adapter by {effect:.2g}")
+    assert error < 1e-4 < 0.1 < effect
+    assert not list(folder.glob("adapter*")) and (folder / "chat_template.jinja").is_file()
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert {path.stat().st_mode & 0o777 for path in folder.glob("*.safetensors")} == {0o644}
+
+
+def test_reward_models(adapters, scratch_model, tmp_path):
+    folder = asked(adapters["reward"], tmp_path / "out", engines=("vllm",))
+    plain = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    base = AutoModelForSequenceClassification.from_pretrained(scratch_model, num_labels=1)
+    peft = PeftModel.from_pretrained(base, adapters["reward"]).eval()
+    with torch.no_grad():
+        pair = [float(model(IDS).logits.squeeze()) for model in (plain, peft.base_model.model)]
+    assert pair[0] == pytest.approx(pair[1], abs=1e-4) and plain.config.pad_token_id is not None
+    assert "--runner pooling" in (folder / "vllm.sh").read_text()
+    assert "pipeline_tag: text-classification" in (folder / "README.md").read_text()
+
+
+def test_dtype_and_shards(adapters, tmp_path):
+    folder = asked(adapters["policy"], tmp_path / "out", dtype="bfloat16", max_shard_size="100KB")
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) == 2 and sorted(file.stat().st_size for file in files)[0] < 101_000  # the embedding is 614 kB
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert set(index) == set(tensors) and {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_an_adapter_that_is_not_merged_stops_the_export(adapters, tmp_path, monkeypatch):
+    monkeypatch.setattr(merging, "merged", lambda adapted: adapted.unload())
+    with pytest.raises(VitalSignError, match=r"merged = adapter fails: .* differs by .*nothing is exported"):
+        asked(adapters["policy"], tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fault", ["swapped", "scaled"])
+def test_a_fault_in_the_written_files_stops_the_export(adapters, tmp_path, monkeypatch, fault):
+    """One weight of another layer, one by a hundredth too large."""
+    cast = merging._cast
+
+    def damaging(model, dtype):
+        cast(model, dtype)
+        save = model.save_pretrained
+
+        def damaged(folder, **how):
+            save(folder, **how)
+            tensors = load_file(folder / "model.safetensors")
+            name = "model.layers.{}.self_attn.q_proj.weight"
+            tensors[name.format(0)] = (
+                tensors[name.format(1)].clone() if fault == "swapped" else tensors[name.format(0)] * 1.01
+            )
+            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+        model.save_pretrained = damaged
+
+    monkeypatch.setattr(merging, "_cast", damaging)
+    with pytest.raises(VitalSignError, match=r"layers.0.self_attn.q_proj.weight is not in the written files"):
+        asked(adapters["policy"], tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_too_large_for_float16(scratch_model, tmp_path):
+    big = tmp_path / "big"
+    shutil.copytree(scratch_model, big)
+    tensors = load_file(big / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = 1e6
+    save_file(tensors, big / "model.safetensors", {"format": "pt"})
+    with pytest.raises(VitalSignError, match=r"float16.*try --dtype float32"):
+        asked(big, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_overwritten_without_the_flag_and_nothing_foreign_with_it(scratch_model, tmp_path):
+    out, mine = tmp_path / "out", tmp_path / "mine"
+    asked(scratch_model, out)
+    with pytest.raises(RunError, match=r"exists: replace it with --overwrite"):
+        asked(scratch_model, out)
+    (out / "old").touch()
+    asked(scratch_model, out, overwrite=True)
+    assert not (out / "old").exists() and (out / "model.safetensors").is_file()
+    mine.mkdir()
+    (mine / "thesis.txt").touch()
+    with pytest.raises(RunError, match=r"not an export \(no export.json\), so it is not touched"):
+        asked(scratch_model, mine, overwrite=True)
+    assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
+
+
+def test_a_full_disk(scratch_model, tmp_path, monkeypatch):
+    """At the start, and in the middle of writing."""
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(100, 90, 10))
+        with pytest.raises(RunError, match=r"no space to write .*nothing was written"):
+            asked(scratch_model, tmp_path / "out")
+
+    def full(*arguments, **how):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(exporting, "save_json", full)
+    with pytest.raises(RunError, match=r"no space to write .*free some space, or give --output on another disk"):
+        asked(scratch_model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_base_and_a_damaged_checkpoint_are_named(adapters, run, tmp_path):
+    lone = tmp_path / "lone"
+    shutil.copytree(adapters["policy"], lone)
+    config = json.loads((lone / "adapter_config.json").read_text())
+    (lone / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/no/such/base"}))
+    with pytest.raises(ModelError, match=r"lone is an adapter, and its base model cannot be read: .*/no/such/base"):
+        asked(lone, tmp_path / "out")
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    with open(copy / "final/adapter_model.safetensors", "r+b") as file:
+        file.seek(2000)
+        file.write(b"\xff")
+    with pytest.raises(RunError, match=r"final is damaged \(adapter_model.safetensors: SHA-256 differs"):
+        asked(copy, tmp_path / "out")
+    shutil.rmtree(copy / "final")
+    assert exporting.find_source(str(copy)).name == "run-checkpoint-2"
+    shutil.copytree(run / "final", copy / "best")
+    assert exporting.find_source(str(copy)).name == "run-best"
+    with pytest.raises(ModelError, match=r"--no-merge: the base of .* is the folder"):
+        asked(run, tmp_path / "out", merge=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_as_it_is_names_its_base_on_the_hub(adapters, scratch_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "origin", lambda model: "me/base")
+    folder = asked(adapters["policy"], tmp_path / "out", merge=False)
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "me/base"
+    assert "library_name: peft" in (folder / "README.md").read_text()
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(scratch_model), folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dtype", "int8"], "--dtype int8: it is one of auto"),
+        (["--for", "olama"], "did you mean ollama"),
+        (["--max-shard-size", "5"], "such as 5GB"),
+        (["--private"], "give --push-to-hub ID as well"),
+        (["--push-to-hub", "a/b/c"], "not a hub id such as me/my-model"),
+        (["--push-to-hub", "me/x"], "needs a token with write access: set HF_TOKEN"),
+        (["--evaluation", "nowhere"], "nowhere is missing"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
+    ],
+)
+def test_mistakes_on_the_command_line(words, message, scratch_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert main(["export", str(scratch_model), *words]) != 0
+    assert message in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+# --- the card ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_card_tells_the_run_and_nothing_private(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "abcdef0123456789")
+    summary = {
+        "suites": {
+            "gsm8k": {
+                "metric": "accuracy", "value": 0.5, "low": 0.4, "high": 0.6, "confidence": 0.95, "items": 20,
+                "partial": "20 of 1,319 items of abcdef0123456789", "ungraded": {"too long": 3},
+            }
+        }
+    }  # fmt: skip
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    folder = asked(run, tmp_path / "out", evaluations=(tmp_path,))
+    text = (folder / "README.md").read_text()
+    header = yaml.safe_load(text.split("---\n")[1])
+    assert header == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["posttrain", "dpo"]}
+    facts = json.loads((run / "run.json").read_text())["provenance"]
+    results = json.loads((run / "results.json").read_text())
+    for part in (facts["dataset_fingerprint"], facts["git_commit"] or "", "| steps | 2 |", "secret-project.json"):
+        assert part in text
+    assert f"| loss | {results['start']['loss']:.4g} | {results['final']['loss']:.4g} |" in text
+    assert "| gsm8k | accuracy | 0.5 | 0.4 to 0.6 (95%) | 20 |" in text and "3 answers are not graded" in text
+    assert "licence of the base model is not known" in text
+    written = "".join(path.read_text() for path in folder.iterdir() if path.suffix in (".md", ".json", ".sh"))
+    for private in (str(run.parent), facts["host"], os.path.expanduser("~/"), "abcdef0123456789"):
+        assert private not in written, private
+
+
+def test_paths_are_only_names():
+    here = {
+        "/home/ann/data/rows.jsonl": "rows.jsonl",
+        "/home/ann b/rows.jsonl": "rows.jsonl",
+        "~/rows.jsonl": "rows.jsonl",
+        "see /srv/x/y.txt or C:\\Users\\ann\\z.txt": "see y.txt or z.txt",
+        "Anthropic/hh-rlhf": "Anthropic/hh-rlhf",
+        "data/rows.jsonl": "data/rows.jsonl",
+        "https://host/a/b": "https://host/a/b",
+        "<think></think> <answer>1/2/3</answer>": "<think></think> <answer>1/2/3</answer>",
+    }
+    assert public(list(here)) == list(here.values())
+
+
+def test_the_licence_is_that_of_the_base_or_absent(scratch_model, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(scratch_model, base)
+    (base / "README.md").write_text("---\nlicense: other\nlicense_name: my-licence\nfoo: [\n---\n")
+    assert "license" not in (asked(base, tmp_path / "a") / "README.md").read_text().split("---")[1]
+    (base / "README.md").write_text("---\nlicense: other\nlicense_name: my-licence\n---\n# Base\n")
+    header = yaml.safe_load((asked(base, tmp_path / "b") / "README.md").read_text().split("---\n")[1])
+    assert (header["license"], header["license_name"]) == ("other", "my-licence")
+
+
+# --- chat templates for engines ---------------------------------------------------------------------------------------
+
+TALK = (
+    ("user", 'What is {{ 2 }} "plus" 2?\\n', "assistant", "4\n\nor four 🙂", "user", "Straße?\t"),
+    ("user", "Hi"),
+    ("system", "Be brief.", "user", "Hi", "assistant", "Hello", "user", "And?", "assistant", "So", "user", "Bye"),
+    ("user", "Count", "assistant", "one, two,"),
+)
+BUILT_IN = ("chat", "tags", "r1_zero", "question_only", "alpaca", "chatml")
+PUBLISHED = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "phi3", "cohere2", "deepseekv3", "gemma", "gemma3", "llama3")
+
+
+def talks() -> list[list[dict[str, str]]]:
+    return [
+        [{"role": role, "content": content} for role, content in zip(one[::2], one[1::2], strict=True)] for one in TALK
+    ]
+
+
+def tokenizer_with(template: str, shared: Path):
+    """A tokenizer with a template of posttrain, or with one of TRL's collection of published ones."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers/minimind6400")
+    if template in BUILT_IN:
+        choose_template(DataConfig(source="x", template=template), tokenizer)
+    else:
+        trl = pytest.importorskip("trl")
+        tokenizer.chat_template = (Path(trl.__file__).parent / f"chat_templates/{template}.jinja").read_text()
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, *PUBLISHED])
+def test_ollamas_text_is_trainings(name, shared):
+    """For every conversation that the template takes; those that it refuses are errors there, too."""
+    tokenizer = tokenizer_with(name, shared)
+    written = write_go(turns_of(tokenizer))
+    for messages in talks():
+        continues = messages[-1]["role"] == "assistant"
+        try:
+            want = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=not continues, continue_final_message=continues
+            )
+        except Exception:
+            with pytest.raises(go_template.GoError):
+                go_template.render(written, messages)
+            continue
+        if name in ("gemma", "gemma3", "llama3"):  # they strip what is around a message
+            messages = [{**one, "content": one["content"].strip()} for one in messages]
+        assert go_template.render(written, messages) == want
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ strftime_now('%d') }}{% for m in messages %}{{ m.content }}{% endfor %}", "today's date"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "does not write each message once"),
+        ("{% for m in messages %}{{ loop.index }}: {{ m.content }}{% endfor %}", "depends on more than"),
+        ("{% for m in messages %}[{{ m.content | replace('{', '(') }}]{% endfor %}", "changes some messages"),
+        ("{{ raise_exception('no') }}", "refuses a conversation of user"),
+    ],
+)
+def test_a_template_of_another_kind_is_refused(template, reason, shared):
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers/minimind6400")
+    tokenizer.chat_template = template
+    with pytest.raises(InexpressibleError, match=reason):
+        turns_of(tokenizer)
+
+
+@pytest.mark.slow
+def test_the_renderer_is_gos(shared, tmp_path):
+    """Go's text/template gives the texts of tests/go_template.py. `make build/go` installs Go."""
+    go = Path(__file__).parents[1] / "build/go/bin/go"
+    if not go.exists():
+        pytest.skip("needs Go: make build/go")
+    (tmp_path / "main.go").write_text(go_template.GO)
+    environment = {**os.environ, "GOTOOLCHAIN": "local", "GOCACHE": str(tmp_path / "cache"), "GO111MODULE": "off"}
+    subprocess.run([go, "build", "-o", "render", "main.go"], cwd=tmp_path, env=environment, check=True)
+    for name in (*BUILT_IN, *PUBLISHED):
+        written = write_go(turns_of(tokenizer_with(name, shared)))
+        question = go_template.asked_of_go(written, talks())
+        out = subprocess.run([tmp_path / "render"], input=question, capture_output=True, text=True, check=True)
+        for messages, answer in zip(talks(), json.loads(out.stdout), strict=True):
+            if "error" in answer:
+                assert "the chat template refuses this order of roles" in answer["error"]
+                with pytest.raises(go_template.GoError):
+                    go_template.render(written, messages)
+            else:
+                assert go_template.render(written, messages) == answer["text"], name
+
+
+def test_what_engines_need(run, tmp_path):
+    folder = asked(run, tmp_path / "out", engines=("ollama", "llama.cpp", "vllm"))
+    text = (folder / "Modelfile").read_text()
+    template = text.partition('TEMPLATE """')[2].partition('"""')[0]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    want = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert go_template.render(template, messages) == want
+    for line in ("FROM ./out-f32.gguf", 'SYSTEM "Be brief."', 'PARAMETER stop "<|im_end|>"', "PARAMETER temperature 1"):
+        assert line in text.splitlines()
+    for name in ("llama.cpp.sh", "vllm.sh"):
+        subprocess.run(["sh", "-n", folder / name], check=True)
+        assert os.access(folder / name, os.X_OK) and "--chat-template" in (folder / name).read_text()
+
+
+def served(tokenizer, **how) -> Served:
+    facts = {
+        "name": "m", "dtype": "bfloat16", "tokenizer": tokenizer, "positions": 40960, "stop_token_ids": (2,),
+        "stop": (), "sampling": dict(serving.PLAIN), "sampling_from": "", "chat": True, "system_prompt": None,
+        "reward": False,
+    }  # fmt: skip
+    return Served(**facts | how)
+
+
+def test_stop_tokens_and_the_begin_token(shared):
+    """A begin token that the tokenizer writes too is not written twice; one that it alone writes is pointed out."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models/stories260K")
+    assert tokenizer("a").input_ids[0] == tokenizer.bos_token_id
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    written, notes = serving.ollama_template(served(tokenizer))
+    assert tokenizer.bos_token not in written and notes == []
+    assert "add_bos_token" not in serving.llama_cpp(served(tokenizer))
+    tokenizer.chat_template = tokenizer.chat_template.removeprefix("{{ bos_token }}")
+    assert "set add_bos_token to false" in serving.modelfile(served(tokenizer))
+    script = serving.llama_cpp(served(tokenizer, stop_token_ids=(tokenizer.eos_token_id, 1, 5), stop=("END",)))
+    assert "--override-kv tokenizer.ggml.add_bos_token=bool:false" in script
+    assert "--override-kv tokenizer.ggml.eot_token_id=int:1" in script and '"END"]' in script
+    base = serving.modelfile(served(tokenizer, chat=False))
+    assert 'TEMPLATE "{{ .Prompt }}"' in base and "num_ctx 8192" in base
+    assert 'stop "END"' in serving.modelfile(served(tokenizer, stop=("END",)))
+
+
+def test_a_template_that_cannot_be_written_leaves_a_complete_export(scratch_model, tmp_path):
+    odd = tmp_path / "odd"
+    shutil.copytree(scratch_model, odd)
+    (odd / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+    with pytest.raises(ModelError, match=r"out is complete, but without Modelfile for ollama: .*each message once"):
+        asked(odd, tmp_path / "out", engines=("ollama", "vllm"))
+    assert (tmp_path / "out/chat_template.jinja").is_file() and (tmp_path / "out/vllm.sh").is_file()
+    assert not (tmp_path / "out/Modelfile").exists()
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def there(monkeypatch, tmp_path):
+    """A hub, a token for it, and a small exported folder."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "README.md").write_text("---\ntags: [posttrain]\n---\n# x\n")
+    (folder / "model.safetensors").write_bytes(os.urandom(5000))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between tries
+    with Hub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        yield server, folder
+
+
+def push(folder, overwrite=False, private=False) -> str:
+    return hub.push(folder, "me/x", hub.check_target("me/x"), private, overwrite, "from posttrain")
+
+
+def test_an_upload_is_one_commit_with_every_byte(there, scratch_model, tmp_path, capsys, monkeypatch):
+    server, _ = there
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(scratch_model), "--push-to-hub", "me/x", "--private"]) == 0
+    repo, folder = server.repos["me/x"], next((tmp_path / "exports").iterdir())
+    assert repo.private and len(repo.commits) == 1
+    assert {name: data for name, data in repo.files.items() if name != ".gitattributes"} == {
+        path.name: path.read_bytes() for path in folder.iterdir()
+    }
+    assert f"{server.url}/me/x/commit/" in capsys.readouterr().out
+    assert 'from_pretrained("me/x")' in (folder / "README.md").read_text()
+    assert all(TOKEN.encode() not in data for data in repo.files.values())
+
+
+def test_what_is_on_the_hub_is_replaced_only_if_asked_and_then_whole(there):
+    server, folder = there
+    push(folder)
+    server.repos["me/x"].files["model-00001-of-00002.safetensors"] = b"of an earlier model"
+    with pytest.raises(ModelError, match=r"me/x has files already .*Replace them with --overwrite"):
+        push(folder)
+    push(folder, overwrite=True)
+    assert set(server.repos["me/x"].files) == {".gitattributes", "README.md", "model.safetensors"}
+    server.repos["me/x"].private = False
+    with pytest.raises(ModelError, match=r"me/x exists and is public, and --private was given"):
+        push(folder, overwrite=True, private=True)
+
+
+def test_refusals_and_broken_lines(there, monkeypatch):
+    """Each says what happened and how to go on; the folder stays, and the hub has no half of it."""
+    server, folder = there
+    later = r"The export in .*out is complete; upload it later with: hf upload me/x "
+    for status, reason in (
+        (403, r"refused the upload to me/x \(403\)"),
+        (413, "413"),
+        (0, "the hub cannot be reached"),
+    ):
+        server.on_upload = lambda status=status: status
+        with pytest.raises(ModelError, match=f"{reason}.*{later}"):
+            push(folder)
+    server.can_write, server.repos = False, {}
+    with pytest.raises(ModelError, match=rf"refused the upload to me/x \(403\): the token in HF_TOKEN .*{later}"):
+        push(folder)
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(ModelError, match=rf"\(401\): the token in HF_TOKEN is invalid.*{later}"):
+        push(folder)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ModelError, match=f"the hub cannot be reached.*{later}"):
+        push(folder)
+    assert len(list(folder.iterdir())) == 2 and not any(repo.commits for repo in server.repos.values())
+
+
+def test_ctrl_c_in_an_upload(there, scratch_model, tmp_path, monkeypatch, capsys):
+    server, _ = there
+    monkeypatch.chdir(tmp_path)
+    server.on_upload = lambda: os.kill(os.getpid(), signal.SIGINT)
+    assert main(["export", str(scratch_model), "-o", "mine", "--push-to-hub", "me/x"]) == 130
+    error = capsys.readouterr().err
+    assert "the upload to me/x was interrupted, and nothing was committed there" in error
+    assert "hf upload me/x mine" in error and (tmp_path / "mine/model.safetensors").is_file()
+    assert server.repos["me/x"].commits == []
