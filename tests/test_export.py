@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from posttrain import runner
 from posttrain.cli import main
-from posttrain.config import DataConfig, DevicesConfig, load
+from posttrain.config import DataConfig, DevicesConfig, ModelConfig, load
 from posttrain.data.templates import choose_template
 from posttrain.errors import ModelError, RunError, VitalSignError
 from posttrain.export import export as exporting
@@ -30,6 +30,7 @@ from posttrain.export.export import Asked, export
 from posttrain.export.serving import Served
 from posttrain.export.serving import go_template as write_go
 from posttrain.export.turns import InexpressibleError, turns_of
+from posttrain.training.inputs import content_of
 
 CPU = DevicesConfig(type="cpu")
 IDS = torch.arange(5, 60)[None]
@@ -242,7 +243,7 @@ def test_an_adapter_as_it_is_names_its_base_on_the_hub(adapters, scratch_model, 
         (["--private"], "give --push-to-hub ID as well"),
         (["--push-to-hub", "a/b/c"], "not a hub id such as me/my-model"),
         (["--push-to-hub", "me/x"], "needs a token with write access: set HF_TOKEN"),
-        (["--evaluation", "nowhere"], "nowhere is missing"),
+        (["--evaluation", "nowhere"], "nowhere/summary.json is missing"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
     ],
 )
@@ -258,17 +259,16 @@ def test_mistakes_on_the_command_line(words, message, scratch_model, tmp_path, m
 # --- the card ---------------------------------------------------------------------------------------------------------
 
 
+def write_summary(folder: Path, suite: str, content: str = "", **facts) -> None:
+    measured = {"metric": "accuracy", "value": 0.5, "low": 0.4, "high": 0.6, "confidence": 0.95, "items": 20}
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {"format": FORMAT, "model": {"content": content}, "suites": {suite: measured | facts}}
+    (folder / "summary.json").write_text(json.dumps(whole))
+
+
 def test_the_card_tells_the_run_and_nothing_private(run, tmp_path, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "abcdef0123456789")
-    summary = {
-        "suites": {
-            "gsm8k": {
-                "metric": "accuracy", "value": 0.5, "low": 0.4, "high": 0.6, "confidence": 0.95, "items": 20,
-                "partial": "20 of 1,319 items of abcdef0123456789", "ungraded": {"too long": 3},
-            }
-        }
-    }  # fmt: skip
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    write_summary(tmp_path, "gsm8k", partial="20 of 1,319 items of abcdef0123456789", ungraded={"too long": 3})
     folder = asked(run, tmp_path / "out", evaluations=(tmp_path,))
     text = (folder / "README.md").read_text()
     header = yaml.safe_load(text.split("---\n")[1])
@@ -283,6 +283,16 @@ def test_the_card_tells_the_run_and_nothing_private(run, tmp_path, monkeypatch):
     written = "".join(path.read_text() for path in folder.iterdir() if path.suffix in (".md", ".json", ".sh"))
     for private in (str(run.parent), facts["host"], os.path.expanduser("~/"), "abcdef0123456789"):
         assert private not in written, private
+
+
+def test_evaluations_of_these_weights_are_on_the_card(run, tmp_path, caplog):
+    here = tmp_path / "run"
+    shutil.copytree(run, here)
+    write_summary(here / "evaluation/final", "svamp", content_of(ModelConfig(path=str(here / "final"))))
+    assert "| svamp |" in (asked(here, tmp_path / "a") / "README.md").read_text()
+    write_summary(here / "evaluation/final", "svamp", "sha256 of others")
+    assert "| svamp |" not in (asked(here, tmp_path / "b") / "README.md").read_text()
+    assert "evaluation/final is of other weights: the model card goes without it" in caplog.text
 
 
 def test_paths_are_only_names():
@@ -318,7 +328,23 @@ TALK = (
     ("user", "Count", "assistant", "one, two,"),
 )
 BUILT_IN = ("chat", "tags", "r1_zero", "question_only", "alpaca", "chatml")
-PUBLISHED = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "phi3", "cohere2", "deepseekv3", "gemma", "gemma3", "llama3")
+INST = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
+    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
+)
+PUBLISHED = (
+    "qwen2_5",
+    "qwen3",
+    "qwen3_instruct_2507",
+    "phi3",
+    "cohere2",
+    "deepseekv3",
+    "gemma",
+    "gemma3",
+    "llama3",
+    "inst",
+)
 
 
 def talks() -> list[list[dict[str, str]]]:
@@ -332,6 +358,8 @@ def tokenizer_with(template: str, shared: Path):
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers/minimind6400")
     if template in BUILT_IN:
         choose_template(DataConfig(source="x", template=template), tokenizer)
+    elif template == "inst":
+        tokenizer.chat_template = INST
     else:
         trl = pytest.importorskip("trl")
         tokenizer.chat_template = (Path(trl.__file__).parent / f"chat_templates/{template}.jinja").read_text()

@@ -19,10 +19,11 @@ from posttrain.config import DevicesConfig
 from posttrain.data.tokencheck import end_of_turn
 from posttrain.engines import stop_token_ids
 from posttrain.errors import ModelError, RunError
+from posttrain.evaluation.records import SUMMARY, read_summary
 from posttrain.export import hub
 from posttrain.export.card import Facts, card, origin
-from posttrain.export.merging import DTYPES, Whole, load_base, merge, write_and_check
-from posttrain.export.prompts import Prompts, prompts_for
+from posttrain.export.merging import DTYPES, load_base, merge, write_and_check
+from posttrain.export.prompts import prompts_for
 from posttrain.export.serving import FILES, PLAIN, Served, refuse_engines, write_for
 from posttrain.export.source import Source, find_source
 from posttrain.models.devices import take_device
@@ -33,6 +34,7 @@ from posttrain.reports.listing import in_units, size_of
 from posttrain.store.atomic import cannot_write
 from posttrain.store.files import load_json, save_json
 from posttrain.threads import sharing_cores
+from posttrain.training.inputs import content_of
 from posttrain.training.job import set_pad_token
 from posttrain.words import counted
 
@@ -75,9 +77,9 @@ def export(asked: Asked, devices: DevicesConfig, say: Say) -> Path:
     refuse_target(target, asked.overwrite)
     merges = asked.merge or not source.adapter
     refuse_engines(asked.engines, source.reward, merges)
-    evaluations = [_summary(folder) for folder in asked.evaluations] or list(_own_evaluations(source))
-    kind = f"{'LoRA adapter of a ' if source.adapter else ''}{'reward model' if source.reward else 'language model'}"
-    say(f"model     {source.model.path}: {kind}" + (f", on {source.base.path}" if source.adapter else ""))
+    evaluations = [read_summary(folder) for folder in asked.evaluations] or list(_own_evaluations(source))
+    kind = "reward model" if source.reward else "language model"
+    say(f"model     {source.model.path}: {f'adapter of {source.base.path}, a ' if source.adapter else ''}{kind}")
     ready = _Whole(source, asked, target, devices, say) if merges else _Adapter(source)
 
     def write(folder: Path) -> None:
@@ -179,17 +181,18 @@ class _Whole:
         _refuse_full_disk(target, sum(p.numel() for p in base.parameters()) * DTYPES[self._dtype].itemsize)
         self._prompts = prompts_for(asked.prompts, source.config, base, self._tokenizer)
         self._whole = merge(base, source, self._prompts.tokens)
+        self._unit = "" if source.reward else " nats"
+        say(f"compared  on {self._prompts.compared} (root mean squares)")
         if source.adapter:
-            say(_merging(self._whole, self._prompts, source.reward))
+            effect = f"; without the adapter: {self._whole.effect:.2g} nats" if self._whole.effect is not None else ""
+            say(f"merged    differs from the adapter by {self._whole.merging:.2g}{self._unit}{effect}")
 
     def write(self, folder: Path, name: str) -> dict[str, Any]:
         source, dtype = self._source, self._dtype
         served = self._prepare(name)
         how = {"dtype": DTYPES[dtype], "max_shard_size": self._asked.max_shard_size}
         difference = write_and_check(self._whole, folder, source, self._prompts.tokens, **how)
-        unit = "rewards" if source.reward else "log-probabilities"
-        where = f"{counted(len(self._prompts.tokens), 'prompt')} ({self._prompts.origin})"
-        self._say(f"loaded    by plain transformers in {dtype}: {unit} differ by {difference:.2g} on {where}")
+        self._say(f"loaded    by plain transformers in {dtype}: differs by {difference:.2g}{self._unit}")
         self._tokenizer.save_pretrained(folder)
         for engine in self._asked.engines:
             try:
@@ -197,9 +200,10 @@ class _Whole:
                 self._say(f"for       {engine}: {FILES[engine]}")
             except ModelError as error:
                 self.failed.append(f"{FILES[engine]} for {engine}: {error}")
+        outputs = "rewards" if source.reward else "log-probabilities"
         check = (
-            f"Loaded by plain transformers, its {unit} differ from those of the trained model by {difference:.2g} "
-            f"(root mean square, {counted(len(self._prompts.tokens), 'prompt')})."
+            f"Loaded by plain transformers, its {outputs} differ from those of the trained model by {difference:.2g} "
+            f"(root mean square, {self._prompts.compared})."
         )
         return {"dtype": dtype, "check": check, "notes": _notes(source), "chat": served.chat}
 
@@ -241,15 +245,6 @@ class _Whole:
         )
 
 
-def _merging(whole: Whole, prompts: Prompts, reward: bool) -> str:
-    unit = "rewards" if reward else "log-probabilities"
-    where = f"{counted(len(prompts.tokens), 'prompt')}, {counted(whole.tokens, 'reward' if reward else 'token')}"
-    return (
-        f"merged    = adapter: {unit} differ by {whole.merging:.2g} ({where}, root mean square); "
-        f"without the adapter by {whole.effect:.2g}"
-    )
-
-
 def _tokenizer(source: Source) -> PreTrainedTokenizerBase:
     """The model's tokenizer, or that of the base if an adapter has none."""
     own = any((Path(source.model.path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
@@ -270,24 +265,16 @@ def _notes(source: Source) -> tuple[str, ...]:
     )
 
 
-def _summary(folder: Path) -> Mapping[str, Any]:
-    """The summary.json of an evaluation. Raises RunError if it is none."""
-    file = folder / "summary.json" if folder.is_dir() else folder
-    found = load_json(file)
-    if not isinstance(found, dict) or not isinstance(found.get("suites"), dict):
-        raise RunError(f"{file} is not the summary of an evaluation: it has no suites")
-    return found
-
-
 def _own_evaluations(source: Source) -> Iterator[Mapping[str, Any]]:
-    """The evaluations of this very model in its run folder."""
-    if source.run is None:
-        return
-    for file in sorted(source.run.folder.rglob("summary.json")):
-        found = _summary(file)
-        path = (found.get("model") or {}).get("path")
-        if isinstance(path, str) and Path(path).resolve() == Path(source.model.path).resolve():
-            yield found
+    """The finished evaluations of these very weights in their run."""
+    place = Path(source.model.path)
+    folder = place.absolute().parent / "evaluation" / place.name
+    if source.run is not None and (folder / SUMMARY).is_file():
+        summary = read_summary(folder)
+        if summary["model"].get("content") == content_of(source.model):
+            yield summary
+        else:
+            log.warning("%s is of other weights: the model card goes without it", folder)
 
 
 def _refuse_full_disk(target: Path, size: int) -> None:

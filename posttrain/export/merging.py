@@ -30,11 +30,7 @@ class Whole:
     model: PreTrainedModel
     outputs: list[torch.Tensor]
     merging: float | None = None  # root mean square of the differences by merging (nats, or rewards)
-    effect: float | None = None  # the same for leaving out the adapter
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(one) for one in self.outputs)
+    effect: float | None = None  # the same for leaving out the adapter (nats)
 
 
 @torch.no_grad()
@@ -70,12 +66,14 @@ def merge(base: PreTrainedModel, source: Source, prompts: Sequence[Sequence[int]
         return Whole(base, outputs_of(base, prompts, source.reward))
     adapted = with_adapter(base, source.model).eval()
     want = outputs_of(adapted, prompts, source.reward)
-    with adapted.disable_adapter():
-        without = outputs_of(adapted, prompts, source.reward)
+    effect = None
+    if not source.reward:  # without its adapter, a reward model has a random head
+        with adapted.disable_adapter():
+            effect = _rms(_differences(outputs_of(adapted, prompts, False), want))
     whole = merged(adapted).eval()
     got = outputs_of(whole, prompts, source.reward)
     difference = compare(got, want, LIMITS[torch.float32], f"{source.model.path}: merged = adapter fails")
-    return Whole(whole, want, difference, _rms(_differences(without, want)))
+    return Whole(whole, want, difference, effect)
 
 
 def write_and_check(whole: Whole, folder: Path, source: Source, prompts: Sequence[Sequence[int]], **how: Any) -> float:

@@ -15,6 +15,7 @@ from posttrain.data.readers import Record, read_files
 from posttrain.errors import DataError, PosttrainError
 from posttrain.inspection.sample import Setup, first_prompts
 from posttrain.models.families import positions_of
+from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 
@@ -37,6 +38,12 @@ class Prompts:
 
     tokens: list[list[int]]
     origin: str
+
+    @property
+    def compared(self) -> str:
+        """The prompts in words."""
+        tokens = counted(sum(map(len, self.tokens)), "token")
+        return f"{counted(len(self.tokens), 'prompt')} of {tokens}, {self.origin}"
 
 
 def prompts_for(
