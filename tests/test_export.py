@@ -23,6 +23,7 @@ from posttrain.cli import main
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig, load
 from posttrain.data.templates import choose_template
 from posttrain.errors import ModelError, RunError, VitalSignError
+from posttrain.evaluation.records import FORMAT
 from posttrain.export import export as exporting
 from posttrain.export import hub, merging, serving
 from posttrain.export.card import public
