@@ -16,6 +16,7 @@ from hub_stand_in import TOKEN, Hub
 from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from safetensors.torch import load_file, save_file
+from test_equivalence import CONFIGS, make
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain import runner
@@ -26,10 +27,11 @@ from posttrain.errors import ModelError, RunError, VitalSignError
 from posttrain.evaluation.records import FORMAT
 from posttrain.export import export as exporting
 from posttrain.export import hub, merging, serving
-from posttrain.export.card import public
+from posttrain.export.card import license_of, public
 from posttrain.export.export import Asked, export
 from posttrain.export.serving import Served
 from posttrain.export.serving import go_template as write_go
+from posttrain.export.source import Source
 from posttrain.export.turns import InexpressibleError, turns_of
 from posttrain.training.inputs import content_of
 
@@ -170,6 +172,30 @@ def test_weights_too_large_for_float16(scratch_model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_is_merged_and_written(family, tmp_path):
+    """Adapters on all linear layers; in each dtype the checks pass, and the adapter is what they are about."""
+    model = make(family)
+    model.save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
+        LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, target_modules="all-linear", fan_in_fan_out=family == "gpt2"),
+    )
+    for name, value in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(value, std=0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    source = Source(ModelConfig(path=str(tmp_path / "adapter")), family, adapter=True, reward=False)
+    prompts = torch.randint(3, 61, (4, 20)).tolist()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        whole = merging.merge(merging.load_base(source, torch.device("cpu")), source, prompts)
+        folder = tmp_path / str(dtype)
+        difference = merging.write_and_check(whole, folder, source, prompts, dtype=dtype, max_shard_size="5GB")
+        print(f"{family} {dtype}: {whole.merging:.2g}, {difference:.2g}; without the adapter {whole.effect:.2g}")
+        assert whole.merging < 1e-4 and difference < whole.effect / 2
+
+
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
@@ -290,9 +316,10 @@ def test_evaluations_of_these_weights_are_on_the_card(run, tmp_path, caplog):
     here = tmp_path / "run"
     shutil.copytree(run, here)
     write_summary(here / "evaluation/final", "svamp", content_of(ModelConfig(path=str(here / "final"))))
-    assert "| svamp |" in (asked(here, tmp_path / "a") / "README.md").read_text()
+    source = exporting.find_source(str(here))
+    assert [list(found["suites"]) for found in exporting.own_evaluations(source)] == [["svamp"]]
     write_summary(here / "evaluation/final", "svamp", "sha256 of others")
-    assert "| svamp |" not in (asked(here, tmp_path / "b") / "README.md").read_text()
+    assert list(exporting.own_evaluations(source)) == []
     assert "evaluation/final is of other weights: the model card goes without it" in caplog.text
 
 
@@ -310,14 +337,18 @@ def test_paths_are_only_names():
     assert public(list(here)) == list(here.values())
 
 
-def test_the_licence_is_that_of_the_base_or_absent(scratch_model, tmp_path):
-    base = tmp_path / "base"
-    shutil.copytree(scratch_model, base)
-    (base / "README.md").write_text("---\nlicense: other\nlicense_name: my-licence\nfoo: [\n---\n")
-    assert "license" not in (asked(base, tmp_path / "a") / "README.md").read_text().split("---")[1]
-    (base / "README.md").write_text("---\nlicense: other\nlicense_name: my-licence\n---\n# Base\n")
-    header = yaml.safe_load((asked(base, tmp_path / "b") / "README.md").read_text().split("---\n")[1])
-    assert (header["license"], header["license_name"]) == ("other", "my-licence")
+def test_the_licence_is_that_of_the_base_or_absent(tmp_path):
+    model, own = ModelConfig(path=str(tmp_path)), {"license": "other", "license_name": "my-licence"}
+    for text, want in (
+        (None, {}),
+        ("# No header", {}),
+        ("---\nlicense: mit\nfoo: [\n---\n", {}),
+        ("---\n- license\n---\n", {}),
+        (f"---\n{yaml.safe_dump(own | {'tags': ['x']})}---\n# Base\n", own),
+    ):
+        if text is not None:
+            (tmp_path / "README.md").write_text(text)
+        assert license_of(model) == want
 
 
 # --- chat templates for engines ---------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def export(asked: Asked, devices: DevicesConfig, say: Say) -> Path:
     refuse_target(target, asked.overwrite)
     merges = asked.merge or not source.adapter
     refuse_engines(asked.engines, source.reward, merges)
-    evaluations = [read_summary(folder) for folder in asked.evaluations] or list(_own_evaluations(source))
+    evaluations = [read_summary(folder) for folder in asked.evaluations] or list(own_evaluations(source))
     kind = "reward model" if source.reward else "language model"
     say(f"model     {source.model.path}: {f'adapter of {source.base.path}, a ' if source.adapter else ''}{kind}")
     ready = _Whole(source, asked, target, devices, say) if merges else _Adapter(source)
@@ -265,7 +265,7 @@ def _notes(source: Source) -> tuple[str, ...]:
     )
 
 
-def _own_evaluations(source: Source) -> Iterator[Mapping[str, Any]]:
+def own_evaluations(source: Source) -> Iterator[Mapping[str, Any]]:
     """The finished evaluations of these very weights in their run."""
     place = Path(source.model.path)
     folder = place.absolute().parent / "evaluation" / place.name

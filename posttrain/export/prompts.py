@@ -57,7 +57,8 @@ def prompts_for(
     plain = DataConfig(source="builtin", template="chat" if tokenizer.chat_template else "none")
     if file is not None:
         records = list(itertools.islice(read_files((file,)), 4 * PROMPTS))
-        found = prompts_of(records, config.data if config else plain, tokenizer, str(file))
+        data = config.data.model_copy(update={"format": "auto", "columns": {}}) if config else plain
+        found = prompts_of(records, data, tokenizer, str(file))
         good = [one for one in found if isinstance(one, Prompt)][:PROMPTS]
         if not good:
             raise DataError(f"{file} has no usable prompt among its first {len(records)} rows: {found[0]}")
