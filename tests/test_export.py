@@ -472,6 +472,22 @@ def test_what_engines_need(run, tmp_path):
         assert os.access(folder / name, os.X_OK) and "--chat-template" in (folder / name).read_text()
 
 
+@pytest.mark.parametrize(
+    ("own", "sampled"), [({"temperature": 0.6, "top_p": 0.9}, True), ({"repetition_penalty": 1.1}, False)]
+)
+def test_sampling_is_that_of_the_model(own, sampled, scratch_model, tmp_path):
+    """A temperature without do_sample is what transformers refuses to save; a penalty alone leaves decoding greedy."""
+    model = tmp_path / "model"
+    shutil.copytree(scratch_model, model)
+    (model / "generation_config.json").write_text(json.dumps(own))
+    folder = asked(model, tmp_path / "out", engines=("ollama",))
+    saved = json.loads((folder / "generation_config.json").read_text())
+    assert saved | own == saved and saved.get("do_sample", False) == sampled
+    names = {"repetition_penalty": "repeat_penalty"}
+    lines = (folder / "Modelfile").read_text().splitlines()
+    assert all(f"PARAMETER {names.get(name, name)} {value:g}" in lines for name, value in own.items())
+
+
 def served(tokenizer, **how) -> Served:
     facts = {
         "name": "m", "dtype": "bfloat16", "tokenizer": tokenizer, "positions": 40960, "stop_token_ids": (2,),

@@ -74,7 +74,7 @@ def export(
 
     asked = Asked(
         model=model,
-        output=output,
+        output=output and output.expanduser(),
         overwrite=overwrite,
         merge=merge,
         dtype=None if dtype == "auto" else dtype,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from posttrain.config.reading.files import write_yaml
 from posttrain.export.source import Source
 from posttrain.hub import stay_offline_without_network
 from posttrain.store.provenance import redact
+from posttrain.words import model_name
 
 FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*$", re.MULTILINE | re.DOTALL)
 # A folder's part of a path inside a text: from the root, the home folder or a drive to the last separator. Not that of
@@ -31,17 +32,25 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """What has been written: the dtype of the weights, the result of their check in a sentence, remarks, and whether
+    training used the chat template."""
+
+    dtype: str
+    check: str
+    notes: tuple[str, ...]
+    chat: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """What the card says beyond the source's own facts."""
 
     name: str
     place: str  # what `from_pretrained` is given
     merged: bool
-    dtype: str
-    check: str  # the result of the check of the written files, in a sentence
-    notes: tuple[str, ...]
-    evaluations: tuple[Mapping[str, Any], ...]  # contents of summary.json
-    chat: bool
+    written: Written
+    evaluations: Sequence[Mapping[str, Any]]  # contents of summary.json
 
 
 def card(source: Source, facts: Facts) -> str:
@@ -121,11 +130,14 @@ def _about(source: Source, facts: Facts) -> str:
     start, method = start_of(source), _method(source)
     what = "A reward model" if source.reward else "A language model"
     name = origin(start)
-    base = f"[{name}](https://huggingface.co/{name})" if name else f"`{public(str(Path(start.path).absolute()))}`"
+    base = f"[{name}](https://huggingface.co/{name})" if name else f"`{model_name(str(Path(start.path).absolute()))}`"
     made = f"trained from {base}" + (f" with {method}" if method else "")
     if source.run is None and not source.adapter:
         made = f"that of {base}"
-    lines = [f"{what}, {made}, by posttrain {__version__}. Weights: {facts.dtype}. {facts.check}", *facts.notes]
+    lines = [
+        f"{what}, {made}, by posttrain {__version__}. Weights: {facts.written.dtype}. {facts.written.check}",
+        *facts.written.notes,
+    ]
     if not license_of(start):
         lines.append("The licence of the base model is not known to the exporter.")
     return "\n\n".join(lines)
@@ -142,7 +154,7 @@ def _use(source: Source, facts: Facts) -> str:
         f'tokenizer = AutoTokenizer.from_pretrained("{place}")',
         f'model = {auto}.from_pretrained("{place}", dtype="auto")',
     ]
-    if facts.chat:
+    if facts.written.chat:
         lines.append('messages = [{"role": "user", "content": "…"}]')
         if source.reward:
             lines[-1] = lines[-1].replace("}]", '}, {"role": "assistant", "content": "…"}]')

@@ -21,7 +21,7 @@ from posttrain.engines import stop_token_ids
 from posttrain.errors import ModelError, RunError
 from posttrain.evaluation.records import SUMMARY, read_summary
 from posttrain.export import hub
-from posttrain.export.card import Facts, card, origin
+from posttrain.export.card import Facts, Written, card, origin
 from posttrain.export.merging import DTYPES, load_base, merge, write_and_check
 from posttrain.export.prompts import prompts_for
 from posttrain.export.serving import FILES, PLAIN, Served, refuse_engines, write_for
@@ -83,23 +83,14 @@ def export(asked: Asked, devices: DevicesConfig, say: Say) -> Path:
     ready = _Whole(source, asked, target, devices, say) if merges else _Adapter(source)
 
     def write(folder: Path) -> None:
-        facts = ready.write(folder, target.name)
-        text = card(
-            source,
-            Facts(
-                **facts,
-                name=target.name,
-                place=asked.push_to or target.name,
-                merged=merges,
-                evaluations=tuple(evaluations),
-            ),
-        )
+        written = ready.write(folder, target.name)
+        text = card(source, Facts(target.name, asked.push_to or target.name, merges, written, evaluations))
         (folder / "README.md").write_text(text, encoding="utf-8")
         for path in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
             path.chmod((folder / "README.md").stat().st_mode)
         base = origin(source.base) if source.adapter else None
         mark = {"format": 1, "posttrain": __version__, "name": source.name, "base": base, "merged": merges}
-        save_json(folder / MARK, mark | {"dtype": facts["dtype"], "check": facts["check"]})
+        save_json(folder / MARK, mark | {"dtype": written.dtype, "check": written.check})
 
     put(target, write, asked.overwrite)
     weights = len(list(target.glob("*.safetensors")))
@@ -152,16 +143,13 @@ class _Adapter:
         check_adapter_weights(Path(source.model.path), source.model.path, allow_pickle=False)
         self._tokenizer = _tokenizer(source)
 
-    def write(self, folder: Path, name: str) -> dict[str, Any]:
+    def write(self, folder: Path, name: str) -> Written:
         place = Path(self._source.model.path)
         shutil.copy(place / "adapter_model.safetensors", folder)
         config = load_json(place / "adapter_config.json") | {"base_model_name_or_path": self._base}
         save_json(folder / "adapter_config.json", config)
         self._tokenizer.save_pretrained(folder)
-        return {
-            "dtype": "those of the adapter", "check": "", "notes": _notes(self._source),
-            "chat": _chats(self._source, self._tokenizer),
-        }  # fmt: skip
+        return Written("those of the adapter", "", _notes(self._source), _chats(self._source, self._tokenizer))
 
 
 class _Whole:
@@ -187,7 +175,7 @@ class _Whole:
             effect = f"; without the adapter: {self._whole.effect:.2g} nats" if self._whole.effect is not None else ""
             say(f"merged    differs from the adapter by {self._whole.merging:.2g}{self._unit}{effect}")
 
-    def write(self, folder: Path, name: str) -> dict[str, Any]:
+    def write(self, folder: Path, name: str) -> Written:
         source, dtype = self._source, self._dtype
         served = self._prepare(name)
         how = {"dtype": DTYPES[dtype], "max_shard_size": self._asked.max_shard_size}
@@ -205,7 +193,7 @@ class _Whole:
             f"Loaded by plain transformers, its {outputs} differ from those of the trained model by {difference:.2g} "
             f"(root mean square, {self._prompts.compared})."
         )
-        return {"dtype": dtype, "check": check, "notes": _notes(source), "chat": served.chat}
+        return Written(dtype, check, _notes(source), served.chat)
 
     def _prepare(self, name: str) -> Served:
         """Set stop tokens on the model, and padding on a reward model; what engines need to know."""
@@ -221,11 +209,14 @@ class _Whole:
             generation = model.generation_config
             generation.eos_token_id = stops[0] if len(stops) == 1 else list(stops) or None
             generation._from_model_config = False  # else `generate` would derive it from config.json again
+            try:
+                generation.validate(strict=True)
+            except ValueError:  # some published models have a temperature without do_sample, which cannot be saved
+                generation.do_sample = True
             given = {
                 key: value for key, value in generation.to_diff_dict().items() if key in (*PLAIN, "repetition_penalty")
             }
             if given:
-                generation.do_sample = True  # saving refuses a temperature without it
                 sampling, origin_of = sampling | given, "of generation_config.json"
             elif config is not None and config.method.samples_completions:
                 sampling = {key: getattr(config.rollout, key) for key in PLAIN}
