@@ -27,6 +27,7 @@ VERBS = {
     "why": "rollouts",
     "regrade": "rollouts",
     "compare": "compare",
+    "losses": "losses",
     "verify-resume": "verify",
     "quickstart": "quickstart",
 }

@@ -44,7 +44,7 @@ def show_rollouts(folder: Path, step: int | None, console: Console) -> None:
                 )
             console.print(table)
             return
-        _require(stored, step)
+        stored.require(step)
         prompts = stored.prompts(step)
         table = _table("prompt", "rollout", "reward", "advantage", "tokens", "ended by", "completion")
         for one in stored.rollouts(step):
@@ -62,7 +62,7 @@ def show_rollouts(folder: Path, step: int | None, console: Console) -> None:
 def why(folder: Path, step: int, prompt: int | None, rollout: int | None, console: Console) -> None:
     """The step's metrics and groups; with `prompt` a group's rewards by parts; with `rollout` its tokens."""
     with StoredRun(folder) as stored:
-        _require(stored, step)
+        stored.require(step)
         if prompt is None:
             _print_metrics(folder, step, console)
             _print_groups(stored, step, console)
@@ -179,7 +179,7 @@ def regrade(
         Rewards(settings, tags=config.data.tags, devices=config.devices, max_completion_length=most) as rewards,
     ):
         if step is not None:
-            _require(stored, step)
+            stored.require(step)
         for number in stored.steps() if step is None else [step]:
             prompts, rollouts = stored.prompts(number), stored.rollouts(number)
             graded = rewards([_completion(prompts[one["prompt_index"]], one, tokenizer) for one in rollouts]).totals
@@ -235,15 +235,6 @@ def _completion(
     sampled = engines.Completion(one["tokens"].tolist(), [], one["finish_reason"], one["version"])
     end = "" if tokenizer is None else end_of(prompt["tokens"], tokenizer)
     return to_reward(sampled, one["completion"], end, prompt["facts"])
-
-
-def _require(stored: StoredRun, step: int) -> None:
-    steps = stored.steps()
-    if step not in steps:
-        there = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
-        raise RunError(
-            f"there are no rollouts of step {step}; there are {there} (rollout.max_database_gb drops old ones)"
-        )
 
 
 def _config(folder: Path) -> RunConfig:

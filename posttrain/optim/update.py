@@ -58,18 +58,23 @@ def update(packs: Iterable[Batch], objective: Objective[Batch], optimizer: AdamW
 
     A loss or a gradient that is not finite leaves weights and optimizer state unchanged.
     """
-    total: Metrics = {}
-    for pack in packs:
-        loss, metrics = objective.of(pack)
-        loss.backward()
-        add(total, {"loss": loss.detach(), **metrics})
-    metrics = to_floats(total)
+    metrics = backward(packs, objective)
     if not math.isfinite(metrics["loss"]):
         optimizer.forget()
         return Updated(metrics, applied=False)
     objective.check()
     grad_norm = optimizer.step(learning_rate)
     return Updated(metrics | {"grad_norm": grad_norm}, applied=math.isfinite(grad_norm))
+
+
+def backward(packs: Iterable[Batch], objective: Objective[Batch]) -> dict[str, float]:
+    """Sum the packs' gradients. Returns the batch's metrics with `loss`."""
+    total: Metrics = {}
+    for pack in packs:
+        loss, metrics = objective.of(pack)
+        loss.backward()
+        add(total, {"loss": loss.detach(), **metrics})
+    return to_floats(total)
 
 
 def add(total: Metrics, share: Metrics) -> None:

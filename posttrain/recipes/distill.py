@@ -9,8 +9,11 @@ sampling. Dropout is off.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from posttrain.config import DistillMethod
 from posttrain.data import Prepared
@@ -31,30 +34,7 @@ def train(job: Job, data: Prepared) -> Loop:
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     teacher = Teacher(job, method, policy)
-    divergence = divergence_of(method.divergence, method.jsd_beta)
     loop = Loop(job, policy, optimizer, data)
-
-    def objective_of(step: Step, tokens: int) -> Objective[StepPack]:
-        sampled = max(step.num_tokens, 1)
-
-        def share(one: StepPack) -> tuple[Tensor, dict[str, Tensor]]:
-            part = one.part.to(job.device)
-            teacher_states_N = teacher.states(one.step.rollout, part)
-            found = compare(
-                (policy, scored_states(policy, part.pack)),
-                (teacher.model, teacher_states_N),
-                part.pack.target_N,
-                torch.full_like(teacher_states_N[:, 0], 1 / tokens, dtype=torch.float32),
-                divergence,
-                job.config.rollout.temperature,
-            )
-            one.step.record(part.token_N, found.logprob_N, found.teacher_logprob_N, -found.divergence_N)
-            metrics = {"entropy": found.entropy_N.sum() / tokens}
-            if one.step is step:
-                metrics["kl"] = (found.logprob_N - found.teacher_logprob_N).sum() / sampled
-            return found.loss, metrics
-
-        return Objective(share, tokens, check=lambda: measure_mismatch(job, run.sample, step))
 
     with online(job, loop, policy, data) as run:
         for number, prompts in run.steps():
@@ -67,5 +47,40 @@ def train(job: Job, data: Prepared) -> Loop:
                     check_packing(Scorer(policy), rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack)
             packs = [StepPack(one, part) for one in (step, given) for part in one.parts]
             tokens = step.num_tokens + given.num_tokens
-            run.update(number, step, [(packs, objective_of(step, tokens))] if packs else [])
+            check = partial(measure_mismatch, job, run.sample, step)
+            objective = objective_of(job, method, policy, teacher, step, tokens, check)
+            run.update(number, step, [(packs, objective)] if packs else [])
     return loop
+
+
+def objective_of(
+    job: Job,
+    method: DistillMethod,
+    policy: nn.Module,
+    teacher: Teacher,
+    step: Step,
+    tokens: int,
+    check: Callable[[], None] = lambda: None,
+) -> Objective[StepPack]:
+    """The loss of the packs of a step and of given completions, `tokens` tokens in all."""
+    divergence = divergence_of(method.divergence, method.jsd_beta)
+    sampled = max(step.num_tokens, 1)
+
+    def share(one: StepPack) -> tuple[Tensor, dict[str, Tensor]]:
+        part = one.part.to(job.device)
+        teacher_states_N = teacher.states(one.step.rollout, part)
+        found = compare(
+            (policy, scored_states(policy, part.pack)),
+            (teacher.model, teacher_states_N),
+            part.pack.target_N,
+            torch.full_like(teacher_states_N[:, 0], 1 / tokens, dtype=torch.float32),
+            divergence,
+            job.config.rollout.temperature,
+        )
+        one.step.record(part.token_N, found.logprob_N, found.teacher_logprob_N, -found.divergence_N)
+        metrics = {"entropy": found.entropy_N.sum() / tokens}
+        if one.step is step:
+            metrics["kl"] = (found.logprob_N - found.teacher_logprob_N).sum() / sampled
+        return found.loss, metrics
+
+    return Objective(share, tokens, check=check)

@@ -10,7 +10,7 @@ batch_size prompts, then num_iterations x num_minibatches updates. Dropout is of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,10 +32,10 @@ from posttrain.losses import (
     token_weights,
     truncated_weights,
 )
-from posttrain.losses.policy import Level
+from posttrain.losses.policy import Level, PolicyLoss
 from posttrain.optim.update import Objective
 from posttrain.recipes.online import Minibatch, Step, measure_mismatch, minibatches, online, scored
-from posttrain.rollout import RolloutPack
+from posttrain.rollout import Rollout, RolloutPack
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_margins, check_packing, check_ratio
 from posttrain.training.job import Job
@@ -56,9 +56,6 @@ def train(job: Job, data: Prepared) -> Loop:
     reference = token_reference(job, method.ref_model, scorer, temperature)[1] if method.needs_reference else None
     loop = Loop(job, policy, optimizer, data)
 
-    def logprobs(pack: Pack) -> Tensor:
-        return scorer(pack, temperature).logprob_N
-
     with online(job, loop, policy, data) as run:
 
         def updates(number: int, step: Step) -> Iterator[tuple[Sequence[RolloutPack], Objective[RolloutPack]]]:
@@ -70,16 +67,36 @@ def train(job: Job, data: Prepared) -> Loop:
         for number, prompts in run.steps():
             with loop.interruption.sampling():
                 rollout = run.sample(number, prompts, method.num_generations, method.resampling_rounds, number - 1)
-                step = Step(job, rollout, method.mask_truncated_completions)
-                if method.updates > 1 or (reference is not None and method.kl_in == "reward"):
-                    step.trainer_R = step.old_R = scored(job, rollout, step.parts, logprobs)[:, 0]
-                if reference is not None:
-                    step.reference_R = scored(job, rollout, step.parts, reference)[:, 0]
-                step.advantage_R = advantages(method, step).to(job.device)
+                step = step_of(job, method, rollout, scorer, reference)
                 if number == 1 and step.parts:
                     check_packing(scorer, rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack)
             run.update(number, step, updates(number, step))
     return loop
+
+
+def step_of(
+    job: Job,
+    method: AnyMethod,
+    rollout: Rollout,
+    scorer: Scorer,
+    reference: Callable[[Pack], Tensor] | None,
+    old_R: Tensor | None = None,
+) -> Step:
+    """The step of a rollout: its log-probabilities and advantages.
+
+    `old_R` has the log-probabilities of the policy that sampled; None: the policy itself did.
+    """
+    step = Step(job, rollout, method.mask_truncated_completions)
+    if old_R is not None:
+        step.trainer_R = step.old_R = old_R
+    elif method.updates > 1 or (reference is not None and method.kl_in == "reward"):
+        temperature = job.config.rollout.temperature
+        found = scored(job, rollout, step.parts, lambda pack: scorer(pack, temperature).logprob_N)
+        step.trainer_R = step.old_R = found[:, 0]
+    if reference is not None:
+        step.reference_R = scored(job, rollout, step.parts, reference)[:, 0]
+    step.advantage_R = advantages(method, step).to(job.device)
+    return step
 
 
 class Surrogate:
@@ -87,8 +104,8 @@ class Surrogate:
 
     def __init__(self, job: Job, method: AnyMethod, scorer: Scorer, step: Step, minibatch: Minibatch):
         self.job, self.method, self.scorer, self.step, self.minibatch = job, method, scorer, step, minibatch
-        self.loss = POLICY_LOSSES[method.loss_type if isinstance(method, GRPOMethod) else method.type]
-        self.level: Level | None = method.importance_sampling_level if isinstance(method, GRPOMethod) else None
+        self.loss = loss_of(method)
+        self.level: Level | None = level_of(method)
         length_S = step.rollout.length_S
         self.counts = Counts(
             sequences=minibatch.counted,
@@ -144,6 +161,15 @@ class Surrogate:
         check_ratio(new_N - old_N, dtype)
         if step.reference_R is not None and self.method.ref_model is None:
             check_margins(pack.sum_by_sequence(old_N - step.reference_R[at_N]), pack.length_S, dtype)
+
+
+def loss_of(method: AnyMethod) -> PolicyLoss:
+    return POLICY_LOSSES[method.loss_type if isinstance(method, GRPOMethod) else method.type]
+
+
+def level_of(method: AnyMethod) -> Level | None:
+    """The level of the ratio that the settings ask for; None: the loss's own."""
+    return method.importance_sampling_level if isinstance(method, GRPOMethod) else None
 
 
 def advantages(method: PolicyGradientMethod, step: Step) -> Tensor:

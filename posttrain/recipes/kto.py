@@ -14,7 +14,6 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 from posttrain.training.reference import Portion, Reference, make_reference, whole_sets
 from posttrain.training.schedule import epoch_order, total_steps
+from posttrain.training.state import State
 
 log = logging.getLogger("posttrain")
 
@@ -54,11 +54,34 @@ def train(job: Job, data: Prepared) -> Loop:
     scorer = Scorer(policy)
     portions = in_training_order(job, data) if method.joins_completions else whole_sets(job, data)
     reference = make_reference(job, method, scorer, data, portions)
-    levels_of = partial(levels, job, method, scorer, reference)
+    loop = Loop(job, policy, optimizer, data)
+    objective_of = objectives(job, method, scorer, reference, loop.state)
+    if loop.evaluation_due:
+        loop.evaluate(objective_of)
+    for step, examples in loop.steps():
+        found = levels(job, method, scorer, reference, examples, loop.state.memory, training=True)
+        packs, objective = objective_of(examples, found)
+        if step == 1:
+            check_packing(scorer, examples, job.pack)
+        loop.update(packs, objective)
+        if found.rewards is not None and not loop.state.skipped_in_a_row:
+            loop.state.memory = asdict(found.rewards)
+        if loop.evaluation_due:
+            loop.evaluate(objective_of)
+    return loop
+
+
+def objectives(
+    job: Job, method: KTOMethod, scorer: Scorer, reference: Reference, state: State
+) -> Callable[..., tuple[list[Pack], Objective]]:
+    """The packs and the loss of a batch of completions, with their `Levels`; without, those of an evaluation.
+
+    `state` is that of the loop.
+    """
 
     def objective_of(examples: list[Example], found: Levels | None = None) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
-        shift = found or levels_of(examples, loop.state.memory)
+        shift = found or levels(job, method, scorer, reference, examples, state.memory)
         tokens = sum(len(pack.target_N) for pack in packs)
         desirable_B = torch.tensor([bool(example.label) for example in examples], device=job.device)
         desirable = sum(bool(example.label) for example in examples)
@@ -69,7 +92,7 @@ def train(job: Job, data: Prepared) -> Loop:
             scores = scorer(pack)
             logprob_S, desirable_S = pack.sum_by_sequence(scores.logprob_N), desirable_B[pack.group_S]
             logratio_S = logprob_S - shift.reference_B[pack.group_S]
-            if loop.state.step == 0 and method.ref_model is None:
+            if state.step == 0 and method.ref_model is None:
                 check_margins(logratio_S.detach(), pack.length_S, job.dtype)
             loss_S = unpaired_loss(
                 logratio_S,
@@ -91,20 +114,7 @@ def train(job: Job, data: Prepared) -> Loop:
         counts |= {f"{name}/rejected": undesirable for name in ("rewards", "logps")}
         return packs, Objective(share, len(examples), counts | {"entropy": tokens})
 
-    loop = Loop(job, policy, optimizer, data)
-    if loop.evaluation_due:
-        loop.evaluate(objective_of)
-    for step, examples in loop.steps():
-        found = levels_of(examples, loop.state.memory, training=True)
-        packs, objective = objective_of(examples, found)
-        if step == 1:
-            check_packing(scorer, examples, job.pack)
-        loop.update(packs, objective)
-        if found.rewards is not None and not loop.state.skipped_in_a_row:
-            loop.state.memory = asdict(found.rewards)
-        if loop.evaluation_due:
-            loop.evaluate(objective_of)
-    return loop
+    return objective_of
 
 
 def levels(

@@ -12,7 +12,7 @@ updates; means are over tokens. Dropout is off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from posttrain.losses import (
 )
 from posttrain.optim.update import Objective
 from posttrain.recipes.online import Minibatch, Step, measure_mismatch, minibatches, online, scored
-from posttrain.rollout import RolloutPack
+from posttrain.rollout import Rollout, RolloutPack
 from posttrain.scoring import Scorer, ValueScorer
 from posttrain.training.checks import check_margins, check_packing, check_ratio
 from posttrain.training.job import Job
@@ -59,10 +59,6 @@ def train(job: Job, data: Prepared) -> Loop:
     loop = Loop(job, actor_critic, optimizer, data)
     memory = loop.state.memory
 
-    def logprobs_and_outputs(pack: Pack) -> Tensor:
-        scores, output_N = actor_critic(pack, temperature)
-        return torch.stack([scores.logprob_N, output_N], dim=1)
-
     with online(job, loop, policy, data) as run:
 
         def updates(number: int, step: PPOStep) -> Iterator[tuple[Sequence[RolloutPack], Objective[RolloutPack]]]:
@@ -74,19 +70,43 @@ def train(job: Job, data: Prepared) -> Loop:
         for number, prompts in run.steps():
             with loop.interruption.sampling():
                 rollout = run.sample(number, prompts, method.num_generations, version=number - 1)
-                step = PPOStep(job, rollout, method.mask_truncated_completions)
-                step.trainer_R, step.output_R = scored(job, rollout, step.parts, logprobs_and_outputs, 2).unbind(1)
-                if reference is not None:
-                    step.reference_R = scored(job, rollout, step.parts, reference)[:, 0]
+                step = step_of(job, method, rollout, actor_critic, reference, memory)
                 if number == 1 and step.parts:
                     check_packing(scorer, rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack)
                     if step.reference_R is not None and method.ref_model is None:
                         logratio_S = step.sums(step.trainer_R - step.reference_R)
                         check_margins(logratio_S, rollout.length_S.to(job.device), job.dtype)
-                kl_coef = memory.get("kl_coef", method.kl_coef)
-                estimate_advantages(method, step, kl_coef, scale_in(memory))
-            run.update(number, step, updates(number, step), partial(finish_step, method, step, memory, kl_coef))
+            run.update(number, step, updates(number, step), partial(finish_step, method, step, memory))
     return loop
+
+
+def step_of(
+    job: Job,
+    method: PPOMethod,
+    rollout: Rollout,
+    actor_critic: ValueScorer,
+    reference: Callable[[Pack], Tensor] | None,
+    memory: Mapping[str, float],
+    old_R: Tensor | None = None,
+) -> PPOStep:
+    """The step of a rollout: its log-probabilities, values and advantages. `memory` is that of the previous steps.
+
+    `old_R` has the log-probabilities of the policy that sampled; None: the policy itself did.
+    """
+
+    def logprobs_and_outputs(pack: Pack) -> Tensor:
+        scores, output_N = actor_critic(pack, job.config.rollout.temperature)
+        return torch.stack([scores.logprob_N, output_N], dim=1)
+
+    step = PPOStep(job, rollout, method.mask_truncated_completions)
+    step.trainer_R, step.output_R = scored(job, rollout, step.parts, logprobs_and_outputs, 2).unbind(1)
+    if old_R is not None:
+        step.trainer_R = old_R
+    if reference is not None:
+        step.reference_R = scored(job, rollout, step.parts, reference)[:, 0]
+    step.kl_coef = memory.get("kl_coef", method.kl_coef)
+    estimate_advantages(method, step, scale_in(memory))
+    return step
 
 
 class ActorCriticLoss:
@@ -128,15 +148,19 @@ class ActorCriticLoss:
         return loss_N.sum() / self.tokens, metrics | {"max_ratio": change_N.amax().exp()}
 
 
-def finish_step(method: PPOMethod, step: PPOStep, memory: dict[str, float], kl_coef: float) -> dict[str, float]:
+def finish_step(method: PPOMethod, step: PPOStep, memory: dict[str, float]) -> dict[str, float]:
     """The step's own metrics; saves the scale of its returns and the next KL coefficient in `memory`."""
     found = value_metrics(step)
     memory.update({f"returns/{name}": float(value) for name, value in asdict(step.scale).items()})
     if step.kl_S is not None:
-        found |= {"kl": step.kl_S.mean().item(), "kl_coef": kl_coef}
+        found |= {"kl": step.kl_S.mean().item(), "kl_coef": step.kl_coef}
         if method.target_kl is not None:
             memory["kl_coef"] = adapted_kl_coef(
-                kl_coef, found["kl"], target=method.target_kl, horizon=method.kl_horizon, completions=len(step.kl_S)
+                step.kl_coef,
+                found["kl"],
+                target=method.target_kl,
+                horizon=method.kl_horizon,
+                completions=len(step.kl_S),
             )
     return found
 
@@ -148,6 +172,7 @@ class PPOStep(Step):
     scale: ReturnScale  # turns outputs into values
     value_R: Tensor  # the outputs on the scale of returns
     return_R: Tensor
+    kl_coef: float  # the weight of the KL in the step's rewards
     kl_S: Tensor | None = None  # nats, for each completion in the loss; None without a reference or completions
 
     def per_token(self) -> dict[str, Tensor | None]:
@@ -161,7 +186,7 @@ def scale_in(memory: Mapping[str, float]) -> ReturnScale:
     return ReturnScale(memory["returns/mean"], memory["returns/std"], int(memory["returns/steps"]))
 
 
-def estimate_advantages(method: PPOMethod, step: PPOStep, kl_coef: float, scale: ReturnScale) -> None:
+def estimate_advantages(method: PPOMethod, step: PPOStep, scale: ReturnScale) -> None:
     """Set the step's advantages, normalised over its tokens, its values and returns; 0 outside the loss.
 
     `scale` is that of the previous steps; this step's rewards are added to it first, so that values have the scale of
@@ -171,7 +196,7 @@ def estimate_advantages(method: PPOMethod, step: PPOStep, kl_coef: float, scale:
     reward_R = torch.zeros_like(step.output_R)
     if step.reference_R is not None:
         kl_R = kl_penalty(step.trainer_R, step.reference_R, estimator=method.kl_estimator)
-        reward_R = -kl_coef * kl_R
+        reward_R = -step.kl_coef * kl_R
         if len(step.in_loss_S):
             step.kl_S = step.sums(kl_R)[step.in_loss_S.to(kl_R.device)]
     last_S = rollout.start_S + rollout.length_S - 1

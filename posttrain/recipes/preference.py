@@ -22,8 +22,9 @@ from posttrain.optim.update import Objective
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_margins, check_packing
 from posttrain.training.job import Job
-from posttrain.training.loop import Loop
+from posttrain.training.loop import Loop, ObjectiveOf
 from posttrain.training.reference import Reference, make_reference, no_reference, whole_sets
+from posttrain.training.state import State
 
 
 def train(job: Job, data: Prepared) -> Loop:
@@ -35,6 +36,22 @@ def train(job: Job, data: Prepared) -> Loop:
     reference = (
         make_reference(job, method, scorer, data, whole_sets(job, data)) if method.use_ref_model else no_reference
     )
+    loop = Loop(job, policy, optimizer, data)
+    objective_of = objectives(job, method, scorer, reference, loop.state)
+    if loop.evaluation_due:
+        loop.evaluate(objective_of)
+    for step, examples in loop.steps():
+        packs, objective = objective_of(examples)
+        if step == 1:
+            check_packing(scorer, examples, job.pack)
+        loop.update(packs, objective)
+        if loop.evaluation_due:
+            loop.evaluate(objective_of)
+    return loop
+
+
+def objectives(job: Job, method: DPOMethod, scorer: Scorer, reference: Reference, state: State) -> ObjectiveOf:
+    """The packs and the loss of a batch of pairs; `state` is that of the loop."""
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
@@ -59,7 +76,7 @@ def train(job: Job, data: Prepared) -> Loop:
             pack = pack.to(job.device)
             scores = scorer(pack)
             logprob_S, reference_S = pack.sum_by_sequence(scores.logprob_N), reference(pack, examples)
-            if loop.state.step == 0 and method.use_ref_model and method.ref_model is None:
+            if state.step == 0 and method.use_ref_model and method.ref_model is None:
                 check_margins(logprob_S.detach() - reference_S, pack.length_S, job.dtype)
             pairs = pairs_of(pack, logprob_S, reference_S)
             metrics = {k: v / len(examples) for k, v in preference_metrics(pairs, method.beta).items()}
@@ -69,17 +86,7 @@ def train(job: Job, data: Prepared) -> Loop:
 
         return packs, Objective(share, len(examples), {"entropy": tokens, "mean_token_accuracy": chosen_tokens})
 
-    loop = Loop(job, policy, optimizer, data)
-    if loop.evaluation_due:
-        loop.evaluate(objective_of)
-    for step, examples in loop.steps():
-        packs, objective = objective_of(examples)
-        if step == 1:
-            check_packing(scorer, examples, job.pack)
-        loop.update(packs, objective)
-        if loop.evaluation_due:
-            loop.evaluate(objective_of)
-    return loop
+    return objective_of
 
 
 def pairs_of(pack: Pack, policy_S: torch.Tensor, reference_S: torch.Tensor) -> Pairs:

@@ -23,17 +23,33 @@ from posttrain.optim.update import Metrics, Objective
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_packing
 from posttrain.training.job import Job
-from posttrain.training.loop import Loop
+from posttrain.training.loop import Loop, ObjectiveOf
 
 
 def train(job: Job, data: Prepared) -> Loop:
     method = job.config.method
     assert isinstance(method, ORPOMethod | CPOMethod | SimPOMethod)
-    nll_weight = 1.0 if isinstance(method, ORPOMethod) else method.cpo_alpha
-    compare = comparison(method)
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     scorer = Scorer(policy)
+    objective_of = objectives(job, method, scorer)
+    loop = Loop(job, policy, optimizer, data)
+    if loop.evaluation_due:
+        loop.evaluate(objective_of)
+    for step, examples in loop.steps():
+        packs, objective = objective_of(examples)
+        if step == 1:
+            check_packing(scorer, examples, job.pack)
+        loop.update(packs, objective)
+        if loop.evaluation_due:
+            loop.evaluate(objective_of)
+    return loop
+
+
+def objectives(job: Job, method: ORPOMethod | CPOMethod | SimPOMethod, scorer: Scorer) -> ObjectiveOf:
+    """The packs and the loss of a batch of pairs."""
+    nll_weight = 1.0 if isinstance(method, ORPOMethod) else method.cpo_alpha
+    compare = comparison(method)
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = pack_with_chosen_prompts(job.pack, examples) if scores_prompts(method) else job.pack(examples)
@@ -57,17 +73,7 @@ def train(job: Job, data: Prepared) -> Loop:
         counts = {"nll_loss": likely, "mean_token_accuracy": likely, "entropy": tokens}
         return packs, Objective(share, len(examples), counts)
 
-    loop = Loop(job, policy, optimizer, data)
-    if loop.evaluation_due:
-        loop.evaluate(objective_of)
-    for step, examples in loop.steps():
-        packs, objective = objective_of(examples)
-        if step == 1:
-            check_packing(scorer, examples, job.pack)
-        loop.update(packs, objective)
-        if loop.evaluation_due:
-            loop.evaluate(objective_of)
-    return loop
+    return objective_of
 
 
 def comparison(method: ORPOMethod | CPOMethod | SimPOMethod) -> Callable[[Pairs], tuple[torch.Tensor, Metrics]]:

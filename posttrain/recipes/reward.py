@@ -21,7 +21,7 @@ from posttrain.optim.update import Objective
 from posttrain.scoring import RewardScorer
 from posttrain.training.checks import check_reward_packing
 from posttrain.training.job import Job
-from posttrain.training.loop import Loop
+from posttrain.training.loop import Loop, ObjectiveOf
 
 
 def train(job: Job, data: Prepared) -> Loop:
@@ -30,6 +30,22 @@ def train(job: Job, data: Prepared) -> Loop:
     policy = job.policy("reward")
     optimizer = job.optimizer(policy)
     scorer = RewardScorer(policy)
+    objective_of = objectives(job, method, scorer)
+    loop = Loop(job, policy, optimizer, data)
+    if loop.evaluation_due:
+        loop.evaluate(objective_of)
+    for step, examples in loop.steps():
+        packs, objective = objective_of(examples)
+        if step == 1:
+            check_reward_packing(scorer, examples, partial(job.pack, keep_last=True))
+        loop.update(packs, objective)
+        if loop.evaluation_due:
+            loop.evaluate(objective_of)
+    return loop
+
+
+def objectives(job: Job, method: RewardMethod, scorer: RewardScorer) -> ObjectiveOf:
+    """The packs and the loss of a batch of pairs."""
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples, keep_last=True)
@@ -50,17 +66,7 @@ def train(job: Job, data: Prepared) -> Loop:
         counts = {"accuracy": decided, "margin": decided}
         return packs, Objective(share, len(examples), counts)
 
-    loop = Loop(job, policy, optimizer, data)
-    if loop.evaluation_due:
-        loop.evaluate(objective_of)
-    for step, examples in loop.steps():
-        packs, objective = objective_of(examples)
-        if step == 1:
-            check_reward_packing(scorer, examples, partial(job.pack, keep_last=True))
-        loop.update(packs, objective)
-        if loop.evaluation_due:
-            loop.evaluate(objective_of)
-    return loop
+    return objective_of
 
 
 def ties(pack: Pack, examples: list[Example]) -> torch.Tensor | None:

@@ -15,13 +15,29 @@ from posttrain.optim.update import Objective
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_packing
 from posttrain.training.job import Job
-from posttrain.training.loop import Loop
+from posttrain.training.loop import Loop, ObjectiveOf
 
 
 def train(job: Job, data: Prepared) -> Loop:
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     scorer = Scorer(policy)
+    objective_of = objectives(job, scorer)
+    loop = Loop(job, policy, optimizer, data)
+    if loop.evaluation_due:
+        loop.evaluate(objective_of)
+    for step, examples in loop.steps():
+        packs, objective = objective_of(examples)
+        if step == 1:
+            check_packing(scorer, examples, job.pack)
+        loop.update(packs, objective)
+        if loop.evaluation_due:
+            loop.evaluate(objective_of)
+    return loop
+
+
+def objectives(job: Job, scorer: Scorer) -> ObjectiveOf:
+    """The packs and the loss of a batch of examples."""
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
@@ -37,14 +53,4 @@ def train(job: Job, data: Prepared) -> Loop:
 
         return packs, Objective(share, targets)
 
-    loop = Loop(job, policy, optimizer, data)
-    if loop.evaluation_due:
-        loop.evaluate(objective_of)
-    for step, examples in loop.steps():
-        packs, objective = objective_of(examples)
-        if step == 1:
-            check_packing(scorer, examples, job.pack)
-        loop.update(packs, objective)
-        if loop.evaluation_due:
-            loop.evaluate(objective_of)
-    return loop
+    return objective_of

@@ -38,12 +38,28 @@ class StoredRun:
         except sqlite3.Error as error:
             raise RunError(f"{self._path} cannot be read: {error}") from error
 
+    def _read_rows(self, query: str, values: Sequence[int] = ()) -> list[dict[str, Any]]:
+        """The rows with their arrays and JSON read. Raises RunError for one that is damaged."""
+        rows = self._rows(query, values)
+        try:
+            return [_read(row) for row in rows]
+        except ValueError as error:  # half of a number, or no JSON
+            raise RunError(f"{self._path} is damaged: {error}") from error
+
     def steps(self) -> list[int]:
         return [row[0] for row in self._rows("SELECT DISTINCT step FROM prompts ORDER BY step")]
 
+    def require(self, step: int) -> None:
+        """Raise RunError unless the rollouts of this step are in the file."""
+        steps = self.steps()
+        if step not in steps:
+            there = f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
+            raise RunError(
+                f"there are no rollouts of step {step}; there are {there} (rollout.max_database_gb drops old ones)"
+            )
+
     def prompts(self, step: int) -> list[dict[str, Any]]:
-        rows = self._rows("SELECT * FROM prompts WHERE step = ? ORDER BY prompt_index", (step,))
-        return [_read(row) for row in rows]
+        return self._read_rows("SELECT * FROM prompts WHERE step = ? ORDER BY prompt_index", (step,))
 
     def rollouts(self, step: int, prompt_index: int | None = None) -> list[dict[str, Any]]:
         """The completions of a step, or of one of its prompts; per-token columns as arrays.
@@ -52,12 +68,12 @@ class StoredRun:
         """
         where, values = ("", (step,)) if prompt_index is None else (" AND prompt_index = ?", (step, prompt_index))
         query = f"SELECT * FROM rollouts WHERE step = ?{where} ORDER BY prompt_index, rollout_index"
-        return [dict.fromkeys(ARRAYS) | _read(row) for row in self._rows(query, values)]
+        return [dict.fromkeys(ARRAYS) | row for row in self._read_rows(query, values)]
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The completions of every evaluation, in the order of sampling."""
-        rows = self._rows("SELECT * FROM evaluations ORDER BY step, dataset, rowid")
-        return [{**_read(row), "tokens": _read(row)["tokens"].tolist()} for row in rows]
+        rows = self._read_rows("SELECT * FROM evaluations ORDER BY step, dataset, rowid")
+        return [{**row, "tokens": row["tokens"].tolist()} for row in rows]
 
     def summary(self) -> Iterator[dict[str, Any]]:
         """A row per step: prompts, completions, mean and extreme rewards, and the number of completions without one."""

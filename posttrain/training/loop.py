@@ -39,6 +39,7 @@ from posttrain.training.schedule import (
     epoch_order,
     evaluated_rows,
     learning_rate_at,
+    place_of,
     report_schedule_change,
     total_steps,
 )
@@ -125,9 +126,8 @@ class Loop:
                 self.save_checkpoint()
 
     def _examples(self, step: int) -> list[Example]:
-        epoch, batch = divmod(step - 1, self.steps_per_epoch)
-        order = self._epoch_order(epoch)
-        self._rows = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+        epoch, place = place_of(self.job.config, len(self.data.train), step)
+        self._rows = self._epoch_order(epoch)[place]
         return [self.data.train[int(row)] for row in self._rows]
 
     def _epoch_order(self, epoch: int) -> np.ndarray:

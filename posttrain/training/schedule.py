@@ -28,6 +28,13 @@ def epoch_order(config: RunConfig, rows: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([config.seed, epoch]).permutation(rows) if config.data.shuffle else np.arange(rows)
 
 
+def place_of(config: RunConfig, rows: int, step: int) -> tuple[int, slice]:
+    """The epoch of a step, from 1, and the part of the epoch's order that is its batch."""
+    size = config.training.batch_size
+    epoch, batch = divmod(step - 1, math.ceil(rows / size))
+    return epoch, slice(batch * size, (batch + 1) * size)
+
+
 def evaluated_rows(config: RunConfig, step: int, name: str, size: int) -> np.ndarray:
     """The rows of a validation set of `size` rows to evaluate at `step`: all, the first, or a sample with replacement.
 

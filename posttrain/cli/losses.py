@@ -1,0 +1,68 @@
+"""`posttrain losses`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from posttrain.cli.errors import UsageError
+from posttrain.cli.settings import devices_from_flag
+from posttrain.console import PlainConsole
+from posttrain.imports import quick_imports
+from posttrain.terminal import say
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of any method.")]
+Step = Annotated[int, typer.Option("--step", min=1, help="Whose batch: a step of the run, from 1.")]
+Losses = Annotated[
+    list[str] | None,
+    typer.Option("--loss", metavar="NAME,…", help="Losses beside the run's own; default: all that fit. Repeatable."),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE,…",
+        help="Values of a setting of the method, such as epsilon=0.1,0.4. Repeatable: every combination is a row.",
+    ),
+]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder for the files; default: RUN.")]
+Device = Annotated[
+    str | None, typer.Option("--device", help="auto, cpu, cuda, a GPU by number (cuda:1), or mps; default: the run's.")
+]
+
+
+def losses(
+    run: Run,
+    step: Step,
+    loss: Losses = None,
+    set_: Settings = None,
+    output: Output = None,
+    device: Device = None,
+) -> None:
+    """Compare losses on one step's batch: what would this step have been under DAPO?
+
+    The step's batch (completions from rollouts.sqlite, or rows of the data in the run's order) is put through the run's
+    own loss and every other that fits it, with the weights that the step began with, or those of the nearest earlier
+    checkpoint. Each loss has a row: its value, the norm of its gradient, the cosine with the gradient of the run's own
+    loss (1: the same direction, 0: unrelated, -1: the opposite), and the share of tokens clipped. Nothing is trained.
+
+    The run folder gets losses-step-N.json, and losses-step-N.png with the cosines of all pairs.
+
+      posttrain losses runs/grpo --step 40
+      posttrain losses runs/grpo --step 40 --loss grpo,dapo --set epsilon=0.1,0.2,0.4
+    """
+    if not run.is_dir():
+        raise UsageError(f"{run}: no such folder")
+    if output is not None and not output.is_dir():
+        raise UsageError(f"--output {output}: no such folder")
+    devices = None if device is None else devices_from_flag(device)
+    with quick_imports():
+        from posttrain.inspection.losslab.lab import losses as compare  # imports torch, which takes seconds
+        from posttrain.inspection.losslab.show import save, show
+        from posttrain.inspection.losslab.variants import parsed
+
+    names = [name.strip() for text in loss or () for name in text.split(",") if name.strip()]
+    lab = compare(run, step, names, parsed(set_ or ()), devices)
+    show(lab, PlainConsole())
+    for path in save(lab, output or run):
+        say(f"written: {path}")

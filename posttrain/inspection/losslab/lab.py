@@ -1,0 +1,161 @@
+"""A step's batch under every loss: value, gradient norm, share clipped, and the cosines between the gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.config import DevicesConfig, DistillMethod, RunConfig, dump
+from posttrain.errors import RunError
+from posttrain.inspection.losslab.batches import Rows, StoredStep, rows_of, stored_step
+from posttrain.inspection.losslab.objectives import Bench, clipped, clipped_at_last_update
+from posttrain.inspection.losslab.variants import LeftOut, Variant, variants
+from posttrain.inspection.losslab.weights import Weights, logged, settings_of, weights_for
+from posttrain.memory import available_memory
+from posttrain.models.devices import determinism, take_device
+from posttrain.optim.adamw import AdamW
+from posttrain.optim.update import backward
+from posttrain.progress import progress
+from posttrain.store.files import restore_rng, rng_state
+from posttrain.store.run import Run
+from posttrain.training.job import Job
+
+GIB = 2**30
+CHUNK = 1 << 20  # parameters at a time, in double precision
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A loss of the batch. `norm` is that of the gradient before clipping; None for a number that is not finite."""
+
+    variant: Variant
+    loss: float | None
+    norm: float | None
+    clipped: float | None  # share of tokens; None if the loss clips nothing
+    clipped_last: float | None  # the same at the run's last update of the step; None if a step has one update
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """The losses of one step, the run's own first, and the cosine between the gradients of each two of them.
+
+    A cosine is None if one of the gradients is 0 or not finite.
+    """
+
+    folder: Path
+    step: int
+    weights: Weights
+    batch: str
+    rows: list[Row]
+    cosines: list[list[float | None]]
+    left_out: list[LeftOut]
+    updates: int  # of a step of the run
+    logged: float | None  # gradient norm of the run's own loss in metrics.jsonl, if that is of this step's only update
+
+
+def losses(
+    folder: Path,
+    step: int,
+    names: Sequence[str] = (),
+    settings: Mapping[str, Sequence[Any]] | None = None,
+    devices: DevicesConfig | None = None,
+) -> Lab:
+    """Compute the batch of `step` of a run under its own loss and the named ones (none: all that fit).
+
+    `settings` has values by setting: every combination makes a row of each loss that reads them. The run folder is
+    only read. Raises RunError if the batch is not there, ConfigError for an unknown loss or setting.
+    """
+    config = settings_of(folder)
+    config = config if devices is None else config.model_copy(update={"devices": devices})
+    chosen, left_out = variants(config.method, names, settings or {})
+    sampled = stored_step(folder, step) if config.method.samples_completions else None
+    weights = weights_for(folder, step)
+    with determinism(config.devices), _job(config, weights) as job:
+        batch = rows_of(job, folder, step) if sampled is None else sampled
+        mixed = isinstance(config.method, DistillMethod) and config.method.reads_completions
+        bench = Bench(job, weights, batch, rows_of(job, folder, step) if mixed else None)
+        _refuse_too_large(bench.optimizer, len(chosen))
+        weights.restore_generators()
+        rows, gradients = _measure(bench, chosen, batch)
+    line = logged(folder, step) if weights.exact and config.method.updates == 1 else None
+    norm = None if line is None else line.get("grad_norm")
+    described = str(batch)
+    return Lab(folder, step, weights, described, rows, cosines(gradients), left_out, config.method.updates, norm)
+
+
+@contextmanager
+def _job(config: RunConfig, weights: Weights):
+    """The run's job with these weights. What it would write goes to a temporary folder."""
+    checkpointing = config.training.gradient_checkpointing
+    recompute = checkpointing is True or (checkpointing == "auto" and take_device(config.devices).type == "cuda")
+    with (
+        TemporaryDirectory(prefix="posttrain-losses-") as temporary,
+        Run.create(Path(temporary) / "run", dump(config), {}) as run,
+    ):
+        yield Job.start(config, config.models[0], run, weights.checkpoint, recompute)
+
+
+def _measure(bench: Bench, chosen: Sequence[Variant], batch: Rows | StoredStep) -> tuple[list[Row], Tensor]:
+    """A row for each loss, and the gradients (rows, parameters): float32, in main memory."""
+    masters = bench.optimizer.masters.values()
+    gradients = torch.zeros(len(chosen), sum(master.numel() for master in masters))
+    stored = batch if isinstance(batch, StoredStep) and bench.job.config.method.updates > 1 else None
+    generators, rows = rng_state(), []
+    for variant, gradient in zip(progress(chosen, "losses"), gradients, strict=True):
+        restore_rng(*generators)  # the same dropout for all
+        loss = bench.loss(variant.method)
+        metrics = backward(loss.packs, loss.objective)
+        norm = _take(bench.optimizer, gradient)
+        last = None if stored is None else clipped_at_last_update(variant.method, loss, stored)
+        value = metrics.get("loss", 0.0)
+        rows.append(Row(variant, _finite(value), _finite(norm), clipped(variant.method, loss), last))
+    return rows, gradients
+
+
+def _take(optimizer: AdamW, gradient: Tensor) -> float:
+    """Move the optimizer's gradients to a flat vector; returns their norm, as the optimizer computes it."""
+    masters = list(optimizer.masters.values())
+    norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+    start = 0
+    for master in masters:
+        if master.grad is not None:
+            gradient[start : start + master.numel()] = master.grad.flatten()
+        start += master.numel()
+    optimizer.forget()
+    return float(norm)
+
+
+def cosines(gradients: Tensor) -> list[list[float | None]]:
+    """The cosine between each two rows; None where a row is 0 or not finite."""
+    products = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
+    for part in gradients.split(CHUNK, dim=1):
+        products += part.double() @ part.double().T
+    norms = products.diagonal().sqrt()
+    matrix = products / (norms[:, None] * norms[None, :])
+    matrix.fill_diagonal_(1.0)
+    matrix[~(torch.isfinite(norms) & (norms > 0))] = math.nan
+    matrix.T[~(torch.isfinite(norms) & (norms > 0))] = math.nan
+    return [[_finite(value) for value in row] for row in matrix.clamp(-1, 1).tolist()]
+
+
+def _refuse_too_large(optimizer: AdamW, count: int) -> None:
+    """Raise RunError if the gradients do not fit in main memory."""
+    needed = 4 * count * sum(master.numel() for master in optimizer.masters.values())
+    free = available_memory(torch.device("cpu"))
+    if free is not None and needed > free:
+        raise RunError(
+            f"the gradients of {count} losses take {needed / GIB:.1f} GiB of main memory, and {free / GIB:.1f} GiB are "
+            "free: choose fewer with --loss"
+        )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,155 @@
+"""The results of the loss lab: a table, the picture of the cosines, a JSON file."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.inspection.losslab.lab import Lab
+from posttrain.store.atomic import write_file
+from posttrain.store.files import save_json
+from posttrain.terminal import visible
+
+CELL = 5  # characters of a cosine in the terminal, with the gap
+INK = "#30353d"
+
+
+def show(lab: Lab, console: Console) -> None:
+    """Print the table of the losses, then that of the cosines if the console is wide enough."""
+    console.print(f"step {lab.step} of {lab.folder}: {lab.batch}", soft_wrap=True)
+    console.print(f"weights: {lab.weights}", soft_wrap=True)
+    for line in lab.weights.skipped:
+        console.print(f"skipped: {line}", soft_wrap=True)
+    if lab.updates > 1:
+        console.print(
+            f"A step of this run has {lab.updates} updates. This is the first, over the whole batch; `at last` is the "
+            "share clipped at the last one, by the stored log-probabilities."
+        )
+    console.print("row 1: this run's own loss; cosine: with its gradient")
+    console.print(_losses(lab))
+    if len(lab.rows) > 1:
+        _print_cosines(lab, console)
+    own = lab.rows[0]
+    if lab.logged is not None and own.norm is not None:
+        difference = abs(own.norm - lab.logged) / lab.logged if lab.logged else abs(own.norm)
+        console.print(
+            f"gradient norm of row 1: logged {lab.logged:.6g}, here {own.norm:.6g} (relative difference {difference:.0e})"
+        )
+    if any(row[0] is None for row in lab.cosines):
+        console.print("-: no cosine, the gradient is 0 or not finite")
+    for one in lab.left_out:
+        console.print(f"left out: {one.name}: {one.reason}", soft_wrap=True)
+
+
+def _losses(lab: Lab) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    table.add_column("", justify="right")
+    table.add_column("loss", overflow="fold")
+    clips = any(row.clipped is not None for row in lab.rows)
+    columns = ["value", "grad norm", "cosine", *(["clipped"] if clips else [])]
+    columns += ["at last"] if lab.updates > 1 and clips else []
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, (row, cosine) in enumerate(zip(lab.rows, lab.cosines[0], strict=True), start=1):
+        cells = [_number(row.loss), _number(row.norm), "-" if cosine is None else f"{cosine:+.3f}"]
+        cells += [_share(row.clipped), _share(row.clipped_last)]
+        table.add_row(str(number), row.variant.label, *cells[: len(columns)])
+    return table
+
+
+def _print_cosines(lab: Lab, console: Console) -> None:
+    if CELL * len(lab.rows) + 4 > console.width:
+        console.print("The cosines of all pairs are in the picture and the JSON file.")
+        return
+    console.print("cosines between the gradients")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("", *map(str, range(1, len(lab.rows) + 1))):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, row in enumerate(lab.cosines, start=1):
+        table.add_row(str(number), *(_short(value) for value in row))
+    console.print(table)
+
+
+def save(lab: Lab, folder: Path) -> list[Path]:
+    """Write `losses-step-N.json` and, for two losses or more, `losses-step-N.png`; returns their paths."""
+    target = folder / f"losses-step-{lab.step}.json"
+    save_json(target, as_json(lab))
+    if len(lab.rows) == 1:
+        return [target]
+    picture = target.with_suffix(".png")
+    write_file(picture, cosines_png(lab))
+    return [target, picture]
+
+
+def as_json(lab: Lab) -> dict[str, Any]:
+    """The content of the JSON file."""
+    return {
+        "run": str(lab.folder),
+        "step": lab.step,
+        "batch": lab.batch,
+        "weights": {"name": lab.weights.name, "step": lab.weights.state.step, "exact": lab.weights.exact},
+        "updates": lab.updates,
+        "logged_grad_norm": lab.logged,
+        "losses": [
+            {
+                "name": row.variant.name,
+                "label": row.variant.label,
+                "method": row.variant.method.model_dump(mode="json"),
+                "loss": row.loss,
+                "grad_norm": row.norm,
+                "clipped": row.clipped,
+                "clipped_last": row.clipped_last,
+            }
+            for row in lab.rows
+        ],
+        "cosines": lab.cosines,
+        "left_out": [{"name": one.name, "reason": one.reason} for one in lab.left_out],
+    }
+
+
+def cosines_png(lab: Lab) -> bytes:
+    """A heat map of the cosines, with their values; grey where there is none."""
+    import numpy as np
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    matrix = np.array([[np.nan if value is None else value for value in row] for row in lab.cosines])
+    labels = [visible(row.variant.label).replace("$", r"\$") for row in lab.rows]
+    count, margin = len(labels), 0.4 + 0.075 * max(map(len, labels))  # inches
+    size, side = 0.48 * count, margin + 0.1
+    width, height = side + size + 1.0, side + size + 0.5
+    figure = Figure(figsize=(width, height), dpi=130, facecolor="white")
+    axes = figure.add_axes((side / width, side / height, size / width, size / height))
+    colours = colormaps["RdBu_r"].with_extremes(bad="#bdbdbd")
+    image = axes.imshow(np.ma.masked_invalid(matrix), cmap=colours, vmin=-1, vmax=1, aspect="auto")
+    axes.set_xticks(range(count), labels, rotation=90, fontsize=8, color=INK)
+    axes.set_yticks(range(count), labels, fontsize=8, color=INK)
+    for spot, value in np.ndenumerate(matrix):
+        text = "–" if np.isnan(value) else f"{value:.2f}".replace("-0.00", "0.00")
+        bright = "white" if abs(value) > 0.7 else INK
+        axes.text(spot[1], spot[0], text, ha="center", va="center", fontsize=7, color=bright)
+    axes.set_title(f"Cosines between gradients, step {lab.step}", fontsize=10, color=INK, loc="left")
+    bar = figure.add_axes(((side + size + 0.15) / width, side / height, 0.15 / width, size / height))
+    figure.colorbar(image, cax=bar).ax.tick_params(labelsize=7)
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(buffer)
+    return buffer.getvalue()
+
+
+def _short(cosine: float | None) -> str:
+    """A cosine in at most five characters: 1.00, .92, -.31."""
+    return "-" if cosine is None else f"{cosine:.2f}".replace("0.", ".").replace("-.00", ".00")
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
