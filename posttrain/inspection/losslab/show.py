@@ -37,13 +37,21 @@ def show(lab: Lab, console: Console) -> None:
     own = lab.rows[0]
     if lab.logged is not None and own.norm is not None:
         difference = abs(own.norm - lab.logged) / lab.logged if lab.logged else abs(own.norm)
-        console.print(
-            f"gradient norm of row 1: logged {lab.logged:.6g}, here {own.norm:.6g} (relative difference {difference:.0e})"
-        )
+        compared = f"{own.norm:.6g}, logged: {lab.logged:.6g} (relative difference {difference:.0e})"
+        console.print(f"grad norm of row 1: {compared}")
     if any(row[0] is None for row in lab.cosines):
         console.print("-: no cosine, the gradient is 0 or not finite")
+    for reason, names in _by_reason(lab).items():
+        console.print(f"left out: {', '.join(names)}: {reason}", soft_wrap=True)
+
+
+def _by_reason(lab: Lab) -> dict[str, list[str]]:
+    """The names of the losses that do not fit, by the reason."""
+    found: dict[str, list[str]] = {}
     for one in lab.left_out:
-        console.print(f"left out: {one.name}: {one.reason}", soft_wrap=True)
+        reason = one.reason.replace(f"loss_type: {one.name}", "the loss").replace(f" {one.name} ", " the loss ")
+        found.setdefault(reason, []).append(one.name)
+    return found
 
 
 def _losses(lab: Lab) -> Table:
@@ -121,7 +129,7 @@ def cosines_png(lab: Lab) -> bytes:
 
     matrix = np.array([[np.nan if value is None else value for value in row] for row in lab.cosines])
     labels = [visible(row.variant.label).replace("$", r"\$") for row in lab.rows]
-    count, margin = len(labels), 0.4 + 0.075 * max(map(len, labels))  # inches
+    count, margin = len(labels), 0.25 + 0.063 * max(map(len, labels))  # inches
     size, side = 0.48 * count, margin + 0.1
     width, height = side + size + 1.0, side + size + 0.5
     figure = Figure(figsize=(width, height), dpi=130, facecolor="white")
@@ -132,7 +140,7 @@ def cosines_png(lab: Lab) -> bytes:
     axes.set_yticks(range(count), labels, fontsize=8, color=INK)
     for spot, value in np.ndenumerate(matrix):
         text = "–" if np.isnan(value) else f"{value:.2f}".replace("-0.00", "0.00")
-        bright = "white" if abs(value) > 0.7 else INK
+        bright = "white" if abs(value) > 0.55 else INK
         axes.text(spot[1], spot[0], text, ha="center", va="center", fontsize=7, color=bright)
     axes.set_title(f"Cosines between gradients, step {lab.step}", fontsize=10, color=INK, loc="left")
     bar = figure.add_axes(((side + size + 0.15) / width, side / height, 0.15 / width, size / height))

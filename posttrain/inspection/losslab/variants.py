@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from posttrain.config import DPOMethod, GRPOMethod, PPOMethod
+from posttrain.config import DistillMethod, DPOMethod, GRPOMethod, PPOMethod
 from posttrain.config.reading.explain import did_you_mean, wrong_value
 from posttrain.config.reading.fields import full
 from posttrain.config.reading.files import parse_value
@@ -213,6 +213,8 @@ def _reads(method: AnyMethod, setting: str) -> bool:
         known = {name for loss in PREFERENCE_LOSSES.values() for name in loss.reads}
         if setting in known:
             return any(setting in PREFERENCE_LOSSES[loss].reads for loss in method.loss_type)
+    if isinstance(method, DistillMethod) and setting == "jsd_beta":
+        return method.divergence == "jsd"
     return hasattr(method, setting)
 
 
