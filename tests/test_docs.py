@@ -21,6 +21,7 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -121,6 +122,8 @@ class Reader:
         elif verb in ("score", "generate", "sample"):
             model = rest[0] if Path(rest[0]).exists() else str(self.shared / "models/stories260K")
             self.run([verb, model, *rest[1:]])
+        elif verb == "losses":
+            self.run([verb, *self.stored(rest)])
         elif verb == "grade":
             self.run([*arguments, "--workers", "1"])
         elif arguments[:2] == ["data", "save"]:
@@ -144,6 +147,14 @@ class Reader:
             if not folder.exists():
                 answers = answered([float(row[model]["is_correct"]) for row in rows])
                 evaluation(folder, [replace(one, suite="gsm8k") for one in answers])
+
+    def stored(self, rest: list[str]) -> list[str]:
+        """The arguments of a command about a run: its first step, and the run of tests/saved_run for one not made."""
+        if not Path(rest[0]).exists():
+            saved = ROOT / "tests/saved_run"
+            shutil.copytree(saved / "model", "model", dirs_exist_ok=True)
+            shutil.copytree(saved / "run", rest[0])
+        return [rest[0], *(re.sub(r"^\d+$", "1", word) for word in rest[1:])]
 
     def local(self, rest: list[str]) -> list[str]:
         """The arguments with the names of the hub, and MODEL, replaced by what is here, and made small."""
