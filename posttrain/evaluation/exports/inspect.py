@@ -1,0 +1,201 @@
+"""The log of an evaluation in the JSON format, version 2, of Inspect (inspect.aisi.org.uk).
+
+One log for each suite and setting. An item is a sample, and each of its completions an epoch; values are averaged over
+epochs, then over samples, as Inspect's `accuracy`, `mean` and `stderr` do. What is not graded has the score NaN, with
+the reason, which Inspect leaves out of its metrics.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from posttrain.evaluation.records import Answer
+
+LETTERS = {"correct": "C", "wrong": "I"}
+STOP_REASONS = {"stop": "stop", "length": "max_tokens"}
+SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_completion_length": "max_tokens",
+            "seed": "seed"}  # fmt: skip
+NAMES = str.maketrans("_/:+ ", "-----")
+
+
+def files_of(summary: Mapping[str, Any], evaluations: Mapping[str, Sequence[Answer]]) -> dict[str, str]:
+    """The logs by file name; Inspect lists files that begin with a time."""
+    files = {}
+    for key, answers in evaluations.items():
+        log = log_of(summary, key, answers)
+        spec = log["eval"]
+        name = "_".join(part.translate(NAMES) for part in (spec["created"], key, spec["task_id"]))
+        files[f"{name}.json"] = json.dumps(log, ensure_ascii=False, indent=1) + "\n"
+    return files
+
+
+def log_of(summary: Mapping[str, Any], key: str, answers: Sequence[Answer]) -> dict[str, Any]:
+    """One suite's log, as JSON values."""
+    model, suite = summary["model"], summary["suites"][key]
+    scorer = suite["metric"] if suite["metric"] != "accuracy" else "graded"
+    metrics = ("accuracy" if all(answer.verdict != "scored" for answer in answers) else "mean", "stderr")
+    run = _id(summary["created"], model["name"])
+    samples = [_sample(answer, model["name"], scorer, _id(run, key, answer.item, answer.sample)) for answer in answers]
+    reductions = _reductions(samples, answers, scorer)
+    scored = [row["value"] for row in reductions if not math.isnan(row["value"])]
+    usage = _usage(sum(answer.tokens for answer in answers))
+    return {
+        "version": 2,
+        "status": "success",
+        "eval": _spec(summary, key, answers, scorer, metrics),
+        "plan": {
+            "name": "plan",
+            "steps": [{"solver": "generate", "params": {}, "params_passed": {}}],
+            "config": _sampling(suite),
+        },
+        "results": {
+            "total_samples": len(answers),
+            "completed_samples": len(answers),
+            "scores": [
+                {
+                    "name": scorer,
+                    "scorer": scorer,
+                    "scored_samples": len(scored),
+                    "unscored_samples": len(reductions) - len(scored),
+                    "params": {},
+                    "metrics": {
+                        name: {"name": name, "value": value, "params": {}}
+                        for name, value in zip(metrics, _mean_and_error(scored), strict=True)
+                    },
+                }
+            ],
+            "headline": {"scorer": scorer, "score": scorer, "metric": metrics[0]},
+            "metadata": {"posttrain": suite},
+        },
+        "stats": {
+            "started_at": summary["created"],
+            "completed_at": summary["created"],
+            "model_usage": {model["name"]: usage},
+            "role_usage": {},
+        },
+        "samples": samples,
+        "reductions": [{"scorer": scorer, "samples": reductions}],
+    }
+
+
+def _spec(
+    summary: Mapping[str, Any], key: str, answers: Sequence[Answer], scorer: str, metrics: Sequence[str]
+) -> dict[str, Any]:
+    model, suite = summary["model"], summary["suites"][key]
+    run, items = _id(summary["created"], model["name"]), list(dict.fromkeys(answer.item for answer in answers))
+    definitions = [{"name": f"inspect_ai/{name}", "options": {}} for name in metrics]
+    return {
+        "eval_id": _id(run, key),
+        "run_id": run,
+        "created": summary["created"],
+        "task": suite["suite"],
+        "task_id": _id("task", key),
+        "task_version": 0,
+        "task_display_name": key,
+        "task_attribs": {},
+        "task_args": {},
+        "task_args_passed": {},
+        "dataset": {
+            "name": suite["suite"],
+            "location": suite["source"],
+            "samples": len(items),
+            "sample_ids": items,
+            "shuffled": False,
+        },
+        "model": model["name"],
+        "model_generate_config": _sampling(suite),
+        "model_args": {name: model[name] for name in ("path", "weights") if model.get(name) is not None},
+        "config": {"epochs": max(answer.sample for answer in answers) + 1},
+        "packages": {"posttrain": summary["posttrain"]},
+        "metadata": {"setting": suite["setting"], "partial": suite["partial"]},
+        "scorers": [{"name": scorer, "options": {}, "metrics": definitions, "metadata": {}}],
+    }
+
+
+def _sample(answer: Answer, model: str, scorer: str, uuid: str) -> dict[str, Any]:
+    reply = {"id": _id(uuid, "reply"), "content": answer.completion, "source": "generate", "role": "assistant",
+             "model": model}  # fmt: skip
+    usage = _usage(answer.tokens)
+    return {
+        "id": answer.item,
+        "epoch": answer.sample + 1,
+        "input": answer.prompt,
+        "target": answer.gold or "",
+        "messages": [
+            {"id": _id(uuid, "prompt"), "content": answer.prompt, "source": "input", "role": "user"},
+            reply,
+        ],
+        "output": {
+            "model": model,
+            "choices": [{"message": reply, "stop_reason": STOP_REASONS.get(answer.finish_reason, "unknown")}],
+            "completion": answer.completion,
+            "usage": usage,
+            "time": answer.seconds,
+        },
+        "scores": {scorer: _score(answer)},
+        "metadata": {"group": answer.group} if answer.group else {},
+        "store": {},
+        "events": [],
+        "model_usage": {model: usage},
+        "role_usage": {},
+        "total_time": answer.seconds,
+        "working_time": answer.seconds,
+        "uuid": uuid,
+        "attachments": {},
+    }
+
+
+def _score(answer: Answer) -> dict[str, Any]:
+    """A letter where the score is that of its verdict, else the number; NaN if there is none."""
+    letter = LETTERS.get(answer.verdict)
+    known = {"verdict": answer.verdict}
+    if answer.format_and_answer:
+        known["format_and_answer"] = answer.format_and_answer
+    score = {"value": math.nan if answer.score is None else answer.score, "answer": answer.extracted, "metadata": known}
+    if answer.score is not None and answer.score == (answer.verdict == "correct") and letter:
+        score["value"] = letter
+    if answer.reason is not None:
+        score["explanation"] = answer.reason
+    if answer.score is None:
+        score["reason"] = answer.verdict
+    return score
+
+
+def _reductions(samples: Sequence[Any], answers: Sequence[Answer], scorer: str) -> list[dict[str, Any]]:
+    """Each sample over its epochs: the mean of its scores, and what all of them say."""
+    values: dict[str, list[float]] = {}
+    scores: dict[str, list[dict[str, Any]]] = {}
+    for sample, answer in zip(samples, answers, strict=True):
+        values.setdefault(answer.item, []).extend([] if answer.score is None else [float(answer.score)])
+        scores.setdefault(answer.item, []).append(sample["scores"][scorer])
+    rows = []
+    for item, group in scores.items():
+        same = {name: group[0].get(name) for name in ("answer", "explanation", "reason")}
+        same = {name: value for name, value in same.items() if all(score.get(name) == value for score in group)}
+        value = fmean(values[item]) if values[item] else math.nan
+        rows.append({"value": value, **same, "metadata": group[0]["metadata"], "sample_id": item})
+    return rows
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """As Inspect's metrics give them: 0 where a number is not defined."""
+    return fmean(values) if values else 0.0, stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def _usage(tokens: int) -> dict[str, int]:
+    """Tokens of completions; those of prompts are not recorded."""
+    return {"input_tokens": 0, "output_tokens": tokens, "total_tokens": tokens}
+
+
+def _sampling(suite: Mapping[str, Any]) -> dict[str, Any]:
+    return {theirs: suite["sampling"][ours] for ours, theirs in SAMPLING.items() if ours in suite["sampling"]}
+
+
+def _id(*parts: object) -> str:
+    """An identifier that the same evaluation always gets, so that an export replaces the earlier one."""
+    return hashlib.blake2s("\0".join(map(str, parts)).encode(errors="replace"), digest_size=11).hexdigest()

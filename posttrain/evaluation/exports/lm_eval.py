@@ -1,0 +1,177 @@
+"""The files of an evaluation as lm-eval 0.4 (the LM Evaluation Harness) writes them with `--log_samples`.
+
+    MODEL/results_TIME.json, MODEL/samples_TASK_TIME.jsonl
+
+A suite is a task; one with groups is a group of tasks, each with its samples. A sample is an item: `resps` has all its
+completions, and its metric is their mean. Items that are not graded have no metric and are not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from hashlib import sha256
+from statistics import fmean, stdev
+from typing import Any
+
+from posttrain.evaluation.records import Answer
+
+FILTER = "none"  # lm-eval's name where the completion itself is judged
+
+
+def files_of(summary: Mapping[str, Any], evaluations: Mapping[str, Sequence[Answer]]) -> dict[str, str]:
+    """The files by name, relative to the folder of results."""
+    model = re.sub(r"[\"<>:/|\\?*\[\]]+", "__", summary["model"]["name"])
+    time = datetime.fromisoformat(summary["created"]).isoformat().replace(":", "-")
+    results: dict[str, Any] = {name: {} for name in ("results", "groups", "group_subtasks", "configs", "versions",
+                               "n-shot", "higher_is_better", "n-samples")}  # fmt: skip
+    files, hashes = {}, {}
+    for key, answers in evaluations.items():
+        for task, rows in _add_suite(results, key, summary["suites"][key], answers).items():
+            hashes[task] = _hash("".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows))
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+            files[f"{model}/samples_{task}_{time}.jsonl"] = "".join(lines)
+    if not results["groups"]:
+        del results["groups"]
+    results |= _about(summary, model) | {"task_hashes": hashes}
+    return {f"{model}/results_{time}.json": json.dumps(results, indent=2, ensure_ascii=False), **files}
+
+
+def _add_suite(
+    results: dict[str, Any], key: str, suite: Mapping[str, Any], answers: Sequence[Answer]
+) -> dict[str, list[dict[str, Any]]]:
+    """Add one suite to the results; returns the samples of its tasks."""
+    name, metric = _name(key), _metric(suite, answers)
+    tasks: dict[str, list[Answer]] = {}
+    for answer in answers:
+        tasks.setdefault(_name(f"{key}_{answer.group}") if answer.group else name, []).append(answer)
+    samples = {task: _samples(group, metric, suite) for task, group in tasks.items()}
+    values = {task: [row[metric] for row in rows if metric in row] for task, rows in samples.items()}
+    for task, rows in samples.items():
+        alias = rows[0]["doc"].get("group", task)
+        results["results"][task] = _result(task, alias, metric, values[task], _error(values[task]))
+        results["configs"][task] = _config(task, metric, suite, answers)
+        results["n-samples"][task] = {"original": len(rows), "effective": len(values[task])}
+        results["group_subtasks"][task] = []
+        results["versions"][task], results["n-shot"][task] = None, 0
+        results["higher_is_better"][task] = {metric: True}
+    if list(tasks) == [name]:
+        results["n-samples"][name]["original"] = suite["available"] or len(samples[name])
+        return samples
+    whole = _result(name, name, metric, [v for group in values.values() for v in group], _pooled(list(values.values())))
+    results["results"][name] = whole
+    results["groups"][name] = whole
+    results["group_subtasks"][name] = list(tasks)
+    results["versions"][name], results["n-shot"][name] = None, 0
+    results["higher_is_better"][name] = {metric: True}
+    return samples
+
+
+def _result(task: str, alias: str, metric: str, values: Sequence[float], error: float | str) -> dict[str, Any]:
+    known = {f"{metric},{FILTER}": fmean(values), f"{metric}_stderr,{FILTER}": error} if values else {}
+    return {"name": task, "alias": alias, "sample_len": len(values), **known}
+
+
+def _samples(answers: Sequence[Answer], metric: str, suite: Mapping[str, Any]) -> list[dict[str, Any]]:
+    items: dict[str, list[Answer]] = {}
+    for answer in answers:
+        items.setdefault(answer.item, []).append(answer)
+    return [_sample(number, group, metric, suite) for number, group in enumerate(items.values())]
+
+
+def _sample(number: int, answers: Sequence[Answer], metric: str, suite: Mapping[str, Any]) -> dict[str, Any]:
+    first = answers[0]
+    doc = {"id": first.item, "prompt": first.prompt, "answer": first.gold}
+    if first.group:
+        doc["group"] = first.group
+    target, scores = str(first.gold or ""), [answer.score for answer in answers if answer.score is not None]
+    extracted = ["" if answer.extracted is None else answer.extracted for answer in answers]
+    row = {
+        "doc_id": number,
+        "doc": doc,
+        "target": target,
+        "arguments": {"gen_args_0": {"arg_0": first.prompt, "arg_1": _generation(suite)}},
+        "resps": [[answer.completion for answer in answers]],
+        "filtered_resps": extracted if len(extracted) == 1 else [extracted],
+        "filter": FILTER,
+        "metrics": [metric] if scores else [],
+        "doc_hash": _hash(json.dumps(doc, indent=2, ensure_ascii=False)),
+        "prompt_hash": _hash(first.prompt),
+        "target_hash": _hash(target),
+    }
+    return row | {metric: fmean(scores)} if scores else row
+
+
+def _metric(suite: Mapping[str, Any], answers: Sequence[Answer]) -> str:
+    """lm-eval's name: `acc` for choices by log-probability, `exact_match` for completions that are right or wrong."""
+    if suite["metric"] != "accuracy":
+        return suite["metric"]
+    return "exact_match" if any(answer.finish_reason for answer in answers) else "acc"
+
+
+def _config(task: str, metric: str, suite: Mapping[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
+    generated = any(answer.finish_reason for answer in answers)
+    return {
+        "task": task,
+        "dataset_path": suite["source"],
+        "output_type": "generate_until" if generated else "multiple_choice",
+        "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}],
+        "generation_kwargs": _generation(suite),
+        "repeats": max(answer.sample for answer in answers) + 1,
+        "num_fewshot": 0,
+        "metadata": {"posttrain": dict(suite)},
+    }
+
+
+def _generation(suite: Mapping[str, Any]) -> dict[str, Any]:
+    settings = dict(suite["sampling"])
+    longest, stop = settings.pop("max_completion_length", None), settings.pop("stop", ())
+    settings.pop("num_generations", None)
+    return {"until": list(stop), "do_sample": settings.get("temperature", 0) > 0, **settings, "max_gen_toks": longest}
+
+
+def _about(summary: Mapping[str, Any], sanitized: str) -> dict[str, Any]:
+    """What lm-eval notes of a run; null for what it knows of its own process alone."""
+    model, suites = summary["model"], summary["suites"].values()
+    config = dict.fromkeys(("batch_size", "device", "use_cache", "limit", "gen_kwargs", "random_seed", "numpy_seed",
+                            "torch_seed", "fewshot_seed"))  # fmt: skip
+    config |= {"model": "posttrain", "model_args": dict(model), "batch_sizes": [], "bootstrap_iters": 0}
+    unknown = ("git_hash", "pretty_env_info", "transformers_version", "lm_eval_version", "upper_git_hash",
+               "system_instruction", "system_instruction_sha", "fewshot_as_multiturn", "chat_template",
+               "chat_template_sha")  # fmt: skip
+    return {
+        "config": config,
+        "date": datetime.fromisoformat(summary["created"]).timestamp(),
+        **dict.fromkeys(unknown),
+        "posttrain_version": summary["posttrain"],
+        "model_source": "posttrain",
+        "model_name": model["name"],
+        "model_name_sanitized": sanitized,
+        "total_evaluation_time_seconds": str(sum(suite["seconds"] for suite in suites)),
+    }
+
+
+def _error(values: Sequence[float]) -> float | str:
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else "N/A"
+
+
+def _pooled(groups: Sequence[Sequence[float]]) -> float | str:
+    """lm-eval's standard error of a group's mean over all items, from those of its tasks."""
+    groups = [group for group in groups if group]
+    size = sum(len(group) for group in groups)
+    if size <= len(groups):
+        return "N/A"
+    squares = sum((len(group) - 1) * stdev(group) ** 2 for group in groups if len(group) > 1)
+    return math.sqrt(squares / (size - len(groups)) / size)
+
+
+def _name(key: str) -> str:
+    """A name for tasks and files."""
+    return re.sub(r"[^\w.-]+", "_", key)
+
+
+def _hash(text: str) -> str:
+    return sha256(text.encode(errors="replace")).hexdigest()

@@ -1,0 +1,206 @@
+"""lm-eval's tasks with posttrain's engines and scorer behind its model interface (docs/eval-export.md).
+
+lm-eval makes the prompts and judges the answers; it is an optional package, without which this module raises
+ConfigError.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from posttrain.config import DevicesConfig, ModelConfig
+from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.errors import ConfigError, PosttrainError
+from posttrain.evaluation.lm_eval_requests import Generated, Requests
+from posttrain.evaluation.records import Answer
+from posttrain.extras import need
+from posttrain.models.devices import compute_dtype, take_device
+from posttrain.models.load import check_embeddings, load_model, load_tokenizer
+from posttrain.threads import sharing_cores
+
+TemplateLM: Any = need("lm_eval.api.model", "lm-eval", "a suite lm-eval:TASK").TemplateLM
+_strings, _windows = import_module("lm_eval.models.utils"), import_module("lm_eval.utils")
+
+
+class PosttrainLM(TemplateLM):
+    """A model for `lm_eval.simple_evaluate(model=…)`. Strings are tokenised as by lm-eval's `hf` models."""
+
+    backend = "causal"
+
+    def __init__(self, model: Requests):
+        super().__init__()
+        self.model, self.max_length = model, model.positions
+        self.tokenizer: Any = model.tokenizer
+        self.generated: dict[tuple[str, int], list[Generated]] = {}  # by task and document
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The context of what has none."""
+        first = self.tokenizer.bos_token_id
+        return self.tokenizer.eos_token_id if first is None else first
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        if add_special_tokens is None:
+            marked = _strings.has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id))
+            return self.tokenizer.encode(string, **({"add_special_tokens": False} if marked else {}))
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        return self.model.logprobs([(context, continuation) for _, context, continuation in requests])
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        pairs, owners = [], []
+        for index, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0])
+            for window in _windows.get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1):
+                pairs.append(_windows.make_disjoint_window(window))
+                owners.append(index)
+        totals = [0.0] * len(requests)
+        for index, (logprob, _) in zip(owners, self.model.logprobs(pairs), strict=True):
+            totals[index] += logprob
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        found: list[str] = [""] * len(requests)
+        for (settings, count), prompts in _alike(requests).items():
+            known = _strings.normalize_gen_kwargs(json.loads(settings))
+            sampling = self.model.sampling(known, count)
+            groups = self.model.complete([self.tok_encode(prompt) for prompt, _ in prompts], sampling)
+            for (_, members), group in zip(prompts, groups, strict=True):
+                for index, done in zip(members, group, strict=True):
+                    # Of a stop string that ended the completion, and what came with its last token, nothing is kept.
+                    found[index] = _strings.postprocess_generated_text(done.text, list(sampling.stop), None)
+                    request = requests[index]
+                    self.generated.setdefault((request.task_name, request.doc_id), []).append(done)
+        return found
+
+
+def _alike(requests: Sequence[Any]) -> dict[tuple[str, int], list[tuple[str, list[int]]]]:
+    """Prompts with their requests' indices, by generation settings (as JSON) and number of completions."""
+    members: dict[tuple[str, str], list[int]] = {}
+    for index, request in enumerate(requests):
+        prompt, settings = request.args
+        members.setdefault((json.dumps(settings, sort_keys=True), prompt), []).append(index)
+    found: dict[tuple[str, int], list[tuple[str, list[int]]]] = {}
+    for (settings, prompt), indices in members.items():
+        found.setdefault((settings, len(indices)), []).append((prompt, indices))
+    return found
+
+
+@sharing_cores()
+def run_lm_eval(
+    model: ModelConfig,
+    tasks: Sequence[str],
+    rollout: RolloutConfig | None = None,
+    devices: DevicesConfig | None = None,
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    chat: bool = False,
+    system_instruction: str | None = None,
+    tokens_per_pack: int = 8192,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Evaluate a model on lm-eval's tasks: names, or paths of task files (`.yaml`).
+
+    Args:
+        rollout: the engine; how to sample is the task's.
+        limit: documents of each task; None: all.
+        num_fewshot: worked examples in each prompt; None: the task's number.
+        chat: whether prompts are messages, written with the tokenizer's chat template.
+
+    Returns the results of `lm_eval.simple_evaluate` with its samples, which `answers_of` reads, and `generated`.
+
+    Raises ConfigError for an unknown task, for chat without a chat template, and for generation settings that an
+    engine does not have.
+    """
+    rollout, device = rollout or RolloutConfig(), take_device(devices or DevicesConfig())
+    manager = import_module("lm_eval.tasks").TaskManager()
+    unknown = [task for task in tasks if not task.endswith(".yaml") and task not in manager.all_tasks]
+    if unknown:
+        raise ConfigError(f"lm-eval has no task {', '.join(unknown)}: give a name of `lm-eval ls tasks`, or a .yaml file")
+    tokenizer = load_tokenizer(model)
+    if chat and not tokenizer.chat_template:
+        raise ConfigError(f"model {model.path} has no chat template: evaluate it without one")
+    policy = load_model(model, "lm", compute_dtype(model, device), device)
+    check_embeddings(policy, tokenizer, model.path)
+    with Requests(policy, tokenizer, rollout, tokens_per_pack, seed) as requests:
+        lm = PosttrainLM(requests)
+        results = import_module("lm_eval").simple_evaluate(
+            model=lm,
+            tasks=list(tasks),
+            task_manager=manager,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            apply_chat_template=chat,
+            system_instruction=system_instruction,
+            fewshot_as_multiturn=chat,
+            random_seed=seed,
+        )
+    return {**results, "generated": lm.generated}
+
+
+def answers_of(results: dict[str, Any]) -> list[Answer]:
+    """The samples of `run_lm_eval` as answers: the suite is the task, the setting the filter, unless it is `none`.
+
+    The score is the task's first metric that is a number: 1 and 0 are correct and wrong. A sample without one is
+    ungraded.
+    """
+    found = []
+    for task, samples in results["samples"].items():
+        for sample in samples:
+            found += _answers(task, sample, results["generated"].get((task, sample["doc_id"]), []))
+    return found
+
+
+def _answers(task: str, sample: dict[str, Any], generated: Sequence[Generated]) -> list[Answer]:
+    score = next((float(sample[name]) for name in sample["metrics"] if isinstance(sample[name], int | float)), None)
+    verdict = "ungraded" if score is None else {1.0: "correct", 0.0: "wrong"}.get(score, "scored")
+    filtered = sample["filtered_resps"][0]
+    if generated:
+        completions, extracted = sample["resps"][0], filtered
+        completions = list(zip(completions, generated, strict=True))
+    else:  # continuations by log-probability: the answer is the likeliest
+        likeliest = max(range(len(sample["resps"])), key=lambda i: sample["resps"][i][0][0])
+        extracted = sample["arguments"][likeliest][-1]
+        completions = [(extracted, Generated(extracted, 0, "", 0.0))]
+    return [
+        Answer(
+            suite=task,
+            setting="" if sample["filter"] == "none" else f"filter={sample['filter']}",
+            item=str(sample["doc_id"]),
+            sample=number,
+            group="",
+            prompt=sample["arguments"][0][0],
+            gold=str(sample["target"]),
+            completion=text,
+            extracted=str(extracted),
+            verdict=verdict,
+            score=score,
+            format_and_answer="",
+            tokens=done.tokens,
+            finish_reason=done.finish_reason,
+            seconds=done.seconds,
+            reason=None if score is not None else "the task has no metric that is a number for one sample",
+        )
+        for number, (text, done) in enumerate(completions)
+    ]

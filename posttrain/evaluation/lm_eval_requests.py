@@ -1,0 +1,162 @@
+"""What lm-eval asks of a model, as token ids, by posttrain's scorer and engines (lm_eval_model.py has the strings).
+
+A context is computed once for all its continuations, and a prompt once for all its completions.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from posttrain.batch import Example, Node, pack
+from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of, stop_token_ids, text_of
+from posttrain.errors import ConfigError, DataError
+from posttrain.models.attention import width_step
+from posttrain.models.families import positions_of
+from posttrain.progress import progress
+from posttrain.scoring import Scorer
+from posttrain.words import counted
+
+log = logging.getLogger("posttrain")
+
+CONTINUATIONS_AT_ONCE, COMPLETIONS_AT_ONCE = 256, 1024  # between two updates of the progress bar
+NO_LIMIT = 2048  # positions of a model that has no limit, as in lm-eval
+SAMPLED = {"temperature", "top_p", "top_k", "min_p"}  # of lm-eval's generation settings, those that an engine has
+
+Pair = tuple[list[int], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A completion for lm-eval: its string, and what lm-eval has no place for."""
+
+    text: str
+    tokens: int
+    finish_reason: str
+    seconds: float  # its share of the time of generation
+
+
+class Requests:
+    """A model that scores continuations and completes prompts, both as token ids."""
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        rollout: RolloutConfig,
+        tokens_per_pack: int,
+        seed: int,
+    ):
+        self.policy, self.tokenizer, self.rollout = policy, tokenizer, rollout
+        self.tokens_per_pack, self.seed = tokens_per_pack, seed
+        self.positions = positions_of(policy.config) or NO_LIMIT
+        self.stops = stop_token_ids(policy, tokenizer)
+        self._scorer, self._open = Scorer(policy), ExitStack()
+
+    def __enter__(self) -> Requests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    @cached_property
+    def engine(self) -> Engine:
+        """Made when the first prompt is completed: tasks that only score need none."""
+        engine = make_engine(self.rollout.engine, self.policy, self.tokenizer, vllm=self.rollout.vllm)
+        self._open.callback(engine.close)
+        return engine
+
+    def logprobs(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        """The log-probability (nats) of each continuation after its context, and whether greedy decoding gives it.
+
+        A context that is too long loses its first tokens. Raises DataError if there is no context, or if a continuation
+        alone exceeds the positions.
+        """
+        found = [(0.0, True)] * len(pairs)
+        pairs = [self._fitting(*pair) for pair in pairs]
+        # Continuations of one context come together, so that they share a pack.
+        order = [i for i in sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), pairs[i])) if pairs[i][1]]
+        for start in progress(range(0, len(order), CONTINUATIONS_AT_ONCE), "scoring continuations"):
+            some = order[start : start + CONTINUATIONS_AT_ONCE]
+            for index, value in zip(some, self._scored([pairs[i] for i in some]), strict=True):
+                found[index] = value
+        return found
+
+    @torch.no_grad()
+    def _scored(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        examples = [
+            Example((Node(context, children=(Node(continuation, trained=True),)),), row)
+            for row, (context, continuation) in enumerate(pairs)
+        ]
+        found = [(0.0, True)] * len(pairs)
+        room = max(self.tokens_per_pack, *(len(context) + len(continuation) for context, continuation in pairs))
+        device = self.policy.device
+        for packed in pack(examples, room, pad_to=width_step(device, room)):
+            scores, lengths = self._scorer(packed.to(device)), packed.length_S.tolist()
+            parts = zip(scores.logprob_N.split(lengths), scores.top1_N.split(lengths), strict=True)
+            for row, (logprobs, top1) in zip(packed.groups, parts, strict=True):
+                found[row] = float(logprobs.double().sum()), bool(top1.all())
+        return found
+
+    def _fitting(self, context: list[int], continuation: list[int]) -> Pair:
+        if not context:
+            raise DataError(f"the continuation {continuation[:8]} has no context: give at least one token")
+        if len(continuation) > self.positions:
+            raise DataError(
+                f"a continuation has {len(continuation):,} tokens and the model {self.positions:,} positions: shorten it"
+            )
+        return context[-(self.positions + 1 - len(continuation)) :], continuation
+
+    def complete(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[list[Generated]]:
+        """Completions of each prompt. A prompt that leaves no room for a whole completion loses its first tokens."""
+        room = self.positions - sampling.max_completion_length
+        if room < 1:
+            raise ConfigError(
+                f"completions of {sampling.max_completion_length:,} tokens leave no room for a prompt: the model has "
+                f"{self.positions:,} positions; set the task's max_gen_toks to less"
+            )
+        cut = sum(len(prompt) > room for prompt in prompts)
+        if cut:
+            log.warning("%s shortened from the left to %s", counted(cut, "prompt"), counted(room, "token"))
+        prompts = [prompt[-room:] for prompt in prompts]
+        found = []
+        at_once = max(1, COMPLETIONS_AT_ONCE // sampling.num_generations)
+        for start in progress(range(0, len(prompts), at_once), "generating for lm-eval"):
+            some = prompts[start : start + at_once]
+            seeds = [seed_of(self.seed, start + index) for index in range(len(some))]
+            began = time.perf_counter()
+            groups = self.engine.generate(some, sampling, seeds=seeds)
+            share = (time.perf_counter() - began) / sum(len(group) for group in groups)
+            found += [[self._generated(completion, share) for completion in group] for group in groups]
+        return found
+
+    def _generated(self, completion: Completion, seconds: float) -> Generated:
+        text = text_of(completion, self.stops, self.tokenizer)
+        return Generated(text, len(completion.tokens), completion.finish_reason, seconds)
+
+    def sampling(self, settings: Mapping[str, Any], count: int) -> Sampling:
+        """lm-eval's normalised generation settings for an engine. Raises ConfigError for those it does not have."""
+        given = {name: value for name, value in settings.items() if name not in ("do_sample", "until", "max_gen_toks")}
+        unknown = sorted(set(given) - SAMPLED)
+        if unknown:
+            raise ConfigError(
+                f"the task's generation_kwargs have {', '.join(unknown)}, which engines do not support: they have "
+                f"{', '.join(sorted(SAMPLED))}, until, max_gen_toks and do_sample"
+            )
+        return Sampling(
+            **given | {"temperature": float(given.get("temperature", 1.0)) if settings["do_sample"] else 0.0},
+            max_completion_length=settings["max_gen_toks"],
+            num_generations=count,
+            stop_token_ids=self.stops,
+            stop=tuple(text for text in settings["until"] if text),
+            seed=self.seed,
+        )
