@@ -4,7 +4,7 @@ PYTHON ?= python3
 OLD_PYTHON ?= $(PYTHON)
 BIN := .venv/bin
 
-.PHONY: quickstart test slow faults test-vllm test-old check lint bench learn gpu wheels clean
+.PHONY: quickstart test slow faults test-vllm test-eval test-old check lint bench learn gpu wheels clean
 
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
@@ -31,6 +31,19 @@ build/vllm/.installed: pyproject.toml constraints-vllm.txt
 	build/vllm/bin/pip install --quiet --upgrade pip
 	build/vllm/bin/pip install --quiet --no-deps -r constraints-vllm.txt
 	build/vllm/bin/pip install --quiet --no-deps -e .
+	touch $@
+
+# Exports read by the packages whose formats they have, and lm-eval's tasks on our engines (docs/eval-export.md).
+test-eval: build/eval/.installed
+	build/eval/bin/python -m pytest tests/test_interoperability.py tests/test_evaluation_exports.py
+
+# inspect-ai excludes our fsspec, and its aiobotocore our python-dateutil: an environment of its own, every package pinned.
+build/eval/.installed: pyproject.toml constraints-eval.txt
+	$(PYTHON) -m venv build/eval
+	build/eval/bin/pip install --quiet --upgrade pip
+	build/eval/bin/pip install --quiet "$$(grep '^torch==' constraints-eval.txt)"
+	build/eval/bin/pip install --quiet --no-deps -r constraints-eval.txt
+	build/eval/bin/pip install --quiet --no-deps -e .
 	touch $@
 
 # The suite on the oldest torch and transformers that pyproject.toml allows, in an environment of their own. Where pip has

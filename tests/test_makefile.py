@@ -12,7 +12,14 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def clone(tmp_path):
-    for name in ("Makefile", "pyproject.toml", "constraints.txt", "constraints-vllm.txt", "constraints-old.txt"):
+    for name in (
+        "Makefile",
+        "pyproject.toml",
+        "constraints.txt",
+        "constraints-vllm.txt",
+        "constraints-eval.txt",
+        "constraints-old.txt",
+    ):
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path
 
@@ -45,6 +52,21 @@ def test_old_versions_have_an_environment_and_constraints_of_their_own(clone):
     for name in ("torch", "transformers"):
         [oldest] = [text.removeprefix(f"{name}>=").split(",")[0] for text in allowed if text.startswith(f"{name}>=")]
         assert old[name].startswith(oldest)
+
+
+def test_evaluation_packages_have_an_environment_of_their_own_with_our_versions(clone):
+    done = subprocess.run(["make", "-n", "test-eval"], cwd=clone, capture_output=True, text=True, check=True)
+    commands = [line for line in done.stdout.splitlines() if line.startswith("build/eval/bin/")]
+    assert [line.partition("pip install --quiet ")[2] for line in commands[1:-1]] == [
+        "\"$(grep '^torch==' constraints-eval.txt)\"", "--no-deps -r constraints-eval.txt", "--no-deps -e .",
+    ]  # fmt: skip
+    assert commands[-1].startswith("build/eval/bin/python -m pytest tests/test_interoperability.py")
+    ours, theirs = (
+        dict(line.split("==") for line in (clone / name).read_text().splitlines() if not line.startswith("#"))
+        for name in ("constraints.txt", "constraints-eval.txt")
+    )
+    assert {"inspect_ai", "lm_eval", "torch", "transformers"} <= set(theirs)
+    assert {name for name in set(ours) & set(theirs) if ours[name] != theirs[name]} == {"fsspec", "python-dateutil"}
 
 
 def test_the_kit_takes_the_wheels_that_were_brought_along(clone):

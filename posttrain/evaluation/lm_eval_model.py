@@ -13,7 +13,7 @@ from typing import Any
 
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.errors import ConfigError, PosttrainError
+from posttrain.errors import ConfigError
 from posttrain.evaluation.lm_eval_requests import Generated, Requests
 from posttrain.evaluation.records import Answer
 from posttrain.extras import need
@@ -137,7 +137,9 @@ def run_lm_eval(
     manager = import_module("lm_eval.tasks").TaskManager()
     unknown = [task for task in tasks if not task.endswith(".yaml") and task not in manager.all_tasks]
     if unknown:
-        raise ConfigError(f"lm-eval has no task {', '.join(unknown)}: give a name of `lm-eval ls tasks`, or a .yaml file")
+        raise ConfigError(
+            f"lm-eval has no task {', '.join(unknown)}: give a name of `lm-eval ls tasks`, or a .yaml file"
+        )
     tokenizer = load_tokenizer(model)
     if chat and not tokenizer.chat_template:
         raise ConfigError(f"model {model.path} has no chat template: evaluate it without one")

@@ -112,7 +112,7 @@ class Requests:
             raise DataError(f"the continuation {continuation[:8]} has no context: give at least one token")
         if len(continuation) > self.positions:
             raise DataError(
-                f"a continuation has {len(continuation):,} tokens and the model {self.positions:,} positions: shorten it"
+                f"a continuation has {len(continuation):,} tokens and the model {self.positions:,} positions"
             )
         return context[-(self.positions + 1 - len(continuation)) :], continuation
 
@@ -145,7 +145,9 @@ class Requests:
 
     def sampling(self, settings: Mapping[str, Any], count: int) -> Sampling:
         """lm-eval's normalised generation settings for an engine. Raises ConfigError for those it does not have."""
-        given = {name: value for name, value in settings.items() if name not in ("do_sample", "until", "max_gen_toks")}
+        given: dict[str, Any] = {
+            name: value for name, value in settings.items() if name not in ("do_sample", "until", "max_gen_toks")
+        }
         unknown = sorted(set(given) - SAMPLED)
         if unknown:
             raise ConfigError(
@@ -153,7 +155,7 @@ class Requests:
                 f"{', '.join(sorted(SAMPLED))}, until, max_gen_toks and do_sample"
             )
         return Sampling(
-            **given | {"temperature": float(given.get("temperature", 1.0)) if settings["do_sample"] else 0.0},
+            **{**given, "temperature": float(given.get("temperature", 1.0)) if settings["do_sample"] else 0.0},
             max_completion_length=settings["max_gen_toks"],
             num_generations=count,
             stop_token_ids=self.stops,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import ConfigError, RunError
 from posttrain.evaluation.exports import inspect, lm_eval
-from posttrain.evaluation.records import Answer, read_answers, read_summary
+from posttrain.evaluation.records import COLUMNS, Answer, read_answers, read_summary
 from posttrain.store.atomic import cannot_write, write_file
 
 EXPORTS = {"inspect": inspect.files_of, "lm-eval": lm_eval.files_of}
+LONE = re.compile("[\ud800-\udfff]")
 
 
 def export_evaluation(folder: Path, to: str, output: Path | None = None) -> list[Path]:
@@ -34,7 +37,7 @@ def export_evaluation(folder: Path, to: str, output: Path | None = None) -> list
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(path, error) from error
-        write_file(path, _readable(text))
+        write_file(path, text)
     return [output / name for name in files]
 
 
@@ -47,13 +50,14 @@ def _by_evaluation(answers: Sequence[Answer], summary: dict[str, Any], folder: P
         if key is None:
             suite = f"{answer.suite} {answer.setting}".strip()
             raise RunError(f"{folder}: answers.jsonl has answers of {suite}, which summary.json lacks: evaluate again")
-        found[key].append(answer)
+        found[key].append(_readable(answer))
     empty = [key for key, group in found.items() if not group]
     if empty:
         raise RunError(f"{folder}: answers.jsonl has no answer of {', '.join(empty)}: evaluate again")
     return found
 
 
-def _readable(text: str) -> bytes:
-    """UTF-8 with U+FFFD for lone surrogates, which other readers of JSON refuse, even as escapes."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+def _readable(answer: Answer) -> Answer:
+    """With U+FFFD for lone surrogates, which other readers of JSON refuse, even as escapes."""
+    texts = {name: getattr(answer, name) for name in COLUMNS}
+    return replace(answer, **{name: LONE.sub("\ufffd", text) for name, text in texts.items() if isinstance(text, str)})

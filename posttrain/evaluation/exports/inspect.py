@@ -108,7 +108,7 @@ def _spec(
             "shuffled": False,
         },
         "model": model["name"],
-        "model_generate_config": _sampling(suite),
+        "model_generate_config": {},
         "model_args": {name: model[name] for name in ("path", "weights") if model.get(name) is not None},
         "config": {"epochs": max(answer.sample for answer in answers) + 1},
         "packages": {"posttrain": summary["posttrain"]},
@@ -183,8 +183,10 @@ def _reductions(samples: Sequence[Any], answers: Sequence[Answer], scorer: str) 
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """As Inspect's metrics give them: 0 where a number is not defined."""
-    return fmean(values) if values else 0.0, stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    """As Inspect's metrics give them: NaN without a score, and the error 0 with a single one."""
+    if not values:
+        return math.nan, math.nan
+    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def _usage(tokens: int) -> dict[str, int]:
@@ -198,4 +200,4 @@ def _sampling(suite: Mapping[str, Any]) -> dict[str, Any]:
 
 def _id(*parts: object) -> str:
     """An identifier that the same evaluation always gets, so that an export replaces the earlier one."""
-    return hashlib.blake2s("\0".join(map(str, parts)).encode(errors="replace"), digest_size=11).hexdigest()
+    return hashlib.blake2s("\0".join(map(str, parts)).encode(), digest_size=11).hexdigest()

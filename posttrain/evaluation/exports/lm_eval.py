@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from datetime import datetime
 from hashlib import sha256
 from statistics import fmean, stdev
@@ -25,7 +25,7 @@ FILTER = "none"  # lm-eval's name where the completion itself is judged
 def files_of(summary: Mapping[str, Any], evaluations: Mapping[str, Sequence[Answer]]) -> dict[str, str]:
     """The files by name, relative to the folder of results."""
     model = re.sub(r"[\"<>:/|\\?*\[\]]+", "__", summary["model"]["name"])
-    time = datetime.fromisoformat(summary["created"]).isoformat().replace(":", "-")
+    time = datetime.fromisoformat(summary["created"]).replace(tzinfo=None).isoformat().replace(":", "-")
     results: dict[str, Any] = {name: {} for name in ("results", "groups", "group_subtasks", "configs", "versions",
                                "n-shot", "higher_is_better", "n-samples")}  # fmt: skip
     files, hashes = {}, {}
@@ -44,11 +44,14 @@ def _add_suite(
     results: dict[str, Any], key: str, suite: Mapping[str, Any], answers: Sequence[Answer]
 ) -> dict[str, list[dict[str, Any]]]:
     """Add one suite to the results; returns the samples of its tasks."""
-    name, metric = _name(key), _metric(suite, answers)
-    tasks: dict[str, list[Answer]] = {}
+    name, metric = _name(key, results["results"]), _metric(suite, answers)
+    groups: dict[str, list[Answer]] = {}
     for answer in answers:
-        tasks.setdefault(_name(f"{key}_{answer.group}") if answer.group else name, []).append(answer)
-    samples = {task: _samples(group, metric, suite) for task, group in tasks.items()}
+        groups.setdefault(answer.group, []).append(answer)
+    samples: dict[str, list[dict[str, Any]]] = {}
+    for group, members in groups.items():
+        task = _name(f"{name}_{group}", results["results"] | samples | {name: None}) if group else name
+        samples[task] = _samples(members, metric, suite)
     values = {task: [row[metric] for row in rows if metric in row] for task, rows in samples.items()}
     for task, rows in samples.items():
         alias = rows[0]["doc"].get("group", task)
@@ -58,13 +61,13 @@ def _add_suite(
         results["group_subtasks"][task] = []
         results["versions"][task], results["n-shot"][task] = None, 0
         results["higher_is_better"][task] = {metric: True}
-    if list(tasks) == [name]:
+    if list(groups) == [""]:
         results["n-samples"][name]["original"] = suite["available"] or len(samples[name])
         return samples
     whole = _result(name, name, metric, [v for group in values.values() for v in group], _pooled(list(values.values())))
     results["results"][name] = whole
     results["groups"][name] = whole
-    results["group_subtasks"][name] = list(tasks)
+    results["group_subtasks"][name] = [task for task in samples if task != name]
     results["versions"][name], results["n-shot"][name] = None, 0
     results["higher_is_better"][name] = {metric: True}
     return samples
@@ -168,10 +171,13 @@ def _pooled(groups: Sequence[Sequence[float]]) -> float | str:
     return math.sqrt(squares / (size - len(groups)) / size)
 
 
-def _name(key: str) -> str:
-    """A name for tasks and files."""
-    return re.sub(r"[^\w.-]+", "_", key)
+def _name(key: str, taken: Container[str]) -> str:
+    """A name for tasks and files that no other has."""
+    name = re.sub(r"[^\w.-]+", "_", key)
+    while name in taken:
+        name += "_"
+    return name
 
 
 def _hash(text: str) -> str:
-    return sha256(text.encode(errors="replace")).hexdigest()
+    return sha256(text.encode()).hexdigest()
