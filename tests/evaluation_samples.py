@@ -29,12 +29,12 @@ def answers() -> list[Answer]:
             more = {"completion": f"caf\u00e9 \u2028 \x1b[31m {sample}", "format_and_answer": "11" if score else ""}
             more |= {"setting": "temperature=0.6", "sample": sample, "finish_reason": ("stop", "length")[sample]}
             found.append(answer("gsm8k", str(item), score, **more))
-    by_logprob = {"tokens": 0, "finish_reason": "", "seconds": 0.0}
+    by_logprob = {"completion": " B", "extracted": "B", "gold": "B", "tokens": 1}
     grouped = [("anatomy", 1.0), ("anatomy", 0.0), ("a/b", 0.0), ("a/b", 1.0), ("a b", 1.0)]
     for item, (group, score) in enumerate(grouped):
         found.append(answer("mmlu_logprob", f"{group}/{item}", score, group=group, **by_logprob))
     for item, score in enumerate((0.25, 0.5, 1.0)):
-        found.append(answer("ifeval", str(item), score, gold=None, extracted=None))
+        found.append(answer("ifeval", str(item), score, gold=None, extracted=None, tokens=0, finish_reason=""))
     return [*found, answer("refusals", "only", None, prompt="half a pair: \ud83d")]
 
 
@@ -54,11 +54,11 @@ def summary_of(suite: str, setting: str = "", metric: str = "accuracy", **more) 
 def write_evaluation(folder: Path) -> Path:
     suites = {
         "gsm8k temperature=0.6": summary_of("gsm8k", "temperature=0.6"),
-        "mmlu_logprob": summary_of("mmlu_logprob"),
-        "ifeval": summary_of("ifeval", metric="strict_accuracy"),
+        "mmlu_logprob": summary_of("mmlu_logprob", sampling={}),
+        "ifeval": summary_of("ifeval", metric="strict_accuracy", sampling={"recorded": "completions"}),
         "refusals": summary_of("refusals", metric="refusal"),
     }
-    model = {"name": "stories260K", "path": "models/stories260K", "weights": "ab" * 32}
+    model = {"name": "stories260K", "path": "models/stories260K", "content": "ab" * 32}
     summary = {"format": 1, "posttrain": "0.1.0", "created": CREATED, "model": model, "suites": suites}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").write_text(json.dumps(summary))

@@ -14,6 +14,7 @@ from evaluation_samples import answers, write_evaluation
 
 from posttrain.evaluation.exports import export_evaluation
 from posttrain.evaluation.lm_eval_rules import gsm8k_flexible, gsm8k_strict
+from posttrain.evaluation.records import read_answers
 from posttrain.evaluation.statistics import mean_by_prompt
 
 STORED = Path(__file__).parent / "exports"
@@ -273,6 +274,8 @@ def test_completions_are_those_of_lm_evals_model(stories, shared):
 
 
 def test_generated_gsm8k_answers_have_the_same_verdicts(shared, tmp_path):
+    """Of `posttrain eval` and of lm-eval, each with its own prompt, engine and verdict."""
+    from posttrain.cli import main
     from posttrain.config import ModelConfig
     from posttrain.evaluation.lm_eval_model import answers_of, run_lm_eval
 
@@ -291,10 +294,21 @@ def test_generated_gsm8k_answers_have_the_same_verdicts(shared, tmp_path):
         assert answer.score == judged.score and answer.verdict == ("correct" if judged.correct else "wrong")
         assert answer.extracted == (judged.extracted or "[invalid]")
         assert 0 < answer.tokens <= 32 and answer.finish_reason in ("stop", "length") and answer.seconds > 0
-    assert (
-        results["results"]["gsm8k"]["exact_match,flexible-extract"]
-        == sum(answer.score for answer in found if "flexible" in answer.setting) / 6
-    )
+    flexible = [answer for answer in found if answer.setting == "filter=flexible-extract"]
+    mean = sum(answer.score for answer in flexible) / len(flexible)
+    assert results["results"]["gsm8k"]["exact_match,flexible-extract"] == pytest.approx(mean)
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join((shared / "data/gsm8k/test.jsonl").read_text(encoding="utf-8").splitlines()[:6]) + "\n")
+    settings = {"--prompt": "Question: {problem}\nAnswer:", "--rule": "gsm8k_flexible", "--stop": "Question:",
+                "--max-completion-length": "32", "--template": "none", "--output": str(tmp_path / "ours")}  # fmt: skip
+    flags = [word for pair in settings.items() for word in pair]
+    assert main(["eval", str(shared / STORIES), "--suite", "gsm8k", "--data", str(rows), *flags]) == 0
+    ours = read_answers(tmp_path / "ours")
+    assert [(one.prompt, one.verdict, one.tokens) for one in ours] == [
+        (one.prompt, one.verdict, one.tokens) for one in flexible
+    ]
+    assert [one.completion.split("Question:")[0] for one in ours] == [one.completion for one in flexible]
 
 
 # --- the stored files -----------------------------------------------------------------------------------------------

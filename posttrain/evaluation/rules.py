@@ -4,6 +4,7 @@
     letter        the option that the completion chooses (MMLU)
     refusal       whether the completion refuses
     ifeval        whether it follows every instruction (needs lm-eval's checker)
+    gsm8k_strict, gsm8k_flexible   lm-eval's own verdicts on GSM8K (lm_eval_rules.py)
 
 The format of `gsm8k` is right if the answer is marked (a box, an answer tag, ####), that of `math` if it is in a box or
 an answer tag; the answer is right if it is found there or, without the format, as the last number or expression.
@@ -95,4 +96,6 @@ RULES = {
     "letter": "posttrain.evaluation.rules:LETTER",
     "refusal": "posttrain.evaluation.rules:REFUSES",
     "ifeval": "posttrain.evaluation.rules:IFEVAL",
+    "gsm8k_strict": "posttrain.evaluation.lm_eval_rules:GSM8K_STRICT",
+    "gsm8k_flexible": "posttrain.evaluation.lm_eval_rules:GSM8K_FLEXIBLE",
 }

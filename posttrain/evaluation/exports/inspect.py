@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
 from statistics import fmean, stdev
 from typing import Any
 
@@ -43,7 +44,7 @@ def log_of(summary: Mapping[str, Any], key: str, answers: Sequence[Answer]) -> d
     samples = [_sample(answer, model["name"], scorer, _id(run, key, answer.item, answer.sample)) for answer in answers]
     reductions = _reductions(samples, answers, scorer)
     scored = [row["value"] for row in reductions if not math.isnan(row["value"])]
-    usage = _usage(sum(answer.tokens for answer in answers))
+    usage, ended = _usage(sum(answer.tokens for answer in answers)), datetime.fromisoformat(summary["created"])
     return {
         "version": 2,
         "status": "success",
@@ -73,8 +74,9 @@ def log_of(summary: Mapping[str, Any], key: str, answers: Sequence[Answer]) -> d
             "metadata": {"posttrain": suite},
         },
         "stats": {
-            "started_at": summary["created"],
-            "completed_at": summary["created"],
+            # Summaries have the time of their end alone: the duration is that of generation.
+            "started_at": (ended - timedelta(seconds=suite["seconds"])).isoformat(),
+            "completed_at": ended.isoformat(),
             "model_usage": {model["name"]: usage},
             "role_usage": {},
         },
@@ -109,7 +111,7 @@ def _spec(
         },
         "model": model["name"],
         "model_generate_config": {},
-        "model_args": {name: model[name] for name in ("path", "weights") if model.get(name) is not None},
+        "model_args": {name: value for name, value in model.items() if name != "name" and value is not None},
         "config": {"epochs": max(answer.sample for answer in answers) + 1},
         "packages": {"posttrain": summary["posttrain"]},
         "metadata": {"setting": suite["setting"], "partial": suite["partial"]},

@@ -44,7 +44,7 @@ def _add_suite(
     results: dict[str, Any], key: str, suite: Mapping[str, Any], answers: Sequence[Answer]
 ) -> dict[str, list[dict[str, Any]]]:
     """Add one suite to the results; returns the samples of its tasks."""
-    name, metric = _name(key, results["results"]), _metric(suite, answers)
+    name, metric = _name(key, results["results"]), _metric(suite)
     groups: dict[str, list[Answer]] = {}
     for answer in answers:
         groups.setdefault(answer.group, []).append(answer)
@@ -96,7 +96,7 @@ def _sample(number: int, answers: Sequence[Answer], metric: str, suite: Mapping[
         "doc_id": number,
         "doc": doc,
         "target": target,
-        "arguments": {"gen_args_0": {"arg_0": first.prompt, "arg_1": _generation(suite)}},
+        "arguments": {"gen_args_0": {"arg_0": first.prompt, "arg_1": _asked(suite, first)}},
         "resps": [[answer.completion for answer in answers]],
         "filtered_resps": extracted if len(extracted) == 1 else [extracted],
         "filter": FILTER,
@@ -108,21 +108,30 @@ def _sample(number: int, answers: Sequence[Answer], metric: str, suite: Mapping[
     return row | {metric: fmean(scores)} if scores else row
 
 
-def _metric(suite: Mapping[str, Any], answers: Sequence[Answer]) -> str:
+def _asked(suite: Mapping[str, Any], answer: Answer) -> dict[str, Any] | str:
+    """How the completion was to be generated; of choices by log-probability, the one that is the answer."""
+    return answer.completion if _by_logprob(suite) else _generation(suite)
+
+
+def _by_logprob(suite: Mapping[str, Any]) -> bool:
+    return not {"max_completion_length", "recorded"} & suite["sampling"].keys()
+
+
+def _metric(suite: Mapping[str, Any]) -> str:
     """lm-eval's name: `acc` for choices by log-probability, `exact_match` for completions that are right or wrong."""
     if suite["metric"] != "accuracy":
         return suite["metric"]
-    return "exact_match" if any(answer.finish_reason for answer in answers) else "acc"
+    return "acc" if _by_logprob(suite) else "exact_match"
 
 
 def _config(task: str, metric: str, suite: Mapping[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
-    generated = any(answer.finish_reason for answer in answers)
+    by_logprob = _by_logprob(suite)
     return {
         "task": task,
         "dataset_path": suite["source"],
-        "output_type": "generate_until" if generated else "multiple_choice",
+        "output_type": "multiple_choice" if by_logprob else "generate_until",
         "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}],
-        "generation_kwargs": _generation(suite),
+        "generation_kwargs": None if by_logprob else _generation(suite),
         "repeats": max(answer.sample for answer in answers) + 1,
         "num_fewshot": 0,
         "metadata": {"posttrain": dict(suite)},
@@ -130,10 +139,10 @@ def _config(task: str, metric: str, suite: Mapping[str, Any], answers: Sequence[
 
 
 def _generation(suite: Mapping[str, Any]) -> dict[str, Any]:
-    settings = dict(suite["sampling"])
-    longest, stop = settings.pop("max_completion_length", None), settings.pop("stop", ())
-    settings.pop("num_generations", None)
-    return {"until": list(stop), "do_sample": settings.get("temperature", 0) > 0, **settings, "max_gen_toks": longest}
+    sampling = suite["sampling"]
+    known = {name: sampling[name] for name in ("temperature", "top_p", "top_k", "min_p", "seed") if name in sampling}
+    known |= {"do_sample": sampling.get("temperature", 0) > 0, "max_gen_toks": sampling.get("max_completion_length")}
+    return {"until": list(sampling.get("stop", ())), **known}
 
 
 def _about(summary: Mapping[str, Any], sanitized: str) -> dict[str, Any]:
