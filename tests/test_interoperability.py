@@ -51,6 +51,9 @@ def test_inspect_reads_every_answer(logs):
         [score] = sample.scores.values()
         value = {"C": 1.0, "I": 0.0}.get(score.value, score.value)
         assert math.isnan(value) if answer.score is None else value == answer.score
+        asked, graded = sample.events
+        assert asked.input[0].text == sample.input and asked.output == sample.output
+        assert repr(graded.score) == repr(score)
         assert (score.answer, score.metadata["verdict"], score.explanation) == (
             answer.extracted, answer.verdict, answer.reason,
         )  # fmt: skip
@@ -344,7 +347,7 @@ def written_by_inspect(folder: Path) -> dict:
                 display="none", temperature=0.6, top_p=0.9, top_k=5, max_tokens=64, seed=7)  # fmt: skip
     written = json.loads(Path(log.location).read_text(encoding="utf-8"))
     for sample in written["samples"]:
-        sample["events"] = []
+        sample["events"] = [event for event in sample["events"] if event["event"] in ("model", "score")]
     written["eval"]["model_args"] = {}
     written["eval"].pop("revision", None)  # of the checkout
     return written

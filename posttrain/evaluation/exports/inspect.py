@@ -41,7 +41,10 @@ def log_of(summary: Mapping[str, Any], key: str, answers: Sequence[Answer]) -> d
     scorer = suite["metric"] if suite["metric"] != "accuracy" else "graded"
     metrics = ("accuracy" if all(answer.verdict != "scored" for answer in answers) else "mean", "stderr")
     run = _id(summary["created"], model["name"])
-    samples = [_sample(answer, model["name"], scorer, _id(run, key, answer.item, answer.sample)) for answer in answers]
+    samples = [
+        _sample(answer, model["name"], scorer, _id(run, key, answer.item, answer.sample), summary["created"])
+        for answer in answers
+    ]
     reductions = _reductions(samples, answers, scorer)
     scored = [row["value"] for row in reductions if not math.isnan(row["value"])]
     usage, ended = _usage(sum(answer.tokens for answer in answers)), datetime.fromisoformat(summary["created"])
@@ -119,30 +122,34 @@ def _spec(
     }
 
 
-def _sample(answer: Answer, model: str, scorer: str, uuid: str) -> dict[str, Any]:
+def _sample(answer: Answer, model: str, scorer: str, uuid: str, time: str) -> dict[str, Any]:
+    prompt = {"id": _id(uuid, "prompt"), "content": answer.prompt, "source": "input", "role": "user"}
     reply = {"id": _id(uuid, "reply"), "content": answer.completion, "source": "generate", "role": "assistant",
              "model": model}  # fmt: skip
-    usage = _usage(answer.tokens)
+    usage, score = _usage(answer.tokens), _score(answer)
+    output = {
+        "model": model,
+        "choices": [{"message": reply, "stop_reason": STOP_REASONS.get(answer.finish_reason, "unknown")}],
+        "completion": answer.completion,
+        "usage": usage,
+        "time": answer.seconds,
+    }
+    # The two events of a sample are its transcript, which Inspect shows first.
+    asked = {"event": "model", "model": model, "input": [prompt], "tools": [], "tool_choice": "none", "config": {},
+             "output": output, "working_time": answer.seconds, "working_start": 0.0}  # fmt: skip
+    graded = {"event": "score", "score": score, "target": answer.gold or "", "scorer": scorer, "intermediate": False,
+              "working_start": answer.seconds}  # fmt: skip
     return {
         "id": answer.item,
         "epoch": answer.sample + 1,
         "input": answer.prompt,
         "target": answer.gold or "",
-        "messages": [
-            {"id": _id(uuid, "prompt"), "content": answer.prompt, "source": "input", "role": "user"},
-            reply,
-        ],
-        "output": {
-            "model": model,
-            "choices": [{"message": reply, "stop_reason": STOP_REASONS.get(answer.finish_reason, "unknown")}],
-            "completion": answer.completion,
-            "usage": usage,
-            "time": answer.seconds,
-        },
-        "scores": {scorer: _score(answer)},
+        "messages": [prompt, reply],
+        "output": output,
+        "scores": {scorer: score},
         "metadata": {"group": answer.group} if answer.group else {},
         "store": {},
-        "events": [],
+        "events": [event | {"uuid": _id(uuid, event["event"]), "timestamp": time} for event in (asked, graded)],
         "model_usage": {model: usage},
         "role_usage": {},
         "total_time": answer.seconds,
