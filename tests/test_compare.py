@@ -85,6 +85,7 @@ def test_recorded_solutions(recorded, tmp_path, capsys):
     home, rows = recorded
     facts = compared(tmp_path, home / "6b_verification", home / "175b_finetuning")
     out, one = capsys.readouterr().out, only(facts)
+    said = " ".join(out.split())
     pairs = Counter((row["6b_verification"]["is_correct"], row["175b_finetuning"]["is_correct"]) for row in rows)
     won, lost = pairs[False, True], pairs[True, False]
     assert (one["wins"], one["losses"], one["ties"]) == (won, lost, 1319 - won - lost)
@@ -103,9 +104,8 @@ def test_recorded_solutions(recorded, tmp_path, capsys):
     row = rows[int(flip["item"])]
     assert flip["prompt"] == row["question"] and flip["a"]["completion"] == row["6b_verification"]["solution"]
     assert one["better"] == "6b_verification"
-    assert "6b_verification is better than 175b_finetuning by 0.043 (0.015 to 0.071; p = 0.0032)." in out
-    tables = [line for line in out.splitlines() if line.startswith(" ")]
-    assert tables and max(map(len, tables)) <= 80
+    assert "6b_verification is better than 175b_finetuning by 0.043 (0.015 to 0.071; p = 0.0032)." in said
+    assert max(map(len, out.partition("written")[0].splitlines())) <= 80
     page = (tmp_path / "out/compare.html").read_text()
     assert "6b_verification above 175b_finetuning" in page and row["question"].split("\n")[0][:20] in page
     assert (tmp_path / "out/compare.png").stat().st_size > 10_000
@@ -196,7 +196,7 @@ def test_seeds_set_a_floor(tmp_path, capsys):
     pooled = math.sqrt(sum(np.var(values, ddof=1) for values in runs) / 2)
     assert suite["seeds"]["deviation"] == pytest.approx(pooled)
     assert one["seed_floor"] == pytest.approx(4.302653 * pooled, rel=1e-5)  # t of 2, times sqrt(1/2 + 1/2)
-    assert f"Seeds alone differ by up to {one['seed_floor']:.3f}." in capsys.readouterr().out
+    assert f"Seeds alone differ by up to {one['seed_floor']:.3f}." in " ".join(capsys.readouterr().out.split())
     named = [f"old={made['sft', 0]}", f"old={made['sft', 1]}", f"new={made['grpo', 0]}"]
     assert [side["name"] for side in compared(tmp_path, *named)["sides"]] == ["old", "new"]
     two = compared(tmp_path, made["sft", 0], made["sft", 1])  # seeds alone: each is a side
@@ -242,7 +242,7 @@ def test_items_that_are_not_the_same(tmp_path, capsys):
     assert one["items"] == 35 and one["other_prompts"] == 1
     left = {"only in A": 3, "only in B": 5, "another question under the same id": 1, "not graded in B": 1}
     assert one["not_compared"] == left
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     for said in (
         "1 prompt of b and a differ",
         "temperature differs: a 0.0, b 1.0",

@@ -3,12 +3,13 @@
 import json
 import math
 import statistics
+from itertools import combinations
 
 import pytest
 from test_online import EXACT
 
 from posttrain.cli import main
-from posttrain.reports.comparison import Mean, read_entry
+from posttrain.comparing.methods import read_finished
 from posttrain.store.files import load_json
 from posttrain.store.stored_rollouts import StoredRun
 
@@ -60,6 +61,13 @@ def test_all_methods_that_the_data_can_serve(settings, capsys):
     assert max(map(len, out.splitlines())) <= 80
     for entry in facts["methods"]:
         check_by_hand(root / entry["name"], entry, facts["start"])
+    check_pairs_by_hand(root, facts["pairs"], names)
+    said = " ".join(out.split())
+    for other in names[1:]:
+        shown = f"{names[0]} is better than {other} by", f"No difference shown between {names[0]} and {other}"
+        assert sum(sentence in said for sentence in shown) == 1
+    page = (root / "comparison/comparison.html").read_text()
+    assert f"{names[0]} above {names[-1]}" in page and f"{names[1]} above {names[2]}" not in page
 
 
 def check_by_hand(folder, entry, start):
@@ -71,9 +79,26 @@ def check_by_hand(folder, entry, start):
     assert start["value"] == pytest.approx(statistics.fmean(first.values()))
     changes = [last[row] - first[row] for row in first]
     assert entry["change"]["value"] == pytest.approx(statistics.fmean(changes))
-    assert entry["change"]["half"] == pytest.approx(1.959964 * statistics.stdev(changes) / math.sqrt(40))
-    assert (entry["better"], entry["worse"]) == (sum(c > 0 for c in changes), sum(c < 0 for c in changes))
+    assert entry["change"]["standard_error"] == pytest.approx(statistics.stdev(changes) / math.sqrt(40))
+    assert (entry["change"]["wins"], entry["change"]["losses"]) == (
+        sum(c > 0 for c in changes),
+        sum(c < 0 for c in changes),
+    )
     assert entry["curve"][0] == [0, pytest.approx(start["value"])] and [s for s, _ in entry["curve"]] == [0, 2, 4]
+
+
+def check_pairs_by_hand(root, pairs, names):
+    """Every two methods, prompt by prompt; B is the one with the higher mean."""
+    assert [(pair["a"], pair["b"]) for pair in pairs] == [*combinations(reversed(names), 2)]
+    rewards = {}
+    for name in names:
+        with StoredRun(root / name) as stored:
+            rewards[name] = {one["row"]: one["reward"] for one in stored.evaluations() if one["step"] == 4}
+    for pair in pairs:
+        changes = [rewards[pair["b"]][row] - rewards[pair["a"]][row] for row in range(40)]
+        assert pair["value"] == pytest.approx(statistics.fmean(changes)) and pair["value"] >= 0
+        assert (pair["wins"], pair["losses"]) == (sum(c > 0 for c in changes), sum(c < 0 for c in changes))
+        assert pair["p_adjusted"] >= pair["p"] and "flips" not in pair
 
 
 def test_going_on_with_a_comparison(settings, capsys):
@@ -110,9 +135,4 @@ def test_a_run_without_rewarded_evaluations(settings, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     RolloutStore(tmp_path, GIB, -1).close()
     with pytest.raises(RunError, match="nothing to compare"):
-        read_entry("sft", tmp_path)
-
-
-def test_an_interval():
-    assert str(Mean.of([0.0, 1.0, 1.0, 0.0])) == "0.500 ± 0.566"
-    assert math.isnan(Mean.of([1.0]).half)
+        read_finished("sft", tmp_path)

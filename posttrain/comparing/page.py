@@ -38,12 +38,12 @@ def show(comparison: Comparison, console: Console) -> None:
         console.print(values_table(suite, percent))
         console.print(differences_table(suite, percent))
         for one in suite.differences:
-            console.print(verdict(one), soft_wrap=True)
+            console.print(verdict(one))
         for line in notes(suite):
-            console.print(f"note: {line}", soft_wrap=True)
+            console.print(f"note: {line}")
         console.print()
     for key, names in comparison.left_out.items():
-        console.print(f"note: {key} is not compared for all: only {', '.join(names)} have it", soft_wrap=True)
+        console.print(f"note: {key} is not compared for all: only {', '.join(names)} have it")
 
 
 def _percent(comparison: Comparison) -> str:
@@ -131,12 +131,13 @@ def _suite(suite: Suite) -> dict[str, Any]:
         for name, one in suite.values.items()
     }
     noise = None if suite.noise is None else asdict(suite.noise)
-    differences = [_difference(one) for one in suite.differences]
+    differences = [as_facts(one) for one in suite.differences]
     warnings = list(suite.warnings)
     return {"metric": suite.metric, "values": values, "differences": differences, "seeds": noise, "warnings": warnings}
 
 
-def _difference(one: Difference) -> dict[str, Any]:
+def as_facts(one: Difference, flips: bool = True) -> dict[str, Any]:
+    """A difference for JSON, with or without the items that flipped."""
     return {
         "a": one.a,
         "b": one.b,
@@ -151,7 +152,7 @@ def _difference(one: Difference) -> dict[str, Any]:
         "seed_floor": one.floor,
         "better": one.better,
         "verdict": verdict(one),
-        "flips": [_flip(flip) for flip in one.flips],
+        **({"flips": [_flip(flip) for flip in one.flips]} if flips else {}),
     }
 
 
@@ -175,10 +176,17 @@ def write(comparison: Comparison, folder: Path) -> None:
     png = picture(comparison)
     write_file(folder / "compare.png", png)
     title = "Comparison of " + ", ".join(side.name for side in comparison.sides)
-    report.write_page(folder / "compare.html", title, list(_sections(comparison, png)))
+    report.write_page(folder / "compare.html", title, list(sections(comparison, png)))
 
 
-def _sections(comparison: Comparison, png: bytes) -> Iterator[report.Section]:
+def cells_of(table: Table) -> tuple[list[str], list[list[str]]]:
+    """The header and the rows of a terminal's table."""
+    header = [str(column.header) for column in table.columns]
+    rows = zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True)
+    return header, [list(row) for row in rows]
+
+
+def sections(comparison: Comparison, png: bytes) -> Iterator[report.Section]:
     percent = _percent(comparison)
     said = [f"{suite.key}: {verdict(one)}" for suite in comparison.suites for one in suite.differences]
     yield report.Text("In short", "\n".join(said))
@@ -188,15 +196,13 @@ def _sections(comparison: Comparison, png: bytes) -> Iterator[report.Section]:
             ("means", values_table(suite, percent)),
             ("differences", differences_table(suite, percent)),
         ):
-            header = [str(column.header) for column in table.columns]
-            rows = zip(*(list(column.cells) for column in table.columns), strict=True)
             note = HOW if title == "differences" else suite.metric
-            yield report.Table(f"{suite.key}: {title}", header, [list(row) for row in rows], note)
+            yield report.Table(f"{suite.key}: {title}", *cells_of(table), note)
         yield report.Text(f"{suite.key}: notes", "\n".join(notes(suite)))
         for one in suite.differences:
             yield from _flipped(suite, one)
     paths = {side.name: ", ".join(source.path for source in side.sources) for side in comparison.sides}
-    yield report.Facts("Compared", paths)
+    yield report.Facts("Compared", {name: path for name, path in paths.items() if path})
 
 
 def _flipped(suite: Suite, one: Difference) -> Iterator[report.Table]:

@@ -29,14 +29,18 @@ def picture(comparison: Comparison) -> bytes:
         _draw_means(means, suite)
         _draw_differences(differences, suite)
         for axes in (means, differences):
-            axes.tick_params(colors=INK, labelsize=9, length=3)
-            axes.grid(axis="x", color=INK, alpha=0.15, lw=0.6)
-            axes.set_axisbelow(True)
-            for side, spine in axes.spines.items():
-                spine.set(visible=side in ("left", "bottom"), color=INK, linewidth=0.6, alpha=0.5)
+            plain_axes(axes)
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
     return buffer.getvalue()
+
+
+def plain_axes(axes: Any) -> None:
+    axes.tick_params(colors=INK, labelsize=9, length=3)
+    axes.grid(color=INK, alpha=0.15, lw=0.6)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set(visible=side in ("left", "bottom"), color=INK, linewidth=0.6, alpha=0.5)
 
 
 def _draw_means(axes: Any, suite: Suite) -> None:
@@ -45,7 +49,7 @@ def _draw_means(axes: Any, suite: Suite) -> None:
         if len(value.by_run) > 1:
             axes.plot(value.by_run, [-at + 0.2] * len(value.by_run), "|", color=colour, ms=8)
         if value.estimate:
-            _bar(axes, at, value.estimate.value, value.estimate.low, value.estimate.high, colour)
+            interval_bar(axes, at, value.estimate.value, value.estimate.low, value.estimate.high, colour)
     _names(axes, list(suite.values))
     axes.set_title(_plain(f"{suite.key}: {suite.metric}"), color=INK, fontsize=11, loc="left")
 
@@ -55,12 +59,13 @@ def _draw_differences(axes: Any, suite: Suite) -> None:
     for at, one in enumerate(suite.differences):
         if one.floor is not None:
             axes.fill_betweenx([-at - 0.3, -at + 0.3], -one.floor, one.floor, color=INK, alpha=0.12, lw=0)
-        _bar(axes, at, one.paired.value, one.paired.low, one.paired.high, COLOURS[1] if one.shown else INK)
+        interval_bar(axes, at, one.paired.value, one.paired.low, one.paired.high, COLOURS[1] if one.shown else INK)
     _names(axes, [f"{one.b} − {one.a}" for one in suite.differences])
     axes.set_title("Difference; coloured: shown; grey band: seeds", color=INK, fontsize=10, loc="left")
 
 
-def _bar(axes: Any, at: int, value: float, low: float | None, high: float | None, colour: str) -> None:
+def interval_bar(axes: Any, at: int, value: float, low: float | None, high: float | None, colour: str) -> None:
+    """A value with its interval on line `at`, counted from the top."""
     error = None if low is None or high is None else [[max(0.0, value - low)], [max(0.0, high - value)]]
     axes.errorbar(value, -at, xerr=error, fmt="o", color=colour, capsize=4, lw=1.6)
 

@@ -151,27 +151,31 @@ def _validation(run: Path, step: int | None) -> dict[str, Scores]:
     """The rewards of a run's validation completions at a step, by default the last; a suite per validation set."""
     with StoredRun(run) as stored:
         every = stored.evaluations()
-    steps = sorted({one["step"] for one in every})
-    if step is not None and step not in steps:
-        has = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
+    by_step = read_validation(every)
+    if step is not None and step not in by_step:
+        has = f"it has {', '.join(map(str, sorted(by_step)))}" if by_step else "it has none"
         raise RunError(f"{run} has no evaluation at step {step}: {has}")
-    if not steps:
+    if not by_step:
         return {}
-    at, found, samples = steps[-1] if step is None else step, {}, Counter()
-    for one in every:
-        if one["step"] == at:
-            key = one["dataset"], one["row"]
-            found.setdefault(one["dataset"], []).append(_rewarded(one, samples[key]))
-            samples[key] += 1
+    at, found = max(by_step) if step is None else step, {}
+    for one in by_step[at]:
+        found.setdefault(one.suite, []).append(one)
     kept = {name: answers for name, answers in found.items() if any(one.score is not None for one in answers)}
     return {REWARD + name: Scores("reward", answers, {"step": at}) for name, answers in kept.items()}
 
 
-def _rewarded(one: Mapping[str, Any], sample: int) -> Answer:
-    return _answer(
-        one["dataset"], str(one["row"]), sample, one["prompt"], one["completion"], one["reward"], None,
-        "scored" if one["reward"] is not None else "ungraded",
-    )  # fmt: skip
+def read_validation(evaluations: Sequence[Mapping[str, Any]]) -> dict[int, list[Answer]]:
+    """The validation completions of a run as answers, by step; an item is a row of a data set."""
+    found: dict[int, list[Answer]] = {}
+    samples: Counter[tuple[int, str]] = Counter()
+    for one in evaluations:
+        item = f"{one['dataset']}/{one['row']}"
+        sample, score = samples[one["step"], item], one["reward"]
+        verdict = "ungraded" if score is None else "scored"
+        answer = _answer(one["dataset"], item, sample, one["prompt"], one["completion"], score, None, verdict)
+        found.setdefault(one["step"], []).append(answer)
+        samples[one["step"], item] += 1
+    return found
 
 
 def _answer(

@@ -10,11 +10,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from posttrain.comparing.methods import write_comparison
 from posttrain.config import RunConfig, Stage, load
 from posttrain.console import PlainConsole
 from posttrain.errors import ConfigError, DataError
 from posttrain.models.load import load_tokenizer
-from posttrain.reports.comparison import write_comparison
 from posttrain.store.files import load_json
 from posttrain.store.folder import run_folder
 from posttrain.training.job import data_of
@@ -63,7 +63,7 @@ def _check_comparable(config: RunConfig) -> None:
 
 
 def compare(root: Path, stages: Sequence[Stage]) -> None:
-    """Write `comparison/` for every model in the run's folder and print its table. Failed runs are omitted."""
+    """Write `comparison/` for every model in the run's folder and print its tables. Failed runs are omitted."""
     models = stages[0].config.models
     for index, model in enumerate(models):
         folders = {stage.name: run_folder(root, stage, index, several_stages=True) for stage in stages}
@@ -71,9 +71,8 @@ def compare(root: Path, stages: Sequence[Stage]) -> None:
         if not finished:
             continue
         folder = root / "comparison" / (model.folder_name if len(models) > 1 else "")
-        shown = write_comparison(folder, finished)
-        PlainConsole().print(shown)
-        log.info("compared: %s", folder / "comparison.png")
+        write_comparison(folder, finished, PlainConsole())
+        log.info("compared: %s", folder / "comparison.html")
 
 
 def _is_finished(folder: Path) -> bool:
