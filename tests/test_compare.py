@@ -8,6 +8,8 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from test_judge import server  # noqa: F401  a fixture
+from test_online import EXACT
 
 from posttrain.cli import main
 from posttrain.comparing.differences import Options, compare, holm
@@ -246,7 +248,7 @@ def test_items_that_are_not_the_same(tmp_path, capsys):
     for said in (
         "1 prompt of b and a differ",
         "temperature differs: a 0.0, b 1.0",
-        "compared on 35 items; not compared: 3 only in A",
+        "compared on 35 items; not compared: 1 another question under the same id, 3 only in A, 5 only in B",
         "b: 1 answer not graded",
     ):
         assert said in out
@@ -257,6 +259,102 @@ def test_items_that_are_not_the_same(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "no graded item in common (5 another question under the same id, 35 only in A)" in error
     assert "--by-id" in error
+
+
+def test_models_are_evaluated_first(shared, sums_home, tmp_path, monkeypatch, capsys):
+    """Two models of different tokenizers on a suite; the second time their evaluations are there."""
+    monkeypatch.chdir(tmp_path)
+    save_rows(tmp_path / "rows.jsonl", [{"problem": f"{i}+1=", "answer": str(i + 1)} for i in range(8)])
+    facts = {"name": "few", "source": "rows.jsonl", "rule": "math", "max_completion_length": 4, "template": "none"}
+    save_json(tmp_path / "few.yaml", facts)
+    models = shared / "models/stories260K", sums_home / "model"
+    for _ in range(2):
+        found = compared(tmp_path, *models, flags=["--suite", "few.yaml", "--device", "cpu"])
+        assert [side["paths"] for side in found["sides"]] == [["evaluations/stories260K"], ["evaluations/model"]]
+        assert only(found)["items"] == 8 and list(found["suites"]) == ["few"]
+    assert main(["compare", "evaluations/model", "evaluations/stories260K", "--suite", "gsm8k"]) == 1
+    assert "no scored suite that two of these have in common" in capsys.readouterr().err
+    for arguments, message in (
+        ([*models, "--max-rows", "3"], "--max-rows is about the evaluation of models"),
+        ([*models, "--suite", "gsm9k"], "did you mean gsm8k"),
+        ([f"{models[0]}@3", models[1], "--suite", "few.yaml"], "to evaluate a checkpoint, give its folder"),
+        ([models[0], tmp_path / "b/stories260K", "--suite", "few.yaml"], "would be evaluated in one folder"),
+        (models, "has nothing to compare: no evaluation (posttrain eval, or --suite, makes one)"),
+        (["no/model", models[1]], "a model of the hub needs suites to compare on"),
+    ):
+        (tmp_path / "b").mkdir(exist_ok=True)
+        if not (tmp_path / "b/stories260K").exists():
+            (tmp_path / "b/stories260K").symlink_to(models[0])
+        assert main(["compare", *map(str, arguments)]) != 0
+        assert message in capsys.readouterr().err
+
+
+def test_a_judge_in_both_orders(server, tmp_path, capsys):  # noqa: F811
+    """A judge that prefers the longer completion, and of equally long ones the first: that is its position bias."""
+
+    def answer(body):
+        question = body["messages"][-1]["content"]
+        a, b = (question.partition(f"assistant {x}'s answer]\n")[2].partition("\n[End")[0] for x in "AB")
+        return "[[A]]" if len(a) >= len(b) else "[[B]]"
+
+    server.answer = answer
+    settings = f"{{base_url: 'http://127.0.0.1:{server.server_port}/v1', model: m, cache: {tmp_path / 'cache'}}}"
+    ours = [{"prompt": f"q{i}", "completions": [{"text": f"answer {i:02}"}, {"text": "not judged"}]} for i in range(30)]
+    theirs = [{"prompt": f"q{i}", "completions": [f"reply {i:03}" + "!" * (i < 20)]} for i in range(28)]
+    save_rows(tmp_path / "a.jsonl", ours)
+    save_rows(tmp_path / "b.jsonl", theirs)
+    sides = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    facts = compared(tmp_path, *sides, flags=["--judge", settings])
+    (one,) = facts["judged"]
+    assert (one["wins"], one["losses"], one["ties"]) == (20, 0, 8) and facts["suites"] == {}
+    assert one["win_rate"] == pytest.approx(24 / 28) and one["low"] < one["win_rate"] < one["high"]
+    assert (one["agree"], one["first"], one["second"]) == (20, 8, 0) and one["bias_p"] == 2 / 2**8
+    assert one["p"] == 2 / 2**20 and one["not_judged"] == {"only in A": 2} and one["requests"] == 56
+    out = " ".join(capsys.readouterr().out.split())
+    assert "The judge prefers b to a on completions (p < 0.0001)." in out
+    assert "20 of 28 verdicts are the same in both orders; 8 follow the first place, 0 the second (p = 0.0078)." in out
+    assert "reply 000!" in (tmp_path / "out/compare.html").read_text()
+    graded = [answered([1.0] * 4), answered([0.0] * 4)]
+    scored = [evaluation(tmp_path / name, answers) for name, answers in zip("cd", graded, strict=True)]
+    both = compared(tmp_path, *scored, flags=["--judge", settings])
+    assert len(both["judged"]) == 1 and only(both)["losses"] == 4
+    assert main(["compare", *map(str, sides)]) == 1 and "no scored suite" in capsys.readouterr().err
+    for wrong in ("gpt-4", "{model: m}"):
+        assert main(["compare", *scored, "--judge", wrong]) != 0
+        assert "base_url" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_grpo_learns_sums_and_seeds_do_not_differ(sums_home, tmp_path):
+    """A GRPO run before and after: the difference is found; two seeds of it: none is."""
+    runs = []
+    for seed in (0, 1):
+        sections = {
+            "name": f"grpo-{seed}",
+            "seed": seed,
+            "output_dir": str(tmp_path),
+            "model": str(sums_home / "model"),
+            "method": {"type": "grpo", "num_generations": 8},
+            "rewards": [EXACT],
+            "data": {
+                "source": str(sums_home / "train.jsonl"),
+                "template": "none",
+                "max_length": 24,
+                "validation": {"source": str(sums_home / "test.jsonl")},
+            },
+            "rollout": {"max_completion_length": 6},
+            "training": {"batch_size": 16, "max_steps": 120, "learning_rate": 1e-3},
+            "evaluation": {"eval_steps": 60},
+            "devices": {"type": "cpu"},
+        }
+        save_json(tmp_path / "grpo.json", sections)
+        assert main(["train", str(tmp_path / "grpo.json")]) == 0
+        runs.append(str(tmp_path / f"grpo-{seed}"))
+    before = only(compared(tmp_path, f"{runs[0]}@0", runs[0]))
+    seeds = only(compared(tmp_path, *runs))
+    print({name: (one["value"], one["low"], one["high"]) for name, one in (("before", before), ("seeds", seeds))})
+    assert before["better"] == "grpo-0" and before["low"] > 0
+    assert seeds["better"] is None and seeds["low"] < 0 < seeds["high"]
 
 
 def test_what_is_refused(tmp_path, capsys):

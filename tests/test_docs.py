@@ -131,6 +131,8 @@ class Reader:
             self.run([*arguments, "--workers", "1"])
         elif arguments[:2] == ["data", "save"]:
             self.run(["data", "save", str(self.shared / DATA[rest[1]][0]), *rest[2:], "--max-rows", "4"])
+        elif verb == "compare" and "--judge" in rest:
+            flags_exist(arguments, self.run)  # tests/test_compare.py has a judge
         elif verb == "compare":
             self.evaluations(rest)
             self.run(arguments)

@@ -1,13 +1,19 @@
 """`posttrain compare`."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from posttrain.cli.errors import UsageError
+from posttrain.cli.eval import Data, Dtype, Engine, MaxRows, NumGenerations
+from posttrain.cli.settings import Device
+from posttrain.config.reading.explain import explain_group
+from posttrain.config.reading.files import parse_value
+from posttrain.config.schema.judge import JudgeSettings
 from posttrain.terminal import say
 
 Sides = Annotated[
@@ -20,6 +26,20 @@ Sides = Annotated[
     ),
 ]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write to; default: comparisons/A-B.")]
+SuiteNames = Annotated[
+    str | None,
+    typer.Option(
+        "--suite", "-s", metavar="NAME,...", help="Evaluate the models on these suites first; compare on these."
+    ),
+]
+JudgeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--judge",
+        metavar="{...}",
+        help="A language model that compares completions: '{base_url: http://localhost:8000/v1, model: NAME}'.",
+    ),
+]
 Confidence = Annotated[float, typer.Option("--confidence", min=0.5, max=0.9999, help="Coverage of the intervals.")]
 Resamples = Annotated[int, typer.Option("--resamples", min=100, help="Resamples of the bootstrap.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Random seed of the bootstrap.")]
@@ -30,11 +50,19 @@ ById = Annotated[bool, typer.Option("--by-id", help="Items of one id are the sam
 def compare(
     sides: Sides,
     output: Output = None,
+    suite: SuiteNames = None,
+    data: Data = None,
+    max_rows: MaxRows = None,
+    num_generations: NumGenerations = None,
+    engine: Engine = "embedded",
+    judge: JudgeOption = None,
     confidence: Confidence = 0.95,
     resamples: Resamples = 10_000,
     seed: Seed = 0,
     all_pairs: AllPairs = False,
     by_id: ById = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
 ) -> None:
     """Compare models item by item: is B better than A, and on which items?
 
@@ -42,31 +70,95 @@ def compare(
     interval, a test (exact McNemar for one right or wrong answer each, else a paired bootstrap), and the smallest
     difference that would have been detected. Without a clear difference it says "no difference shown". With several
     seeds of each side, a difference must also be larger than seeds alone make. compare.json and compare.html have the
-    items that flipped, with both texts.
+    items that flipped, with both texts. With --suite, models are evaluated first, as by `posttrain eval`.
 
         posttrain compare runs/sft runs/grpo
         posttrain compare runs/grpo@0 runs/grpo
-        posttrain compare sft=runs/sft-0 sft=runs/sft-1 grpo=runs/grpo-0 grpo=runs/grpo-1
+        posttrain compare sft=runs/sft-0 sft=runs/sft-1 grpo=runs/grpo-0
         posttrain compare small.scored.jsonl large.scored.jsonl
+        posttrain compare MODEL MODEL --suite gsm8k
     """
-    if len(sides) < 2:
-        raise UsageError(f"give at least two sides to compare; {sides[0]} is one")
-    if len(set(sides)) < len(sides):
-        twice = next(side for side in sides if sides.count(side) > 1)
-        raise UsageError(f"{twice} is given twice: a side compared with itself does not differ")
-    from posttrain.comparing.differences import Options
+    _check(sides, suite, {"--data": data, "--max-rows": max_rows, "--num-generations": num_generations})
+    settings = _judge_settings(judge)
+    from posttrain.comparing.differences import Comparison, Options
     from posttrain.comparing.differences import compare as compare_sides
+    from posttrain.comparing.judged import judge as ask
     from posttrain.comparing.page import show, write
     from posttrain.comparing.sides import make_sides, split_name
     from posttrain.comparing.sources import read_source
     from posttrain.console import PlainConsole
 
-    named = [(name, read_source(path)) for name, path in map(split_name, sides)]
-    found = compare_sides(make_sides(named), Options(confidence, resamples, seed, all_pairs, by_id))
-    folder = output or Path("comparisons") / _folder_name([side.name for side in found.sides])
-    write(found, folder)
-    show(found, PlainConsole())
-    say(f"written: {folder}/compare.html, compare.json, compare.png")
+    named = [split_name(side) for side in sides]
+    paths = {path: path for _, path in named}
+    if suite is not None:
+        asked = {"suite": suite, "data": data, "max_rows": max_rows, "num_generations": num_generations}
+        paths |= _evaluated(list(paths), {**asked, "engine": engine, "dtype": dtype, "device": device})
+    made = make_sides([(name, read_source(paths[path])) for name, path in named])
+    options = Options(confidence, resamples, seed, all_pairs, by_id)
+    if settings is not None and not any(side.is_scored(key) for side in made for key in side.suites()):
+        found = Comparison(made, [], options)
+    else:
+        found = compare_sides(made, options, _suite_names(suite))
+    judged = ask(made, settings, options) if settings else ()
+    folder = output or Path("comparisons") / _folder_name([side.name for side in made])
+    write(found, folder, judged)
+    show(found, PlainConsole(), judged)
+    say(f"written: {folder}/compare.html, compare.json{', compare.png' if found.suites else ''}")
+
+
+def _check(sides: Sequence[str], suite: str | None, of_suites: Mapping[str, object]) -> None:
+    if len(sides) < 2:
+        raise UsageError(f"give at least two sides to compare; {sides[0]} is one")
+    if len(set(sides)) < len(sides):
+        twice = next(side for side in sides if sides.count(side) > 1)
+        raise UsageError(f"{twice} is given twice: a side compared with itself does not differ")
+    given = [flag for flag, value in of_suites.items() if value is not None]
+    if suite is None and given:
+        raise UsageError(f"{given[0]} is about the evaluation of models: name the suites with --suite")
+
+
+def _judge_settings(text: str | None) -> JudgeSettings | None:
+    if text is None:
+        return None
+    values = parse_value(text, "--judge").values["value"]
+    if not isinstance(values, dict):
+        raise UsageError(
+            f"--judge is {text!r}; give settings such as '{{base_url: http://localhost:8000/v1, model: m}}'"
+        )
+    try:
+        return JudgeSettings.model_validate(values)
+    except ValidationError as error:
+        lines = explain_group(error, values, JudgeSettings, "a judge")
+        raise UsageError("\n".join(f"--judge: {line}" for line in lines)) from error
+
+
+def _suite_names(names: str | None) -> list[str]:
+    from posttrain.evaluation.suite import find_suite
+
+    return [find_suite(name.strip()).name for name in names.split(",")] if names else []
+
+
+def _evaluated(paths: Sequence[str], asked: Mapping[str, Any]) -> dict[str, str]:
+    """The evaluation folder of each path that is a model or a run; evaluations and files stay as they are."""
+    from posttrain.evaluation.records import is_evaluation
+
+    models = [path for path in paths if not Path(path).is_file() and not is_evaluation(Path(path).expanduser())]
+    at_step = next((path for path in models if re.search(r"@\d+$", path) and not Path(path).exists()), None)
+    if at_step is not None:
+        raise UsageError(f"{at_step} is completions that are stored; to evaluate a checkpoint, give its folder")
+    if not models:
+        return {}
+    from posttrain.cli.eval import eval, located
+
+    folders = {path: str(located(path)[2]) for path in models}
+    shared = [path for path in models if list(folders.values()).count(folders[path]) > 1]
+    if shared:
+        raise UsageError(
+            f"{' and '.join(shared)} would be evaluated in one folder, {folders[shared[0]]}: evaluate them with "
+            "`posttrain eval` and --output, and compare the folders"
+        )
+    eval(models=models, **asked)
+    return folders
 
 
 def _folder_name(names: Sequence[str]) -> str:

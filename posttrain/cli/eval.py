@@ -159,7 +159,7 @@ def eval(
             folder = _folder(output, Path("evaluations") / name, name, len(models))
             summary = evaluate_recorded(Path(model), completion_column, chosen, options, folder, overwrite)
         else:
-            place, name, default = _located(model)
+            place, name, default = located(model)
             folder = _folder(output, default, name, len(models))
             found_model = from_flags(ModelConfig, {"path": place, "dtype": dtype})
             summary = evaluate(found_model, name, chosen, options, devices, folder, overwrite)
@@ -219,7 +219,7 @@ def _numbers(name: str, text: str | None) -> tuple[float, ...]:
     return values
 
 
-def _located(model: str) -> tuple[str, str, Path]:
+def located(model: str) -> tuple[str, str, Path]:
     """The path of a model, its name, and the default folder of its records."""
     from posttrain.reports.listing import newest_model
 

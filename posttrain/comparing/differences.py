@@ -76,26 +76,36 @@ class Comparison:
     sides: Sequence[Side]
     suites: Sequence[Suite]
     options: Options
-    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)  # suite -> the only sides that have it
+    left_out: Mapping[str, str] = field(default_factory=dict)  # suite -> why it is not compared for all
 
 
-def compare(sides: Sequence[Side], options: Options | None = None) -> Comparison:
-    """Compare the sides on every suite that two of them have.
+def compare(sides: Sequence[Side], options: Options | None = None, suites: Sequence[str] = ()) -> Comparison:
+    """Compare the sides on every scored suite that two of them have, or on those of `suites`.
 
-    Raises RunError if they have no suite, or no item, in common.
+    Raises RunError if there is none, or none on which two sides have a graded item in common.
     """
     options = options or Options()
     having: dict[str, list[Side]] = {}
     for side in sides:
         for key in side.suites():
-            having.setdefault(key, []).append(side)
-    graded = {key: some for key, some in having.items() if len(some) > 1 and some[0].metric(key)}
-    if not graded:
+            if side.metric(key) and (not suites or key.partition(" ")[0] in suites):
+                having.setdefault(key, []).append(side)
+    found, left_out, problems = [], {}, []
+    for key, some in having.items():
+        if len(some) < len(sides):
+            left_out[key] = f"only {', '.join(side.name for side in some)} {'has' if len(some) == 1 else 'have'} it"
+        if len(some) > 1:
+            try:
+                found.append(_suite(key, some, options))
+            except RunError as error:
+                problems.append(error)
+                left_out[key] = str(error)
+    if problems and not found:
+        raise problems[0]
+    if not found:
         have = "; ".join(f"{side.name}: {', '.join(side.suites()) or 'none'}" for side in sides)
         raise RunError(f"there is no scored suite that two of these have in common ({have}): evaluate them on the same")
-    suites = [_suite(key, some, options) for key, some in graded.items()]
-    left_out = {key: [side.name for side in some] for key, some in having.items() if len(some) < len(sides)}
-    return Comparison(sides, suites, options, left_out)
+    return Comparison(sides, found, options, left_out)
 
 
 def _suite(key: str, sides: Sequence[Side], options: Options) -> Suite:
@@ -103,10 +113,17 @@ def _suite(key: str, sides: Sequence[Side], options: Options) -> Suite:
     values = {side.name: _value(side, key, answers[side.name], options) for side in sides}
     noise = seed_noise([value.by_run for value in values.values()])
     two = combinations(sides, 2) if options.all_pairs else ((sides[0], side) for side in sides[1:])
-    found = [_tested(key, a, b, answers[a.name], answers[b.name], noise, options) for a, b in two]
+    found, problems = [], []
+    for a, b in two:
+        try:
+            found.append(_tested(key, a, b, answers[a.name], answers[b.name], noise, options))
+        except RunError as error:
+            problems.append(error)
+    if not found:
+        raise problems[0]
     adjusted = holm([one.p for one in found])
     differences = [_judged(one, p, options) for one, p in zip(found, adjusted, strict=True)]
-    warnings = list(_warnings(key, sides, differences, values))
+    warnings = [*map(str, problems), *_warnings(key, sides, differences, values)]
     return Suite(key, sides[0].metric(key), values, differences, noise, warnings)
 
 

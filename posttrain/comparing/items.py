@@ -28,38 +28,51 @@ class Shared:
     other_prompts: Sequence[str] = ()
 
 
-def shared(a: Answers, b: Answers, by_id: bool = False) -> Shared:
-    """Pair the items of two sides.
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """The items that two sides both have, in A's order; see `Shared`."""
 
-    Two items are the same if their ids are, and their prompts, or else (prompts of another template) their right
-    answers. With `by_id` the id is enough.
-    """
-    items, left_out, other = [], Counter(), []
+    items: Sequence[str]
+    left_out: Mapping[str, int]
+    other_prompts: Sequence[str]
+
+
+def matched(a: Answers, b: Answers, by_id: bool = False) -> Matched:
+    """Two items are the same if their ids are, and their prompts, or else (prompts of another template) their right
+    answers. With `by_id` the id is enough."""
+    items, other, counts = [], [], Counter({"only in B": len(b.keys() - a.keys())})
+    for item, ours in a.items():
+        if item not in b:
+            counts["only in A"] += 1
+            continue
+        one, two = ours[0], b[item][0]
+        if one.prompt != two.prompt:
+            if not by_id and (one.gold is None or one.gold != two.gold):
+                counts["another question under the same id"] += 1
+                continue
+            other.append(item)
+        items.append(item)
+    return Matched(items, {reason: counts[reason] for reason in sorted(counts) if counts[reason]}, other)
+
+
+def shared(a: Answers, b: Answers, by_id: bool = False) -> Shared:
+    """The items of two sides that are the same (`matched`) and graded on both."""
+    same = matched(a, b, by_id)
+    items, left_out = [], Counter(same.left_out)
     a_C: list[float] = []
     b_C: list[float] = []
     single = True
-    for item, ours in a.items():
-        theirs = b.get(item)
-        if theirs is None:
-            left_out["only in A"] += 1
-            continue
-        mine = [one.score for one in ours if one.score is not None]
-        yours = [one.score for one in theirs if one.score is not None]
+    for item in same.items:
+        mine, yours = ([one.score for one in answers[item] if one.score is not None] for answers in (a, b))
         if not mine or not yours:
             left_out["not graded in both" if not mine and not yours else f"not graded in {'B' if mine else 'A'}"] += 1
             continue
-        if ours[0].prompt != theirs[0].prompt:
-            same = ours[0].gold is not None and ours[0].gold == theirs[0].gold
-            if not (same or by_id):
-                left_out["another question under the same id"] += 1
-                continue
-            other.append(item)
         items.append(item)
         a_C.append(fmean(mine))
         b_C.append(fmean(yours))
         single = single and len(mine) == len(yours) == 1
-    missing = len(b.keys() - a.keys())
-    left_out |= {"only in B": missing} if missing else {}
+    compared = set(items)
+    other = [item for item in same.other_prompts if item in compared]
     return Shared(items, a_C, b_C, single, dict(left_out), other)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +15,7 @@ from rich.table import Table
 from posttrain import __version__
 from posttrain.comparing.differences import Comparison, Difference, Suite, p_text, verdict
 from posttrain.comparing.items import Flip
+from posttrain.comparing.judged import Judged, judged_facts, judged_sections, judged_table, sentences
 from posttrain.comparing.picture import picture
 from posttrain.comparing.sides import Side
 from posttrain.evaluation.records import Answer
@@ -30,8 +31,8 @@ adjusted for the number of differences (Holm), and, where several seeds were run
 explanation. Detectable: the difference that would have been detected in 80 % of cases."""
 
 
-def show(comparison: Comparison, console: Console) -> None:
-    """Print both tables of every suite, the verdicts, and the notes."""
+def show(comparison: Comparison, console: Console, judged: Sequence[Judged] = ()) -> None:
+    """Print both tables of every suite, the verdicts, the notes, and a judge's preferences."""
     percent = _percent(comparison)
     for suite in comparison.suites:
         console.print(f"{suite.key}: {suite.metric}", style="bold")
@@ -42,8 +43,12 @@ def show(comparison: Comparison, console: Console) -> None:
         for line in notes(suite):
             console.print(f"note: {line}")
         console.print()
-    for key, names in comparison.left_out.items():
-        console.print(f"note: {key} is not compared for all: only {', '.join(names)} have it")
+    for key, why in comparison.left_out.items():
+        console.print(f"note: {key} is not compared for all: {why}")
+    if judged:
+        console.print(judged_table(judged, percent))
+        for line in sentences(judged):
+            console.print(line)
 
 
 def _percent(comparison: Comparison) -> str:
@@ -107,7 +112,7 @@ def notes(suite: Suite) -> Iterator[str]:
     yield from suite.warnings
 
 
-def as_json(comparison: Comparison) -> dict[str, Any]:
+def as_json(comparison: Comparison, judged: Sequence[Judged] = ()) -> dict[str, Any]:
     """The whole comparison, with the texts of every item that flipped."""
     return {
         "format": FORMAT,
@@ -116,7 +121,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "confidence": comparison.options.confidence,
         "sides": [_side(side) for side in comparison.sides],
         "suites": {suite.key: _suite(suite) for suite in comparison.suites},
-        "not_compared": {key: list(names) for key, names in comparison.left_out.items()},
+        "not_compared": dict(comparison.left_out),
+        "judged": [judged_facts(one) for one in judged],
     }
 
 
@@ -166,17 +172,19 @@ def _flip(one: Flip) -> dict[str, Any]:
     return facts
 
 
-def write(comparison: Comparison, folder: Path) -> None:
+def write(comparison: Comparison, folder: Path, judged: Sequence[Judged] = ()) -> None:
     """Write `compare.json`, `compare.png` and `compare.html` to the folder. Raises RunError if they cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(folder, error) from error
-    save_json(folder / "compare.json", as_json(comparison))
-    png = picture(comparison)
-    write_file(folder / "compare.png", png)
+    save_json(folder / "compare.json", as_json(comparison, judged))
+    png = picture(comparison) if comparison.suites else b""
+    if png:
+        write_file(folder / "compare.png", png)
     title = "Comparison of " + ", ".join(side.name for side in comparison.sides)
-    report.write_page(folder / "compare.html", title, list(sections(comparison, png)))
+    page = [*sections(comparison, png), *judged_sections(judged)]
+    report.write_page(folder / "compare.html", title, page)
 
 
 def cells_of(table: Table) -> tuple[list[str], list[list[str]]]:
@@ -189,8 +197,9 @@ def cells_of(table: Table) -> tuple[list[str], list[list[str]]]:
 def sections(comparison: Comparison, png: bytes) -> Iterator[report.Section]:
     percent = _percent(comparison)
     said = [f"{suite.key}: {verdict(one)}" for suite in comparison.suites for one in suite.differences]
-    yield report.Text("In short", "\n".join(said))
-    yield report.Picture("Picture", png)
+    if said:
+        yield report.Text("In short", "\n".join(said))
+        yield report.Picture("Picture", png)
     for suite in comparison.suites:
         for title, table in (
             ("means", values_table(suite, percent)),

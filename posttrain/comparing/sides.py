@@ -26,6 +26,9 @@ class Side:
     def metric(self, key: str) -> str:
         return self.sources[0].suites[key].metric
 
+    def is_scored(self, key: str) -> bool:
+        return any(one.score is not None for source in self.sources for one in source.suites[key].answers)
+
     def by_item(self, key: str) -> dict[str, list[Answer]]:
         """The answers of all runs by item."""
         found: dict[str, list[Answer]] = {}

@@ -43,12 +43,6 @@ class Source:
     seed: int | None = None
 
 
-def is_source(path: str) -> bool:
-    """Whether `read_source` can read it: an evaluation folder, a run with completions, a file; else it is a model."""
-    folder, _ = _at_step(path)
-    return folder.is_file() or is_evaluation(folder) or bool(_evaluations(folder)) or _has_rollouts(folder)
-
-
 def read_source(path: str) -> Source:
     """Read an evaluation folder, a run (RUN, or RUN@STEP for the validation completions of a step), or a file.
 
@@ -58,7 +52,7 @@ def read_source(path: str) -> Source:
     if folder.is_file():
         return Source(folder.name.partition(".")[0], path, read_rows(folder))
     if not folder.is_dir():
-        raise RunError(f"there is no file or folder {folder}")
+        raise RunError(f"there is no file or folder {folder}; a model of the hub needs suites to compare on: --suite")
     if is_evaluation(folder):
         run = _run_of(folder)
         settings, seed = _settings(run) if run else (None, None)
@@ -71,8 +65,8 @@ def read_source(path: str) -> Source:
         suites |= _validation(folder, step)
     if not suites:
         raise RunError(
-            f"{folder} has nothing to compare: no evaluation (posttrain eval makes one), and no rewarded completions "
-            "of validation prompts (rewards, data.validation and rollout.save in the settings of a run)"
+            f"{folder} has nothing to compare: no evaluation (posttrain eval, or --suite, makes one), and no rewarded "
+            "completions of validation prompts (rewards, data.validation and rollout.save in the settings of a run)"
         )
     settings, seed = _settings(folder)
     return Source(model_name(str(folder)) + (f"@{step}" if step is not None else ""), path, suites, settings, seed)

@@ -13,10 +13,8 @@ from pydantic import ValidationError
 from rich import box
 from rich.table import Table
 
-from posttrain.config.reading.explain import did_you_mean, wrong_value
-from posttrain.config.reading.fields import full
+from posttrain.config.reading.explain import explain_group
 from posttrain.config.reading.files import read_settings
-from posttrain.config.schema.base import SettingsConflict
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.errors import ConfigError
 
@@ -81,24 +79,8 @@ def _checked(values: Mapping[str, Any], origin: str) -> SuiteConfig:
     try:
         return SuiteConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{origin}: {line}" for line in _lines(error, values))) from error
-
-
-def _lines(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
-    found: dict[str, str] = {}
-    for problem in error.errors(include_url=False):
-        conflict = problem.get("ctx", {}).get("error")
-        if isinstance(conflict, SettingsConflict):
-            found |= dict(conflict.problems)
-            continue
-        name = str(problem["loc"][0])
-        if problem["type"] == "extra_forbidden":
-            found[name] = f"is not a setting of a suite; {did_you_mean(name, SuiteConfig.model_fields)}"
-        elif problem["type"] == "missing":
-            found[name] = "is missing"
-        else:
-            found[name] = wrong_value(values.get(name), full(SuiteConfig.model_fields[name]))
-    return [f"{name} {message}" for name, message in found.items()]
+        lines = explain_group(error, values, SuiteConfig, "a suite")
+        raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from error
 
 
 def suites_table() -> Table:

@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from posttrain.config.reading.fields import choices, expected, kinds_of, known_paths, models_in, step
+from posttrain.config.reading.fields import choices, expected, full, kinds_of, known_paths, models_in, step
 from posttrain.config.reading.files import KeyPath
 from posttrain.config.reading.hints import hint
-from posttrain.config.schema.base import SettingsConflict
+from posttrain.config.schema.base import Settings, SettingsConflict
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
 from posttrain.config.schema.run import RunConfig
 
@@ -25,6 +25,24 @@ def explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[
     paths = [p for p in paths if not (found[p].startswith("is missing") and _meant_elsewhere(p, found, values))]
     paths.sort(key=lambda p: _line(_where(p, origins)))
     return [f"{_where(path, origins)}{dotted(path, values)} {found[path]}" for path in paths]
+
+
+def explain_group(error: ValidationError, values: Mapping[str, Any], group: type[Settings], noun: str) -> list[str]:
+    """One line for each problem of a group of settings on its own, such as those of `a suite` (the noun)."""
+    found: dict[str, str] = {}
+    for problem in error.errors(include_url=False):
+        conflict = problem.get("ctx", {}).get("error")
+        if isinstance(conflict, SettingsConflict):
+            found |= dict(conflict.problems)
+            continue
+        name = str(problem["loc"][0])
+        if problem["type"] == "extra_forbidden":
+            found[name] = f"is not a setting of {noun}; {did_you_mean(name, group.model_fields)}"
+        elif problem["type"] == "missing":
+            found[name] = "is missing"
+        else:
+            found[name] = wrong_value(values.get(name), full(group.model_fields[name]))
+    return [f"{name} {message}" for name, message in found.items()]
 
 
 def _meant_elsewhere(path: KeyPath, found: Mapping[KeyPath, str], values: Mapping[str, Any]) -> bool:
