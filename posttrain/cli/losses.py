@@ -49,7 +49,7 @@ def losses(
     The run folder gets losses-step-N.json, and losses-step-N.png with the cosines of all pairs.
 
       posttrain losses runs/grpo --step 40
-      posttrain losses runs/grpo --step 40 --loss grpo,dapo --set epsilon=0.1,0.2,0.4
+      posttrain losses runs/grpo --step 40 --loss dapo --set epsilon=0.1,0.4
     """
     if not run.is_dir():
         raise UsageError(f"{run}: no such folder")

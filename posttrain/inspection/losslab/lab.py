@@ -83,7 +83,8 @@ def losses(
         mixed = isinstance(config.method, DistillMethod) and config.method.reads_completions
         bench = Bench(job, weights, batch, rows_of(job, folder, step) if mixed else None)
         _refuse_too_large(bench.optimizer, len(chosen))
-        weights.restore_generators()
+        if config.method.dropout:
+            weights.restore_generators()
         rows, gradients = _measure(bench, chosen, batch)
     line = logged(folder, step) if weights.exact and config.method.updates == 1 else None
     norm = None if line is None else line.get("grad_norm")
@@ -96,6 +97,8 @@ def _job(config: RunConfig, weights: Weights):
     """The run's job with these weights. What it would write goes to a temporary folder."""
     checkpointing = config.training.gradient_checkpointing
     recompute = checkpointing is True or (checkpointing == "auto" and take_device(config.devices).type == "cuda")
+    training = config.training.model_copy(update={"optimizer": "adamw"})  # offloading would keep the model from the GPU
+    config = config.model_copy(update={"training": training})
     with (
         TemporaryDirectory(prefix="posttrain-losses-") as temporary,
         Run.create(Path(temporary) / "run", dump(config), {}) as run,

@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.config import RunConfig, load
 from posttrain.errors import RunError
-from posttrain.store.checkpoint import list_checkpoints, saved_step, verify
+from posttrain.store.checkpoint import list_checkpoints, verify
 from posttrain.store.files import load_tensors, restore_rng
 from posttrain.store.folder import check_run_folder, read_facts
 from posttrain.store.lock import is_locked
@@ -41,7 +41,7 @@ class Weights:
         return f"{self.name}: nearest before step {self.step}, as there is no checkpoint-{self.step - 1}"
 
     def restore_generators(self) -> None:
-        """Set the random generators, which dropout reads, to those of the checkpoint, if it has any."""
+        """Set the random generators, which dropout reads, to the checkpoint's; without one they are as at the start."""
         if self.checkpoint is not None:
             restore_rng(load_tensors(self.checkpoint / "rng.safetensors"), Saved.read(self.checkpoint).rng)
 
@@ -50,7 +50,7 @@ def weights_for(folder: Path, step: int) -> Weights:
     """The weights that a step began with, or else the nearest earlier ones. Damaged checkpoints are skipped."""
     skipped = []
     for path in reversed(list_checkpoints(folder)):
-        if int(path.name.rpartition("-")[2]) >= step:
+        if step_of(path) >= step:
             continue
         if problems := verify(path) or problems_of(path):
             skipped.append(f"{path.name} is damaged ({'; '.join(problems)})")
@@ -87,10 +87,11 @@ def settings_of(folder: Path) -> RunConfig:
 def finished_steps(folder: Path) -> int:
     """The number of steps that the run has made, by its metrics and its checkpoints."""
     lines = [line["step"] for line in read_metrics(folder) if "loss" in line]
-    saved = [int(path.name.rpartition("-")[2]) for path in list_checkpoints(folder)]
-    if not (folder / "final").is_dir():
-        return max([0, *lines, *saved])
-    return max([0, *lines, *saved, saved_step(folder / "final")])
+    return max([0, *lines, *map(step_of, list_checkpoints(folder))])
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def fingerprint_of(folder: Path) -> str | None:
