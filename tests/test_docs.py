@@ -10,8 +10,14 @@ How a command of a fenced block is run:
 - What trains is made small by SMALL: `checkpoint-500` is then `checkpoint-1`, and hundreds of steps are as many single
   ones. All else stays as it is written.
 - A preset without further settings is trained by tests/test_presets.py; here it has to be among those.
-- `posttrain quickstart` is run by tests/test_quickstart.py, `--push-to-hub` by tests/test_export.py; here their flags
-  have to exist.
+        elif (
+            verb == "quickstart"
+            or "--push-to-hub" in rest
+            or (verb == "doctor" and (not rest or rest[0].startswith("-")))
+        ):
+            flags_exist(arguments, self.run)
+        else:
+            assert verb in ("config", "data", "runs", "export", "doctor") or "--help" in arguments, (
 A line that none of this covers fails the test.
 """
 
@@ -136,10 +142,14 @@ class Reader:
         elif verb == "compare":
             self.evaluations(rest)
             self.run(arguments)
-        elif verb == "quickstart" or "--push-to-hub" in rest:
+        elif (
+            verb == "quickstart"
+            or "--push-to-hub" in rest
+            or (verb == "doctor" and (not rest or rest[0].startswith("-")))
+        ):
             flags_exist(arguments, self.run)
         else:
-            assert verb in ("config", "data", "runs", "export") or "--help" in arguments, (
+            assert verb in ("config", "data", "runs", "export", "doctor") or "--help" in arguments, (
                 f"nothing here knows how to run posttrain {verb}"
             )
             self.run(arguments)

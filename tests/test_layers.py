@@ -31,7 +31,7 @@ LAYERS = [
     ["planning", "inspection"],
     ["export"],
     ["runner"],
-    ["quickstart", "verify"],
+    ["doctor", "quickstart", "verify"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -30,6 +30,7 @@ VERBS = {
     "losses": "losses",
     "verify-resume": "verify",
     "quickstart": "quickstart",
+    "doctor": "doctor",
 }
 TAKE_SETTINGS = ("train", "plan", "explore", "verify-resume")  # every setting is a flag of theirs
 GROUPS = {"config": "Settings", "data": "Settings", "runs": "Runs"}  # verbs with subcommands -> their panel in the help

@@ -210,11 +210,13 @@ def wandb_mode(tracking: TrackingConfig) -> Literal["online", "offline"] | None:
         return tracking.wandb_mode
     if os.environ.get("WANDB_MODE"):
         return None
-    return "online" if os.environ.get("WANDB_API_KEY") or _logged_in() else "offline"
+    return "online" if has_wandb_key() else "offline"
 
 
-def _logged_in() -> bool:
-    """Whether ~/.netrc has a key of `wandb login`."""
+def has_wandb_key() -> bool:
+    """Whether there is a key to log in with: WANDB_API_KEY, or that of `wandb login` in ~/.netrc."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
     try:
         return netrc.netrc().authenticators(host or "") is not None

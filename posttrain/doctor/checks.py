@@ -1,0 +1,64 @@
+"""The checks, in the order of the table."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from posttrain.doctor.finding import Check
+from posttrain.errors import ConfigError
+
+HERE = "posttrain.doctor"
+TORCH_S = 120.0  # the first import of torch from a slow disk, or a kernel's first compilation
+
+
+def all_checks(output_dir: Path) -> list[Check]:
+    """Every check; `output_dir` is where runs are written."""
+    torch, light, services = "torch", "light", "services"
+    return [
+        Check("python", f"{HERE}.requirements:python", light, True),
+        Check("platform", f"{HERE}.machine:platform_limits", light),
+        Check("cores", f"{HERE}.machine:cores", light),
+        Check("run folder", f"{HERE}.machine:run_folder", light, True, (str(output_dir),)),
+        Check("hub cache", f"{HERE}.machine:hub_cache", light),
+        Check("packages", f"{HERE}.requirements:packages", light, True),
+        Check("torch", f"{HERE}.compute:torch_works", torch, True, deadline=TORCH_S, mend="pip install torch"),
+        _library("transformers", torch, deadline=TORCH_S),
+        _library("peft", torch, deadline=TORCH_S),
+        _library("datasets", torch),
+        Check("data cache", f"{HERE}.machine:data_cache", torch),  # imports torch, as datasets' check does
+        _library("safetensors", light),
+        _library("matplotlib", light, deadline=TORCH_S),
+        Check("graders", f"{HERE}.services:graders", services, True, deadline=TORCH_S),
+        Check("isolation", f"{HERE}.services:isolation", services, deadline=TORCH_S),
+        Check("GPU", f"{HERE}.compute:gpu", torch, deadline=TORCH_S),
+        Check("Triton", f"{HERE}.compute:triton", torch, deadline=TORCH_S),
+        Check("FlexAttention", f"{HERE}.compute:flex_attention", torch, deadline=TORCH_S),
+        _library("bitsandbytes", torch, required=False, deadline=TORCH_S),
+        _library("flash-attn", torch, required=False, deadline=TORCH_S),
+        _library("liger-kernel", torch, "liger", required=False, deadline=TORCH_S),
+        _library("vllm", "vllm", required=False, deadline=TORCH_S),
+        Check("hub", f"{HERE}.services:hub", light),
+        Check("hub token", f"{HERE}.services:hub_token", light),
+        Check("tensorboard", f"{HERE}.services:tensorboard", torch),
+        Check("wandb", f"{HERE}.services:wandb", services),
+        Check("trackio", f"{HERE}.services:trackio", services),
+    ]
+
+
+def _library(package: str, lane: str, function: str = "", required: bool = True, deadline: float = 30.0) -> Check:
+    target = f"{HERE}.libraries:{function or package.replace('-', '_')}"
+    return Check(package, target, lane, required, deadline=deadline, mend=f"pip install --force-reinstall {package}")
+
+
+def chosen(checks: Sequence[Check], names: Iterable[str]) -> list[Check]:
+    """The checks of these names, in their own order; all without names. Raises ConfigError for an unknown name."""
+    known = {check.name.lower(): check for check in checks}
+    wanted = [name.lower() for name in names]
+    for name in wanted:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.5)
+            hint = f": did you mean {known[near[0]].name!r}?" if near else ""
+            raise ConfigError(f"there is no check {name!r}{hint} They are {', '.join(one.name for one in checks)}")
+    return [check for check in checks if not wanted or check.name.lower() in wanted]

@@ -1,0 +1,190 @@
+"""Graders, the hub, and trackers."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from posttrain.doctor.finding import Broken, Found
+from posttrain.doctor.requirements import absent, version_of
+from posttrain.grading.pool import Pool
+from posttrain.grading.verdict import Grade, GradeRequest, Judgement, Rule
+from posttrain.store.provenance import redact
+from posttrain.words import counted
+
+DEADLINE_S = 1.0
+GRACE_S = 0.5  # docs/grading.md: a verdict comes within the deadline and half a second
+HUB_S = 8.0
+PROBED = "openai-community/gpt2"
+
+
+# --- graders ----------------------------------------------------------------------------------------------------------
+
+
+def _forever(completion: str, gold: str | None) -> Judgement:
+    return Judgement(float(9 ** (9**9) > 0), True)  # in C, with the interpreter's lock: no signal ends it
+
+
+ENDLESS = Rule(lambda gold: None, _forever)
+
+
+def graders() -> Found:
+    """The 20 known pairs of the maths rule, and an endless answer cut at its deadline."""
+    versions = [f"{name} {version_of(name)}" for name in ("sympy", "math-verify")]
+    from posttrain.config import TagsConfig
+    from posttrain.rewards.rules import canary
+
+    known = canary("math", TagsConfig())
+    with _pool(deadline=20.0) as pool:  # a busy machine is no wrong verdict
+        grades = pool.grade([request for request, _ in known])
+    wrong = [grade for grade, (_, verdict) in zip(grades, known, strict=True) if grade.verdict != verdict]
+    if wrong:
+        first = f"{wrong[0].verdict} {wrong[0].reason or ''}".strip()
+        raise Broken(f"{len(wrong)} of {len(known)} known answers are judged wrongly: {first}", _reinstall())
+    with Pool(1, DEADLINE_S, spares=0, modules=(__name__,)) as pool:
+        [grade] = pool.grade([GradeRequest(f"{__name__}:ENDLESS", "")])
+    if grade.verdict != "timeout" or grade.seconds > DEADLINE_S + GRACE_S:
+        raise Broken(f"an endless answer was not cut after {DEADLINE_S:g} s: {_said(grade)}")
+    return Found(f"{', '.join(versions)}: {len(known)} known answers, an endless one cut after {grade.seconds:.1f} s")
+
+
+def isolation() -> Found:
+    """The restrictions of a grading worker that are in force here."""
+    with _pool(deadline=20.0) as pool:
+        pool.grade([GradeRequest("posttrain.rewards.maths:MATH", r"\boxed{2}", "2")])
+        in_force = pool.isolation
+    detail = ", ".join(in_force) or "none but the deadline"
+    if sys.platform == "linux" and not {"no network", "no TCP"} & set(in_force):
+        return Found(f"{detail}; graders may open connections", "limited", "allow unprivileged user namespaces")
+    return Found(detail, "ok" if in_force else "limited")
+
+
+def _pool(deadline: float) -> Pool:
+    from posttrain.rewards.rules import modules_of
+
+    return Pool(1, deadline, spares=0, modules=modules_of(["math"]))
+
+
+def _said(grade: Grade) -> str:
+    return f"{grade.verdict} after {grade.seconds:.1f} s"
+
+
+def _reinstall() -> str:
+    return "pip install --force-reinstall sympy math-verify"
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def hub() -> Found:
+    """Whether the hub answers, or what its local cache holds, from which models and data come without it."""
+    from huggingface_hub import HfApi, constants
+
+    from posttrain.hub import stay_offline_without_network
+
+    place, by_user = redact(constants.ENDPOINT), constants.HF_HUB_OFFLINE
+    stay_offline_without_network()
+    if constants.HF_HUB_OFFLINE:
+        kept = f"only the local cache, {_cached(Path(constants.HF_HUB_CACHE))}"
+        if by_user:
+            return Found(f"offline by HF_HUB_OFFLINE: {kept}", "limited", "unset HF_HUB_OFFLINE")
+        host = urlsplit(place).hostname
+        return Found(f"{host} does not resolve: {kept}", "limited", "connect to the network, or set HF_HUB_OFFLINE=1")
+    began = time.monotonic()
+    try:
+        HfApi().model_info(PROBED, timeout=HUB_S)
+    except Exception as error:  # of any HTTP library beneath
+        why = redact(f"{type(error).__name__}: {error}".splitlines()[0])
+        kept = _cached(Path(constants.HF_HUB_CACHE))
+        return Found(f"{place} does not answer ({why}); cache: {kept}", "limited", "check the network and HTTPS_PROXY")
+    return Found(f"{place} answers in {time.monotonic() - began:.1f} s")
+
+
+def _cached(folder: Path) -> str:
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    models, sets = (sum(name.startswith(f"{kind}--") for name in names) for kind in ("models", "datasets"))
+    return f"{counted(models, 'model')} and {counted(sets, 'data set')}"
+
+
+def hub_token() -> Found:
+    """Whether there is a token, and whose it is if the hub can be asked. It is never shown."""
+    from huggingface_hub import HfApi, constants, get_token
+
+    from posttrain.hub import stay_offline_without_network
+
+    source = "HF_TOKEN" if os.environ.get("HF_TOKEN") else "the login of `hf auth login`"
+    if get_token() is None:
+        return Found("none; for private and gated repositories", "absent", "hf auth login, or HF_TOKEN=… in .env")
+    stay_offline_without_network()
+    if constants.HF_HUB_OFFLINE:
+        return Found(f"from {source}; not checked, the hub is offline")
+    try:
+        HfApi().whoami()
+    except Exception as error:
+        return Found(f"from {source}, not accepted ({type(error).__name__})", "limited", "hf auth login")
+    return Found(f"from {source}, accepted")
+
+
+# --- trackers ---------------------------------------------------------------------------------------------------------
+
+
+def tensorboard() -> Found:
+    """An event file written with torch's writer and read by TensorBoard."""
+    if missing := absent("tensorboard", "tensorboard", "tracking.report_to: tensorboard", "track"):
+        return missing
+    version = version_of("tensorboard")
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from torch.utils.tensorboard import SummaryWriter
+
+    with tempfile.TemporaryDirectory() as folder:
+        with SummaryWriter(folder) as writer:
+            writer.add_scalar("loss", 1.0, 1)
+        [file] = Path(folder).iterdir()
+        steps = [event.step for event in EventFileLoader(str(file)).Load() if event.summary.value]
+    if steps != [1]:
+        raise Broken(f"{version}: an event that was written is not read", "pip install -U tensorboard")
+    return Found(f"{version}: an event is written and read")
+
+
+def wandb() -> Found:
+    """A run in a folder, without the network."""
+    if missing := absent("wandb", "wandb", "tracking.report_to: wandb", "track"):
+        return missing
+    version = version_of("wandb")
+    import wandb
+
+    from posttrain.store.tracking import has_wandb_key
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        quiet = wandb.Settings(silent=True, console="off", save_code=False, disable_git=True)
+        run = wandb.init(mode="offline", dir=folder, project="doctor", settings=quiet)
+        run.log({"loss": 1.0})
+        run.finish()
+        written = list(Path(folder).rglob("*.wandb"))
+    if not written:
+        raise Broken(f"{version}: a run leaves no file", "pip install -U wandb")
+    key = "a key to log in" if has_wandb_key() else "no key, so runs stay offline"
+    return Found(f"{version}: an offline run is written; {key}")
+
+
+def trackio() -> Found:
+    """A run in a database of its own."""
+    if missing := absent("trackio", "trackio", "tracking.report_to: trackio", "track"):
+        return missing
+    version = version_of("trackio")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.environ["TRACKIO_DIR"] = folder  # trackio reads it when it is imported
+        os.environ.pop("TRACKIO_SPACE_ID", None)
+        import trackio
+
+        run = trackio.init(project="doctor", embed=False, auto_log_cpu=False)
+        run.log({"loss": 1.0})
+        trackio.finish()
+        written = list(Path(folder).glob("*.db"))
+    if not written:
+        raise Broken(f"{version}: a run leaves no database", "pip install -U trackio")
+    return Found(f"{version}: a run is written")

@@ -1,0 +1,51 @@
+"""Checks that misbehave, called in the doctor's helper processes; named in test_doctor.py."""
+
+import ctypes
+import os
+import time
+
+from posttrain.doctor.finding import Broken, Found
+
+
+def fine(text="it works"):
+    return Found(text)
+
+
+def process():
+    return Found(str(os.getpid()))
+
+
+def prints():
+    print('{"state": "ok", "detail": "forged", "mend": ""}', flush=True)
+    os.write(1, b'{"state": "ok", "detail": "forged", "mend": ""}\n')
+    return Found("mine", "limited", "do this")
+
+
+def segfault():
+    return Found(str(ctypes.string_at(0)))
+
+
+def leave():
+    os.write(2, b"the disk is on fire\n")
+    os._exit(3)
+
+
+def hang():
+    return Found(str(9 ** (9**9)))  # in C, with the interpreter's lock
+
+
+def sleep():
+    time.sleep(60)
+    return Found("")
+
+
+def fail():
+    raise KeyError("no such thing")
+
+
+def broken():
+    raise Broken("it does not work", "turn it on")
+
+
+def leave_quietly():
+    raise SystemExit(0)
