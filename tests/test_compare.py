@@ -369,6 +369,8 @@ def test_what_is_refused(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     broken = run_of(tmp_path / "broken", [[0.5]], steps=[1])
     (tmp_path / "broken/rollouts.sqlite").write_bytes(b"SQLite format 3\0" + b"x" * 5000)
+    for name in ("one", "two"):
+        run_of(tmp_path / "several" / name, [[0.5]], steps=[1])
     ungraded = evaluation(tmp_path / "ungraded", answered([None, None, None]))
     for sides, message in (
         ([a], "give at least two sides"),
@@ -381,6 +383,8 @@ def test_what_is_refused(tmp_path, capsys):
         ([a, damaged], "answers.jsonl line 1 is damaged"),
         ([a, tmp_path / "unfinished"], "not finished"),
         ([a, broken], "cannot be read"),
+        ([a, f"{a}@3"], "is an evaluation: @3 names a step of a run"),
+        ([a, tmp_path / "several"], "several contains 2 runs: name one, such as"),
         ([a, ungraded], "no graded item in common (3 not graded in B)"),
     ):
         assert main(["compare", *map(str, sides), "-o", str(tmp_path / "out")]) != 0
@@ -410,8 +414,10 @@ def test_five_thousand_items_take_under_two_seconds(tmp_path, capsys):
 
     random = np.random.default_rng(4)
     for name in ("a", "b"):
-        answers = answered(random.integers(0, 2, 5000).astype(float).tolist())
-        evaluation(tmp_path / name, [replace(one, completion="step by step " * 40) for one in answers])
+        folder = evaluation(tmp_path / name, answered([0.0]), count=5000)
+        row = {**asdict(PLAIN), "completion": "step by step " * 40}
+        scores = enumerate(random.integers(0, 2, 5000).tolist())
+        save_rows(tmp_path / folder / "answers.jsonl", [row | {"item": str(i), "score": float(v)} for i, v in scores])
     began = time.process_time()
     facts = compared(tmp_path, tmp_path / "a", tmp_path / "b")
     spent = time.process_time() - began

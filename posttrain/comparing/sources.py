@@ -15,6 +15,7 @@ import yaml
 
 from posttrain.errors import DataError, RunError
 from posttrain.evaluation.records import Answer, is_evaluation, read_answers, read_summary
+from posttrain.reports.listing import runs_below
 from posttrain.store.stored_rollouts import StoredRun
 from posttrain.words import counted, model_name
 
@@ -54,6 +55,8 @@ def read_source(path: str) -> Source:
     if not folder.is_dir():
         raise RunError(f"there is no file or folder {folder}; a model of the hub needs suites to compare on: --suite")
     if is_evaluation(folder):
+        if step is not None:
+            raise RunError(f"{folder} is an evaluation: @{step} names a step of a run")
         run = _run_of(folder)
         settings, seed = _settings(run) if run else (None, None)
         return Source(_name(folder), path, _evaluation(folder), settings and f"{settings} {folder.name}", seed)
@@ -64,6 +67,9 @@ def read_source(path: str) -> Source:
     if _has_rollouts(folder):
         suites |= _validation(folder, step)
     if not suites:
+        below = [] if (folder / "rollouts.sqlite").is_file() else runs_below(folder)
+        if len(below) > 1 or below not in ([], [folder]):
+            raise RunError(f"{folder} contains {counted(len(below), 'run')}: name one, such as {below[-1]}")
         raise RunError(
             f"{folder} has nothing to compare: no evaluation (posttrain eval, or --suite, makes one), and no rewarded "
             "completions of validation prompts (rewards, data.validation and rollout.save in the settings of a run)"
