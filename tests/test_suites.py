@@ -18,6 +18,7 @@ from posttrain.evaluation.judging import Judge
 from posttrain.evaluation.records import Answer, EvaluationStore, read_answers, read_summary
 from posttrain.evaluation.suite import ALIASES, find_suite, suite_names, with_settings
 from posttrain.inspection.evaluate import Options, evaluate, evaluate_recorded
+from posttrain.inspection.evaluate_table import write_sweep
 from posttrain.inspection.pairs import PairOptions
 
 LOCAL = {
@@ -219,7 +220,8 @@ ROWS = [
 def test_a_killed_evaluation_goes_on(stories, tmp_path, monkeypatch):
     from posttrain.evaluation import answering, running
 
-    monkeypatch.setattr(running, "BLOCK", 4)
+    monkeypatch.setattr(running, "FIRST_BLOCK", 4)
+    monkeypatch.setattr(running, "MOST_BLOCK", 4)
     suite = own(tmp_path, ROWS, temperature=1.0, num_generations=2, group="kind")
     whole = run(stories, [suite], tmp_path / "whole")
     calls, ask = [], answering.Generated.__call__
@@ -372,3 +374,41 @@ def test_wrong_commands(shared, capsys, arguments, said):
     data = str(shared / "data/gsm8k/test.jsonl")
     assert main(["eval", *[data if text == "DATA" else text for text in arguments]]) != 0
     assert re.search(said, " ".join(capsys.readouterr().err.split()))
+
+
+# --- verifiers and sweeps ---
+
+
+def test_verifiers_are_compared(shared, tmp_path):
+    """A right answer in another spelling, a wrong one, and none; and each gold with itself."""
+    rows = [
+        {"problem": "a", "answer": r"\frac{1}{2}", "completions": r"\boxed{0.5}"},
+        {"problem": "b", "answer": "7", "completions": r"\boxed{7}"},
+        {"problem": "c", "answer": "7", "completions": r"\boxed{8}"},
+        {"problem": "d", "answer": "7", "completions": "who knows"},
+    ]
+    items = load_items(own(tmp_path, rows, rule="math"))
+    options = Options(calibrate=True, workers=1)
+    summary = evaluate_recorded(tmp_path / "rows.jsonl", "completions", [items], options, tmp_path / "e")
+    found = summary["suites"]["own"]["calibration"]
+    assert (found["answers"], found["parse_failures"], found["golds"], found["golds_rejected"]) == (4, 1, 4, [])
+    assert found["agreement"] == {
+        "string wrong, rule wrong, math_verify wrong": 2,
+        "string wrong, rule correct, math_verify correct": 1,
+        "string correct, rule correct, math_verify correct": 1,
+    }
+    assert [one["item"] for one in found["disagreements"]] == ["0"]
+    assert read_summary(tmp_path / "e") == summary
+
+
+def test_a_sweep_is_drawn(tmp_path):
+    assert write_sweep({"model": {"name": "m"}, "suites": {}}, tmp_path) is None
+    suites = {
+        f"s T{t}": {
+            "suite": "s", "setting": f"temperature={t}", "sampling": {"temperature": t, "top_p": 1.0}, "tokens": 10 * t,
+            "value": value, "low": value and value - 0.1, "high": value and value + 0.1, "answers": 2,
+        }
+        for t, value in ((0, 0.5), (1, 0.4), (2, None))
+    }  # fmt: skip
+    path = write_sweep({"model": {"name": "m"}, "suites": suites}, tmp_path)
+    assert path is not None and path.read_bytes()[1:4] == b"PNG"

@@ -70,7 +70,9 @@ Batches = Annotated[
 ]
 Deadline = Annotated[float, typer.Option("--deadline", help="Time limit of grading one completion, in seconds.")]
 Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Grading processes; default: one per core.")]
-Export = Annotated[str | None, typer.Option("--export", metavar="inspect|lm-eval", help="Also write this format.")]
+Calibrate = Annotated[
+    bool, typer.Option("--calibrate", help="Also compare verifiers: the string, the rule, math_verify; gold with gold.")
+]
 
 
 def eval(
@@ -99,6 +101,7 @@ def eval(
     overwrite: Overwrite = False,
     deadline: Deadline = 2.0,
     workers: Workers = None,
+    calibrate: Calibrate = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
@@ -135,7 +138,7 @@ def eval(
     with quick_imports():
         from posttrain.evaluation.items import load_items  # these import torch, which takes seconds
         from posttrain.inspection.evaluate import Options, evaluate, evaluate_recorded
-        from posttrain.inspection.evaluate_table import show
+        from posttrain.inspection.evaluate_table import show, write_sweep
         from posttrain.inspection.pairs import PairOptions
     chosen = [load_items(one, max_rows) for one in suites]
     options = Options(
@@ -150,6 +153,7 @@ def eval(
         seed=seed,
         deadline=deadline,
         workers=workers,
+        calibrate=calibrate,
         pairs=PairOptions(reference=reference, num_batches=num_batches, max_rows=max_rows, seed=seed),
     )
     found: dict[str, Mapping[str, Any]] = {}
@@ -165,6 +169,9 @@ def eval(
             summary = evaluate(found_model, name, chosen, options, devices, folder, overwrite)
         found[str(folder)] = summary
     show(found)
+    for folder, summary in found.items():
+        if picture := write_sweep(summary, Path(folder)):
+            say(f"written: {picture}")
     for folder in found:
         say(f"written: {folder}")
 

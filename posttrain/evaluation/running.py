@@ -14,7 +14,10 @@ from posttrain.evaluation.records import Answer, EvaluationStore
 from posttrain.evaluation.summary import summarise
 from posttrain.progress import progress
 
-BLOCK = 256  # answers between two commits: what a kill can lose
+# Answers of a block, which is what a kill can lose: blocks grow while they take less than `SHORT_S`, and shrink above
+# `LONG_S`. Their size changes no answer.
+FIRST_BLOCK, LEAST_BLOCK, MOST_BLOCK = 32, 4, 1024
+SHORT_S, LONG_S = 5.0, 30.0
 
 
 def run(
@@ -38,14 +41,16 @@ def run(
     done = store.positions(key)
     left = [item for item in items.items if item.position not in done]
     began = time.perf_counter()
-    for block in blocks(left, answers, judge, samples, what=f"{key}"):
-        store.add(
-            key,
-            [
-                (item.position, _answer(items, setting, answers, item, sample, reply, outcome))
-                for item, sample, reply, outcome in _flat(block)
-            ],
-        )
+
+    def stored() -> Iterator[Item]:
+        """Every item, once its answers are stored."""
+        for block in blocks(left, answers, judge, samples):
+            rows = [(item.position, _answer(items, setting, answers, item, *rest)) for item, rest in _flat(block)]
+            store.add(key, rows)
+            yield from (item for item, _, _ in block)
+
+    for _ in progress(stored(), key, len(left)):
+        pass
     spent = time.perf_counter() - began
     found = list(store.answers(key))
     seconds = spent if not done else sum(answer.seconds for answer in found)
@@ -57,13 +62,16 @@ def run(
 Block = list[tuple[Item, list[Reply], list[Outcome]]]
 
 
-def blocks(items: Sequence[Item], answers: Answers, judge: Judge, samples: int, what: str) -> Iterator[Block]:
+def blocks(items: Sequence[Item], answers: Answers, judge: Judge, samples: int) -> Iterator[Block]:
     """Items with their replies and outcomes, in order. A block is graded while the next one is generated."""
-    size = max(1, BLOCK // samples)
-    waiting = None
-    for start in progress(range(0, len(items), size), what):
-        some = items[start : start + size]
+    size, waiting, start = FIRST_BLOCK, None, 0
+    while start < len(items):
+        some = items[start : start + max(1, size // samples)]
+        start += len(some)
+        began = time.perf_counter()
         replies = answers(some)
+        spent = time.perf_counter() - began
+        size = min(2 * size, MOST_BLOCK) if spent < SHORT_S else max(size // 2, LEAST_BLOCK) if spent > LONG_S else size
         asked = [
             (item, reply) for item, group in zip(some, replies, strict=True) for reply in group if not reply.problem
         ]
@@ -83,10 +91,10 @@ def _graded(judge: Judge, items: Sequence[Item], replies: Sequence[list[Reply]],
     ]
 
 
-def _flat(block: Block) -> Iterator[tuple[Item, int, Reply, Outcome]]:
+def _flat(block: Block) -> Iterator[tuple[Item, tuple[int, Reply, Outcome]]]:
     for item, replies, outcomes in block:
         for sample, (reply, outcome) in enumerate(zip(replies, outcomes, strict=True)):
-            yield item, sample, reply, outcome
+            yield item, (sample, reply, outcome)
 
 
 def _answer(

@@ -21,6 +21,7 @@ from posttrain.data.readers import read_files
 from posttrain.engines import Engine, Sampling, make_engine, stop_token_ids
 from posttrain.errors import ModelError
 from posttrain.evaluation.answering import Answers, Chosen, Generated, Recorded, ask
+from posttrain.evaluation.calibration import CALIBRATED, calibrate
 from posttrain.evaluation.items import Items
 from posttrain.evaluation.judging import Judge
 from posttrain.evaluation.records import EvaluationStore, write_files
@@ -52,6 +53,7 @@ class Options:
     seed: int = 0
     deadline: float = DEADLINE_S
     workers: int | None = None
+    calibrate: bool = False
     pairs: PairOptions = field(default_factory=PairOptions)
 
     def settings(self) -> list[dict[str, float]]:
@@ -79,7 +81,7 @@ def evaluate_recorded(
             with Judge(items.suite, options.workers, options.deadline) as judge:
                 key = items.suite.name
                 run(items, answers, judge, samples, store=store, key=key, facts=facts, sampling={"recorded": column})
-        return _written(folder, store, {"name": file.stem, "path": str(file), "content": None}, chosen)
+        return _written(folder, store, {"name": file.stem, "path": str(file), "content": None}, chosen, options)
 
 
 @sharing_cores()
@@ -108,7 +110,7 @@ def evaluate(
                 sampling = _sampling(items.suite, options, setting)
                 named = " ".join(f"{key}={value:g}" for key, value in setting.items()) if options.sweeps else ""
                 loads.run(items, sampling, named, content, store)
-        return _written(folder, store, {"name": name, "path": model.path, "content": content}, chosen)
+        return _written(folder, store, {"name": name, "path": model.path, "content": content}, chosen, options)
 
 
 class _Loaded(ExitStack):
@@ -194,13 +196,28 @@ def _shown(sampling: Sampling) -> dict[str, Any]:
     return shown
 
 
-def _written(folder: Path, store: EvaluationStore, model: Mapping[str, Any], chosen: Sequence[Items]) -> dict[str, Any]:
+def _written(
+    folder: Path, store: EvaluationStore, model: Mapping[str, Any], chosen: Sequence[Items], options: Options
+) -> dict[str, Any]:
+    if options.calibrate:
+        for items in chosen:
+            _calibrate(items, store, options)
     about = {"posttrain": __version__, "created": datetime.now(UTC).isoformat(timespec="seconds")}
     summary = write_files(folder, store, model, about)
     for items in chosen:
         if items.suite.outputs is not None:
             save_json(folder / items.suite.outputs, list(_outputs(items, store, str(model["name"]))))
     return summary
+
+
+def _calibrate(items: Items, store: EvaluationStore, options: Options) -> None:
+    """Add `calibration` to the summaries of the suite, where its rule compares answers."""
+    if items.suite.rule not in CALIBRATED or items.suite.kind != "generate":
+        return
+    for key, summary in store.summaries().items():
+        if summary["suite"] == items.suite.name and "calibration" not in summary:
+            found = calibrate(items, list(store.answers(key)), options.workers, options.deadline)
+            store.finish(key, summary | {"calibration": found})
 
 
 def _outputs(items: Items, store: EvaluationStore, generator: str) -> Iterator[dict[str, Any]]:

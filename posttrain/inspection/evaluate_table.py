@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -35,14 +36,16 @@ def table(found: Summaries) -> Table:
     swept = any(suite["setting"] for _, suite in entries)
     if swept:
         shown.add_column("setting", overflow="fold")
-    for name in ("score", "95 % interval", "graded", "tokens"):
+    most = max((int(k) for _, suite in entries if swept for k in suite.get("pass@k", ())), default=0)
+    for name in ("score", "95 % interval", *([f"pass@{most}"] if most else []), "graded", "tokens"):
         shown.add_column(name, justify="right")
     for model, suite in entries:
         cells = [visible(model)] if len(models) > 1 else []
         cells += [f"{suite['suite']}{'*' if suite['partial'] else ''}"]
-        cells += [suite["setting"].replace("temperature", "T")] if swept else []
+        cells += [suite["setting"].replace("temperature=", "T ").replace("top_p=", "p ")] if swept else []
         graded = f"{suite['graded']:,} of {suite['answers']:,}"
-        cells += [percent(suite["value"]), interval(suite), graded, f"{suite['tokens']:,}"]
+        passing = [percent(suite.get("pass@k", {}).get(str(most)))] if most else []
+        cells += [percent(suite["value"]), interval(suite), *passing, graded, f"{suite['tokens']:,}"]
         shown.add_row(*cells)
     return shown
 
@@ -51,23 +54,28 @@ def notes(found: Summaries) -> Iterator[str]:
     """What the table has no room for."""
     several = len(found) > 1
     for summary in found.values():
+        said: set[str] = set()
         for key, suite in summary["suites"].items():
             name = f"{summary['model']['name']}, {key}" if several else key
-            if suite["partial"]:
-                yield f"* {visible(name)}: {suite['partial']}"
+            swept = bool(suite["setting"])
+            if suite["partial"] and not (swept and suite["suite"] in said):
+                said.add(suite["suite"])
+                yield f"* {visible(suite['suite'] if swept else name)}: {suite['partial']}"
             if suite["ungraded"]:
                 reasons = ", ".join(f"{count:,} {visible(reason)}" for reason, count in suite["ungraded"].items())
                 yield f"{visible(name)}: {counted(sum(suite['ungraded'].values()), 'answer')} not graded: {reasons}"
-            if suite["truncated"]:
+            if suite["truncated"] and not swept:
                 yield f"{visible(name)}: {counted(suite['truncated'], 'answer')} reached the length limit"
-            if suite.get("pass@k"):
+            if suite.get("pass@k") and not swept:
                 for measure in ("pass@k", "maj@k"):
                     values = ", ".join(f"{k}: {percent(value)}" for k, value in suite[measure].items())
                     yield f"{visible(name)}: {measure} for k = {values}"
-            if suite["classes"]:
+            if suite["classes"] and not swept:
                 classes = ", ".join(f"{kind}: {count:,}" for kind, count in suite["classes"].items())
                 yield f"{visible(name)}: format and answer {classes}"
-            if len(suite["groups"]) > 1:
+            if calibration := suite.get("calibration"):
+                yield from (f"{visible(name)}: {visible(line)}" for line in _calibration(calibration))
+            if len(suite["groups"]) > 1 and not swept:
                 yield f"{visible(name)}: " + ", ".join(
                     f"{visible(group)} {percent(facts['value'])}" for group, facts in suite["groups"].items()
                 )
@@ -79,3 +87,60 @@ def percent(value: float | None) -> str:
 
 def interval(suite: Mapping[str, Any]) -> str:
     return "-" if suite["low"] is None else f"{suite['low']:.1%} to {suite['high']:.1%}"
+
+
+def _calibration(found: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{counted(found['parse_failures'], 'answer')} of {found['answers']:,} could not be parsed"
+    agree = sum(count for kinds, count in found["agreement"].items() if len(set(_kinds(kinds))) == 1)
+    yield f"string, rule and math_verify agree on {agree:,} of {found['answers']:,} answers"
+    for kinds, count in found["agreement"].items():
+        if len(set(_kinds(kinds))) > 1:
+            yield f"    {kinds}: {count:,}"
+    if found["golds_rejected"]:
+        names = ", ".join(found["golds_rejected"][:5])
+        yield f"{len(found['golds_rejected']):,} of {found['golds']:,} golds are rejected as their own answer: {names}"
+    else:
+        yield f"each of {found['golds']:,} golds is accepted as its own answer"
+
+
+def _kinds(text: str) -> list[str]:
+    return [part.split()[-1] for part in text.split(", ")]
+
+
+def write_sweep(summary: Mapping[str, Any], folder: Path) -> Path | None:
+    """`sweep.png`: each suite's score with its interval over the temperature, a line per top_p; tokens an answer below.
+
+    None if the evaluation has no sweep.
+    """
+    swept = [suite for suite in summary["suites"].values() if suite["setting"]]
+    if not swept:
+        return None
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    axis = "temperature" if len({suite["sampling"]["temperature"] for suite in swept}) > 1 else "top_p"
+    other = "top_p" if axis == "temperature" else "temperature"
+    several = len({suite["sampling"][other] for suite in swept}) > 1
+    for name, value in dict.fromkeys((suite["suite"], suite["sampling"][other]) for suite in swept):
+        line = [s for s in swept if s["suite"] == name and s["sampling"][other] == value and s["value"] is not None]
+        line.sort(key=lambda suite: suite["sampling"][axis])
+        at = [suite["sampling"][axis] for suite in line]
+        label = f"{name}, {other} {value:g}" if several else name
+        scores = [suite["value"] for suite in line]
+        ends = [(s["value"], s["value"]) if s["low"] is None else (s["low"], s["high"]) for s in line]
+        errors = [
+            [max(score - low, 0.0) for score, (low, _) in zip(scores, ends, strict=True)],
+            [max(high - score, 0.0) for score, (_, high) in zip(scores, ends, strict=True)],
+        ]
+        above.errorbar(at, scores, yerr=errors, marker="o", capsize=3, label=label)
+        below.plot(at, [suite["tokens"] / max(suite["answers"], 1) for suite in line], marker="o")
+    above.set_ylabel("score, 95 % interval")
+    above.legend()
+    below.set_ylabel("tokens an answer")
+    below.set_ylim(bottom=0)
+    below.set_xlabel(axis)
+    figure.suptitle(str(summary["model"]["name"]))
+    path = folder / "sweep.png"
+    figure.savefig(path, dpi=120)
+    return path
