@@ -36,6 +36,7 @@ import pytest
 import yaml
 from test_compare import answered, evaluation
 from test_presets import LABELLED, LOCAL, PAIRS
+from test_suites import LOCAL as SUITES
 
 from posttrain.cli import main
 from posttrain.comparing.sides import split_name
@@ -137,6 +138,8 @@ class Reader:
             self.run([*arguments, "--workers", "1"])
         elif arguments[:2] == ["data", "save"]:
             self.run(["data", "save", str(self.shared / DATA[rest[1]][0]), *rest[2:], "--max-rows", "4"])
+        elif verb == "eval":
+            self.run([*self.evaluated(rest), "--workers", "1"] if "--list" not in rest else arguments)
         elif verb == "compare" and "--judge" in rest:
             flags_exist(arguments, self.run)  # tests/test_compare.py has a judge
         elif verb == "compare":
@@ -153,6 +156,16 @@ class Reader:
                 f"nothing here knows how to run posttrain {verb}"
             )
             self.run(arguments)
+
+    def evaluated(self, rest: list[str]) -> list[str]:
+        """A few items of real rows, asked of a local model."""
+        models = list(itertools.takewhile(lambda word: not word.startswith("-"), rest))
+        local = [name if Path(name).exists() else str(self.shared / "models/stories260K") for name in models]
+        names = rest[rest.index("--suite") + 1].split(",")
+        known = [name for name in names if name in SUITES and "--data" not in rest]
+        data = [word for name in known for word in ("--data", f"{name}={self.shared / 'data' / SUITES[name][0]}")]
+        few = ["--max-rows", "3", "--max-completion-length", "4"]
+        return ["eval", *local, *rest[len(models) :], *data, *few]
 
     def evaluations(self, rest: list[str]) -> None:
         """Evaluation folders with a few recorded solutions of GSM8K, under the names that `compare` is given."""

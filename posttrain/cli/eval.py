@@ -167,7 +167,8 @@ def eval(
             folder = _folder(output, default, name, len(models))
             found_model = from_flags(ModelConfig, {"path": place, "dtype": dtype})
             summary = evaluate(found_model, name, chosen, options, devices, folder, overwrite)
-        found[str(folder)] = summary
+        asked = {key: one for key, one in summary["suites"].items() if one["suite"] in {s.name for s in suites}}
+        found[str(folder)] = {**summary, "suites": asked}
     show(found)
     for folder, summary in found.items():
         if picture := write_sweep(summary, Path(folder)):

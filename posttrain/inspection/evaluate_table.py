@@ -43,7 +43,7 @@ def table(found: Summaries) -> Table:
         cells = [visible(model)] if len(models) > 1 else []
         cells += [f"{suite['suite']}{'*' if suite['partial'] else ''}"]
         cells += [suite["setting"].replace("temperature=", "T ").replace("top_p=", "p ")] if swept else []
-        graded = f"{suite['graded']:,} of {suite['answers']:,}"
+        graded = f"{suite['graded']:,}" + (f" of {suite['answers']:,}" if suite["graded"] < suite["answers"] else "")
         passing = [percent(suite.get("pass@k", {}).get(str(most)))] if most else []
         cells += [percent(suite["value"]), interval(suite), *passing, graded, f"{suite['tokens']:,}"]
         shown.add_row(*cells)
@@ -86,7 +86,7 @@ def percent(value: float | None) -> str:
 
 
 def interval(suite: Mapping[str, Any]) -> str:
-    return "-" if suite["low"] is None else f"{suite['low']:.1%} to {suite['high']:.1%}"
+    return "-" if suite["low"] is None else f"{100 * suite['low']:.1f} to {suite['high']:.1%}"
 
 
 def _calibration(found: Mapping[str, Any]) -> Iterator[str]:
