@@ -131,9 +131,6 @@ class Reader:
             self.run([verb, model, *rest[1:]])
         elif verb == "losses":
             self.run([verb, *self.stored(rest)])
-        elif verb == "eval":
-            model = rest[0] if Path(rest[0]).exists() else str(self.shared / "models/stories260K")
-            self.run([verb, model, *rest[1:], "--workers", "1"])
         elif verb == "grade":
             self.run([*arguments, "--workers", "1"])
         elif arguments[:2] == ["data", "save"]:
