@@ -126,6 +126,9 @@ class Reader:
                 for flag, word in itertools.pairwise(["", *rest])
             ]
             self.run([verb, *self.local(rest)])
+        elif verb == "sweep":  # the swept values are not those of one run
+            flags = self.local([rest[0], "--dry-run"])[2:]
+            self.run([verb, *rest, *flags])
         elif verb in ("score", "generate", "sample"):
             model = rest[0] if Path(rest[0]).exists() else str(self.shared / "models/stories260K")
             self.run([verb, model, *rest[1:]])

@@ -31,7 +31,7 @@ LAYERS = [
     ["planning", "inspection"],
     ["export"],
     ["runner"],
-    ["doctor", "quickstart", "verify"],
+    ["doctor", "quickstart", "sweep", "verify"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -16,7 +16,7 @@ from posttrain.store.logs import ConsoleLog
 from posttrain.terminal import say
 
 # Their results are files, so a closed output does not end them.
-ENDURING = ("train", "quickstart", "verify-resume", "score", "grade", "generate")
+ENDURING = ("train", "sweep", "quickstart", "verify-resume", "score", "grade", "generate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ HELP = "Post-training of language models: supervised fine-tuning, reward models,
 VERBS = {
     "train": "train",
     "plan": "train",
+    "sweep": "sweep",
     "explore": "explore",
     "score": "score",
     "grade": "grade",
@@ -32,7 +33,7 @@ VERBS = {
     "quickstart": "quickstart",
     "doctor": "doctor",
 }
-TAKE_SETTINGS = ("train", "plan", "explore", "verify-resume")  # every setting is a flag of theirs
+TAKE_SETTINGS = ("train", "plan", "sweep", "explore", "verify-resume")  # every setting is a flag of theirs
 GROUPS = {"config": "Settings", "data": "Settings", "runs": "Runs"}  # verbs with subcommands -> their panel in the help
 
 

@@ -1,7 +1,7 @@
 """Every setting as a flag, generated from the schema: `--max-steps 200`, or in full `--training.max-steps 200`."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -130,18 +130,21 @@ class SettingsCommand(TyperCommand):
         # an argument, which is not a flag, has its bare name in `opts`
         declared = {opt[2:]: p.name for p in self.params for opt in p.opts if opt.startswith("--")}
         typed: dict[str, str] = {}
-        rest = super().parse_args(ctx, plain(args, set(declared), typed))
+        bare = {p.name for p in self.params if getattr(p, "is_flag", False)}
+        rest = super().parse_args(ctx, plain(args, set(declared), typed, bare=bare))
         for name, spelling in typed.items():
             if name in _spellings() and isinstance(value := ctx.params[declared[name]], str):
                 ctx.params[declared[name]] = FlagText(value, f"--{spelling}")
         return rest
 
 
-def plain(args: list[str], declared: set[str], spelt: dict[str, str] | None = None) -> list[str]:
+def plain(
+    args: list[str], declared: set[str], spelt: dict[str, str] | None = None, bare: Collection[str | None] = ()
+) -> list[str]:
     """The arguments with every flag as `--declared=value`. Raises UsageError for an unknown flag.
 
-    `declared` has the names, without dashes, of all flags of the command; the value of `--resume` is optional.
-    `spelt` receives the typed form of each declared name.
+    `declared` has the names, without dashes, of all flags of the command; the value of `--resume` is optional
+    unless it is among `bare`, those that take none. `spelt` receives the typed form of each declared name.
     """
     result: list[str] = []
     rest = list(args)
@@ -161,7 +164,7 @@ def plain(args: list[str], declared: set[str], spelt: dict[str, str] | None = No
             spelt[name] = typed
         if name in _switches():
             result.append(f"--{name}={_switch_value(typed, equals, value, negated, rest)}")
-        elif name == "resume" and not equals:
+        elif name == "resume" and name not in bare and not equals:
             result.append(f"--resume={rest.pop(0) if rest and _is_folder_name(rest[0]) else ''}")
         elif equals:
             result.append(f"--{name}={value}")

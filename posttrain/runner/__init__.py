@@ -16,6 +16,7 @@ from posttrain.runner.one import train_one
 from posttrain.runner.pipeline import Pipeline, Task
 from posttrain.store.checkpoint import named_checkpoint
 from posttrain.store.tracking import require_trackers
+from posttrain.training.best import Watch
 from posttrain.training.inputs import is_whole_run, located
 from posttrain.training.resume import memory_settings, run_folder_of, saved_settings, smaller_packs
 from posttrain.training.state import problems_of
@@ -31,17 +32,18 @@ def train(
     model_index: int | None = None,
     skip: Collection[str] = (),
     compared: bool = False,
+    watch: Watch | None = None,
 ) -> int:
     """Train every model of the configuration at every stage in turn. Returns the exit status, 0 if all finished.
 
     `resume` continues where the run stopped: finished stages are kept, an unfinished one continues from its newest
     checkpoint. As a path it names the folder of the whole run, or a single run folder or checkpoint in it. If a run
     fails, the runs that do not depend on it are still trained; a single run raises its error. `compared`: the stages
-    are methods to compare at the end (comparison.py). A closed pipe or terminal does not end the run; `training.log`
-    has all messages.
+    are methods to compare at the end (comparison.py). `watch` sees every evaluation and may end a run early. A closed
+    pipe or terminal does not end the run; `training.log` has all messages.
     """
     with enduring():
-        return _train(config, resume, overwrite, model_index, skip, compared)
+        return _train(config, resume, overwrite, model_index, skip, compared, watch)
 
 
 def _train(
@@ -51,6 +53,7 @@ def _train(
     model_index: int | None,
     skip: Collection[str],
     compared: bool,
+    watch: Watch | None,
 ) -> int:
     stages = (Stage("", None, config),) if isinstance(config, RunConfig) else tuple(config)
     for stage in stages:
@@ -71,7 +74,7 @@ def _train(
 
     def train_task(task: Task, resume: bool, overwrite: bool) -> None:
         with _out_of_memory_advice(task.config, runs.root):
-            train_one(task.config, task.folder, None, resume, overwrite, task.start_facts())
+            train_one(task.config, task.folder, None, resume, overwrite, task.start_facts(), watch)
 
     try:
         return runs.run(train_task, bool(resume), overwrite)

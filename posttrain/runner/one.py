@@ -26,6 +26,7 @@ from posttrain.store.checkpoint import has_saved, newest_complete, saved_step, u
 from posttrain.store.run import Run
 from posttrain.store.tracking import Tracking
 from posttrain.threads import sharing_cores
+from posttrain.training.best import Watch
 from posttrain.training.finish import finish
 from posttrain.training.inputs import models_read, refuse_other_models
 from posttrain.training.resume import refuse_changes, refuse_fewer_steps, report_lost
@@ -42,11 +43,13 @@ def train_one(
     resume: bool,
     overwrite: bool = False,
     start_facts: Mapping[str, Any] | None = None,
+    watch: Watch | None = None,
 ) -> None:
     """Train the one model of `config` in `folder`, from the start or, with `resume`, from a checkpoint.
 
     A run that was stopped before its first checkpoint starts again; its `best` is set aside. If loading shows that a
-    checkpoint is damaged, the previous one is used, unless the user named the damaged one.
+    checkpoint is damaged, the previous one is used, unless the user named the damaged one. `watch` may end the run
+    early.
     """
     release_memory()  # of the previous model
     facts = {"seed": config.seed, "threads": torch.get_num_threads(), **(start_facts or {})}
@@ -71,7 +74,7 @@ def train_one(
             for line in messages:
                 log.warning(line)
             try:
-                return _train_from(checkpoint, config, run, {**facts, "models": models}, resume)
+                return _train_from(checkpoint, config, run, {**facts, "models": models}, resume, watch)
             except DamagedError as error:
                 assert checkpoint is not None  # nothing else raises it
                 if checkpoint == named:
@@ -81,7 +84,14 @@ def train_one(
             choose_checkpoint()
 
 
-def _train_from(checkpoint: Path | None, config: RunConfig, run: Run, facts: Mapping[str, Any], resume: bool) -> None:
+def _train_from(
+    checkpoint: Path | None,
+    config: RunConfig,
+    run: Run,
+    facts: Mapping[str, Any],
+    resume: bool,
+    watch: Watch | None,
+) -> None:
     """Train to the end, from the start or from a checkpoint. If that is damaged, raises DamagedError and changes
     nothing."""
     step = saved_step(checkpoint) if checkpoint else -1  # 0 is the evaluation before training
@@ -97,7 +107,7 @@ def _train_from(checkpoint: Path | None, config: RunConfig, run: Run, facts: Map
     with Tracking(config, run, logged):
         job = start_job(config, config.models[0], run, checkpoint)
         data = job.data()
-        job = replace(job, keeps_engine=keeps_engine(job, data))
+        job = replace(job, keeps_engine=keeps_engine(job, data), watch=watch)
         loop = RECIPES[config.method.type](job, data)
         Thread(target=import_module, args=["matplotlib.backends.backend_agg"], daemon=True).start()  # for `finish`
         loop.save_final()

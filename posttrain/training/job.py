@@ -33,6 +33,7 @@ from posttrain.optim.adamw import AdamW
 from posttrain.optim.adamw_8bit import AdamW8bit
 from posttrain.optim.offload import AdamWCPUOffload
 from posttrain.store.run import Run
+from posttrain.training.best import Watch
 from posttrain.training.inputs import is_inside
 
 log = logging.getLogger("posttrain")
@@ -44,8 +45,9 @@ MANY_DROPPED = 0.1  # share of the rows; a warning above it
 class Job:
     """One model to train. A resumed run continues from `checkpoint`.
 
-    The last two come from the memory estimate (posttrain/planning): whether backward recomputes each layer's
-    activations, and whether the engine keeps its keys and values between rollouts.
+    `gradient_checkpointing` and `keeps_engine` come from the memory estimate (posttrain/planning): whether backward
+    recomputes each layer's activations, and whether the engine keeps its keys and values between rollouts. `watch` may
+    end the run early.
     """
 
     config: RunConfig
@@ -57,6 +59,7 @@ class Job:
     checkpoint: Path | None
     gradient_checkpointing: bool
     keeps_engine: bool = True
+    watch: Watch | None = None
 
     @classmethod
     def start(

@@ -85,7 +85,7 @@ class Loop:
         self._moved: MovedWeights | None = None
         self.saver = Saver(job, policy, optimizer, data, self.total)
         self.interruption = Interruption(self._stop, self.saver)
-        self._best = Best(job.config, job.run, self.saver.write_model)
+        self._best = Best(job.config, job.run, self.saver.write_model, job.watch)
         self._router_load = RouterLoad(policy.model if isinstance(policy, ValueScorer) else policy)
         self._completions = CompletionEvaluation(job, policy, data, self.saver)
         self._suites = SuiteEvaluation(job, policy)
@@ -261,6 +261,8 @@ class Loop:
         self.state.evaluated = True
         self.job.run.log(self.state.step, metrics)
         self.progress.validation(self.state.step, metrics)
+        if self.job.watch is not None and self.state.step < self.total:
+            self.job.watch.look(self.state.step, metrics)
         self._best.look(metrics, self.state)
         self.saver.mark(self.state)
         return metrics
