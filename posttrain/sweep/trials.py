@@ -13,13 +13,14 @@ from posttrain import runner
 from posttrain.comparing.differences import compare
 from posttrain.comparing.page import show, write
 from posttrain.comparing.sides import make_sides
-from posttrain.comparing.sources import is_source, read_source
+from posttrain.comparing.sources import read_source
 from posttrain.config import RunConfig, load
 from posttrain.console import PlainConsole
 from posttrain.errors import PosttrainError, RunError, is_out_of_memory, message_of
 from posttrain.store.files import load_json
 from posttrain.store.lock import LOCK, FolderLock
 from posttrain.store.metrics import read_metrics
+from posttrain.store.rollouts import NAME as ROLLOUTS
 from posttrain.store.runs import read_run, remove_run
 from posttrain.sweep.records import (
     ENDED,
@@ -232,7 +233,7 @@ def _compare(sweep: Sweep, console: PlainConsole) -> None:
         for settings, trials in groups[:COMPARED]
         for trial in trials
     ]
-    if len({name for name, _ in sides}) < 2 or not all(is_source(path) for _, path in sides):
+    if len({name for name, _ in sides}) < 2 or not all((Path(path) / ROLLOUTS).is_file() for _, path in sides):
         return
     found = compare(make_sides([(name, read_source(path)) for name, path in sides]))
     write(found, sweep.root / COMPARISON)
