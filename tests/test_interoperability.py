@@ -314,6 +314,48 @@ def test_generated_gsm8k_answers_have_the_same_verdicts(shared, tmp_path):
     assert [one.completion.split("Question:")[0] for one in ours] == [one.completion for one in flexible]
 
 
+def test_prompts_have_the_chat_template(shared, scratch_model, tmp_path):
+    from transformers import AutoTokenizer
+
+    from posttrain.config import ModelConfig
+    from posttrain.evaluation.lm_eval_model import answers_of, run_lm_eval
+
+    file, task = tmp_path / "gsm8k.yaml", gsm8k_task(tmp_path, shared)
+    task |= {"repeats": 2, "generation_kwargs": {"until": [], "do_sample": True, "max_gen_toks": 8}}
+    task["filter_list"] = [{"name": "none", "filter": [{"function": "take_first"}]}]
+    file.write_text(json.dumps(task), encoding="utf-8")
+    results = run_lm_eval(
+        ModelConfig(path=str(scratch_model)), [str(file)], limit=2, chat=True, system_instruction="Add."
+    )
+    found, tokenizer = answers_of(results), AutoTokenizer.from_pretrained(scratch_model)
+    assert [(one.item, one.sample, one.setting) for one in found] == [(i, n, "") for i in "01" for n in (0, 1)]
+    assert found[0].completion != found[1].completion
+    assert [one.verdict for one in found] == ["wrong", "ungraded"] * 2 and found[1].score is None
+    for answer in found[::2]:
+        question = results["samples"]["gsm8k"][int(answer.item)]["doc"]["question"]
+        messages = [("system", "Add."), ("user", f"Question: {question}\nAnswer:")]
+        assert answer.prompt == tokenizer.apply_chat_template(
+            [{"role": role, "content": text} for role, text in messages], tokenize=False, add_generation_prompt=True
+        )
+
+
+def test_tasks_that_cannot_be_run(shared, tmp_path):
+    from posttrain.config import ModelConfig
+    from posttrain.errors import ConfigError, DataError
+    from posttrain.evaluation.lm_eval_model import run_lm_eval
+
+    model = ModelConfig(path=str(shared / STORIES))
+    with pytest.raises(ConfigError, match=r"lm-eval has no task hellaswagg, no\.yaml: `lm-eval ls tasks` lists them"):
+        run_lm_eval(model, ["hellaswagg", "no.yaml"])
+    with pytest.raises(ConfigError, match="stories260K has no chat template"):
+        run_lm_eval(model, ["hellaswag"], chat=True)
+    file, task = tmp_path / "task.yaml", gsm8k_task(tmp_path, shared)
+    task["dataset_kwargs"]["data_files"] = {"test": str(tmp_path / "none.jsonl")}
+    file.write_text(json.dumps(task), encoding="utf-8")
+    with pytest.raises(DataError, match=r"lm-eval cannot load the rows of .*task\.yaml: .*none\.jsonl"):
+        run_lm_eval(model, [str(file)])
+
+
 # --- the stored files -----------------------------------------------------------------------------------------------
 
 

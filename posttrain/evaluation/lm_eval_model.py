@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, DataError
 from posttrain.evaluation.lm_eval_requests import Generated, Requests
 from posttrain.evaluation.records import Answer
 from posttrain.extras import need
@@ -131,14 +132,14 @@ def run_lm_eval(
     Returns the results of `lm_eval.simple_evaluate` with its samples, which `answers_of` reads, and `generated`.
 
     Raises ConfigError for an unknown task, for chat without a chat template, and for generation settings that an
-    engine does not have.
+    engine does not have, and DataError if a task's rows cannot be loaded.
     """
     rollout, device = rollout or RolloutConfig(), take_device(devices or DevicesConfig())
     manager = import_module("lm_eval.tasks").TaskManager()
-    unknown = [task for task in tasks if not task.endswith(".yaml") and task not in manager.all_tasks]
+    unknown = [task for task in tasks if task not in manager.all_tasks and not Path(task).is_file()]
     if unknown:
         raise ConfigError(
-            f"lm-eval has no task {', '.join(unknown)}: give a name of `lm-eval ls tasks`, or a .yaml file"
+            f"lm-eval has no task {', '.join(unknown)}: `lm-eval ls tasks` lists them; or give a .yaml file"
         )
     tokenizer = load_tokenizer(model)
     if chat and not tokenizer.chat_template:
@@ -147,17 +148,21 @@ def run_lm_eval(
     check_embeddings(policy, tokenizer, model.path)
     with Requests(policy, tokenizer, rollout, tokens_per_pack, seed) as requests:
         lm = PosttrainLM(requests)
-        results = import_module("lm_eval").simple_evaluate(
-            model=lm,
-            tasks=list(tasks),
-            task_manager=manager,
-            limit=limit,
-            num_fewshot=num_fewshot,
-            apply_chat_template=chat,
-            system_instruction=system_instruction,
-            fewshot_as_multiturn=chat,
-            random_seed=seed,
-        )
+        try:
+            results = import_module("lm_eval").simple_evaluate(
+                model=lm,
+                tasks=list(tasks),
+                task_manager=manager,
+                limit=limit,
+                num_fewshot=num_fewshot,
+                apply_chat_template=chat,
+                system_instruction=system_instruction,
+                fewshot_as_multiturn=chat,
+                random_seed=seed,
+            )
+        except OSError as error:  # datasets': not reached, not found
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise DataError(f"lm-eval cannot load the rows of {', '.join(tasks)}: {first}") from error
     return {**results, "generated": lm.generated}
 
 
@@ -165,7 +170,7 @@ def answers_of(results: dict[str, Any]) -> list[Answer]:
     """The samples of `run_lm_eval` as answers: the suite is the task, the setting the filter, unless it is `none`.
 
     The score is the task's first metric that is a number: 1 and 0 are correct and wrong. A sample without one is
-    ungraded.
+    ungraded, and so are all completions of a document but the first: lm-eval has one verdict for them together.
     """
     found = []
     for task, samples in results["samples"].items():
@@ -176,7 +181,7 @@ def answers_of(results: dict[str, Any]) -> list[Answer]:
 
 def _answers(task: str, sample: dict[str, Any], generated: Sequence[Generated]) -> list[Answer]:
     score = next((float(sample[name]) for name in sample["metrics"] if isinstance(sample[name], int | float)), None)
-    verdict = "ungraded" if score is None else {1.0: "correct", 0.0: "wrong"}.get(score, "scored")
+    reason = None if score is not None else "the task has no metric that is a number for one sample"
     filtered = sample["filtered_resps"][0]
     if generated:
         completions, extracted = sample["resps"][0], filtered
@@ -196,13 +201,17 @@ def _answers(task: str, sample: dict[str, Any], generated: Sequence[Generated]) 
             gold=str(sample["target"]),
             completion=text,
             extracted=str(extracted),
-            verdict=verdict,
-            score=score,
+            verdict=_verdict(None if number else score),
+            score=None if number else score,
             format_and_answer="",
             tokens=done.tokens,
             finish_reason=done.finish_reason,
             seconds=done.seconds,
-            reason=None if score is not None else "the task has no metric that is a number for one sample",
+            reason="lm-eval has one verdict for all completions of a document" if number else reason,
         )
         for number, (text, done) in enumerate(completions)
     ]
+
+
+def _verdict(score: float | None) -> str:
+    return "ungraded" if score is None else {1.0: "correct", 0.0: "wrong"}.get(score, "scored")
