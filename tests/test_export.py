@@ -209,7 +209,7 @@ def test_nothing_is_overwritten_without_the_flag_and_nothing_foreign_with_it(scr
     assert not (out / "old").exists() and (out / "model.safetensors").is_file()
     mine.mkdir()
     (mine / "thesis.txt").touch()
-    with pytest.raises(RunError, match=r"not an export \(no export.json\), so it is not touched"):
+    with pytest.raises(RunError, match=r"has no export.json, so it is not ours and is not touched"):
         asked(scratch_model, mine, overwrite=True)
     assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
 

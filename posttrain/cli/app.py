@@ -24,6 +24,7 @@ VERBS = {
     "sample": "sample",
     "eval": "eval",
     "export": "export",
+    "quantize": "quantize",
     "rollouts": "rollouts",
     "why": "rollouts",
     "regrade": "rollouts",

@@ -134,7 +134,7 @@ def eval(
         "stop": tuple(stop) if stop else None,
     }
     devices = devices_from_flag(device)
-    suites = _suites(suite, {name: value for name, value in settings.items() if value is not None}, data)
+    suites = suites_of(suite, {name: value for name, value in settings.items() if value is not None}, data)
     with quick_imports():
         from posttrain.evaluation.items import load_items  # these import torch, which takes seconds
         from posttrain.inspection.evaluate import Options, evaluate, evaluate_recorded
@@ -184,7 +184,7 @@ def _list() -> None:
     PlainConsole().print(suites_table())
 
 
-def _suites(names: str, settings: Mapping[str, Any], data: Sequence[str] | None) -> list[SuiteConfig]:
+def suites_of(names: str, settings: Mapping[str, Any], data: Sequence[str] | None) -> list[SuiteConfig]:
     from posttrain.evaluation.suite import find_suite, with_settings
 
     found = [with_settings(find_suite(name.strip()), settings) for name in names.split(",") if name.strip()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -10,28 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from posttrain import __version__
-from posttrain.atomic import put_folder
 from posttrain.config import DevicesConfig
 from posttrain.data.tokencheck import end_of_turn
 from posttrain.engines import stop_token_ids
-from posttrain.errors import ModelError, RunError
+from posttrain.errors import ModelError
 from posttrain.evaluation.records import SUMMARY, read_summary
 from posttrain.export import hub
 from posttrain.export.card import Facts, Written, card, origin
 from posttrain.export.merging import DTYPES, load_base, merge, write_and_check
+from posttrain.export.place import put, refuse_full_disk, refuse_target
 from posttrain.export.prompts import prompts_for
 from posttrain.export.serving import FILES, PLAIN, Served, refuse_engines, write_for
-from posttrain.export.source import Source, find_source
+from posttrain.export.source import Source, find_source, tokenizer_of
 from posttrain.models.devices import take_device
 from posttrain.models.families import positions_of
-from posttrain.models.load import check_embeddings, load_config, load_tokenizer
+from posttrain.models.load import check_embeddings, load_config
 from posttrain.models.untrusted import check_adapter_weights
 from posttrain.reports.listing import in_units, size_of
-from posttrain.store.atomic import cannot_write
 from posttrain.store.files import load_json, save_json
 from posttrain.threads import sharing_cores
 from posttrain.training.inputs import content_of
@@ -41,7 +38,6 @@ from posttrain.words import counted
 log = logging.getLogger("posttrain")
 
 MARK = "export.json"  # only a folder that has it is ever replaced
-NO_ROOM = "nothing was written, and the model is intact: free some space, or give --output on another disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,7 @@ def export(asked: Asked, devices: DevicesConfig, say: Say) -> Path:
     token = hub.check_target(asked.push_to) if asked.push_to else ""
     source = find_source(asked.model)
     target = asked.output or Path("exports") / source.name
-    refuse_target(target, asked.overwrite)
+    refuse_target(target, asked.overwrite, MARK)
     merges = asked.merge or not source.adapter
     refuse_engines(asked.engines, source.reward, merges)
     evaluations = [read_summary(folder) for folder in asked.evaluations] or list(own_evaluations(source))
@@ -92,7 +88,7 @@ def export(asked: Asked, devices: DevicesConfig, say: Say) -> Path:
         mark = {"format": 1, "posttrain": __version__, "name": source.name, "base": base, "merged": merges}
         save_json(folder / MARK, mark | {"dtype": written.dtype, "check": written.check})
 
-    put(target, write, asked.overwrite)
+    put(target, write, asked.overwrite, MARK)
     weights = len(list(target.glob("*.safetensors")))
     say(f"written   {target}: {counted(weights, 'file')} of weights, {in_units(size_of(target))} in all")
     if asked.push_to:
@@ -101,31 +97,6 @@ def export(asked: Asked, devices: DevicesConfig, say: Say) -> Path:
     if ready.failed:
         raise ModelError(f"{target} is complete, but without {'; '.join(ready.failed)}")
     return target
-
-
-def refuse_target(target: Path, overwrite: bool) -> None:
-    """Raise RunError unless the folder may be written: it is absent or empty, or an export that is to be replaced."""
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    if not target.is_dir():
-        raise RunError(f"{target} is a file: give a folder with --output")
-    if not (target / MARK).is_file():
-        raise RunError(
-            f"{target} is not empty and not an export (no {MARK}), so it is not touched: give another --output"
-        )
-    if not overwrite:
-        raise RunError(f"{target} exists: replace it with --overwrite, or give another folder with --output")
-
-
-def put(target: Path, write: Callable[[Path], None], overwrite: bool) -> None:
-    """Make the folder from what `write` writes to a temporary one. Raises RunError if the disk refuses."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        put_folder(target, write, replace=overwrite)
-    except (OSError, SafetensorError) as error:
-        raise cannot_write(target, error, NO_ROOM) from error
-    if not (target / MARK).is_file():
-        raise RunError(f"{target} has appeared meanwhile and is not touched: give another folder with --output")
 
 
 class _Adapter:
@@ -141,7 +112,7 @@ class _Adapter:
                 "has: leave out --no-merge, or put the base's hub id in adapter_config.json (base_model_name_or_path)"
             )
         check_adapter_weights(Path(source.model.path), source.model.path, allow_pickle=False)
-        self._tokenizer = _tokenizer(source)
+        self._tokenizer = tokenizer_of(source)
 
     def write(self, folder: Path, name: str) -> Written:
         place = Path(self._source.model.path)
@@ -163,10 +134,10 @@ class _Whole:
             raise ModelError(f"{source.model.path} is quantised: export the model that it was made from")
         stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
         self._dtype = asked.dtype or (stored if stored in DTYPES else "float32")
-        self._tokenizer = _tokenizer(source)
+        self._tokenizer = tokenizer_of(source)
         base = load_base(source, take_device(devices))
         check_embeddings(base, self._tokenizer, source.model.path)
-        _refuse_full_disk(target, sum(p.numel() for p in base.parameters()) * DTYPES[self._dtype].itemsize)
+        refuse_full_disk(target, sum(p.numel() for p in base.parameters()) * DTYPES[self._dtype].itemsize)
         self._prompts = prompts_for(asked.prompts, source.config, base, self._tokenizer)
         self._whole = merge(base, source, self._prompts.tokens)
         self._unit = "" if source.reward else " nats"
@@ -236,12 +207,6 @@ class _Whole:
         )
 
 
-def _tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or that of the base if an adapter has none."""
-    own = any((Path(source.model.path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    return load_tokenizer(source.model if own or not source.adapter else source.base)
-
-
 def _chats(source: Source, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether training wrote conversations with the chat template; of a model without a run, whether there is one."""
     return tokenizer.chat_template is not None and (source.config is None or source.config.data.template != "none")
@@ -266,12 +231,3 @@ def own_evaluations(source: Source) -> Iterator[Mapping[str, Any]]:
             yield summary
         else:
             log.warning("%s is of other weights: the model card goes without it", folder)
-
-
-def _refuse_full_disk(target: Path, size: int) -> None:
-    """Raise RunError if the weights do not fit on the disk."""
-    place = next(parent for parent in target.absolute().parents if parent.is_dir())
-    free = shutil.disk_usage(place).free
-    if free < size:
-        full = OSError(errno.ENOSPC, f"{in_units(size)} needed, {in_units(free)} free")
-        raise cannot_write(target, full, NO_ROOM)

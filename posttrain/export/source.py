@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from posttrain.config import ModelConfig, RunConfig, load
 from posttrain.errors import ModelError, PosttrainError
-from posttrain.models.load import base_settings, is_adapter, is_reward_model
+from posttrain.models.load import base_settings, is_adapter, is_reward_model, load_tokenizer
 from posttrain.reports.listing import newest_model
 from posttrain.store.checkpoint import MANIFEST, unusable, verify
 from posttrain.store.files import load_json
@@ -87,5 +89,11 @@ def _settings(run: Path) -> RunConfig | None:
     try:
         return located(load(run / "config.yaml").config, run)
     except PosttrainError as error:
-        log.warning("the settings of %s cannot be read (%s): the model card goes without them", run, error)
+        log.warning("the settings of %s cannot be read (%s): they are not used", run, error)
         return None
+
+
+def tokenizer_of(source: Source) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, or that of the base if an adapter has none."""
+    own = any((Path(source.model.path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    return load_tokenizer(source.model if own or not source.adapter else source.base)

@@ -83,7 +83,7 @@ def evaluate_pairs(
         check_embeddings(other, tokenizer, reference.path)
         margins, sampling = _implicit(loaded, other, options.beta, device), {"beta": options.beta}
     else:
-        margins, sampling = _own(loaded, device), {}
+        margins, sampling = own_margins(loaded, device), {}
     store.start(key, facts)
     began, chosen = time.perf_counter(), _chosen(options, read)
     answers = list(_answers(suite, dataset, reasons, chosen, margins))
@@ -178,7 +178,7 @@ def _item(row: int) -> Item:
     return Item(row, str(row), "", "", None, {}, {})
 
 
-def _own(loaded: PreTrainedModel, device: torch.device) -> Margins:
+def own_margins(loaded: PreTrainedModel, device: torch.device) -> Margins:
     """Differences of rewards, or of mean log-probabilities per token."""
     scorer = RewardScorer(loaded) if is_classifier(loaded) else Scorer(loaded)
 

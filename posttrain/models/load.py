@@ -24,12 +24,14 @@ from transformers.utils import logging as hf_logging
 
 from posttrain.config.schema.model import ModelConfig
 from posttrain.errors import ModelError, WeightsError
+from posttrain.extras import need
 from posttrain.hub import stay_offline_without_network
 from posttrain.models.attention import NAME as PACKED
 from posttrain.models.families import FAMILIES
 from posttrain.models.kernels import switch_on
 from posttrain.models.lean import lean
 from posttrain.models.optional import chains_for, check_attention, keep_storage, quantization, takes_triton
+from posttrain.models.quantised import method_of
 from posttrain.models.untrusted import (
     NEEDS_PICKLE,
     adapter_config,
@@ -71,7 +73,8 @@ def load_model(
     With `stay` it is left in CPU memory, ready to be moved to `device`.
 
     A folder with a LoRA adapter gives its base model with the adapter merged. A missing reward head is initialised from
-    a normal distribution with standard deviation 0.02. With `load_in_4bit` linear layers have 4-bit weights.
+    a normal distribution with standard deviation 0.02. With `load_in_4bit` linear layers have 4-bit weights. A folder
+    with quantised weights is loaded as it is.
     """
     check_attention(model, device)
     chains, stored = chains_for(model, device), quantization(model, dtype)
@@ -83,8 +86,13 @@ def load_model(
     if head == "reward":
         auto, config.num_labels = AutoModelForSequenceClassification, 1
     source = _source(base) | {"use_safetensors": None if base.allow_pickle else True}
+    already = method_of(config)
+    if already == "bitsandbytes":
+        need("bitsandbytes", "quant", f"model {base.path}: its weights are quantised, which")
     if stored is not None:
-        source |= {"quantization_config": stored, "device_map": {"": device}}
+        source["quantization_config"] = stored
+    if stored is not None or already is not None:
+        source["device_map"] = {"": device}
     check_indexes(Path(base.path), base.path)
     check_embedded_adapter(base.path, base.revision, base.allow_pickle)
     with _clear_errors(base, "weights"), _no_report():
@@ -108,7 +116,7 @@ def load_model(
     lean(loaded, chains)
     if takes_triton(model, device):
         switch_on(loaded)
-    if stored is not None:
+    if stored is not None or already is not None:
         keep_storage(loaded)
     elif not stay:
         torch.nn.Module.to(loaded, device)

@@ -11,20 +11,15 @@ from posttrain.errors import ModelError
 from posttrain.extras import need
 from posttrain.models import flex
 from posttrain.models.elementwise import TORCH, Kernels
+from posttrain.models.quantised import nf4
 
 
 def quantization(model: ModelConfig, dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    """transformers' quantisation of linear layers: NF4 with double quantisation, or none.
-
-    NF4 has a 4-bit code with a level for each equal share of a normal distribution, a scale for every 64 weights, and
-    8-bit scales: 4.127 bits per weight (QLoRA, Dettmers et al., arXiv 2305.14314, section 3).
-    """
+    """transformers' quantisation of linear layers: NF4 with double quantisation, or none."""
     if not model.load_in_4bit:
         return None
     need("bitsandbytes", "quant", "model.load_in_4bit")
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )
+    return nf4(dtype)
 
 
 def keep_storage(loaded: PreTrainedModel) -> None:

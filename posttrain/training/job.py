@@ -29,6 +29,7 @@ from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import base_of, check_positions, positions_of
 from posttrain.models.load import BASE, Head, is_adapter, load_config, load_model, load_tokenizer
 from posttrain.models.lora import add_lora, load_lora
+from posttrain.models.quantised import refuse_training
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.adamw_8bit import AdamW8bit
 from posttrain.optim.offload import AdamWCPUOffload
@@ -95,6 +96,7 @@ class Job:
         Full fine-tuning loads float32, so that the optimizer's masters are exact; `optimizer` converts to `dtype`.
         Raises DamagedError if the checkpoint's weights are damaged, incomplete, or of other shapes.
         """
+        refuse_training(load_config(self.model), self.model.path, self.model.lora is not None)
         policy: nn.Module = self._whole(head) if self.model.lora is None else self._adapted(self.model.lora, head)
         check_positions(base_of(policy).config, self.config.data.max_length)
         if head == "reward":

@@ -1,0 +1,254 @@
+"""A model with quantised linear layers as a folder for plain transformers, and the gate that it has to pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from posttrain import __version__
+from posttrain.atomic import LEFTOVER
+from posttrain.config import DevicesConfig, ModelConfig
+from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.errors import ModelError
+from posttrain.evaluation.items import Items
+from posttrain.evaluation.records import SUMMARY, read_answers
+from posttrain.export.gate import (
+    LIMITS,
+    Check,
+    Limits,
+    check_divergence,
+    check_margins,
+    check_suite,
+    check_weights,
+    diverge,
+    margins_of,
+)
+from posttrain.export.gate_data import Found, Rows, completions_for, pairs_for
+from posttrain.export.merging import DTYPES
+from posttrain.export.place import put, refuse_full_disk, refuse_target
+from posttrain.export.source import Source, find_source, tokenizer_of
+from posttrain.extras import need
+from posttrain.inspection.evaluate import Options, evaluate
+from posttrain.memory import release_memory
+from posttrain.models.devices import take_device
+from posttrain.models.load import check_embeddings, load_config, load_model
+from posttrain.models.quantised import NAMES, Precision, linear_layers, method_of, quantised, stored_bytes, weight_of
+from posttrain.reports.listing import in_units, size_of
+from posttrain.store.files import load_json, save_json
+from posttrain.threads import sharing_cores
+from posttrain.training.inputs import content_of
+from posttrain.words import counted
+
+log = logging.getLogger("posttrain")
+
+MARK = "quantization.json"  # the result; only a folder that has it is ever replaced
+SIDES = ("original", "quantized")
+
+Say = Callable[[str], None]
+DtypeName = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user asks for. `output` None: in the run, else in `quantized_models/`; `dtype` None: as stored.
+
+    `limits` None: the defaults of the precision. `suites` are evaluated before and after, with `options`.
+    """
+
+    model: str
+    to: Precision
+    output: Path | None = None
+    overwrite: bool = False
+    dtype: DtypeName | None = None
+    rows: Rows = field(default_factory=Rows)
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_completion_length=128))
+    limits: Limits | None = None
+    suites: tuple[Items, ...] = ()
+    options: Options = field(default_factory=Options)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A written folder, the checks of its gate, and the sizes."""
+
+    folder: Path
+    checks: list[Check]
+    measured_on: str  # the rows of the gate in words
+    sizes: dict[str, Any]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.verdict == "passed" for check in self.checks)
+
+
+@sharing_cores()
+def quantize(asked: Asked, devices: DevicesConfig, say: Say) -> Quantised:
+    """Write the quantised model with its tokenizer and the result of its gate. `say` gets the lines of the report.
+
+    The folder is complete or absent, and an existing one is replaced only with `overwrite`; it is written also if the
+    gate is not passed. What is measured are the written files, loaded again. Raises PosttrainError.
+    """
+    need("bitsandbytes", "quant", f"posttrain quantize --to {asked.to}")
+    source = find_source(asked.model)
+    if (method := method_of(load_config(source.model))) is not None:
+        raise ModelError(f"{source.model.path} is quantised already ({method}): give the model that it was made from")
+    target = asked.output or default_target(source, asked.to)
+    refuse_target(target, asked.overwrite, MARK)
+    _name_leftovers(target)
+    work = _Work(asked, source, devices, target, say)
+    put(target, work.write, asked.overwrite, MARK)
+    say(f"written    {target}: {in_units(size_of(target))}")
+    return replace(work.result, folder=target)
+
+
+def default_target(source: Source, to: Precision) -> Path:
+    """`RUN/quantized_int8/final` for a model of a run, `quantized_models/NAME_int8` for any other."""
+    place = Path(source.model.path)
+    if source.run is not None:
+        return place.parent / f"quantized_{to}" / place.name
+    return Path("quantized_models") / f"{source.name}_{to}"
+
+
+def _name_leftovers(target: Path) -> None:
+    """Warn of folders that a killed process has left; another one may still be writing."""
+    for path in target.parent.glob(f"{target.name}.*"):
+        if LEFTOVER.fullmatch(path.name):
+            log.warning("%s was being written when a process was killed: delete it if none is running", path)
+
+
+class _Work:
+    """The original model and the rows of the gate, read before anything is written; then the folder's content."""
+
+    result: Quantised
+
+    def __init__(self, asked: Asked, source: Source, devices: DevicesConfig, target: Path, say: Say):
+        self._asked, self._source, self._devices, self._target, self._say = asked, source, devices, target, say
+        self._limits = asked.limits or LIMITS[asked.to]
+        config = load_config(source.model)
+        stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        kind: DtypeName = asked.dtype or ("bfloat16" if stored in ("bfloat16", "float16") else "float32")
+        self._dtype, self._device = DTYPES[kind], take_device(devices)
+        self._tokenizer: PreTrainedTokenizerBase = tokenizer_of(source)
+        self._model = source.model.model_copy(update={"dtype": kind})
+        self._original = self._loaded(self._model)
+        check_embeddings(self._original, self._tokenizer, source.model.path)
+        self._before = _bytes_of(self._original)
+        refuse_full_disk(target, self._before // 2)
+        self._found = self._rows()
+
+    def _loaded(self, model: ModelConfig) -> PreTrainedModel:
+        return load_model(model, "reward" if self._source.reward else "lm", self._dtype, self._device)
+
+    def _rows(self) -> Found:
+        given = self._asked.rows, self._source, self._original, self._tokenizer
+        return pairs_for(*given) if self._source.reward else completions_for(*given, self._asked.rollout, self._devices)
+
+    def write(self, folder: Path) -> None:
+        made = quantised(self._original, self._asked.to, self._dtype)
+        made.save_pretrained(folder)
+        self._tokenizer.save_pretrained(folder)
+        for path in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
+            path.chmod((folder / "config.json").stat().st_mode)
+        sizes = self._sizes(made, folder)
+        del made
+        self._report(sizes)
+        checks = [*self._checks(folder), *self._suites(folder)]
+        self.result = Quantised(folder, checks, self._found.origin, sizes)
+        save_json(folder / MARK, self._facts())
+
+    def _sizes(self, made: PreTrainedModel, folder: Path) -> dict[str, Any]:
+        """Bytes of the linear layers, in bfloat16 and as they are saved, and of all weights."""
+        saved, all_layers = stored_bytes(made), linear_layers(self._original)
+        linear = 2 * sum(weight_of(all_layers[name]).numel() for name in saved)
+        files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        return {
+            "layers": len(saved),
+            "kept": [name for name in all_layers if name not in saved],
+            "linear_bfloat16": linear,
+            "linear": sum(saved.values()),
+            "weights_before": self._before,
+            "weights": files,
+        }
+
+    def _report(self, sizes: dict[str, Any]) -> None:
+        kept = f", {counted(len(sizes['kept']), 'other')} kept" if sizes["kept"] else ""
+        self._say(
+            f"quantised  {counted(sizes['layers'], 'linear layer')} to {NAMES[self._asked.to]}: "
+            f"{sizes['linear'] / sizes['linear_bfloat16']:.3f} of their size in bfloat16{kept}"
+        )
+        self._say(
+            f"weights    {in_units(sizes['weights_before'])} in {self._model.dtype}, now {in_units(sizes['weights'])}"
+        )
+        self._say(f"gate       {self._found.origin}")
+
+    def _checks(self, folder: Path) -> list[Check]:
+        """What the written model differs by from the original."""
+        other = self._loaded(ModelConfig(path=str(folder), dtype=self._model.dtype))
+        found = [check_weights(self._original, other, self._limits.weights)]
+        examples = self._found.examples
+        if examples and self._source.reward:
+            before = margins_of(self._original, examples, "original")
+            found += check_margins(before, margins_of(other, examples, "quantised"), self._limits)
+        elif examples:
+            found += check_divergence(diverge(self._original, other, examples), self._limits)
+        return found
+
+    def _suites(self, folder: Path) -> Iterator[Check]:
+        """The accuracy on each suite, before and after; the records are in `evaluation/` of the folder."""
+        if not self._asked.suites:
+            return
+        del self._original
+        release_memory()
+        place = folder / "evaluation"
+        models = (self._model, ModelConfig(path=str(folder), dtype=self._model.dtype))
+        for side, model in zip(SIDES, models, strict=True):
+            evaluate(model, side, self._asked.suites, self._asked.options, self._devices, place / side)
+        _name_the_place(place / SIDES[1], self._target)
+        before, after = (read_answers(place / side) for side in SIDES)
+        for suite in (items.suite.name for items in self._asked.suites):
+            one, two = ([answer for answer in answers if answer.suite == suite] for answers in (before, after))
+            yield check_suite(suite, one, two, self._limits.drop)
+
+    def _facts(self) -> dict[str, Any]:
+        """The content of quantization.json."""
+        result, source = self.result, self._source
+        return {
+            "format": 1,
+            "posttrain": __version__,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "model": {"name": source.name, "path": source.model.path, "content": content_of(source.model)},
+            "to": self._asked.to,
+            "method": NAMES[self._asked.to],
+            "dtype": self._model.dtype,
+            "bytes": {name: value for name, value in result.sizes.items() if name not in ("layers", "kept")},
+            "layers": {"quantised": result.sizes["layers"], "kept": result.sizes["kept"]},
+            "gate": {
+                "passed": result.passed,
+                "rows": result.measured_on,
+                "sampling": None if source.reward else _sampling(self._asked),
+                "checks": [asdict(check) for check in result.checks],
+            },
+        }
+
+
+def _bytes_of(model: PreTrainedModel) -> int:
+    """Bytes of the weights; tied ones count once."""
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _sampling(asked: Asked) -> dict[str, Any]:
+    names: Sequence[str] = ("temperature", "max_completion_length", "engine")
+    return {name: getattr(asked.rollout, name) for name in names} | {"seed": asked.rows.seed}
+
+
+def _name_the_place(folder: Path, target: Path) -> None:
+    """Put the final path of the evaluated model into its summary, which has that of the temporary folder."""
+    summary = load_json(folder / SUMMARY)
+    summary["model"]["path"] = str(target)
+    save_json(folder / SUMMARY, summary)

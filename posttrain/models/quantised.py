@@ -1,0 +1,154 @@
+"""Models whose linear layers have quantised weights, made by bitsandbytes and loaded by plain transformers.
+
+    int8    LLM.int8(): one scale per row of a weight; inputs are quantised too, except for outliers (arXiv 2208.07339)
+    int4    NF4 with double quantisation (QLoRA, arXiv 2305.14314)
+
+Heads (of tokens or rewards), embeddings and norms keep their own precision.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from posttrain.errors import ModelError
+from posttrain.extras import need
+from posttrain.models.families import backbone_of
+
+Precision = Literal["int8", "int4"]
+NAMES: dict[Precision, str] = {"int8": "LLM.int8", "int4": "NF4 with double quantisation"}
+CLASSES = ("Linear8bitLt", "Linear4bit")
+# bitsandbytes' 4-bit kernels for CPUs with bfloat16 instructions refuse other shapes, in plain transformers too.
+ROWS, COLUMNS = 32, 64
+
+
+def method_of(config: PreTrainedConfig) -> str | None:
+    """The quantisation method of a saved model, such as `bitsandbytes`; None if its weights are not quantised."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return None
+    return str(stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method)
+
+
+def refuse_training(config: PreTrainedConfig, path: str, lora: bool) -> None:
+    """Raise ModelError if the weights of a model are quantised and cannot be trained so: all but 4 bits with LoRA."""
+    if method_of(config) is None or (lora and config.quantization_config.get("load_in_4bit")):
+        return
+    raise ModelError(
+        f"model {path}: its weights are quantised, and such weights cannot be trained: give the model that it was made "
+        "from. LoRA on 4 bits is possible (model.lora)"
+    )
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The linear layers of the backbone by their names in the model, in their order."""
+    inside = set(backbone_of(model).modules())
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if module in inside and (type(module).__name__ in CLASSES or type(module) in (nn.Linear, Conv1D))
+    }
+
+
+def quantised(original: PreTrainedModel, to: Precision, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy of the model with quantised linear layers, on its device; `dtype` is that of all other weights.
+
+    Raises ModelError if it has no layer to quantise.
+    """
+    need("bitsandbytes", "quant", f"posttrain quantize --to {to}")
+    layers = linear_layers(original)
+    chosen = [name for name, layer in layers.items() if to == "int8" or _fits_4bit(layer)]
+    if not chosen:
+        shapes = f"; 4 bits need multiples of {ROWS} outputs and {COLUMNS} inputs: use int8" if layers else ""
+        raise ModelError(f"{type(original).__name__} has no linear layer that can be quantised{shapes}")
+    kept = [
+        name
+        for name, module in original.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and name not in set(chosen)
+    ]
+    config = copy.deepcopy(original.config)
+    made = type(original).from_pretrained(
+        None,
+        config=config,
+        state_dict=original.state_dict(),
+        dtype=dtype,
+        quantization_config=_settings(to, dtype, kept),
+        device_map={"": original.device},
+    )
+    if original.can_generate():
+        made.generation_config = original.generation_config
+    return made.eval()
+
+
+def _settings(to: Precision, dtype: torch.dtype, kept: list[str]) -> BitsAndBytesConfig:
+    if to == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
+    return nf4(dtype, kept)
+
+
+def nf4(dtype: torch.dtype, kept: list[str] | None = None) -> BitsAndBytesConfig:
+    """NF4 with double quantisation, computed in `dtype`; None keeps what transformers does: the head.
+
+    NF4 has a 4-bit code with a level for each equal share of a normal distribution, a scale for every 64 weights, and
+    8-bit scales: 4.127 bits per weight (QLoRA, Dettmers et al., arXiv 2305.14314, section 3).
+    """
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=kept,
+    )
+
+
+def _fits_4bit(layer: nn.Module) -> bool:
+    rows, columns = weight_of(layer).shape
+    return rows % ROWS == 0 and columns % COLUMNS == 0
+
+
+def is_quantised(layer: nn.Module) -> bool:
+    return type(layer).__name__ in CLASSES
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """A linear layer's weight (outputs, inputs), dequantised; GPT-2's layers have it transposed."""
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    weight = layer.get_parameter("weight")
+    if is_quantised(layer):
+        return dequantize_bnb_weight(weight, getattr(layer, "state", None))
+    return weight.T if isinstance(layer, Conv1D) else weight
+
+
+@torch.no_grad()
+def weight_errors(original: PreTrainedModel, other: PreTrainedModel) -> dict[str, float]:
+    """For each quantised layer of `other`, |W' - W| / |W| in the Frobenius norm, W being that of the original."""
+    wholes = linear_layers(original)
+    found: dict[str, float] = {}
+    for name, layer in linear_layers(other).items():
+        if is_quantised(layer):
+            whole = weight_of(wholes[name]).float()
+            found[name] = float((weight_of(layer).float() - whole).norm() / whole.norm().clamp_min(1e-30))
+    return found
+
+
+def stored_bytes(model: PreTrainedModel) -> dict[str, int]:
+    """The bytes of each quantised layer's weight as it is saved, with its scales; by layer."""
+    layers = [name for name, layer in linear_layers(model).items() if is_quantised(layer)]
+    state: Mapping[str, Any] = model.state_dict()
+    sizes = dict.fromkeys(layers, 0)
+    for key, tensor in state.items():
+        owner = next((key[:end] for end in _dots(key) if key[:end] in sizes), None)
+        if owner is not None and key != f"{owner}.bias":
+            sizes[owner] += tensor.nbytes
+    return sizes
+
+
+def _dots(key: str) -> list[int]:
+    return [place for place, character in enumerate(key) if character == "."]
