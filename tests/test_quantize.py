@@ -274,7 +274,7 @@ def reward_model(shared, stories, tmp_path_factory) -> tuple[Path, list[dict[str
 
 
 @pytest.mark.parametrize("to", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
-def test_the_gate_of_a_reward_model(reward_model, tmp_path, to, capsys):
+def test_the_gate_of_a_reward_model(reward_model, shared, tmp_path, to, capsys):
     """Passed by a good one, through the command; failed by one wrong layer, on the same pairs."""
     folder, rows = reward_model
     file = tmp_path / "pairs.jsonl"
@@ -286,6 +286,9 @@ def test_the_gate_of_a_reward_model(reward_model, tmp_path, to, capsys):
     assert "The gate is passed." in out and max(map(len, out.splitlines())) <= 120
     facts = json.loads((tmp_path / "made/quantization.json").read_text())
     assert facts["gate"]["passed"] and facts["gate"]["checks"][1]["before"] > 0.8
+    questions = str(shared / "data/gsm8k/test.jsonl")
+    assert main(["quantize", str(folder), "--to", to, "--suite", "gsm8k", "--data", questions]) == 1
+    assert "is a reward model" in capsys.readouterr().err
     pairs = prepare(DataConfig(source=str(file), template="none"), AutoTokenizer.from_pretrained(folder), "pair").train
     examples = [pairs[index] for index in range(len(pairs))]
     before = margins_of(loaded(folder, "reward"), examples, "original")
@@ -323,10 +326,12 @@ def run(shared, stories, tmp_path, monkeypatch) -> list[str]:
 
 
 def test_a_model_of_a_run_and_the_exit_status(run, capsys):
-    """Its place in the run; status 3 with the reason; it is replaced only with --overwrite."""
+    """Its place in the run; status 3 with the reason; it is replaced only with --overwrite; leftovers are named."""
+    Path("run/quantized_int4/best.tmp-1234567").mkdir(parents=True)
     assert main(run) == 3
     shown = capsys.readouterr()
     print(shown.out)
+    assert "best.tmp-1234567 was being written when a process was killed" in shown.err
     assert "cannot be read" in shown.err and "too few rows" in shown.out  # its settings; the gate
     made = Path("run/quantized_int4/best")
     facts = json.loads((made / "quantization.json").read_text())

@@ -98,6 +98,11 @@ def quantize(asked: Asked, devices: DevicesConfig, say: Say) -> Quantised:
     source = find_source(asked.model)
     if (method := method_of(load_config(source.model))) is not None:
         raise ModelError(f"{source.model.path} is quantised already ({method}): give the model that it was made from")
+    generating = [items.suite.name for items in asked.suites if items.suite.kind != "preference"]
+    if source.reward and generating:
+        raise ModelError(
+            f"--suite {generating[0]}: {source.model.path} is a reward model: give suites of pairs, or --gate"
+        )
     target = asked.output or default_target(source, asked.to)
     refuse_target(target, asked.overwrite, MARK)
     _name_leftovers(target)
