@@ -57,7 +57,7 @@ DATA = {
     "gsm8k": ("data/gsm8k/train.jsonl", "problem_answer"),
 }
 SMALL = {"max-steps": 2, "batch-size": 2, "max-rows": 12, "save-steps": 1, "logging-steps": 1}
-TRAINING_ONLY = {"--resume", "--overwrite", "--dry-run", "--probe"}
+TRAINING_ONLY = {"--resume", "--overwrite", "--dry-run", "--probe", "--no-quality"}
 
 
 def blocks(page: Path) -> list[tuple[str, str, str]]:
@@ -227,7 +227,16 @@ def settings_only(rest: list[str]) -> list[str]:
     """The arguments without those that are no settings: `config show` then says what the settings come to."""
     kept, words = [], iter(rest)
     for word in words:
-        if word in ("--rows", "--skip", "--kills", "--model-index", "--memory-limit"):
+        if word in (
+            "--rows",
+            "--against",
+            "--ngram",
+            "--report",
+            "--skip",
+            "--kills",
+            "--model-index",
+            "--memory-limit",
+        ):
             next(words)
         elif word not in TRAINING_ONLY and not Path(word).is_dir():  # the folder is that of --resume
             kept.append(word)

@@ -1,30 +1,84 @@
 """`posttrain explore`."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from posttrain.cli.errors import UsageError
+from posttrain.cli.score import Overwrite
 from posttrain.cli.settings import Config, Overrides, load_stages
 from posttrain.imports import quick_imports
 
 Rows = Annotated[int, typer.Option("--rows", min=0, help="Number of training examples to show.")]
+NoQuality = Annotated[bool, typer.Option("--no-quality", help="Show the rows without checking them.")]
+Against = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--against",
+        metavar="SUITE|SUITE=SOURCE|FILE",
+        help="Questions to look for in the training rows; repeatable. Default: the suites in the hub's local cache.",
+    ),
+]
+Ngram = Annotated[int, typer.Option("--ngram", help="Words that a question and a row must share: 13 or 8.")]
+RewardModel = Annotated[
+    str | None, typer.Option("--reward-model", metavar="MODEL", help="Estimate the share of wrong preference labels.")
+]
+Report = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE.json", help="Write the findings about the rows, with every row."),
+]
 
 
-def explore(config: Config = None, overrides: Overrides = None, rows: Rows = 3, *, flags: Mapping[str, str]) -> None:
-    """Show the data as a run would see it: rows, lengths, examples, and which tokens are trained."""
+def explore(
+    config: Config = None,
+    overrides: Overrides = None,
+    rows: Rows = 3,
+    no_quality: NoQuality = False,
+    against: Against = None,
+    ngram: Ngram = 13,
+    reward_model: RewardModel = None,
+    report: Report = None,
+    overwrite: Overwrite = False,
+    *,
+    flags: Mapping[str, str],
+) -> None:
+    """Show the data as a run would see it, and check it: rows, lengths, examples, which tokens are trained; duplicates,
+    validation rows in training, questions of evaluation suites, whether length predicts the preferred reply, and with
+    --reward-model the share of wrong labels.
+    """
+    if ngram not in (13, 8):
+        raise UsageError(f"--ngram {ngram}: it is 13 or 8")
+    if no_quality and (against or reward_model or report):
+        raise UsageError("--no-quality goes without --against, --reward-model and --report")
     stages = load_stages(config, overrides, flags)
     from posttrain.console import PlainConsole  # these import torch, which takes seconds
 
     with quick_imports():
         from posttrain.data import explore as show
+        from posttrain.inspection.quality import check_quality
         from posttrain.planning.plan import StageTokenizers
+        from posttrain.store.files import ready_to_write, save_json
         from posttrain.training.job import data_of
 
+    if report is not None:
+        ready_to_write(report, (), overwrite)
     console = PlainConsole()
     tokenizers = StageTokenizers(0)
+    written: dict[str, object] = {}
     for stage in stages:
         if stage.name:
             console.rule(f"stage {stage.name}", align="left")
         tokenizer = tokenizers.of(stage)
-        show(data_of(stage.config, stage.config.models[0], tokenizer), tokenizer, rows, console)
+        prepared = data_of(stage.config, stage.config.models[0], tokenizer)
+        show(prepared, tokenizer, rows, console)
+        if not no_quality:
+            console.print()
+            found = check_quality(
+                stage.config, prepared, tokenizer, against=against or (), n=ngram, reward_model=reward_model
+            )
+            found.show(console)
+            written[stage.name] = found.as_json()
+    if report is not None:
+        save_json(report, written if len(written) > 1 else next(iter(written.values())))

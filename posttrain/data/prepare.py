@@ -192,7 +192,7 @@ def prepare(
     reader = Reader(
         data, tokenizer, template, kind, completion_only_loss, assistant_only_loss, cache_dir, seed, with_completions
     )
-    parts = _parts_of(data)
+    parts = parts_of(data)
     max_rows = None if isinstance(data.source, str) else data.max_rows
     whole = reader.load("train", parts, partial(training_limits, data, kind, longest), max_rows)
     limits = evaluation_limits(data, longest_evaluated, whole.limits)
@@ -224,7 +224,7 @@ def _is_held_out(data: DataConfig, whole: Loaded, held_out: np.ndarray | None, s
     return np.isin(whole.table.row[rows], held_out)
 
 
-def _parts_of(data: DataConfig) -> list[SourcePart]:
+def parts_of(data: DataConfig) -> list[SourcePart]:
     """The sources of the training data."""
     return (
         [SourcePart(data.source, data.split, data.max_rows, skip_rows=data.skip_rows)]
@@ -233,20 +233,25 @@ def _parts_of(data: DataConfig) -> list[SourcePart]:
     )
 
 
-def _further(
-    data: DataConfig, datasets: Sequence[EvaluationDataset], reader: Reader, limits: Limits, taken: Collection[str]
-) -> dict[str, Loaded]:
-    """The validation sets by name: that of `data.validation`, then the evaluation `datasets`."""
+def further_parts(data: DataConfig, datasets: Sequence[EvaluationDataset]) -> list[tuple[str, SourcePart]]:
+    """The sources of the validation sets by name, without rows held out from the training data."""
     sources = [(entry.name, SourcePart(entry.source, entry.split, entry.max_rows)) for entry in datasets]
     if data.validation is not None and data.validation.source is not None:
         given = data.validation
         sources.insert(0, ("validation", SourcePart(given.source or "", given.split, given.max_rows)))
+    return sources
+
+
+def _further(
+    data: DataConfig, datasets: Sequence[EvaluationDataset], reader: Reader, limits: Limits, taken: Collection[str]
+) -> dict[str, Loaded]:
+    """The validation sets by name: that of `data.validation`, then the evaluation `datasets`."""
     own = {entry.name: entry for entry in datasets}
     found: dict[str, Loaded] = {}
-    for name, part in sources:
+    for name, part in further_parts(data, datasets):
         if name in taken or name in found or name == "train":
             raise DataError(f"evaluation.datasets has the reserved name {name!r}: give it another")
-        its = reader.of_prompts_alone().with_data(_settings_of(own[name], data) if name in own else data)
+        its = reader.of_prompts_alone().with_data(settings_of(own[name], data) if name in own else data)
         found[name] = its.load(name, [part], lambda _: limits, None)
     return found
 
@@ -258,7 +263,7 @@ def _fingerprint(loaded: Mapping[str, Loaded], train: Dataset, validation: Mappi
     return cache.digest_of({"rows": {name: one.contents for name, one in loaded.items()}, "views": views})
 
 
-def _settings_of(entry: EvaluationDataset, data: DataConfig) -> DataConfig:
+def settings_of(entry: EvaluationDataset, data: DataConfig) -> DataConfig:
     """The data settings of an evaluation set: those of the training data, overridden by its own."""
     update: dict[str, Any] = {"template": entry.template or data.template}
     if entry.format is not None:

@@ -174,15 +174,7 @@ class Reader:
         writer: cache.Writer,
     ) -> Reading:
         """Read the rows of a source `between` two row numbers and write their tokens."""
-        records = itertools.islice(source.read(), *between)
-        head = list(itertools.islice(records, SAMPLE))
-        if not head and between[0]:
-            raise DataError(f"{name} has no row after the first {between[0]:,}: lower data.skip_rows")
-        good = [record.value for record in head if record.value is not None]
-        if not good:
-            bad = [Malformed(record.file, record.line, record.problem or "", record.row) for record in head]
-            raise DataError(f"{name} has no readable row:\n{list_malformed(bad)}")
-        layout = find_layout(format, columns, good, self.kind, name)
+        records, layout = self._records(name, source, format, columns, between)
         read, shifted, malformed, seen = 0, 0, [], _Seen()
         with ExitStack() as stack:
             renderer = None
@@ -190,7 +182,7 @@ class Reader:
                 require_chat_template(self.tokenizer)
                 renderer = stack.enter_context(rendering(self.tokenizer))
             tokeniser = Tokeniser(self.tokenizer, renderer, self.assistant_only_loss)
-            for batch in _batches(progress(itertools.chain(head, records), f"tokenising {name}")):
+            for batch in _batches(progress(records, f"tokenising {name}")):
                 read += len(batch)
                 rows, records_of = [], []
                 for record in batch:
@@ -218,6 +210,31 @@ class Reader:
                 f"The first:\n{list_malformed(malformed)}"
             )
         return Reading(layout.name, read, tuple(malformed), seen.duplicates, shifted)
+
+    def rows(self, part: SourcePart, max_rows: int | None) -> Iterator[tuple[Record, Row | None]]:
+        """The rows of a part as they are tokenised, before any template; None for malformed ones."""
+        most = None if max_rows is None else part.skip_rows + max_rows
+        source = open_source(part.source, part.split, most, self.seed, self.template.compose)
+        records, layout = self._records(part.source, source, *self.layout(part.source), (part.skip_rows, most))
+        for record in records:
+            try:
+                yield record, self.row(record, layout)
+            except RowError:
+                yield record, None
+
+    def _records(
+        self, name: str, source: Source, format: str, columns: dict[str, str], between: tuple[int, int | None]
+    ) -> tuple[Iterator[Record], Layout]:
+        """The rows of a source `between` two row numbers, and their layout, inferred from the first ones."""
+        records = itertools.islice(source.read(), *between)
+        head = list(itertools.islice(records, SAMPLE))
+        if not head and between[0]:
+            raise DataError(f"{name} has no row after the first {between[0]:,}: lower data.skip_rows")
+        good = [record.value for record in head if record.value is not None]
+        if not good:
+            bad = [Malformed(record.file, record.line, record.problem or "", record.row) for record in head]
+            raise DataError(f"{name} has no readable row:\n{list_malformed(bad)}")
+        return itertools.chain(head, records), find_layout(format, columns, good, self.kind, name)
 
     def _beside(self, record: Record, row: Row) -> dict[str, Any]:
         """What is stored with a row's tokens: a label; for a prompt, the facts for rewards."""

@@ -1,0 +1,45 @@
+"""The rows of a run's sets in their common form, before templates and tokens, for reports about the data itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+
+from transformers import PreTrainedTokenizerBase
+
+from posttrain.config.schema.run import RunConfig
+from posttrain.data import cache
+from posttrain.data.prepare import further_parts, parts_of, settings_of
+from posttrain.data.reading import Reader, SourcePart
+from posttrain.data.rows import Row
+from posttrain.data.templates import choose_template
+
+
+def rows_of_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, int, Row]]:
+    """Every row that is not malformed: the source (`train`, which includes held-out rows, or a validation set with a
+    source of its own), its number, as in `Dataset.rows`, and the row."""
+    data, tokenizer = config.data, deepcopy(tokenizer)
+    template, kind = choose_template(data, tokenizer), config.method.kind
+    reader = Reader(data, tokenizer, template, kind, None, False, cache.default_folder(), config.seed)
+    yield from _numbered("train", reader, parts_of(data), None if isinstance(data.source, str) else data.max_rows)
+    own = {entry.name: entry for entry in config.evaluation.datasets}
+    for name, part in further_parts(data, config.evaluation.datasets):
+        its = reader.with_data(settings_of(own[name], data) if name in own else data)
+        yield from _numbered(name, its, [part], None)
+
+
+def _numbered(
+    name: str, reader: Reader, parts: list[SourcePart], max_rows: int | None
+) -> Iterator[tuple[str, int, Row]]:
+    """Rows are numbered through the parts, of which `max_rows` limits the sum."""
+    before, left = 0, max_rows
+    for part in parts:
+        if left == 0:
+            return
+        read = 0
+        for record, row in reader.rows(part, part.max_rows if left is None else min(left, part.max_rows or left)):
+            read += 1
+            if row is not None:
+                yield name, before + record.row, row
+        before += read
+        left = None if left is None else left - read
