@@ -71,6 +71,7 @@ bench: .venv/.installed-dev build/trl-1.12 build/vllm/.installed
 	$(BIN)/python -m benchmarks.generate
 	$(BIN)/python -m benchmarks.bf16
 	$(BIN)/python -m benchmarks.beside
+	$(BIN)/python -m benchmarks.evaluate
 
 # Go, whose template language is ollama's, to compare posttrain's templates with.
 build/go:

@@ -60,7 +60,8 @@ def make_models(folder: Path, seed: int = 0) -> dict[str, Path]:
         num_attention_heads=8, num_key_value_heads=4, head_dim=64, max_position_embeddings=4096,
         tie_word_embeddings=False,
     )  # fmt: skip
-    reward = AutoModelForSequenceClassification.from_config(policy.config, num_labels=1)
+    policy.config.num_labels = 1
+    reward = AutoModelForSequenceClassification.from_config(policy.config)
     reward.model.load_state_dict(policy.base_model.state_dict())
     torch.nn.init.normal_(reward.score.weight, std=0.02)
     reward.save_pretrained(folders["reward"])
