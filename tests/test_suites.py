@@ -412,3 +412,19 @@ def test_a_sweep_is_drawn(tmp_path):
     }  # fmt: skip
     path = write_sweep({"model": {"name": "m"}, "suites": suites}, tmp_path)
     assert path is not None and path.read_bytes()[1:4] == b"PNG"
+
+
+# --- other programs ---
+
+
+def test_records_are_exported_with_the_evaluation_or_later(stories, tmp_path, capsys):
+    own(tmp_path, ROWS[:2], template="none")
+    folder = tmp_path / "e"
+    asked = ["eval", str(stories), "--suite", str(tmp_path / "own.json"), "-o", str(folder), "--device", "cpu"]
+    assert main([*asked, "--export", "inspect"]) == 0 and list((folder / "inspect").glob("*.json"))
+    assert main(["eval", str(folder), "--export", "lm-eval"]) == 0 and list((folder / "lm-eval").rglob("results_*.json"))
+    capsys.readouterr()
+    assert main(["eval", str(folder), "--export", "exel"]) != 0
+    assert "give inspect or lm-eval" in " ".join(capsys.readouterr().err.split())
+    assert main(["eval", str(stories), "--suite", "lm-eval:hellaswag"]) != 0
+    assert "pip install 'posttrain[lm-eval]'" in " ".join(capsys.readouterr().err.split())

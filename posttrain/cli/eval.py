@@ -16,6 +16,8 @@ from posttrain.imports import quick_imports
 from posttrain.terminal import say
 from posttrain.words import model_name
 
+LM_EVAL = "lm-eval:"  # before the name of one of its tasks
+
 Models = Annotated[
     list[str] | None,
     typer.Argument(
@@ -25,7 +27,9 @@ Models = Annotated[
 ]
 Suite = Annotated[
     str | None,
-    typer.Option("--suite", "-s", metavar="NAME,...", help="Suites: built-in names, .yaml files, module:function."),
+    typer.Option(
+        "--suite", "-s", metavar="NAME,...", help="Built-in suites, .yaml files, module:function, lm-eval:TASK."
+    ),
 ]
 ListSuites = Annotated[bool, typer.Option("--list", help="List the built-in suites and end.")]
 Data = Annotated[
@@ -70,6 +74,12 @@ Batches = Annotated[
 ]
 Deadline = Annotated[float, typer.Option("--deadline", help="Time limit of grading one completion, in seconds.")]
 Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Grading processes; default: one per core.")]
+Export = Annotated[
+    str | None,
+    typer.Option(
+        "--export", metavar="inspect|lm-eval", help="Also write the records for it; alone for a folder of records."
+    ),
+]
 Calibrate = Annotated[
     bool, typer.Option("--calibrate", help="Also compare verifiers: the string, the rule, math_verify; gold with gold.")
 ]
@@ -102,6 +112,7 @@ def eval(
     deadline: Deadline = 2.0,
     workers: Workers = None,
     calibrate: Calibrate = False,
+    export: Export = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
@@ -114,12 +125,17 @@ def eval(
         posttrain eval runs/sft --suite gsm8k,math500 -n 4
         posttrain eval MODEL --suite gsm8k --temperature 0,0.6,1.0
         posttrain eval answers.jsonl --suite gsm8k --completion-column solution
+        posttrain eval MODEL --suite lm-eval:hellaswag --max-rows 100
+        posttrain eval evaluations/MODEL --export inspect
     """
     if list_suites:
         _list()
         return
     if not models:
         raise UsageError("give a MODEL to evaluate: a folder, a hub id, a run, or a file with recorded completions")
+    if suite is None and export is not None:
+        _export(models, export)
+        return
     if suite is None:
         raise UsageError("give the suites with --suite, such as --suite gsm8k; posttrain eval --list shows them")
     rollout = from_flags(
@@ -134,13 +150,17 @@ def eval(
         "stop": tuple(stop) if stop else None,
     }
     devices = devices_from_flag(device)
-    suites = suites_of(suite, {name: value for name, value in settings.items() if value is not None}, data)
+    tasks, names = _tasks(suite)
+    given = {name: value for name, value in settings.items() if value is not None}
+    suites = suites_of(names, given, data) if names else []
     with quick_imports():
         from posttrain.evaluation.items import load_items  # these import torch, which takes seconds
         from posttrain.inspection.evaluate import Options, evaluate, evaluate_recorded
         from posttrain.inspection.evaluate_table import show, write_sweep
+        from posttrain.inspection.evaluate_tasks import Tasks, evaluate_tasks
         from posttrain.inspection.pairs import PairOptions
     chosen = [load_items(one, max_rows) for one in suites]
+    theirs = Tasks(tuple(tasks), rollout, max_rows, template == "chat", system_prompt, seed)
     options = Options(
         engine=rollout.engine,
         vllm=rollout.vllm,
@@ -158,23 +178,46 @@ def eval(
     )
     found: dict[str, Mapping[str, Any]] = {}
     for model in models:
+        asked = {one.name for one in suites}
         if Path(model).is_file():
+            if tasks:
+                raise UsageError(f"{model} has recorded completions, which lm-eval's tasks cannot grade: give a model")
             name = Path(model).stem
             folder = _folder(output, Path("evaluations") / name, name, len(models))
             summary = evaluate_recorded(Path(model), completion_column, chosen, options, folder, overwrite)
         else:
             place, name, default = located(model)
             folder = _folder(output, default, name, len(models))
-            found_model = from_flags(ModelConfig, {"path": place, "dtype": dtype})
-            summary = evaluate(found_model, name, chosen, options, devices, folder, overwrite)
-        asked = {key: one for key, one in summary["suites"].items() if one["suite"] in {s.name for s in suites}}
-        found[str(folder)] = {**summary, "suites": asked}
+            loaded = from_flags(ModelConfig, {"path": place, "dtype": dtype})
+            summary = evaluate(loaded, name, chosen, options, devices, folder, overwrite)
+            if tasks:
+                summary, ran = evaluate_tasks(loaded, name, theirs, devices, folder, overwrite)
+                asked |= ran
+        kept = {key: one for key, one in summary["suites"].items() if one["suite"] in asked}
+        found[str(folder)] = {**summary, "suites": kept}
     show(found)
     for folder, summary in found.items():
         if picture := write_sweep(summary, Path(folder)):
             say(f"written: {picture}")
     for folder in found:
         say(f"written: {folder}")
+    if export is not None:
+        _export(list(found), export)
+
+
+def _tasks(suites: str) -> tuple[list[str], str]:
+    """The tasks of lm-eval among the names, and the other names."""
+    names = [name.strip() for name in suites.split(",")]
+    tasks = [name.removeprefix(LM_EVAL) for name in names if name.startswith(LM_EVAL)]
+    return tasks, ",".join(name for name in names if not name.startswith(LM_EVAL))
+
+
+def _export(folders: Sequence[str], to: str) -> None:
+    from posttrain.evaluation.exports import export_evaluation
+
+    for folder in folders:
+        for path in export_evaluation(Path(folder), to):
+            say(f"written: {path}")
 
 
 def _list() -> None:
