@@ -445,5 +445,35 @@ def write_stored() -> None:
         (STORED / name).write_text(text, encoding="utf-8")
 
 
+# --- IFEval -----------------------------------------------------------------------------------------------------------
+
+
+def test_ifevals_instructions_are_checked(shared, tmp_path):
+    """The authors' checks on answers whose verdict is plain; what needs data of NLTK is ungraded, and says so."""
+    from posttrain.cli import main
+
+    rows = [json.loads(line) for line in (shared / "data/ifeval/input_data.jsonl").read_text().splitlines()]
+    comma = next(row for row in rows if row["instruction_id_list"] == ["punctuation:no_comma"])
+    lower = next(row for row in rows if row["instruction_id_list"] == ["change_case:english_lowercase"])
+    counted = next(row for row in rows if "length_constraints:number_sentences" in row["instruction_id_list"])
+    answers = [
+        ("plain words", "correct"),
+        ("words, words", "wrong"),
+        ("all of this is small", "correct"),
+        ("Big", "wrong"),
+    ]
+    asked = [{**row, "key": n} for n, row in enumerate([comma, comma, lower, lower, counted])]
+    answers.append(("One. Two. Three.", "bad_gold"))
+    told = [{**row, "completions": text} for row, (text, _) in zip(asked, answers, strict=True)]
+    file = tmp_path / "told.jsonl"
+    for number, row in enumerate(told):
+        row["prompt"] = f"{number} {row['prompt']}"  # completions are matched by their questions
+    file.write_text("".join(json.dumps(row) + "\n" for row in told))
+    assert main(["eval", str(file), "--suite", "ifeval", "--data", str(file), "-o", str(tmp_path / "e")]) == 0
+    found = read_answers(tmp_path / "e")
+    assert [answer.verdict for answer in found] == [verdict for _, verdict in answers]
+    assert found[-1].score is None and "punkt_tab" in (found[-1].reason or "")
+
+
 if __name__ == "__main__":
     sys.exit(write_stored())

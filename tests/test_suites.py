@@ -422,7 +422,9 @@ def test_records_are_exported_with_the_evaluation_or_later(stories, tmp_path, ca
     folder = tmp_path / "e"
     asked = ["eval", str(stories), "--suite", str(tmp_path / "own.json"), "-o", str(folder), "--device", "cpu"]
     assert main([*asked, "--export", "inspect"]) == 0 and list((folder / "inspect").glob("*.json"))
-    assert main(["eval", str(folder), "--export", "lm-eval"]) == 0 and list((folder / "lm-eval").rglob("results_*.json"))
+    assert main(["eval", str(folder), "--export", "lm-eval"]) == 0 and list(
+        (folder / "lm-eval").rglob("results_*.json")
+    )
     capsys.readouterr()
     assert main(["eval", str(folder), "--export", "exel"]) != 0
     assert "give inspect or lm-eval" in " ".join(capsys.readouterr().err.split())

@@ -23,6 +23,14 @@ def package(name: str) -> ModuleType:
     return need(name, "ifeval", "suite ifeval")
 
 
+def warm_up() -> None:
+    """Import the packages before a worker is isolated: then they could neither be read nor look for their data."""
+    for name in (*MODULES, "lm_eval.tasks.ifeval.utils"):
+        package(name)
+    package("langdetect").detect("a language")  # loads its profiles
+    _has_punkt()
+
+
 @lru_cache(maxsize=1)
 def _has_punkt() -> bool:
     try:

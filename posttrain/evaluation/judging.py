@@ -90,10 +90,11 @@ class Judge:
         rule = self._rule
         if rule not in RULES:
             raise ConfigError(f"suite {self._suite.name}: there is no rule {rule}; there are {', '.join(RULES)}, none")
+        modules = {RULES[rule].partition(":")[0], *(modules_of([rule]) if rule in COMPARES_EXPRESSIONS else ())}
         if rule == "ifeval":
             for module in ifeval.MODULES:
                 ifeval.package(module)
-        modules = {RULES[rule].partition(":")[0], *(modules_of([rule]) if rule in COMPARES_EXPRESSIONS else ())}
+            modules.add(ifeval.__name__)
         pool = Pool(workers, deadline, modules=tuple(sorted(modules)))
         try:
             self._prove(pool)

@@ -15,6 +15,7 @@ import struct
 import sys
 
 MEMORY_BYTES = 1_000_000_000  # of address space, which bounds memory too
+ROOM_BYTES = 500_000_000  # of address space for answers, where a rule's packages leave less of it
 # Landlock's system call numbers are the same on every architecture.
 CREATE_RULESET, RESTRICT_SELF = 444, 446
 NO_NEW_PRIVS, PARENT_DEATH_SIGNAL = 38, 1
@@ -66,8 +67,9 @@ def _limits(memory_bytes: int, files_open: bool) -> list[str]:
     import resource
 
     in_force = []
+    memory_bytes = max(memory_bytes, _address_space() + ROOM_BYTES)
     # macOS accepts the limit and does not enforce it
-    kept = f"at most {memory_bytes / 1e9:g} GB of memory" if sys.platform == "linux" else ""
+    kept = f"at most {memory_bytes / 1e9:.2g} GB of memory" if sys.platform == "linux" else ""
     wanted = [(resource.RLIMIT_AS, memory_bytes, kept)]
     wanted += [(resource.RLIMIT_CORE, 0, "")]
     wanted += [(resource.RLIMIT_FSIZE, 0, "no growing files")] if files_open else []
@@ -77,6 +79,15 @@ def _limits(memory_bytes: int, files_open: bool) -> list[str]:
             resource.setrlimit(limit, (value, value))
             in_force += [name] if name else []
     return in_force
+
+
+def _address_space() -> int:
+    """Bytes of address space in use; 0 where the system does not say. Large libraries reserve more than they use."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as stream:
+            return int(stream.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        return 0
 
 
 def _no_network_namespace() -> bool:
