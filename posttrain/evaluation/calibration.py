@@ -19,29 +19,13 @@ from posttrain.evaluation.judging import RULES
 from posttrain.evaluation.records import Answer
 from posttrain.grading.extract import marked_answer
 from posttrain.grading.pool import Pool
-from posttrain.grading.verdict import Grade, GradeRequest, Judgement, Rule
+from posttrain.grading.verdict import Grade, GradeRequest
 from posttrain.latex import last_box
 from posttrain.progress import progress
-from posttrain.rewards.maths import check_answer
 
 CALIBRATED = frozenset({"math", "gsm8k"})  # rules
 SHOWN = 50  # disagreements that are listed
-OWN = "posttrain.evaluation.calibration"
-NO_LIMIT: Any = None  # of math_verify's own, which is a signal: a worker has a deadline
-
-
-def string(completion: str, gold: str) -> Judgement:
-    """`completion` is the extracted answer."""
-    right = "".join(completion.split()) == "".join(gold.split())
-    return Judgement(float(right), right, completion)
-
-
-def math_verify(completion: str, gold: str) -> Judgement:
-    from math_verify import parse, verify
-
-    given = parse(completion, parsing_timeout=NO_LIMIT)
-    right = bool(verify(parse(f"${gold}$", parsing_timeout=NO_LIMIT), given, timeout_seconds=NO_LIMIT))
-    return Judgement(float(right), right, str(given[-1])[:200] if given else None)
+OWN = "posttrain.evaluation.rules"
 
 
 def short(gold: str) -> str:
@@ -49,15 +33,11 @@ def short(gold: str) -> str:
     return marked_answer(gold) or last_box(gold) or gold
 
 
-STRING = Rule(check_answer, string)
-MATH_VERIFY = Rule(check_answer, math_verify)
-
-
 def calibrate(items: Items, answers: Sequence[Answer], workers: int | None, deadline: float) -> dict[str, Any]:
     """Agreement of the verifiers on the graded answers, and the golds that the rule does not accept for themselves."""
     graded = [answer for answer in answers if answer.verdict in ("correct", "wrong") and answer.gold is not None]
     golds = {item.id: item.gold for item in items.items if item.gold is not None}
-    with Pool(workers, deadline, modules=(OWN, "posttrain.grading.symbolic")) as pool:
+    with Pool(workers, deadline, modules=(OWN, "posttrain.grading.symbolic", "math_verify")) as pool:
         by_string = [GradeRequest(f"{OWN}:STRING", one.extracted or "", short(one.gold or "")) for one in graded]
         by_package = [GradeRequest(f"{OWN}:MATH_VERIFY", one.completion, short(one.gold or "")) for one in graded]
         rule = RULES[items.suite.rule]
