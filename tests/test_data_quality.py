@@ -146,13 +146,14 @@ def test_held_out_rows_are_compared_with_the_rest(model, tmp_path):
 def test_rows_beyond_the_limit_of_words_are_told(model, tmp_path, monkeypatch):
     rows = [{"prompt": text(i), "completion": "x"} for i in range(20)]
     config = load(None, ["method.type=sft", f"model.path={model}", "data.template=none",
-                         f"data.source={write(tmp_path / 'rows.jsonl', rows)}"]).config  # fmt: skip
+                         f"data.source={write(tmp_path / 'rows.jsonl', rows)}",
+                         f"data.validation={{source: {write(tmp_path / 'held.jsonl', rows[:5])}}}"]).config  # fmt: skip
     from posttrain.data.raw import rows_of_run
 
     tokenizer = byte_tokenizer()
     prepared = data_of(config, config.models[0], tokenizer)
     whole, part = (read_corpus(rows_of_run(config, tokenizer), prepared, most) for most in (MOST_WORDS, 300))
-    assert (len(whole), whole.left_out, len(part), part.left_out) == (20, False, 5, True)
+    assert (len(whole), whole.cut, len(part), part.cut) == (25, (), 10, ("train",)), "each source has its own limit"
 
 
 # --- contamination ----------------------------------------------------------------------------------------------------
@@ -352,6 +353,8 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": text(i % 15, 20), "chosen": "long " * (i % 7 + 1), "rejected": "no " * 3} for i in range(30)]
     asked = write(tmp_path / "asked\x1b[31m.jsonl", [{"id": 1, "question": text(3, 20)}, {"question": text(77, 20)}])
+    with open(asked, "a") as file:
+        file.write("{broken\n")
     arguments = ["explore", "method=dpo", f"model.path={model}", f"data.source={write(tmp_path / 'a.jsonl', rows)}",
                  "data.template=none", "data.validation={rows: 5}", "--rows", "0"]  # fmt: skip
     assert main([*arguments, "--against", asked, "--report", "found.json"]) == 0
@@ -362,6 +365,7 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     assert re.search(r"^prompt, exact duplicate +1[0-5] ", shown, re.M), shown
     [suite] = data["contamination"].values()
     assert data["rows"] == {"train": 25, "validation": 5} and suite["copies"] == 1 and suite["hits"][0][1] == 1.0
+    assert "1 question cannot be read" in shown and suite["unread"] == 1
     assert data["label_noise"] is None and data["length_bias"]["pairs"] == 25
 
     for wrong, message in (
@@ -369,6 +373,7 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
         (["--ngram", "5"], "--ngram 5: it is 13 or 8"),
         (["--no-quality", "--against", asked], "--no-quality goes without"),
         (["--against", "gsmk"], "did you mean gsm8k"),
+        (["--against", "none.jsonl"], "--against none.jsonl: there is no such file"),
         (["--reward-model", str(model)], "config.json"),
         (["method=sft", "--reward-model", str(model)], "--reward-model judges preference pairs"),
     ):

@@ -234,6 +234,7 @@ def test_no_token_is_shown(monkeypatch, capsys):
         assert token not in "".join(capsys.readouterr())
 
 
+@pytest.mark.slow
 def test_wrong_verdicts_are_seen(monkeypatch):
     rules = import_module("posttrain.rewards.rules")
     known = [(request, "wrong" if verdict == "correct" else verdict) for request, verdict in rules.canary("math", None)]

@@ -14,23 +14,24 @@ from posttrain.data.reading import Reader, SourcePart
 from posttrain.data.rows import Row
 from posttrain.data.templates import choose_template
 
+Numbered = Iterator[tuple[int, Row]]
 
-def rows_of_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, int, Row]]:
-    """Every row that is not malformed: the source (`train`, which includes held-out rows, or a validation set with a
-    source of its own), its number, as in `Dataset.rows`, and the row."""
+
+def rows_of_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, Numbered]]:
+    """The rows that are not malformed, with their numbers as in `Dataset.rows`: of `train`, which includes those that
+    are held out, then of each validation set with a source of its own."""
     data, tokenizer = config.data, deepcopy(tokenizer)
     template, kind = choose_template(data, tokenizer), config.method.kind
     reader = Reader(data, tokenizer, template, kind, None, False, cache.default_folder(), config.seed)
-    yield from _numbered("train", reader, parts_of(data), None if isinstance(data.source, str) else data.max_rows)
+    most = None if isinstance(data.source, str) else data.max_rows
+    yield "train", _numbered(reader, parts_of(data), most)
     own = {entry.name: entry for entry in config.evaluation.datasets}
     for name, part in further_parts(data, config.evaluation.datasets):
         its = reader.with_data(settings_of(own[name], data) if name in own else data)
-        yield from _numbered(name, its, [part], None)
+        yield name, _numbered(its, [part], None)
 
 
-def _numbered(
-    name: str, reader: Reader, parts: list[SourcePart], max_rows: int | None
-) -> Iterator[tuple[str, int, Row]]:
+def _numbered(reader: Reader, parts: list[SourcePart], max_rows: int | None) -> Numbered:
     """Rows are numbered through the parts, of which `max_rows` limits the sum."""
     before, left = 0, max_rows
     for part in parts:
@@ -40,6 +41,6 @@ def _numbered(
         for record, row in reader.rows(part, part.max_rows if left is None else min(left, part.max_rows or left)):
             read += 1
             if row is not None:
-                yield name, before + record.row, row
+                yield before + record.row, row
         before += read
         left = None if left is None else left - read

@@ -15,7 +15,6 @@ from posttrain.inspection.quality.noise import label_noise
 from posttrain.inspection.quality.report import Quality, bias_of, duplicates
 from posttrain.inspection.quality.rewards import margins_of
 from posttrain.inspection.quality.texts import read_corpus
-from posttrain.progress import progress
 
 NGRAMS = (13, 8)
 
@@ -44,7 +43,7 @@ def check_quality(
             noise = label_noise(margins)
         except ValueError as error:
             raise DataError(f"--reward-model {reward_model}: {error}") from error
-    corpus = read_corpus(progress(rows_of_run(config, tokenizer), "reading rows"), prepared)
+    corpus = read_corpus(rows_of_run(config, tokenizer), prepared)
     found = [contamination(one, corpus, n) for one in questions]
     lines = duplicates(corpus)
     return Quality(corpus, lines, found, missing, n, bias_of(prepared, corpus), noise, rows, margins)

@@ -24,6 +24,7 @@ from posttrain.evaluation.suite import find_suite, suite_names, with_settings
 from posttrain.inspection.quality.texts import Corpus
 from posttrain.inspection.quality.words import Array, Texts, ngrams, words_of
 
+SUITE_FILES = (".yaml", ".yml")
 LEAST_WORDS = 8  # of a question that is checked
 COVERED = 0.8
 NOT_OF_THE_QUESTION = ("shots", "about")
@@ -32,11 +33,12 @@ BLOCK_WORDS = 1_000_000  # of training rows compared at a time
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """The questions of a suite or a file, with their names."""
+    """The questions of a suite or a file, with their names; `unread` is the number of those that cannot be read."""
 
     name: str
     texts: tuple[str, ...]
     ids: tuple[str, ...]
+    unread: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Contamination:
     name: str
     checked: int
     short: int  # of fewer than 8 words, not checked
+    unread: int
     hits: tuple[tuple[str, float, str], ...] = field(default=())
 
     @property
@@ -88,16 +91,23 @@ def _cache_only() -> Iterator[None]:
 def _named(text: str) -> Questions:
     name, equals, source = text.partition("=")
     path = Path(text).expanduser()
-    if not equals and path.is_file() and path.suffix not in (".yaml", ".yml"):
-        records = [record for record in read_files((path,)) if record.value is not None]
-        texts = ["\n".join(_strings(record.value)) for record in records]
-        return Questions(path.name, tuple(texts), tuple(str(record.row) for record in records))
+    if path.is_file() and path.suffix not in SUITE_FILES:
+        return _of_file(path)
+    if path.suffix and path.suffix not in SUITE_FILES and not equals and ":" not in text:
+        raise DataError(f"--against {text}: there is no such file")
     suite = with_settings(find_suite(name), {"source": source} if equals else {})
     if suite.kind == "preference":
         raise DataError(f"--against {text}: {suite.name} has pairs, not questions; give a file of its rows")
     if equals and Path(source).expanduser().is_file():
         suite = with_settings(suite, {"split": "train"})  # a file has no other
     return _of_suite(suite)
+
+
+def _of_file(path: Path) -> Questions:
+    records = list(read_files((path,)))
+    good = [record for record in records if record.value is not None]
+    texts = ["\n".join(_strings(record.value)) for record in good]
+    return Questions(path.name, tuple(texts), tuple(str(one.row) for one in good), len(records) - len(good))
 
 
 def _strings(value: object) -> Iterator[str]:
@@ -111,8 +121,10 @@ def _strings(value: object) -> Iterator[str]:
 
 def _of_suite(suite: SuiteConfig) -> Questions:
     names = [name for name in FIELD.findall(str(suite.prompt)) if name not in NOT_OF_THE_QUESTION]
-    items = [item for item in load_items(suite).items if item.problem is None]
-    return Questions(suite.name, tuple(_question(item, names) for item in items), tuple(item.id for item in items))
+    every = load_items(suite).items
+    items = [item for item in every if item.problem is None]
+    texts = tuple(_question(item, names) for item in items)
+    return Questions(suite.name, texts, tuple(item.id for item in items), len(every) - len(items))
 
 
 def _question(item: Item, names: Iterable[str]) -> str:
@@ -139,7 +151,7 @@ def contamination(questions: Questions, corpus: Corpus, n: int) -> Contamination
             counts = np.bincount([row for _, row in places])
             hits.append((questions.ids[index], float(covered.mean()), corpus.label(int(counts.argmax()))))
     hits.sort(key=lambda hit: -hit[1])
-    return Contamination(questions.name, len(checked), len(texts) - len(checked), tuple(hits))
+    return Contamination(questions.name, len(checked), len(texts) - len(checked), questions.unread, tuple(hits))
 
 
 def _rows_with(texts: Texts, sizes: dict[int, int], corpus: Corpus) -> dict[int, dict[int, int]]:

@@ -17,7 +17,7 @@ from posttrain.inspection.quality.duplicates import NEAR, SHINGLE, groups_of, ne
 from posttrain.inspection.quality.noise import CONFIDENT, LabelNoise
 from posttrain.inspection.quality.noise import summary as noise_summary
 from posttrain.inspection.quality.preferences import LengthBias, length_bias
-from posttrain.inspection.quality.texts import Corpus
+from posttrain.inspection.quality.texts import MOST_WORDS, Corpus
 from posttrain.inspection.quality.words import Array, Texts
 from posttrain.words import counted
 
@@ -123,11 +123,17 @@ class Quality:
         return {
             "rows": {name: int((self.corpus.sets == i).sum()) for i, name in enumerate(self.corpus.names)},
             "words": len(self.corpus.rows.words),
-            "all_rows_checked": not self.corpus.left_out,
+            "only_first_rows_of": self.corpus.cut,
             "near": {"jaccard": NEAR, "words": SHINGLE},
             "duplicates": {one.what: {"of": one.among, "rows": one.rows} for one in self.duplicates},
             "contamination": {
-                one.name: {"checked": one.checked, "short": one.short, "copies": one.copies, "hits": one.hits}
+                one.name: {
+                    "checked": one.checked,
+                    "short": one.short,
+                    "unread": one.unread,
+                    "copies": one.copies,
+                    "hits": one.hits,
+                }
                 for one in self.contamination
             },
             "ngram": self.n,
@@ -152,8 +158,9 @@ class Quality:
         """Print the findings in tables of at most 80 columns."""
         names, sets = self.corpus.names, self.corpus.sets
         counts = ", ".join(f"{name} {int((sets == i).sum()):,}" for i, name in enumerate(names))
-        part = " (the first ones: further rows are not checked)" if self.corpus.left_out else ""
-        console.print(f"data quality: {counts} rows, {len(self.corpus.rows.words):,} words{part}", soft_wrap=False)
+        console.print(f"data quality: {counts} rows, {len(self.corpus.rows.words):,} words", soft_wrap=False)
+        for name in self.corpus.cut:
+            console.print(f"only the first {MOST_WORDS:,} words of {name} are checked", soft_wrap=False)
         table = _table("duplicates", "rows", "share", "examples")
         for one in self.duplicates:
             share = len(one.rows) / one.among if one.among else 0.0
@@ -179,6 +186,9 @@ class Quality:
         if short:
             which = ", ".join(f"{count:,} of {name}" for name, count in short.items())
             yield f"questions of fewer than 8 words, not checked: {which}"
+        for one in self.contamination:
+            if one.unread:
+                yield f"{one.name}: {counted(one.unread, 'question')} cannot be read, not checked"
         if self.missing:
             yield f"suites not checked, since their data is not in the local cache: {', '.join(self.missing)}"
         if self.bias is not None:

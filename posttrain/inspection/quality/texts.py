@@ -11,8 +11,9 @@ import numpy as np
 from posttrain.data import Prepared
 from posttrain.data.rows import Row, Turns
 from posttrain.inspection.quality.words import Array, Texts, words_of
+from posttrain.progress import progress
 
-MOST_WORDS = 20_000_000  # 80 MB; further rows are not checked, and the report says so
+MOST_WORDS = 20_000_000  # of a source, 80 MB; further rows are not checked, and the report says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Corpus:
     """Rows in order, of all sets. `sets` has the number of each row's set in `names`, of which the first is `train`.
 
     `prompt_keys` and `row_keys` are hashes of the exact strings; 0 for a row without a prompt. `turned_keys` are those
-    of the pair with chosen and rejected exchanged. `left_out` is whether there are more rows than were read.
+    of the pair with chosen and rejected exchanged. `cut` are the sources of which only the first rows were read.
     """
 
     names: tuple[str, ...]
@@ -32,7 +33,7 @@ class Corpus:
     row_keys: Array
     turned_keys: Array
     is_pair: Array
-    left_out: bool
+    cut: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -43,29 +44,33 @@ class Corpus:
         return f"{'' if name == 'train' else name + ' '}{self.numbers[index]}"
 
 
-def read_corpus(rows: Iterable[tuple[str, int, Row]], prepared: Prepared, most_words: int = MOST_WORDS) -> Corpus:
+def read_corpus(
+    sources: Iterable[tuple[str, Iterable[tuple[int, Row]]]], prepared: Prepared, most_words: int = MOST_WORDS
+) -> Corpus:
     """The rows that train or validate, by the split of `prepared`; those over a length limit are in neither."""
     names = ("train", *prepared.validation)
     split = "validation" in prepared.validation and "validation" not in prepared.reports  # from the training source
     held = set(prepared.validation["validation"].rows.tolist()) if split else set()
     used = {name: set(data.rows.tolist()) for name, data in {"train": prepared.train, **prepared.validation}.items()}
     found: list[tuple[int, int, bool]] = []
-    prompts, wholes, keys, words, left_out = [], [], [], 0, False
-    for source, number, row in rows:
-        name = "validation" if source == "train" and number in held else source
-        if number not in used[name]:
-            continue
-        if words > most_words:
-            left_out = True
-            break
-        prompt, replies = strings_of(row)
-        prompt_words = words_of(prompt)
-        prompts.append(prompt_words)
-        wholes.append(np.concatenate([prompt_words, *map(words_of, replies)]))
-        words += len(wholes[-1])
-        found.append((names.index(name), number, row.rejected is not None))
-        turned = (prompt, *reversed(replies)) if row.rejected is not None else ("",)
-        keys.append((_key(prompt) if prompt else 0, _key(prompt, *replies), _key(*turned)))
+    prompts, wholes, keys, cut = [], [], [], []
+    for source, rows in sources:
+        words = 0
+        for number, row in progress(rows, f"reading {source}"):
+            name = "validation" if source == "train" and number in held else source
+            if number not in used[name]:
+                continue
+            if words > most_words:
+                cut.append(source)
+                break
+            prompt, replies = strings_of(row)
+            prompt_words = words_of(prompt)
+            prompts.append(prompt_words)
+            wholes.append(np.concatenate([prompt_words, *map(words_of, replies)]))
+            words += len(wholes[-1])
+            found.append((names.index(name), number, row.rejected is not None))
+            turned = (prompt, *reversed(replies)) if row.rejected is not None else ("",)
+            keys.append((_key(prompt) if prompt else 0, _key(prompt, *replies), _key(*turned)))
     sets, numbers, is_pair = np.array(found, np.int64).reshape(-1, 3).T
     prompt_keys, row_keys, turned_keys = np.array(keys, np.uint64).reshape(-1, 3).T
     return Corpus(
@@ -78,7 +83,7 @@ def read_corpus(rows: Iterable[tuple[str, int, Row]], prepared: Prepared, most_w
         row_keys,
         turned_keys,
         is_pair.astype(bool),
-        left_out,
+        tuple(cut),
     )
 
 
