@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 from collections import Counter
 from dataclasses import asdict, replace
@@ -155,14 +156,14 @@ def test_several_samples_are_compared_by_their_means(tmp_path):
     assert (flip["a"]["completion"], flip["b"]["completion"]) == ("it is 0", "it is 1")
 
 
-def run_of(folder, rewards, seed=0, prompt="q", steps=(0, 4), **settings):
+def run_of(folder, by_step, seed=0, prompt="q", steps=(0, 4), **settings):
     """A run folder with the validation rewards of each of its steps."""
     folder.mkdir(parents=True)
     save_json(folder / "run.json", {"format": 1, "state": "finished"})
     settings = {"name": folder.name, "seed": seed, "method": {"type": "grpo"}, **settings}
     (folder / "config.yaml").write_text(json.dumps(settings))
     store = RolloutStore(folder, GIB, -1)
-    for step, values in zip(steps, rewards, strict=True):
+    for step, values in zip(steps, by_step, strict=True):
         rows = [StoredEvaluation(i, f"{prompt} {i}", f"says {v}", v, "stop", {}, [1]) for i, v in enumerate(values)]
         store.add_evaluation(step, "validation", rows)
     store.close()
@@ -177,6 +178,26 @@ def test_a_run_before_and_after(tmp_path, capsys):
     assert one["a"] == "grpo@0" and one["better"] == "grpo" and one["low"] > 0
     assert main(["compare", f"{run}@3", run]) == 1
     assert "has no evaluation at step 3: it has 0, 4" in capsys.readouterr().err
+    twice = run_of(tmp_path / "twice", [before, before], rewards=[{"type": "math", "weight": 2.0, "name": None}])
+    compared(tmp_path, run, twice)
+    assert "rewards differs: grpo none, twice math (weight 2.0)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_which_of_a_runs_models(tmp_path, capsys):
+    """Without an evaluation of final/, the only one that there is; of several none is chosen silently."""
+    run = tmp_path / "runs/x"
+    run_of(run, [[0.5] * 4], steps=[4])
+    (run / "rollouts.sqlite").unlink()
+    evaluation(run / "evaluation/checkpoint-10", answered([1.0, 0.0]))
+    assert read_source(str(run)).name == "x/checkpoint-10"
+    evaluation(run / "evaluation/checkpoint-20", answered([1.0, 1.0]))
+    assert main(["compare", str(run), evaluation(tmp_path / "b", answered([1.0, 1.0]))]) == 1
+    error = capsys.readouterr().err
+    assert "has evaluations of checkpoint-10, checkpoint-20, none of its final model" in error
+    assert "runs/x/evaluation/checkpoint-20" in error
+    evaluation(run / "evaluation/final", answered([0.0, 0.0]))
+    found = read_source(str(run))
+    assert found.name == "x" and [one.score for one in found.suites["sums"].answers] == [0.0, 0.0]
 
 
 def test_seeds_set_a_floor(tmp_path, capsys):
@@ -198,7 +219,7 @@ def test_seeds_set_a_floor(tmp_path, capsys):
     pooled = math.sqrt(sum(np.var(values, ddof=1) for values in runs) / 2)
     assert suite["seeds"]["deviation"] == pytest.approx(pooled)
     assert one["seed_floor"] == pytest.approx(4.302653 * pooled, rel=1e-5)  # t of 2, times sqrt(1/2 + 1/2)
-    assert f"Seeds alone differ by up to {one['seed_floor']:.3f}." in " ".join(capsys.readouterr().out.split())
+    assert f"Seeds alone may make up to {one['seed_floor']:.3f}." in " ".join(capsys.readouterr().out.split())
     named = [f"old={made['sft', 0]}", f"old={made['sft', 1]}", f"new={made['grpo', 0]}"]
     assert [side["name"] for side in compared(tmp_path, *named)["sides"]] == ["old", "new"]
     two = compared(tmp_path, made["sft", 0], made["sft", 1])  # seeds alone: each is a side
@@ -235,9 +256,9 @@ def test_items_that_are_not_the_same(tmp_path, capsys):
     """Common items are compared, the rest counted; another question is no match, another template is a warning."""
     ours = answered([1.0] * 30 + [0.0] * 10)
     theirs = answered([0.0] * 30 + [1.0] * 10 + [1.0] * 5)[3:]
-    theirs[0] = replace(theirs[0], prompt="what is this?", gold="nothing")
     theirs[1] = replace(theirs[1], prompt="User: 4 + 1")
     theirs[2] = replace(theirs[2], score=None, verdict="crashed")
+    theirs[3] = replace(theirs[3], prompt="what is this?", gold=None)
     a = evaluation(tmp_path / "a", ours)
     b = evaluation(tmp_path / "b", theirs, sampling={"temperature": 1.0, "seed": 1})
     one = only(compared(tmp_path, a, b))
@@ -254,11 +275,31 @@ def test_items_that_are_not_the_same(tmp_path, capsys):
         assert said in out
     assert "seed differs" not in out
     assert only(compared(tmp_path, a, b, flags=["--by-id"]))["items"] == 36
+    theirs[0] = replace(theirs[0], prompt="another", gold="99")  # other rows: then an equal answer proves nothing
+    other = only(compared(tmp_path, a, evaluation(tmp_path / "rows", theirs)))
+    assert other["items"] == 33 and other["not_compared"]["another question under the same id"] == 3
     strange = evaluation(tmp_path / "c", [replace(one, prompt="?", gold=None) for one in answered([1.0] * 5)])
     assert main(["compare", a, strange]) == 1
     error = capsys.readouterr().err
     assert "no graded item in common (5 another question under the same id, 35 only in A)" in error
     assert "--by-id" in error
+
+
+def test_other_questions_with_the_answers_of_these(tmp_path, capsys):
+    """A quarter of other questions has the same letter; two seeds of one side may have read other rows, too."""
+    letters = [[replace(one, prompt=f"{name} {i}", gold="ABCD"[(i * i + 3 * (name == "v")) % 4])
+                for i, one in enumerate(answered([1.0] * 40))] for name in "uv"]  # fmt: skip
+    u, v = (evaluation(tmp_path / name, answers) for name, answers in zip("uv", letters, strict=True))
+    assert main(["compare", u, v]) == 1
+    assert "no graded item in common (40 another question under the same id)" in capsys.readouterr().err
+    a, b = (evaluation(tmp_path / name, answered([score] * 40)) for name, score in (("a", 1.0), ("b", 0.0)))
+    assert main(["compare", f"one={a}", f"one={u}", f"two={b}"]) == 1
+    assert "40 another question under the same id" in capsys.readouterr().err
+    for name, word in (("one", "yes"), ("two", "no")):
+        pair = {"chosen": word, "rejected": "?", "chosen_reward": 1.0, "rejected_reward": 0.0}
+        save_rows(tmp_path / f"{name}.jsonl", [pair] * 9)
+    assert main(["compare", str(tmp_path / "one.jsonl"), str(tmp_path / "two.jsonl")]) == 1
+    assert "9 another question under the same id" in capsys.readouterr().err
 
 
 def test_models_are_evaluated_first(shared, sums_home, tmp_path, monkeypatch, capsys):
@@ -284,7 +325,7 @@ def test_models_are_evaluated_first(shared, sums_home, tmp_path, monkeypatch, ca
     ):
         (tmp_path / "b").mkdir(exist_ok=True)
         if not (tmp_path / "b/stories260K").exists():
-            (tmp_path / "b/stories260K").symlink_to(models[0])
+            shutil.copytree(models[0], tmp_path / "b/stories260K")
         assert main(["compare", *map(str, arguments)]) != 0
         assert message in capsys.readouterr().err
 
@@ -310,6 +351,10 @@ def test_a_judge_in_both_orders(server, tmp_path, capsys):  # noqa: F811
     assert one["win_rate"] == pytest.approx(24 / 28) and one["low"] < one["win_rate"] < one["high"]
     assert (one["agree"], one["first"], one["second"]) == (20, 8, 0) and one["bias_p"] == 2 / 2**8
     assert one["p"] == 2 / 2**20 and one["not_judged"] == {"only in A": 2} and one["requests"] == 56
+    won, placed = one["items"][0], one["items"][-1]
+    assert (won["result"], won["a_first"], won["b_first"]) == ("win", "b", "b") and won["b"] == "reply 000!"
+    assert (placed["result"], placed["a_first"], placed["b_first"]) == ("tie", "a", "b")
+    assert won["replies"] == ["[[B]]", "[[A]]"] and placed["replies"] == ["[[A]]", "[[A]]"]
     out = " ".join(capsys.readouterr().out.split())
     assert "The judge prefers b to a on completions (p < 0.0001)." in out
     assert "20 of 28 verdicts are the same in both orders; 8 follow the first place, 0 the second (p = 0.0078)." in out
@@ -318,6 +363,15 @@ def test_a_judge_in_both_orders(server, tmp_path, capsys):  # noqa: F811
     scored = [evaluation(tmp_path / name, answers) for name, answers in zip("cd", graded, strict=True)]
     both = compared(tmp_path, *scored, flags=["--judge", settings])
     assert len(both["judged"]) == 1 and only(both)["losses"] == 4
+    (tmp_path / "out/compare.png").write_bytes(b"of an earlier comparison")
+    empty = [{"prompt": f"q{i}", "completions": ["", "second"]} for i in range(30)]
+    save_rows(tmp_path / "silent.jsonl", [*empty, {"prompt": "q30", "error": "too long"}])
+    save_rows(tmp_path / "same.jsonl", [*empty[:4], *theirs[4:]])
+    first, second = compared(tmp_path, tmp_path / "silent.jsonl", *sides[:1], tmp_path / "same.jsonl",
+                             flags=["--judge", settings])["judged"]  # fmt: skip
+    assert (first["wins"], first["not_judged"]) == (30, {}) and (second["wins"], second["ties"]) == (24, 4)
+    assert [one["p_adjusted"] for one in (first, second)] == pytest.approx(holm([first["p"], second["p"]]))
+    assert not (tmp_path / "out/compare.png").exists()
     assert main(["compare", *map(str, sides)]) == 1 and "no scored suite" in capsys.readouterr().err
     for wrong in ("gpt-4", "{model: m}"):
         assert main(["compare", *scored, "--judge", wrong]) != 0
@@ -375,6 +429,7 @@ def test_what_is_refused(tmp_path, capsys):
     for sides, message in (
         ([a], "give at least two sides"),
         ([a, a], "is given twice"),
+        ([a, f"x={a}/../a"], "is given twice (also as"),
         ([a, tmp_path / "missing"], "there is no file or folder"),
         ([a, tmp_path / "empty"], "has nothing to compare: no evaluation"),
         ([a, other], "no scored suite that two of these have in common (a: sums; other: gsm8k)"),

@@ -7,7 +7,6 @@ import signal
 import sqlite3
 import threading
 import time
-from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,7 +21,7 @@ from posttrain.config.schema.rewards import JudgeReward, Reward
 from posttrain.errors import RewardError
 from posttrain.judging import client as client_module
 from posttrain.judging import pace
-from posttrain.judging.pairs import Pair, PairJudge, binomial_p, summarise
+from posttrain.judging.pairs import Pair, PairJudge, summarise
 from posttrain.judging.prompts import filled
 from posttrain.judging.scores import read_preference, read_score
 from posttrain.judging.single import JudgeInput, SingleJudge
@@ -522,11 +521,3 @@ def test_a_pair_needs_both_orders(server, settings):
         type(summary)(0, 0, 0, 0, 0, 0, 0, 0, 1.0, 0, 0, 0)
     )
     assert read_preference("[[A]] no, [[B]]") == "B" and read_preference("[[D]]") is None
-
-
-def test_the_exact_binomial_test():
-    for n in range(9):
-        heads = Counter(map(sum, itertools.product((0, 1), repeat=n)))
-        for k in range(n + 1):
-            tails = [sum(heads[i] for i in some) / 2**n for some in (range(k + 1), range(k, n + 1))]
-            assert binomial_p(k, n) == pytest.approx(min(1.0, 2 * min(tails)))

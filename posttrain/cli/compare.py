@@ -99,7 +99,7 @@ def compare(
         found = Comparison(made, [], options)
     else:
         found = compare_sides(made, options, _suite_names(suite))
-    judged = ask(made, settings, options) if settings else ()
+    judged = ask(made, settings, options, _suite_names(suite)) if settings else ()
     folder = output or Path("comparisons") / _folder_name([side.name for side in made])
     write(found, folder, judged)
     show(found, PlainConsole(), judged)
@@ -109,9 +109,16 @@ def compare(
 def _check(sides: Sequence[str], suite: str | None, of_suites: Mapping[str, object]) -> None:
     if len(sides) < 2:
         raise UsageError(f"give at least two sides to compare; {sides[0]} is one")
-    if len(set(sides)) < len(sides):
-        twice = next(side for side in sides if sides.count(side) > 1)
-        raise UsageError(f"{twice} is given twice: a side compared with itself does not differ")
+    from posttrain.comparing.sides import split_name
+
+    seen: dict[str, str] = {}
+    for side in sides:
+        _, path = split_name(side)
+        place = str(Path(path).expanduser().resolve()) if Path(path).expanduser().exists() else path
+        if place in seen:
+            also = "" if seen[place] == side else f" (also as {seen[place]})"
+            raise UsageError(f"{side} is given twice{also}: a side compared with itself does not differ")
+        seen[place] = side
     given = [flag for flag, value in of_suites.items() if value is not None]
     if suite is None and given:
         raise UsageError(f"{given[0]} is about the evaluation of models: name the suites with --suite")

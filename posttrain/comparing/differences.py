@@ -10,8 +10,9 @@ import numpy as np
 
 from posttrain.comparing.items import Answers, Flip, Shared, flips, shared
 from posttrain.comparing.sides import Side, settings_that_differ
+from posttrain.distributions import sign_test
 from posttrain.errors import RunError
-from posttrain.evaluation.paired import Paired, SeedNoise, mcnemar, paired_bootstrap, paired_difference, seed_noise
+from posttrain.evaluation.paired import Paired, SeedNoise, paired_bootstrap, paired_difference, seed_noise
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt
 from posttrain.words import counted
 
@@ -146,10 +147,10 @@ def _tested(
     paired = paired_difference(pairs.a_C, pairs.b_C, options.confidence)
     binary = pairs.single and {*pairs.a_C, *pairs.b_C} <= {0.0, 1.0}
     if binary:
-        test, (p, mid_p) = MCNEMAR, mcnemar(paired.wins, paired.losses)
+        test, (p, mid_p) = MCNEMAR, sign_test(paired.wins, paired.losses)
     else:
-        resampled = paired_bootstrap(pairs.a_C, pairs.b_C, options.confidence, options.resamples, options.seed)
-        test, p, mid_p = BOOTSTRAP, resampled.p, None
+        p = paired_bootstrap(pairs.a_C, pairs.b_C, options.resamples, options.seed)
+        test, mid_p = BOOTSTRAP, None
     floor = None if noise is None else noise.floor(len(a.sources), len(b.sources), options.confidence)
     flipped = flips(pairs, ours, theirs)
     return Difference(a.name, b.name, pairs, paired, test, p, mid_p, p, floor, flipped, shown=False)
@@ -204,7 +205,7 @@ def verdict(one: Difference) -> str:
         return f"{one.better} is better than {one.a if one.better == one.b else one.b} by {found}."
     said = f"No difference shown between {one.b} and {one.a}: {found}."
     if one.floor is not None and abs(value) <= one.floor:
-        return f"{said} Seeds alone differ by up to {one.floor:.3f}."
+        return f"{said} Seeds alone may make up to {one.floor:.3f}."
     smallest = one.paired.smallest
     return said if smallest is None else f"{said} One of {smallest:.3f} would have been detected in 80 % of cases."
 

@@ -38,21 +38,28 @@ class Matched:
 
 
 def matched(a: Answers, b: Answers, by_id: bool = False) -> Matched:
-    """Two items are the same if their ids are, and their prompts, or else (prompts of another template) their right
-    answers. With `by_id` the id is enough."""
-    items, other, counts = [], [], Counter({"only in B": len(b.keys() - a.keys())})
-    for item, ours in a.items():
-        if item not in b:
-            counts["only in A"] += 1
-            continue
-        one, two = ours[0], b[item][0]
-        if one.prompt != two.prompt:
-            if not by_id and (one.gold is None or one.gold != two.gold):
-                counts["another question under the same id"] += 1
-                continue
-            other.append(item)
-        items.append(item)
-    return Matched(items, {reason: counts[reason] for reason in sorted(counts) if counts[reason]}, other)
+    """Two items are the same if their ids and their prompts are. With `by_id` the id is enough.
+
+    Prompts that read differently are of another template if every such item has its own right answer on both sides: a
+    few equal ones, such as the letter B of two other questions, prove nothing.
+    """
+    both = [item for item in a if item in b]
+    answers = {item: [*a[item], *b[item]] for item in both}
+    differing = [item for item in both if len({one.prompt for one in answers[item]}) > 1]
+    golds = {item: {one.gold for one in answers[item]} for item in differing}
+    other_rows = any(len(several - {None}) > 1 for several in golds.values())
+    strange = [] if by_id else [item for item in differing if other_rows or None in golds[item]]
+    counts = {
+        "another question under the same id": len(strange),
+        "only in A": len(a) - len(both),
+        "only in B": len(b) - len(both),
+    }
+    dropped = set(strange)
+    return Matched(
+        [item for item in both if item not in dropped],
+        {reason: count for reason, count in counts.items() if count},
+        [item for item in differing if item not in dropped],
+    )
 
 
 def shared(a: Answers, b: Answers, by_id: bool = False) -> Shared:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
-from posttrain.comparing.differences import Options, p_text
+from posttrain.comparing.differences import Options, holm, p_text
 from posttrain.comparing.items import Answers, matched
 from posttrain.comparing.sides import Side
 from posttrain.config.schema.judge import JudgeSettings
+from posttrain.console import numbers_table
+from posttrain.distributions import sign_test
 from posttrain.errors import RunError
-from posttrain.evaluation.paired import mcnemar
 from posttrain.evaluation.records import Answer
 from posttrain.evaluation.statistics import mean_by_prompt
 from posttrain.judging.pairs import Pair, PairJudge, Preference, Summary, summarise
@@ -37,7 +37,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """How often a judge prefers B's completions to A's. `p` is the exact test of as many wins as losses."""
+    """How often a judge prefers B's completions to A's. `p` is the exact test of as many wins as losses, `p_adjusted`
+    is Holm's for all differences of the suite."""
 
     suite: str
     a: str
@@ -46,20 +47,22 @@ class Judged:
     low: float | None
     high: float | None
     p: float
+    p_adjusted: float
     shown: bool
     left_out: Mapping[str, int]
     asked: Sequence[Asked]
 
 
-def judge(sides: Sequence[Side], settings: JudgeSettings, options: Options) -> list[Judged]:
-    """Ask the judge about the first completion of every item that two sides have, each side against the first.
+def judge(sides: Sequence[Side], settings: JudgeSettings, options: Options, suites: Sequence[str] = ()) -> list[Judged]:
+    """Ask the judge about the first completion of every item that two sides have, each side against the first, on
+    every suite that two of them have, or on those of `suites`.
 
     Raises RunError if no two sides have completions of the same items, RewardError if the judge cannot be asked.
     """
     tasks = []
     for side in sides[1:]:
         for key in side.suites():
-            if key in sides[0].suites():
+            if key in sides[0].suites() and (not suites or key.partition(" ")[0] in suites):
                 ours, theirs = _written(sides[0].by_item(key)), _written(side.by_item(key))
                 same = matched(ours, theirs, options.by_id)
                 if same.items:
@@ -68,13 +71,25 @@ def judge(sides: Sequence[Side], settings: JudgeSettings, options: Options) -> l
     if not tasks:
         raise RunError("there is nothing to judge: no two sides have completions of the same items")
     with PairJudge(settings) as asking:
-        return [_judged(asking, key, sides[0].name, name, pairs, out, options) for key, name, pairs, out in tasks]
+        found = [_judged(asking, key, sides[0].name, name, pairs, out, options) for key, name, pairs, out in tasks]
+    return _adjusted(found, options)
+
+
+def _adjusted(found: Sequence[Judged], options: Options) -> list[Judged]:
+    """The preferences with their p-values adjusted for the number of those on the same suite."""
+    adjusted = dict[int, float]()
+    for key in {one.suite for one in found}:
+        places = [at for at, one in enumerate(found) if one.suite == key]
+        adjusted |= zip(places, holm([found[at].p for at in places]), strict=True)
+    return [
+        replace(one, p_adjusted=adjusted[at], shown=adjusted[at] <= 1 - options.confidence)
+        for at, one in enumerate(found)
+    ]
 
 
 def _written(answers: Answers) -> Answers:
-    """The items that have a completion, with those alone."""
-    written = {item: [one for one in several if one.completion] for item, several in answers.items()}
-    return {item: several for item, several in written.items() if several}
+    """The items whose first completion was generated, though it may be empty."""
+    return {item: several for item, several in answers.items() if several[0].completion or several[0].finish_reason}
 
 
 def _judged(
@@ -91,7 +106,7 @@ def _judged(
     summary = summarise(found)
     scores = [[RESULT[one.result]] for one in found if one.result is not None]
     estimate = mean_by_prompt(scores, options.confidence) if scores else None
-    p, _ = mcnemar(summary.wins, summary.losses)
+    p, _ = sign_test(summary.wins, summary.losses)
     return Judged(
         suite=key,
         a=first,
@@ -100,23 +115,21 @@ def _judged(
         low=estimate and estimate.low,
         high=estimate and estimate.high,
         p=p,
-        shown=p <= 1 - options.confidence,
+        p_adjusted=p,
+        shown=False,
         left_out=left_out,
         asked=[Asked(*pair, one) for pair, one in zip(pairs, found, strict=True)],
     )
 
 
 def judged_table(judged: Sequence[Judged], percent: str) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    shown.add_column("judged", overflow="fold")
-    for name in ("win rate", f"{percent} interval", "won/lost/tied", "p", "no verdict"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    shown = numbers_table("judged", "win rate", f"{percent} interval", "won/lost/tied", "p", "no verdict")
     for one in judged:
         facts = one.summary
         between = "-" if one.low is None else f"{one.low:.3f} to {one.high:.3f}"
         counts = f"{facts.wins:,}/{facts.losses:,}/{facts.ties:,}"
         rate = "-" if one.low is None else f"{facts.win_rate:.3f}"
-        p = p_text(one.p)[2:].removeprefix("= ")
+        p = p_text(one.p_adjusted)[2:].removeprefix("= ")
         shown.add_row(f"{one.suite}: {one.b} - {one.a}", rate, between, counts, p, f"{facts.without_verdict:,}")
     return shown
 
@@ -124,12 +137,12 @@ def judged_table(judged: Sequence[Judged], percent: str) -> Table:
 def sentences(judged: Sequence[Judged]) -> Iterator[str]:
     """Who is preferred, the position bias, and what was not judged."""
     for one in judged:
-        facts = one.summary
+        facts, p = one.summary, p_text(one.p_adjusted)
         if one.shown:
             better, worse = (one.b, one.a) if facts.wins > facts.losses else (one.a, one.b)
-            yield f"The judge prefers {better} to {worse} on {one.suite} ({p_text(one.p)})."
+            yield f"The judge prefers {better} to {worse} on {one.suite} ({p})."
         else:
-            yield f"The judge shows no preference between {one.b} and {one.a} on {one.suite} ({p_text(one.p)})."
+            yield f"The judge shows no preference between {one.b} and {one.a} on {one.suite} ({p})."
         verdicts = facts.wins + facts.losses + facts.ties
         yield (
             f"Position bias: {facts.agree:,} of {counted(verdicts, 'verdict')} are the same in both orders; "
@@ -140,12 +153,29 @@ def sentences(judged: Sequence[Judged]) -> Iterator[str]:
 
 
 def judged_facts(one: Judged) -> dict[str, Any]:
-    """For JSON; of the completions, those of flipped or missing verdicts can be found by their items."""
-    names = ("a_first", "b_first", "result", "reason", "replies")
-    items = [{"item": asked.item, **{name: getattr(asked.preference, name) for name in names}} for asked in one.asked]
+    """For JSON, with both completions of every item."""
     summary = {**asdict(one.summary), "win_rate": one.summary.win_rate if one.low is not None else None}
-    facts = {name: getattr(one, name) for name in ("suite", "a", "b", "low", "high", "p", "shown")}
+    facts = {name: getattr(one, name) for name in ("suite", "a", "b", "low", "high", "p", "p_adjusted", "shown")}
+    items = [_item_facts(asked) for asked in one.asked]
     return {**facts, **summary, "not_judged": dict(one.left_out), "items": items}
+
+
+def _item_facts(one: Asked) -> dict[str, Any]:
+    """`result` is B's; `a_first` and `b_first`: which of the two is better by the question in which A, or B, is first,
+    and `replies` are the judge's in this order. To the judge's own records B was the first of the pair."""
+    names = {"a": "b", "b": "a", "tie": "tie", None: None}
+    said = one.preference
+    return {
+        "item": one.item,
+        "prompt": one.a.prompt,
+        "a": one.a.completion,
+        "b": one.b.completion,
+        "result": said.result,
+        "a_first": names[said.b_first],
+        "b_first": names[said.a_first],
+        "replies": [*reversed(said.replies)],
+        "reason": said.reason,
+    }
 
 
 def judged_sections(judged: Sequence[Judged]) -> Iterator[report.Section]:

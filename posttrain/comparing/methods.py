@@ -6,27 +6,26 @@ with the same random numbers, so that two runs, or the start and the end of one,
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from posttrain.comparing.differences import Comparison, Options, compare, verdict
 from posttrain.comparing.page import as_facts, cells_of, differences_table, interval, sections
-from posttrain.comparing.picture import interval_bar, picture, plain_axes
+from posttrain.comparing.picture import interval_bar, picture
 from posttrain.comparing.sides import Side
 from posttrain.comparing.sources import Scores, Source, read_validation
+from posttrain.console import numbers_table
 from posttrain.errors import RunError
 from posttrain.evaluation.paired import Paired, paired_difference
 from posttrain.evaluation.records import Answer
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt
 from posttrain.reports import report
-from posttrain.reports.curves import COLOURS, GROUND, INK
+from posttrain.reports.curves import COLOURS, GROUND, INK, plain_axes, png_of
 from posttrain.reports.progress import duration
 from posttrain.store.atomic import write_file
 from posttrain.store.files import load_json, save_json
@@ -112,9 +111,7 @@ def with_the_best(comparison: Comparison, best: str) -> Comparison:
 
 def methods_table(entries: Sequence[Entry], start: Estimate | None) -> Table:
     """The table: the start, then the methods by reward, best first, each compared with the start."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("method", "tokens", "time", "reward", "change", "95 % interval", "+/-"):
-        shown.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    shown = numbers_table("method", "tokens", "time", "reward", "change", "95 % interval", "+/-")
     if start is not None:
         shown.add_row("before training", "", "", f"{start.value:.3f}", "", "", "")
     for entry in entries:
@@ -129,7 +126,6 @@ def methods_table(entries: Sequence[Entry], start: Estimate | None) -> Table:
 
 def methods_picture(entries: Sequence[Entry], start: Estimate | None) -> bytes:
     """A PNG: reward on the validation prompts over the steps, and at the end with 95 % intervals."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -151,9 +147,7 @@ def methods_picture(entries: Sequence[Entry], start: Estimate | None) -> bytes:
     curves.set_title("Reward on held-out prompts", color=INK, fontsize=11, loc="left")
     for axes in (curves, ends):
         plain_axes(axes)
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    return buffer.getvalue()
+    return png_of(figure)
 
 
 def write_comparison(folder: Path, folders: Mapping[str, Path], console: Console) -> None:

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -18,13 +17,16 @@ from posttrain.comparing.items import Flip
 from posttrain.comparing.judged import Judged, judged_facts, judged_sections, judged_table, sentences
 from posttrain.comparing.picture import picture
 from posttrain.comparing.sides import Side
+from posttrain.console import numbers_table
 from posttrain.evaluation.records import Answer
 from posttrain.reports import report
 from posttrain.store.atomic import cannot_write, write_file
 from posttrain.store.files import save_json
+from posttrain.words import counted
 
 FORMAT = 1
 FLIPS_SHOWN = 50  # on the page, in each direction; compare.json has all
+FEW = 4  # degrees of freedom of the noise over seeds, below which it is hardly known: Student's t is 3.2 to 12.7
 HOW = """\
 A difference is that of the mean scores of the items that both sides answered, item by item. It is shown if its test, \
 adjusted for the number of differences (Holm), and, where several seeds were run, the noise over seeds, leave no other \
@@ -57,7 +59,7 @@ def _percent(comparison: Comparison) -> str:
 
 def values_table(suite: Suite, percent: str) -> Table:
     seeds = ["runs", "over runs"] if suite.noise else []
-    shown = _table("", "mean", f"{percent} interval", "items", "answers", *seeds)
+    shown = numbers_table("", "mean", f"{percent} interval", "items", "answers", *seeds)
     for name, value in suite.values.items():
         estimate = value.estimate
         cells = [name, "-", "-", "0", "0"]
@@ -73,7 +75,7 @@ def differences_table(suite: Suite, percent: str) -> Table:
     """The differences; each against the first side, or between any two."""
     firsts, adjusted = {one.a for one in suite.differences}, len(suite.differences) > 1
     about = f"against {next(iter(firsts))}" if len(firsts) == 1 else "difference"
-    shown = _table(about, "mean", f"{percent} interval", "won/lost/tied", "p", "detectable")
+    shown = numbers_table(about, "mean", f"{percent} interval", "won/lost/tied", "p", "detectable")
     for one in suite.differences:
         paired, p = one.paired, one.p_adjusted if adjusted else one.p
         shown.add_row(
@@ -87,14 +89,6 @@ def differences_table(suite: Suite, percent: str) -> Table:
     return shown
 
 
-def _table(*columns: str) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    shown.add_column(columns[0], overflow="fold")
-    for name in columns[1:]:
-        shown.add_column(name, justify="right", no_wrap=True)
-    return shown
-
-
 def interval(low: float | None, high: float | None, sign: str = "") -> str:
     return "-" if low is None or high is None else f"{low:{sign}.3f} to {high:{sign}.3f}"
 
@@ -105,8 +99,10 @@ def notes(suite: Suite) -> Iterator[str]:
     several = ", p adjusted for their number (Holm)" if len(suite.differences) > 1 else ""
     yield f"test: {tests}{several}"
     if suite.noise:
-        deviation, runs = suite.noise.deviation, suite.noise.runs
-        yield f"seeds: standard deviation {deviation:.4f} over {runs} runs; differences are compared with it"
+        noise = suite.noise
+        few = "; more seeds would lower what seeds alone may make" if noise.freedom < FEW else ""
+        degrees = counted(noise.freedom, "degree")
+        yield f"seeds: standard deviation {noise.deviation:.4f} over {noise.runs} runs ({degrees} of freedom){few}"
     else:
         yield "seeds: one run each, so how much runs differ by their seeds alone is not known"
     yield from suite.warnings
@@ -182,6 +178,8 @@ def write(comparison: Comparison, folder: Path, judged: Sequence[Judged] = ()) -
     png = picture(comparison) if comparison.suites else b""
     if png:
         write_file(folder / "compare.png", png)
+    else:  # an earlier comparison's
+        (folder / "compare.png").unlink(missing_ok=True)
     title = "Comparison of " + ", ".join(side.name for side in comparison.sides)
     page = [*sections(comparison, png), *judged_sections(judged)]
     report.write_page(folder / "compare.html", title, page)
@@ -219,13 +217,19 @@ def _flipped(suite: Suite, one: Difference) -> Iterator[report.Table]:
     for better, worse, wins in ((one.b, one.a, True), (one.a, one.b, False)):
         found = [flip for flip in one.flips if (flip.b_score > flip.a_score) == wins]
         more = f"; the first {FLIPS_SHOWN}, compare.json has all" if len(found) > FLIPS_SHOWN else ""
+        some = found[:FLIPS_SHOWN]
+        known = any(flip.gold is not None for flip in some)
+        header = ["item", "prompt", *(["right answer"] if known else []), one.a, one.b]
         rows = [
-            [flip.item, flip.prompt, flip.gold, _said(flip.a, flip.a_score), _said(flip.b, flip.b_score)]
-            for flip in found[:FLIPS_SHOWN]
+            [
+                *(flip.item, flip.prompt),
+                *([flip.gold] if known else []),
+                *(_said(flip.a, flip.a_score), _said(flip.b, flip.b_score)),
+            ]
+            for flip in some
         ]
-        title = f"{suite.key}: {better} above {worse}"
         yield report.Table(
-            title, ["item", "prompt", "right answer", one.a, one.b], rows, f"{len(found):,} items{more}."
+            f"{suite.key}: {better} above {worse}", header, rows, f"{counted(len(found), 'item')}{more}."
         )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
 from posttrain.comparing.differences import Comparison, Suite
-from posttrain.reports.curves import COLOURS, GROUND, INK
+from posttrain.reports.curves import COLOURS, GROUND, INK, plain_axes, png_of
 from posttrain.terminal import visible
 
 NAME_SHOWN = 28  # characters of a name
@@ -15,7 +14,6 @@ NAME_SHOWN = 28  # characters of a name
 
 def picture(comparison: Comparison) -> bytes:
     """A PNG: for each suite the means and the differences, with their intervals."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -30,17 +28,7 @@ def picture(comparison: Comparison) -> bytes:
         _draw_differences(differences, suite)
         for axes in (means, differences):
             plain_axes(axes)
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    return buffer.getvalue()
-
-
-def plain_axes(axes: Any) -> None:
-    axes.tick_params(colors=INK, labelsize=9, length=3)
-    axes.grid(color=INK, alpha=0.15, lw=0.6)
-    axes.set_axisbelow(True)
-    for side, spine in axes.spines.items():
-        spine.set(visible=side in ("left", "bottom"), color=INK, linewidth=0.6, alpha=0.5)
+    return png_of(figure)
 
 
 def _draw_means(axes: Any, suite: Suite) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from posttrain.errors import DataError, RunError
+from posttrain.evaluation.items import pair_text
 from posttrain.evaluation.records import Answer, is_evaluation, read_answers, read_summary
 from posttrain.reports.listing import runs_below
 from posttrain.store.stored_rollouts import StoredRun
@@ -60,10 +61,8 @@ def read_source(path: str) -> Source:
         run = _run_of(folder)
         settings, seed = _settings(run) if run else (None, None)
         return Source(_name(folder), path, _evaluation(folder), settings and f"{settings} {folder.name}", seed)
-    evaluations = _evaluations(folder) if step is None else []
-    suites: dict[str, Scores] = {}
-    if evaluations:
-        suites |= _evaluation(next((one for one in evaluations if one.name == "final"), evaluations[0]))
+    evaluated = _evaluated(folder) if step is None else None
+    suites: dict[str, Scores] = {} if evaluated is None else _evaluation(evaluated)
     if _has_rollouts(folder):
         suites |= _validation(folder, step)
     if not suites:
@@ -75,7 +74,10 @@ def read_source(path: str) -> Source:
             "completions of validation prompts (rewards, data.validation and rollout.save in the settings of a run)"
         )
     settings, seed = _settings(folder)
-    return Source(model_name(str(folder)) + (f"@{step}" if step is not None else ""), path, suites, settings, seed)
+    name = model_name(str(folder)) if evaluated is None else _name(evaluated)
+    if settings and evaluated is not None and evaluated.name != "final":
+        settings = f"{settings} {evaluated.name}"
+    return Source(name + (f"@{step}" if step is not None else ""), path, suites, settings, seed)
 
 
 def _at_step(path: str) -> tuple[Path, int | None]:
@@ -85,9 +87,17 @@ def _at_step(path: str) -> tuple[Path, int | None]:
     return Path(path).expanduser(), None
 
 
-def _evaluations(folder: Path) -> list[Path]:
-    """The evaluation folders of a run, one for each of its models that was evaluated."""
-    return sorted(path for path in (folder / "evaluation").glob("*") if path.is_dir() and is_evaluation(path))
+def _evaluated(folder: Path) -> Path | None:
+    """The evaluation folder of a run's final model, or of the only one of its models that was evaluated.
+
+    Raises RunError if there are several, and none of the final model.
+    """
+    found = sorted(path for path in (folder / "evaluation").glob("*") if path.is_dir() and is_evaluation(path))
+    final = next((path for path in found if path.name == "final"), None)
+    if final is None and len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise RunError(f"{folder} has evaluations of {names}, none of its final model: name one, such as {found[-1]}")
+    return final or next(iter(found), None)
 
 
 def _has_rollouts(folder: Path) -> bool:
@@ -96,8 +106,9 @@ def _has_rollouts(folder: Path) -> bool:
 
 def _run_of(folder: Path) -> Path | None:
     """The run whose model an evaluation folder is about: that which contains it, or its model."""
-    model = str(read_summary(folder)["model"].get("path") or ".")
-    return next((run for run in (_above(folder), Path(model).absolute().parent) if (run / "run.json").is_file()), None)
+    model = str(read_summary(folder)["model"].get("path") or "")
+    runs = [_above(folder), *([Path(model).absolute().parent] if model else [])]
+    return next((run for run in runs if (run / "run.json").is_file()), None)
 
 
 def _above(folder: Path) -> Path:
@@ -112,16 +123,33 @@ def _name(folder: Path) -> str:
     return str(read_summary(folder)["model"].get("name") or folder.absolute().name).removesuffix("/final")
 
 
-def _settings(run: Path) -> tuple[str | None, int | None]:
-    """The settings of a run except those in OWN, as a string, and its seed; None if they cannot be read."""
+def _config(run: Path) -> dict[str, Any] | None:
+    """A run's settings; None if they cannot be read."""
     try:
         config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
-        return None, None
-    if not isinstance(config, dict):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _settings(run: Path) -> tuple[str | None, int | None]:
+    """The settings of a run except those in OWN, as a string, and its seed; None if they cannot be read."""
+    config = _config(run)
+    if config is None:
         return None, None
     rest = {name: value for name, value in config.items() if name not in OWN}
     return json.dumps(rest, sort_keys=True, default=str), config.get("seed", 0)
+
+
+def _rewards(run: Path) -> str:
+    """The rewards of a run, each with its settings."""
+    terms = (_config(run) or {}).get("rewards") or []
+    return ", ".join(_term(term) for term in terms if isinstance(term, dict)) or "none"
+
+
+def _term(term: Mapping[str, Any]) -> str:
+    given = {name: value for name, value in term.items() if value is not None and name not in ("type", "name")}
+    return f"{term.get('type')} ({', '.join(f'{name} {value}' for name, value in given.items())})"
 
 
 def _evaluation(folder: Path) -> dict[str, Scores]:
@@ -161,7 +189,8 @@ def _validation(run: Path, step: int | None) -> dict[str, Scores]:
     for one in by_step[at]:
         found.setdefault(one.suite, []).append(one)
     kept = {name: answers for name, answers in found.items() if any(one.score is not None for one in answers)}
-    return {REWARD + name: Scores("reward", answers, {"step": at}) for name, answers in kept.items()}
+    about = {"step": at, "rewards": _rewards(run)}
+    return {REWARD + name: Scores("reward", answers, about) for name, answers in kept.items()}
 
 
 def read_validation(evaluations: Sequence[Mapping[str, Any]]) -> dict[int, list[Answer]]:
@@ -172,7 +201,8 @@ def read_validation(evaluations: Sequence[Mapping[str, Any]]) -> dict[int, list[
         item = f"{one['dataset']}/{one['row']}"
         sample, score = samples[one["step"], item], one["reward"]
         verdict = "ungraded" if score is None else "scored"
-        answer = _answer(one["dataset"], item, sample, one["prompt"], one["completion"], score, None, verdict)
+        texts, end = (one["prompt"], one["completion"]), one["finish_reason"]
+        answer = _answer(one["dataset"], item, sample, *texts, score, None, verdict, None, end)
         found.setdefault(one["step"], []).append(answer)
         samples[one["step"], item] += 1
     return found
@@ -180,7 +210,7 @@ def read_validation(evaluations: Sequence[Mapping[str, Any]]) -> dict[int, list[
 
 def _answer(
     suite: str, item: str, sample: int, prompt: str, completion: str, score: float | None, gold: str | None,
-    verdict: str, extracted: str | None = None,
+    verdict: str, extracted: str | None = None, finish_reason: str = "",
 ) -> Answer:  # fmt: skip
     return Answer(
         suite=suite,
@@ -196,7 +226,7 @@ def _answer(
         score=score,
         format_and_answer="",
         tokens=0,
-        finish_reason="",
+        finish_reason=finish_reason,
         seconds=0.0,
         reason=None,
     )
@@ -226,29 +256,30 @@ def read_rows(file: Path) -> dict[str, Scores]:
 
 def _pair(item: str, row: Mapping[str, Any]) -> list[Answer]:
     """A scored pair: right if chosen is above rejected. The prompt is the pair, which the two models share."""
-    names = [name for name in ("prompt", "chosen", "rejected") if name in row]
-    prompt = "\n\n".join(f"{name}: {_text(row[name])}" for name in names)
+    prompt = pair_text(row) if {"chosen", "rejected"} & row.keys() else ""
     for key in ("reward", "logprob"):
         chosen, rejected = _number(row.get(f"chosen_{key}")), _number(row.get(f"rejected_{key}"))
         if chosen is not None and rejected is not None:
             verdict, margin = "correct" if chosen > rejected else "wrong", f"{chosen - rejected:+.4g}"
-            return [_answer("pairs", item, 0, prompt, "", float(chosen > rejected), "chosen", verdict, margin)]
-    return [_answer("pairs", item, 0, prompt, "", None, "chosen", "ungraded")]
+            return [_answer("pairs", item, 0, prompt, "", float(chosen > rejected), None, verdict, margin)]
+    return [_answer("pairs", item, 0, prompt, "", None, None, "ungraded")]
 
 
 def _graded(item: str, row: Mapping[str, Any]) -> list[Answer]:
     score, extracted = _number(row.get("score")), row.get("extracted")
     verdict = str(row.get("verdict") or ("ungraded" if score is None else "scored"))
     shown = None if extracted is None else _text(extracted)
-    return [_answer("rows", item, 0, _prompt(row), _text(row.get("completion", "")), score, _gold(row), verdict, shown)]
+    texts, end = (_prompt(row), _text(row.get("completion", ""))), "stop" if "completion" in row else ""
+    return [_answer("rows", item, 0, *texts, score, _gold(row), verdict, shown, end)]
 
 
 def _generated(item: str, row: Mapping[str, Any]) -> list[Answer]:
-    found = row.get("completions")
-    texts = [_text(one.get("text", "") if isinstance(one, dict) else one) for one in found] if found else [""]
+    found = row.get("completions") or []
+    ends = [str(one.get("finish_reason") or "stop") if isinstance(one, dict) else "stop" for one in found]
+    texts = [_text(one.get("text", "") if isinstance(one, dict) else one) for one in found]
     return [
-        _answer("completions", item, sample, _prompt(row), text, None, _gold(row), "ungraded")
-        for sample, text in enumerate(texts)
+        _answer("completions", item, sample, _prompt(row), text, None, _gold(row), "ungraded", None, end)
+        for sample, (text, end) in enumerate(zip(texts or [""], ends or [""], strict=True))
     ]
 
 

@@ -60,7 +60,7 @@ def load_items(suite: SuiteConfig, max_rows: int | None = None) -> Items:
     if suite.kind == "preference":
         return Items(suite, (), 0, None, "")
     source = suite.source
-    records = list(_records(suite, source, suite.split))
+    records = list(records_of(suite, source, suite.split))
     if not records:
         raise DataError(f"suite {suite.name}: {source} has no rows")
     shots = _shots(suite, source) if suite.shots else {}
@@ -100,7 +100,16 @@ def text_of(prompt: str | Sequence[Mapping[str, str]]) -> str:
     return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
 
 
-def _records(suite: SuiteConfig, source: str, split: str) -> Iterator[Record]:
+def pair_text(row: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> str:
+    """A preference pair for display, which also tells it from other pairs; the whole row if its columns are others'."""
+    names = {name: (columns or {}).get(name, name) for name in ("prompt", "chosen", "rejected")}
+    found = {name: row[column] for name, column in names.items() if column in row} or row
+    texts = {name: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for name, one in found.items()}
+    return "\n\n".join(f"{name}: {text}" for name, text in texts.items())
+
+
+def records_of(suite: SuiteConfig, source: str, split: str) -> Iterator[Record]:
+    """The rows of a suite's source, readable or not."""
     if suite.rows is None:
         yield from open_source(source, split, None, 0, lambda working, answer: working).read()
         return
@@ -154,7 +163,7 @@ def _shots(suite: SuiteConfig, source: str) -> dict[str, str]:
     """The worked examples of each group: prompt and answer, without the heading that precedes `{shots}`."""
     body = str(suite.prompt).partition("{shots}")[2]
     found: dict[str, list[str]] = defaultdict(list)
-    for record in _records(suite, source, suite.shots_split):
+    for record in records_of(suite, source, suite.shots_split):
         fields = fields_of(suite, record.value or {})
         group = _text(fields.get(suite.group, "")) if suite.group else ""
         if len(found[group]) < suite.shots:

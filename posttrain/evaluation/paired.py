@@ -13,7 +13,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from posttrain.evaluation.quantiles import t_quantile, z_quantile
+from posttrain.distributions import sign_test, t_quantile, z_quantile
 from posttrain.evaluation.statistics import ROUNDING
 
 CHUNK = 1 << 22  # resampled values in memory at a time
@@ -83,41 +83,12 @@ def _standard_error(value_C: np.ndarray) -> float | None:
     return float(value_C.std(ddof=1)) / sqrt(value_C.size) if value_C.size > 1 else None
 
 
-def mcnemar(wins: int, losses: int) -> tuple[float, float]:
-    """The exact two-sided p-value of McNemar's test, and its mid-p value.
-
-    Of the prompts that exactly one of the two answers correctly, each is equally likely to be won by either if the two
-    are equally good: p = 2 · P(X ≤ min(wins, losses)) for X ~ Binomial(wins + losses, 1/2), at most 1. mid-p counts
-    half of the probability of the observed counts (Fagerland, Lydersen & Laake 2013): its error rate is nearer to the
-    nominal one, but not guaranteed. Computed in whole numbers.
-    """
-    count, few = wins + losses, min(wins, losses)
-    term = total = 1
-    for k in range(few):
-        term = term * (count - k) // (k + 1)
-        total += term
-    exact = min(1.0, 2 * total / (1 << count))
-    return exact, min(1.0, (2 * total - term) / (1 << count))
-
-
-@dataclass(frozen=True, slots=True)
-class Bootstrap:
-    """Two-sided p-value of a mean difference and its interval, by resampling prompts."""
-
-    p: float
-    low: float | None  # None: a single prompt or no spread
-    high: float | None
-    resamples: int
-
-
-def paired_bootstrap(
-    one_C: Sequence[float], other_C: Sequence[float], confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
-) -> Bootstrap:
-    """Resample the prompts, with all their answers, and compare the mean difference `other` - `one` (Efron 1979).
+def paired_bootstrap(one_C: Sequence[float], other_C: Sequence[float], resamples: int = 10_000, seed: int = 0) -> float:
+    """The two-sided p-value of the mean difference `other` - `one`, by resampling prompts with all their answers
+    (Efron 1979).
 
     Args:
         one_C, other_C: for each prompt the mean of its graded scores.
-        confidence: coverage of the interval.
         resamples: number of resamples; the smallest p-value is 1 / (resamples + 1).
         seed: of the resampling; equal seeds give equal results.
 
@@ -129,12 +100,11 @@ def paired_bootstrap(
     difference_C = _differences(one_C, other_C)
     error, observed = _standard_error(difference_C), float(difference_C.mean())
     if not error:
-        return Bootstrap(mcnemar(difference_C.size if observed else 0, 0)[0], None, None, 0)
+        return sign_test(difference_C.size if observed else 0, 0)[0]
     random = np.random.default_rng(seed)
     distance_R = np.concatenate(list(_standardised(difference_C - observed, random, resamples)))
     far = int((distance_R >= abs(observed) / error - ROUNDING).sum())
-    half = float(np.quantile(distance_R, confidence, method="higher")) * error
-    return Bootstrap((far + 1) / (resamples + 1), observed - half, observed + half, resamples)
+    return (far + 1) / (resamples + 1)
 
 
 def _standardised(centred_C: np.ndarray, random: np.random.Generator, resamples: int) -> Iterator[np.ndarray]:

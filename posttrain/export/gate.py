@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from posttrain.batch import Example, pack
 from posttrain.distillation import compare
+from posttrain.distributions import t_quantile
 from posttrain.evaluation.paired import paired_difference
-from posttrain.evaluation.quantiles import t_quantile
 from posttrain.evaluation.records import Answer
 from posttrain.evaluation.statistics import mean_by_prompt
 from posttrain.inspection.pairs import own_margins

@@ -6,6 +6,8 @@ A reward model by its rewards; a policy by its implicit reward beta (log pi - lo
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,7 +25,7 @@ from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data import Dataset, prepare
 from posttrain.errors import DataError
 from posttrain.evaluation.answering import template_of
-from posttrain.evaluation.items import Item, Items
+from posttrain.evaluation.items import Item, Items, pair_text, records_of
 from posttrain.evaluation.judging import UNGRADED
 from posttrain.evaluation.records import Answer, EvaluationStore
 from posttrain.evaluation.summary import summarise
@@ -70,6 +72,9 @@ def evaluate_pairs(
         "reference": None if reference is None else [content_of(reference), options.beta],
         "dtype": model.dtype,
     }
+    records = records_of(suite, suite.source, suite.split)
+    rows = {record.row: pair_text(record.value or {}, _columns(suite)) for record in records}
+    facts["items"] = digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     key = suite.name
     if store.summary(key) is not None and store.facts(key) == facts:
         return
@@ -86,9 +91,10 @@ def evaluate_pairs(
         margins, sampling = own_margins(loaded, device), {}
     store.start(key, facts)
     began, chosen = time.perf_counter(), _chosen(options, read)
-    answers = list(_answers(suite, dataset, reasons, chosen, margins))
-    store.add(key, answers)
-    items = Items(suite, tuple(_item(row) for row in dict.fromkeys(chosen)), read, _partial(options, chosen, read), "")
+    found = _margins_of(suite, dataset, reasons, chosen, margins)
+    store.add(key, _answers(suite.name, chosen, rows, found, reasons))
+    asked = tuple(_item(row) for row in dict.fromkeys(chosen))
+    items = Items(suite, asked, read, _partial(options, chosen, read), digest)
     spent = time.perf_counter() - began
     stored = list(store.answers(key))
     store.finish(key, summarise(items, "", stored, 1, {**sampling, "reference": options.reference}, spent))
@@ -99,7 +105,7 @@ def _pairs(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase, longest: int)
     data = DataConfig(
         source=suite.source,
         split=suite.split if not Path(suite.source).expanduser().is_file() else "train",
-        columns={name: columns[0] for name, columns in suite.columns.items()},
+        columns=_columns(suite),
         template=template_of(suite, tokenizer),
         system_prompt=suite.system_prompt,
         shuffle=False,
@@ -114,6 +120,10 @@ def _pairs(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase, longest: int)
         if row not in there:
             reasons.setdefault(row, f"a completion with its prompt has over {longest:,} tokens")
     return prepared.train, reasons, prepared.report.read
+
+
+def _columns(suite: SuiteConfig) -> dict[str, str]:
+    return {name: columns[0] for name, columns in suite.columns.items()}
 
 
 def _chosen(options: PairOptions, read: int) -> list[int]:
@@ -131,9 +141,10 @@ def _partial(options: PairOptions, chosen: Sequence[int], read: int) -> str | No
     return f"{len(chosen):,} of {read:,} items" if len(chosen) < read else None
 
 
-def _answers(
+def _margins_of(
     suite: SuiteConfig, dataset: Dataset, reasons: dict[int, str], chosen: Sequence[int], margins: Margins
-) -> list[tuple[int, Answer]]:
+) -> dict[int, float]:
+    """The margin of every chosen row that can be scored. Raises DataError if there is none."""
     index_of = {row: index for index, row in enumerate(dataset.rows.tolist())}
     rows = sorted({row for row in chosen if row in index_of}, key=lambda row: -dataset.lengths[index_of[row]])
     if not rows:
@@ -144,24 +155,31 @@ def _answers(
     for start in progress(range(0, len(rows), BATCH), f"{suite.name}: scoring pairs"):
         some = rows[start : start + BATCH]
         found |= zip(some, margins([dataset[index_of[row]] for row in some]), strict=True)
-    drawn: Counter[int] = Counter()
+    return found
+
+
+def _answers(
+    suite: str, chosen: Sequence[int], texts: dict[int, str], margins: dict[int, float], reasons: dict[int, str]
+) -> list[tuple[int, Answer]]:
+    """An answer for each chosen row, with its place; a row that was sampled twice has two."""
+    times: Counter[int] = Counter()
     answers = []
     for row in chosen:
-        answers.append((row, _answer(suite, row, drawn[row], found.get(row), reasons.get(row))))
-        drawn[row] += 1
+        answers.append((row, _answer(suite, row, times[row], texts[row], margins.get(row), reasons.get(row))))
+        times[row] += 1
     return answers
 
 
-def _answer(suite: SuiteConfig, row: int, sample: int, margin: float | None, reason: str | None) -> Answer:
+def _answer(suite: str, row: int, sample: int, text: str, margin: float | None, reason: str | None) -> Answer:
     verdict = UNGRADED if margin is None else "correct" if margin > 0 else "wrong"
     return Answer(
-        suite=suite.name,
+        suite=suite,
         setting="",
         item=str(row),
         sample=sample,
         group="",
-        prompt=f"row {row}",
-        gold="chosen",
+        prompt=text,
+        gold=None,
         completion="",
         extracted=None if margin is None else f"{margin:+.6g}",
         verdict=verdict,

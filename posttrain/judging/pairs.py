@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from posttrain.config.schema.judge import JudgeSettings
+from posttrain.distributions import sign_test
 from posttrain.judging.asking import Asked, answers, ask
 from posttrain.judging.client import JudgeClient, Message
 from posttrain.judging.prompts import PAIR, PAIR_SYSTEM, Prompt, as_text, filled, with_reference
@@ -106,17 +107,11 @@ def summarise(preferences: Sequence[Preference]) -> Summary:
         sum(count for (one, other), count in orders.items() if one == other),
         first,
         second,
-        binomial_p(first, first + second),
+        sign_test(first, second)[0],
         sum(one.requests for one in preferences),
         sum(one.prompt_tokens for one in preferences),
         sum(one.completion_tokens for one in preferences),
     )
-
-
-def binomial_p(successes: int, trials: int) -> float:
-    """The exact two-sided test of a fair coin: twice the smaller tail, at most 1."""
-    tail = sum(math.comb(trials, k) for k in range(min(successes, trials - successes) + 1))
-    return min(1.0, 2 * tail / 2**trials)
 
 
 def _messages(pair: Pair, swapped: bool) -> list[Message]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import PercentFormatter
 
 from posttrain.quickstart.measure import Measured
-from posttrain.reports.curves import COLOURS, GROUND, INK
+from posttrain.reports.curves import COLOURS, GROUND, INK, plain_axes, png_of
 
 # Stage -> its title, and the plotted metric
 STAGES = {
@@ -40,9 +38,7 @@ def picture(metrics: Mapping[str, Sequence[dict[str, Any]]], measured: Mapping[s
         axes.set_xlabel("step", color=INK, fontsize=9)
     panels[0].legend(fontsize=9, frameon=False, labelcolor=INK)
     bars(panels[-1], measured)
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    return buffer.getvalue()
+    return png_of(figure)
 
 
 def curve(axes: Axes, lines: Sequence[dict[str, Any]], name: str) -> None:
@@ -72,8 +68,4 @@ def bars(axes: Axes, measured: Mapping[str, Measured]) -> None:
 def style(axes: Axes, title: str) -> None:
     axes.set_title(title, color=INK, fontsize=11, loc="left")
     axes.set_facecolor(GROUND)
-    axes.tick_params(colors=INK, labelsize=9, length=3)
-    axes.grid(color=INK, alpha=0.15, lw=0.6)
-    axes.set_axisbelow(True)
-    for side, spine in axes.spines.items():
-        spine.set(visible=side in ("left", "bottom"), color=INK, linewidth=0.6, alpha=0.5)
+    plain_axes(axes)

@@ -68,7 +68,6 @@ def curves_png(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
 
     Steps whose value is null (not finite) leave a gap. Without any known metric the picture says so.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     series = _series(metrics)
@@ -90,6 +89,12 @@ def curves_png(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
         _draw(axes, panel, series)
     if not panels:
         _say(figure, "no metrics were logged")
+    return png_of(figure)
+
+
+def png_of(figure: "Figure") -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
     return buffer.getvalue()
@@ -165,7 +170,13 @@ def _style(axes: "Axes") -> None:
     axes.set_xlabel("step", color=INK, fontsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.yaxis.get_offset_text().set(color=INK, fontsize=8)
-    axes.tick_params(colors=INK, labelsize=8, length=3, width=0.6)
+    plain_axes(axes)
+    axes.tick_params(labelsize=8, width=0.6)
+
+
+def plain_axes(axes: "Axes") -> None:
+    """Axes in the project's ink: a faint grid, and lines on the left and below alone."""
+    axes.tick_params(colors=INK, labelsize=9, length=3)
     axes.grid(color=INK, alpha=0.15, lw=0.6)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from rich import box
 from rich.table import Table
 
-from posttrain.reports.curves import COLOURS, GROUND, INK
+from posttrain.reports.curves import COLOURS, GROUND, INK, plain_axes, png_of
 from posttrain.reports.progress import duration
 from posttrain.store.atomic import write_file
 from posttrain.store.metrics import read_metrics
@@ -65,7 +64,6 @@ def write_picture(sweep: Sweep) -> None:
 
 
 def picture(sweep: Sweep) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -96,13 +94,8 @@ def picture(sweep: Sweep) -> bytes:
         _scatter(axes, path, ended)
         axes.set_xlabel(name, color=INK, fontsize=9)
     for axes in (curves, *panels):
-        axes.tick_params(colors=INK, labelsize=9, length=3)
-        axes.grid(color=INK, alpha=0.15, lw=0.6)
-        for side, spine in axes.spines.items():
-            spine.set(visible=side in ("left", "bottom"), color=INK, linewidth=0.6, alpha=0.5)
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    return buffer.getvalue()
+        plain_axes(axes)
+    return png_of(figure)
 
 
 def _scatter(axes, path: str, trials: list[Trial]) -> None:
