@@ -20,6 +20,7 @@ from posttrain.evaluation.suite import ALIASES, find_suite, suite_names, with_se
 from posttrain.inspection.evaluate import Options, evaluate, evaluate_recorded
 from posttrain.inspection.evaluate_table import write_sweep
 from posttrain.inspection.pairs import PairOptions
+from posttrain.store.files import save_rows
 
 LOCAL = {
     "gsm8k": ("gsm8k/test.jsonl", 1319, None),
@@ -328,6 +329,35 @@ def test_a_reward_model_scores_pairs_and_generates_nothing(shared, stories, tmp_
     pairs = PairOptions(num_batches=2, batch_size=8)
     sampled = run(tmp_path / "model", [suite], tmp_path / "s", pairs=pairs)["suites"]["own"]
     assert (sampled["answers"], sampled["partial"]) == (16, "2 batches of 8 pairs of 8, with replacement")
+    assert (
+        read_answers(tmp_path / "p")[1].prompt == "prompt: Once upon a time\n\nchosen:  a was happy.\n\nrejected:  b."
+    )
+    own(tmp_path, rows[::-1], kind="preference", answer=None, rule="none", prompt="")  # other rows in the same file
+    assert run(tmp_path / "model", [suite], tmp_path / "p")["suites"]["own"]["value"] == found["value"]
+    assert [float(answer.extracted or 0) for answer in read_answers(tmp_path / "p")] == pytest.approx(
+        margins[::-1], abs=1e-4
+    )
+
+
+def test_two_reward_models_are_compared(stories, tmp_path, monkeypatch):
+    """The second one's rewards are the first one's with the other sign: it wins what that loses."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(stories, num_labels=1)
+    torch.nn.init.normal_(model.score.weight, std=0.5)
+    for name in ("one", "other"):
+        model.save_pretrained(name)
+        AutoTokenizer.from_pretrained(stories).save_pretrained(name)
+        with torch.no_grad():
+            model.score.weight.neg_()
+    rows = [{"prompt": "Lily saw", "chosen": f" {a} was happy.", "rejected": f" {b}."} for a, b in ("xy", "ab", "ca")]
+    save_rows(tmp_path / "rows.jsonl", rows)
+    assert main(["compare", "one", "other", "--suite", "hh", "--data", "rows.jsonl", "-o", "out"]) == 0
+    facts = json.loads((tmp_path / "out/compare.json").read_text())["suites"]["hh"]
+    (found,) = facts["differences"]
+    right = [round(3 * facts["values"][name]["value"]) for name in ("one", "other")]
+    assert sum(right) == 3 and (found["wins"], found["losses"], found["ties"]) == (right[1], right[0], 0)
+    assert sorted(flip["prompt"] for flip in found["flips"])[0].endswith("chosen:  a was happy.\n\nrejected:  b.")
 
 
 def test_databases_in_trouble(stories, tmp_path, monkeypatch):

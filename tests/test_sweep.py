@@ -3,9 +3,10 @@
 import json
 import math
 import random
-from dataclasses import replace
+import shutil
 
 import pytest
+from test_compare import run_of
 from test_online import EXACT
 
 from posttrain import runner
@@ -18,7 +19,7 @@ from posttrain.sweep import trials
 from posttrain.sweep.records import Sweep, Trial, read_sweep
 from posttrain.sweep.show import over_seeds, write_picture
 from posttrain.sweep.space import Range, names_of, read_space, short_names, split_values
-from posttrain.sweep.stopping import curve_of, is_hopeless, median_to_beat
+from posttrain.sweep.stopping import is_hopeless, median_to_beat
 
 RATE = "training.learning_rate"
 
@@ -171,8 +172,9 @@ def test_the_median_by_hand():
 # --- running --------------------------------------------------------------------------------------------------------
 
 
-def test_a_sweep_ranks_its_trials_and_goes_on(home, capsys):
-    """Values are those of the runs; with --resume nothing is trained again, and further values are added."""
+def test_a_sweep_ranks_its_trials_and_goes_on(home, capsys, monkeypatch):
+    """Values are those of the runs; with --resume nothing is trained again, and further values are added; Ctrl-C keeps
+    what is finished, --overwrite nothing."""
     status, root = swept(home, "rates", f"{RATE}=1e-3,1e-9")
     out, err = capsys.readouterr()
     assert status == 0, err
@@ -202,10 +204,35 @@ def test_a_sweep_ranks_its_trials_and_goes_on(home, capsys):
     ):
         assert swept(home, "rates", *arguments)[0] == 1
         assert message in " ".join(capsys.readouterr().err.split())
-    assert swept(home, "rates", f"{RATE}=1e-3,1e-4", "--overwrite", "--max-steps", "1")[0] == 0
-    assert [trial.steps for trial in read_sweep(root).trials] == [1, 1] and len(list(root.glob("*/run.json"))) == 2
+    monkeypatch.setattr(trials.runner, "train", interrupted)
+    assert swept(home, "rates", f"{RATE}=1e-2,1e-3,1e-9,1e-4,1e-5", "--resume")[0] == 130
+    out, err = capsys.readouterr()
+    assert "go on with --resume: finished trials" in err and f"best: {root / found.best.name}" in out.replace("\n", "")
+    states = [trial.state for trial in read_sweep(root).trials]
+    assert states == ["finished"] * 3 + ["interrupted", "waiting"]
+    assert swept(home, "rates", f"{RATE}=1e-3,1e-4", "--overwrite")[0] == 130
+    assert [trial.state for trial in read_sweep(root).trials] == ["interrupted", "waiting"]
+    assert not list(root.glob("*/run.json"))
 
 
+def interrupted(config, **more):
+    raise KeyboardInterrupt
+
+
+def test_a_watcher_stops_a_bad_trial(tmp_path):
+    """By the evaluations in its folder and the one that it sees; the step is in sweep.json at once."""
+    (tmp_path / "04").mkdir()
+    (tmp_path / "04/metrics.jsonl").write_text('{"step": 1, "eval_loss": 8.0}\n{"step": 2, "eval_loss": 0.0}\n')
+    earlier = [[(1, 3.0), (2, 1.0)], [(1, 4.0), (2, 4.0)], [(1, 8.0), (2, 10.0)]]
+    for rule, loss, stop_at in (("median", 9.0, 2), ("median", 3.9, None), ("none", 9.0, None)):
+        trial = Trial("04", {RATE: "1e-9"})
+        watcher = trials.Watcher(Sweep(tmp_path, "eval_loss", True, rule, [trial]), trial, earlier)
+        watcher.look(2, {"eval_loss": loss})  # after a resume at step 1: the line of step 2 is of the lost time
+        assert watcher.stop_at == trial.stop_at == stop_at
+    assert not (tmp_path / "sweep.json").exists() or read_sweep(tmp_path).trials[0].stop_at == 2
+
+
+@pytest.mark.slow
 def test_a_bad_trial_is_stopped_early(home, capsys):
     """The last rate does not learn: it ends after its second evaluation, with a final model."""
     status, root = swept(home, "median", f"{RATE}=1e-3,1.2e-3,1.4e-3,1e-9")
@@ -215,14 +242,9 @@ def test_a_bad_trial_is_stopped_early(home, capsys):
     assert (bad.state, bad.steps, bad.stop_at) == ("stopped early", 2, 2) and "median" in bad.reason
     assert load_json(root / bad.name / "run.json")["state"] == "finished" and (root / bad.name / "final").is_dir()
     assert read_sweep(root).ranked()[-1].name == bad.name
-    earlier = [curve_of(read_metrics(root / trial.name), "eval_loss") for trial in good]
-    for rule, stop_at in (("median", 2), ("none", None)):
-        trial = replace(bad, stop_at=None)
-        watcher = trials.Watcher(Sweep(root, "eval_loss", True, rule, [trial]), trial, earlier)
-        watcher.look(2, {"eval_loss": 9.0})
-        assert watcher.stop_at == trial.stop_at == stop_at
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on_to_the_same_end(home, power_cut, monkeypatch):
     """Cut off after the first step of the second trial, and again before its result is recorded: every trial equals an
     ordinary run of its settings, bit for bit."""
@@ -254,29 +276,13 @@ def killed(sweep, trial):
     raise SystemExit(9)
 
 
-def test_ctrl_c_keeps_what_is_finished(home, monkeypatch, capsys):
-    train, calls = runner.train, []
-
-    def interrupted(config, **more):
-        calls.append(config.name)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return train(config, **more)
-
-    monkeypatch.setattr(trials.runner, "train", interrupted)
-    status, root = swept(home, "stopped", f"{RATE}=1e-3,2e-3,3e-3")
-    assert status == 130 and "go on with --resume" in capsys.readouterr().err
-    assert [trial.state for trial in read_sweep(root).trials] == ["finished", "interrupted", "waiting"]
-    assert swept(home, "stopped", f"{RATE}=1e-3,2e-3,3e-3", "--resume")[0] == 0 and len(calls) == 4
-
-
 def test_a_trial_that_fails_is_told_and_the_others_run(home, sums_home, capsys):
-    models = f"model={sums_home / 'model'},{home / 'nowhere'}"
-    status, root = swept(home, "models", models, "seed=0..1")
-    assert status == 1 and "2 of 4 trials failed: 03, 04" in capsys.readouterr().err
+    models = f"model={home / 'nowhere'},{sums_home / 'model'}"
+    status, root = swept(home, "models", models, "--max-steps", "1")
+    assert status == 1 and "1 of 2 trials failed: 01" in capsys.readouterr().err
     found = read_sweep(root)
-    assert [trial.state for trial in found.trials] == ["finished", "finished", "failed", "failed"]
-    assert "nowhere" in found.trials[2].reason
+    assert [trial.state for trial in found.trials] == ["failed", "finished"]
+    assert "nowhere" in found.trials[0].reason
     status, root = swept(home, "none", f"model={home / 'nowhere'}", "seed=0..3")
     assert status == 1 and "the first 2 trials failed alike" in capsys.readouterr().err
     assert [trial.state for trial in read_sweep(root).trials] == ["failed", "failed", "waiting", "waiting"]
@@ -292,8 +298,32 @@ def test_the_spread_over_seeds(tmp_path):
     assert [list(column.cells) for column in shown.columns] == [["b", "a"], ["1.6", "2"], ["0.14", "1.4"], ["2", "2"]]
 
 
+def test_finished_trials_are_compared_item_by_item(tmp_path, capsys, monkeypatch):
+    """Settings against the best ones, with the seeds of each as its runs. Without rewards there is no comparison, but
+    a ranking."""
+    monkeypatch.setattr("posttrain.comparing.page.picture", lambda comparison: b"")
+    rows = []
+    for rate, low in (("1e-5", 0.0), ("1e-3", 0.5)):
+        for seed in range(2):
+            name, rewards = f"0{len(rows)}", [low + 0.1 * (i % 3) + 0.01 * seed for i in range(30)]
+            run_of(tmp_path / name, [rewards], seed, steps=[4])
+            rows.append(Trial(name, {RATE: rate, "seed": str(seed)}, "finished", sum(rewards) / 30, steps=4))
+    found = Sweep(tmp_path, "eval_reward", False, "none", rows)
+    trials._report(found)
+    out = " ".join(capsys.readouterr().out.split())
+    facts = load_json(tmp_path / "comparison/compare.json")
+    assert [(side["name"], side["seeds"]) for side in facts["sides"]] == [("1e-3", [0, 1]), ("1e-5", [0, 1])]
+    assert "by learning_rate, the best settings first" in out and "1e-3 is better than 1e-5 by 0.500" in out
+    for trial in rows:
+        shutil.rmtree(tmp_path / trial.name)
+        run_of(tmp_path / trial.name, [[None] * 30], steps=[4])
+    trials._report(found)
+    assert f"best: {tmp_path / '03'}" in capsys.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.slow
 def test_rewarded_runs_are_compared_item_by_item(home, sums_home, capsys):
-    """Settings against the best ones, with the seeds of each as its runs."""
+    """The same with runs of GRPO."""
     settings = json.loads((home / "sums.json").read_text())
     settings |= {"method": {"type": "grpo", "num_generations": 2}, "rewards": [EXACT], "name": "grpo"}
     settings |= {"rollout": {"max_completion_length": 6}}
@@ -316,6 +346,7 @@ def test_folders_that_are_no_sweeps(home, tmp_path, capsys):
     (home / "runs/other/run.json").write_text("{}")
     assert swept(home, "other", f"{RATE}=1e-3,2e-3")[0] == 1
     assert "is a run, not a sweep" in capsys.readouterr().err
-    save_json(home / "runs/broken/sweep.json", {"format": 1}) if (home / "runs/broken").mkdir() is None else None
+    (home / "runs/broken").mkdir()
+    save_json(home / "runs/broken/sweep.json", {"format": 1})
     assert swept(home, "broken", f"{RATE}=1e-3,2e-3", "--resume")[0] == 1
     assert "sweep.json is damaged" in capsys.readouterr().err

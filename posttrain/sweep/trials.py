@@ -235,8 +235,12 @@ def _compare(sweep: Sweep, console: PlainConsole) -> None:
     ]
     if len({name for name, _ in sides}) < 2 or not all((Path(path) / ROLLOUTS).is_file() for _, path in sides):
         return
-    found = compare(make_sides([(name, read_source(path)) for name, path in sides]))
-    write(found, sweep.root / COMPARISON)
+    try:
+        found = compare(make_sides([(name, read_source(path)) for name, path in sides]))
+        write(found, sweep.root / COMPARISON)
+    except PosttrainError as error:  # the ranking stands without it
+        log.warning("the trials are not compared item by item: %s", error)
+        return
     console.print(f"by {', '.join(short_names(list(groups[0][0])).values())}, the best settings first:\n")
     show(found, console)
     console.print(f"written: {sweep.root / COMPARISON / 'compare.html'}", soft_wrap=True)
