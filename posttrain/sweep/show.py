@@ -66,6 +66,7 @@ def write_picture(sweep: Sweep) -> None:
 def picture(sweep: Sweep) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.ticker import MaxNLocator
 
     ended = [trial for trial in sweep.ranked() if trial.state in ENDED]
     names = dict(list(short_names(list(sweep.trials[0].settings)).items())[:PANELS])
@@ -88,6 +89,7 @@ def picture(sweep: Sweep) -> bytes:
             marker="o",
             ms=3,
         )
+    curves.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     curves.set_xlabel("step", color=INK, fontsize=9)
     curves.set_title(f"{sweep.metric} (best blue, stopped early dotted)", color=INK, fontsize=10, loc="left")
     for axes, (path, name) in zip(panels, names.items(), strict=True):
