@@ -447,7 +447,8 @@ def test_a_sweep_is_drawn(tmp_path):
 # --- other programs ---
 
 
-def test_records_are_exported_with_the_evaluation_or_later(stories, tmp_path, capsys):
+def test_records_are_exported_with_the_evaluation_or_later(stories, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     own(tmp_path, ROWS[:2], template="none")
     folder = tmp_path / "e"
     asked = ["eval", str(stories), "--suite", str(tmp_path / "own.json"), "-o", str(folder), "--device", "cpu"]
