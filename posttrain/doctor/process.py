@@ -25,6 +25,7 @@ from posttrain.doctor.finding import Check, Finding, Found
 STARTUP_S = 60.0  # until a process has imported this package
 WAIT_S = 0.2  # of one wait, so that Ctrl-C is handled in between on Windows, too
 PLACE = re.compile(r'File "([^"]+)", line (\d+)')
+ENDING_S = 2.0  # a killed process that waits for a broken disk stays longer
 DETAIL_CHARACTERS = 500
 
 Lines = queue.SimpleQueue[bytes]
@@ -51,6 +52,9 @@ def examine(checks: Sequence[Check]) -> Iterator[Finding]:
     finally:
         for lane in lanes:
             lane.end()
+        for lane in lanes:
+            if lane.is_alive():
+                lane.join(ENDING_S)
 
 
 class Lane(threading.Thread):
