@@ -120,7 +120,7 @@ def test_the_whole_doctor(tmp_path, monkeypatch, capsys):
     assert max(map(len, shown.splitlines())) <= 80
     rows = {line.split("  ")[0]: line for line in shown.splitlines()}
     assert "broken*" not in rows and "broken" not in rows
-    assert "an endless one cut after 1.0 s" in " ".join(shown.split())
+    assert "an endless one cut after 1." in " ".join(shown.split())
     assert list(tmp_path.iterdir()) == [], "no file is left behind"
     assert 1 < seconds < 15
 
