@@ -37,31 +37,33 @@ def quick_collections() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch) -> None:
-    """Tokenised data goes to a folder of the test session, never to the user's own cache."""
-    monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+@pytest.fixture(scope="session", autouse=True)
+def quick_and_apart(tmp_path_factory):
+    """What tests do without, also in the fixtures of a module or a session that train.
 
+    Tokenised data goes to a folder of the test session, never to the user's own cache.
 
-@pytest.fixture(autouse=True)
-def no_power_cut(monkeypatch) -> None:
-    """What a killed process has written stays with the system, so waiting for the disk matters to a power cut alone.
+    What a killed process has written stays with the system, so waiting for the disk matters to a power cut alone. That
+    and when files are synced is looked at by tests/test_store_checkpoint.py; processes started by a test sync.
 
-    That and when files are synced is looked at by tests/test_store_checkpoint.py; processes started by a test sync.
+    A run of a few steps takes less time than its `curves.png`: drawn where a test is marked `pictures`, and by
+    tests/test_store_show.py. A file stays, so that the report, which takes the picture from there, does not draw it
+    either.
     """
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    finish = import_module("posttrain.training.finish")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("POSTTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr(finish, "write_curves", lambda lines, path, title: path.write_bytes(b""))
+        yield
 
 
 @pytest.fixture(autouse=True)
-def blank_pictures(request, monkeypatch) -> None:
-    """A run of a few steps takes less time than its `curves.png`: drawn where a test is marked `pictures`, and by
-    tests/test_store_show.py.
-
-    A file stays, so that the report, which takes the picture from there, does not draw it either.
-    """
-    if request.node.get_closest_marker("pictures") is None:
-        finish = import_module("posttrain.training.finish")
-        monkeypatch.setattr(finish, "write_curves", lambda lines, path, title: path.write_bytes(b""))
+def pictures(request, monkeypatch) -> None:
+    """Pictures are drawn where a test is marked `pictures`."""
+    if request.node.get_closest_marker("pictures") is not None:
+        drawn = import_module("posttrain.reports.curves").write_curves
+        monkeypatch.setattr(import_module("posttrain.training.finish"), "write_curves", drawn)
 
 
 @pytest.fixture

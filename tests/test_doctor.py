@@ -80,8 +80,10 @@ def test_only_what_is_required_decides_the_exit_status(required, status, monkeyp
 def test_names_that_are_not_known():
     checks = all_checks(Path("runs"))
     assert [one.name for one in chosen(checks, ["TORCH", "python"])] == ["python", "torch"]
-    with pytest.raises(ConfigError, match=r"no check 'grader': did you mean 'graders'\? They are python, "):
+    with pytest.raises(ConfigError, match=r"no check 'grader': did you mean 'graders'\? they are python, "):
         chosen(checks, ["grader"])
+    with pytest.raises(ConfigError, match="no check 'disk': they are python, "):
+        chosen(checks, ["disk"])
 
 
 # --- the real checks --------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from posttrain.data.templates import choose_template
 from posttrain.errors import ModelError, RunError, VitalSignError
 from posttrain.evaluation.records import FORMAT
 from posttrain.export import export as exporting
-from posttrain.export import hub, merging, serving
-from posttrain.export.card import license_of, public
+from posttrain.export import hub, merging, serving, unchanged
+from posttrain.export.card import Facts, Written, card, license_of, public
 from posttrain.export.export import Asked, export
 from posttrain.export.serving import Served
 from posttrain.export.serving import go_template as write_go
@@ -78,6 +78,7 @@ def run(scratch_model, shared, tmp_path_factory) -> Path:
         "method": "dpo", "data": {"source": str(home / "secret-project.json"), "format": "sharegpt", "max_rows": 8,
         "max_length": 128, "overlong": "truncate", "system_prompt": "Be brief."},
         "training": {"batch_size": 4, "max_steps": 2, "learning_rate": 1e-2, "warmup_steps": 0},
+        "checkpoint": {"save_steps": 1},
     }  # fmt: skip
     (home / "hh.json").write_text(json.dumps(settings))
     config = load(home / "hh.json").config
@@ -254,11 +255,14 @@ def test_a_missing_base_and_a_damaged_checkpoint_are_named(adapters, run, tmp_pa
 
 
 def test_an_adapter_as_it_is_names_its_base_on_the_hub(adapters, scratch_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, "origin", lambda model: "me/base")
+    monkeypatch.setattr(unchanged, "origin", lambda model: "me/base")
     folder = asked(adapters["policy"], tmp_path / "out", merge=False)
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "me/base"
     assert "library_name: peft" in (folder / "README.md").read_text()
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(scratch_model), folder)
+    for ignored in ({"dtype": "bfloat16"}, {"prompts": Path("x")}, {"max_shard_size": "1GB"}, {"engines": ("vllm",)}):
+        with pytest.raises(ModelError, match=r"an adapter that is not merged is exported as it is: leave out --"):
+            asked(adapters["policy"], tmp_path / "other", merge=False, **ignored)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +293,7 @@ def test_mistakes_on_the_command_line(words, message, scratch_model, tmp_path, m
 def write_summary(folder: Path, suite: str, content: str = "", **facts) -> None:
     measured = {"metric": "accuracy", "value": 0.5, "low": 0.4, "high": 0.6, "confidence": 0.95, "items": 20}
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {"format": FORMAT, "model": {"content": content}, "suites": {suite: measured | facts}}
+    whole = {"format": FORMAT, "model": {"name": "hh/final", "content": content}, "suites": {suite: measured | facts}}
     (folder / "summary.json").write_text(json.dumps(whole))
 
 
@@ -306,10 +310,23 @@ def test_the_card_tells_the_run_and_nothing_private(run, tmp_path, monkeypatch):
         assert part in text
     assert f"| loss | {results['start']['loss']:.4g} | {results['final']['loss']:.4g} |" in text
     assert "| gsm8k | accuracy | 0.5 | 0.4 to 0.6 (95%) | 20 |" in text and "3 answers are not graded" in text
+    assert "Of `hh/final`:" in text, "it is of other weights than these, as the summary has another hash"
     assert "licence of the base model is not known" in text
     written = "".join(path.read_text() for path in folder.iterdir() if path.suffix in (".md", ".json", ".sh"))
     for private in (str(run.parent), facts["host"], os.path.expanduser("~/"), "abcdef0123456789"):
         assert private not in written, private
+
+
+def test_the_card_of_a_checkpoint_has_its_own_step_and_no_results_of_the_end(run):
+    """And that of a model without a run says nothing about training."""
+    written = Written("float32", "", (), True)
+    facts = Facts("x", "x", True, written, ())
+    middle, end = (card(exporting.find_source(str(run / name)), facts) for name in ("checkpoint-1", "final"))
+    assert "| steps | 1 of 2 |" in middle and "| steps | 2 |" in end
+    for part in ("## Results", "| loss |", "| trained tokens |"):
+        assert part in end and part not in middle
+    alone = card(exporting.find_source(load(run / "config.yaml").config.models[0].path), facts)
+    assert "trained from" not in alone and "A language model, `tiny-qwen3`, exported by posttrain" in alone
 
 
 def test_evaluations_of_these_weights_are_on_the_card(run, tmp_path, caplog):
@@ -470,6 +487,7 @@ def test_what_engines_need(run, tmp_path):
     for name in ("llama.cpp.sh", "vllm.sh"):
         subprocess.run(["sh", "-n", folder / name], check=True)
         assert os.access(folder / name, os.X_OK) and "--chat-template" in (folder / name).read_text()
+        assert '# Trained with a system message, which requests need: "Be brief."' in (folder / name).read_text()
 
 
 @pytest.mark.parametrize(
@@ -512,6 +530,8 @@ def test_stop_tokens_and_the_begin_token(shared):
     assert "--override-kv tokenizer.ggml.eot_token_id=int:1" in script and '"END"]' in script
     base = serving.modelfile(served(tokenizer, chat=False))
     assert 'TEMPLATE "{{ .Prompt }}"' in base and "num_ctx 8192" in base
+    for script in (serving.llama_cpp, serving.vllm):
+        assert "# Trained without a chat template: ask /v1/completions" in script(served(tokenizer, chat=False))
     assert 'stop "END"' in serving.modelfile(served(tokenizer, stop=("END",)))
 
 
@@ -565,7 +585,8 @@ def test_an_upload_is_one_commit_with_every_byte(there, scratch_model, tmp_path,
 def test_what_is_on_the_hub_is_replaced_only_if_asked_and_then_whole(there):
     server, folder = there
     push(folder)
-    server.repos["me/x"].files["model-00001-of-00002.safetensors"] = b"of an earlier model"
+    for name in ("model-00001-of-00002.safetensors", "chat_template.jinja"):
+        server.repos["me/x"].files[name] = b"of an earlier model"
     with pytest.raises(ModelError, match=r"me/x has files already .*Replace them with --overwrite"):
         push(folder)
     push(folder, overwrite=True)
@@ -588,6 +609,8 @@ def test_refusals_and_broken_lines(there, monkeypatch):
         with pytest.raises(ModelError, match=f"{reason}.*{later}"):
             push(folder)
     server.can_write, server.repos = False, {}
+    with pytest.raises(ModelError, match=rf"{later}.* --private"):
+        push(folder, private=True)  # else the command would make a public repository
     with pytest.raises(ModelError, match=rf"refused the upload to me/x \(403\): the token in HF_TOKEN .*{later}"):
         push(folder)
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")

@@ -286,6 +286,8 @@ def test_settings_of_losses():
     ):
         with pytest.raises(ConfigError, match=message):
             labels(DPOMethod(), (), wrong)
+    with pytest.raises(ConfigError, match="--set label_smoothing: none of these losses reads it: ipo, sft"):
+        labels(DPOMethod(), ["ipo", "sft"], "label_smoothing=0.1")
 
 
 def test_cosines_are_those_of_pairs():

@@ -40,6 +40,7 @@ from posttrain.export.gate import (
     margins_of,
     verdict,
 )
+from posttrain.export.gate_table import cells
 from posttrain.export.quantize import Asked, quantize
 from posttrain.models.load import load_model
 from posttrain.models.quantised import linear_layers, stored_bytes, weight_of
@@ -422,5 +423,37 @@ def test_quantised_weights_are_not_trained(quantised, tmp_path, capsys, monkeypa
     assert main(["train", f"model={quantised['int8'].folder}", "model.lora={r: 2}", *settings]) == 1
     assert "its weights are quantised" in capsys.readouterr().err
     assert main(["train", f"model={quantised['int4'].folder}", "model.lora={r: 2}", *settings]) == 0
-    with pytest.raises((ModelError, RunError), match="quantised"):
-        export(Exported(str(quantised["int4"].folder), tmp_path / "out"), DEVICES, print)
+
+
+def test_an_export_is_a_copy_with_the_gate_on_the_card(quantised, tmp_path):
+    """Of a run's model, whose training is on the card, too. Nothing of it is private, damage is an error."""
+    made = quantised["int8"]
+    place = tmp_path / "run/quantized_int8/final"
+    shutil.copytree(made.folder, place)
+    shutil.copy(Path(__file__).parent / "saved_run/run/run.json", tmp_path / "run/run.json")
+    facts = json.loads((place / "quantization.json").read_text())
+    facts["model"]["path"] = str(tmp_path / "private/stories")
+    (place / "quantization.json").write_text(json.dumps(facts))
+    (place / "optimizer.bin").touch()
+    out = export(Exported(str(place.parent), tmp_path / "out"), DEVICES, print)
+    names = {path.name for path in out.iterdir()}
+    assert names == {path.name for path in made.folder.iterdir()} | {"README.md", "export.json"}
+    assert (out / "model.safetensors").read_bytes() == (made.folder / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        logits = [AutoModelForCausalLM.from_pretrained(folder)(IDS).logits for folder in (out, made.folder)]
+    assert torch.equal(*logits)
+    text = (out / "README.md").read_text()
+    assert f"its gate (posttrain quantize, {made.measured_on}) is {'' if made.passed else 'not '}passed:" in text
+    for check in made.checks:
+        assert f"| {' | '.join(cells(check))} | {check.of} |" in text
+    assert "Weights: LLM.int8 (bitsandbytes) in linear layers, float32 elsewhere." in text and "## Training" in text
+    assert str(tmp_path) not in text + (out / "quantization.json").read_text()
+    with pytest.raises(ModelError, match=r"--for: a quantised model is exported as it is: leave out --for"):
+        export(Exported(str(place), tmp_path / "other", engines=("ollama",)), DEVICES, print)
+    (place / "quantization.json").write_text(json.dumps(facts | {"gate": {}}))
+    with pytest.raises(RunError, match=r"quantization.json is damaged \('checks'\): quantise the model again"):
+        export(Exported(str(place), tmp_path / "other"), DEVICES, print)
+    (place / "quantization.json").unlink()
+    with pytest.raises(ModelError, match=r"is quantised, and not by posttrain quantize"):
+        export(Exported(str(place), tmp_path / "other"), DEVICES, print)
+    assert not (tmp_path / "other").exists()

@@ -59,6 +59,6 @@ def chosen(checks: Sequence[Check], names: Iterable[str]) -> list[Check]:
     for name in wanted:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.5)
-            hint = f": did you mean {known[near[0]].name!r}?" if near else ""
-            raise ConfigError(f"there is no check {name!r}{hint} They are {', '.join(one.name for one in checks)}")
+            meant = f"did you mean {known[near[0]].name!r}? " if near else ""
+            raise ConfigError(f"there is no check {name!r}: {meant}they are {', '.join(one.name for one in checks)}")
     return [check for check in checks if not wanted or check.name.lower() in wanted]

@@ -50,7 +50,7 @@ class Facts:
     place: str  # what `from_pretrained` is given
     merged: bool
     written: Written
-    evaluations: Sequence[Mapping[str, Any]]  # contents of summary.json
+    evaluations: Sequence[Mapping[str, Any]]  # contents of summary.json; `of` names another model than this
 
 
 def card(source: Source, facts: Facts) -> str:
@@ -90,8 +90,11 @@ def origin(model: ModelConfig) -> str | None:
 
 
 def start_of(source: Source) -> ModelConfig:
-    """The model that training started from, or else the base of the adapter."""
-    return source.config.models[0] if source.config is not None else source.base
+    """The model that training started from, or else the base of the adapter, or what was quantised."""
+    if source.config is not None:
+        return source.config.models[0]
+    hub_id = (source.quantised or {}).get("hub_id")
+    return ModelConfig(path=hub_id) if hub_id else source.base
 
 
 def license_of(model: ModelConfig) -> dict[str, str]:
@@ -132,12 +135,18 @@ def _about(source: Source, facts: Facts) -> str:
     name = origin(start)
     base = f"[{name}](https://huggingface.co/{name})" if name else f"`{model_name(str(Path(start.path).absolute()))}`"
     made = f"trained from {base}" + (f" with {method}" if method else "")
-    if source.run is None and not source.adapter:
-        made = f"that of {base}"
+    if source.run is None:
+        made = f"the adapter `{source.name}` on {base}" if source.adapter else base
+        made += ", exported"
     lines = [
-        f"{what}, {made}, by posttrain {__version__}. Weights: {facts.written.dtype}. {facts.written.check}",
+        f"{what}, {made} by posttrain {__version__}. Weights: {facts.written.dtype}. {facts.written.check}".rstrip(),
         *facts.written.notes,
     ]
+    if source.config is not None and source.config.models[0].load_in_4bit and source.quantised is None:
+        lines.append(
+            "The adapter was trained on its base in 4 bits; here it is on the base in full precision, so outputs "
+            "differ from those in training by what 4 bits round."
+        )
     if not license_of(start):
         lines.append("The licence of the base model is not known to the exporter.")
     return "\n\n".join(lines)
@@ -178,8 +187,8 @@ def _training(source: Source) -> str:
         "method": _method(source),
         "data": ", ".join(f"`{public(name)}`" for name in _sources(source)),
         "fingerprint of the data": _code(provenance.get("dataset_fingerprint")),
-        "steps": f"{source.results['steps']:,}" if "steps" in source.results else "",
-        "trained tokens": f"{source.results['num_tokens']:,}" if "num_tokens" in source.results else "",
+        "steps": _steps(source),
+        "trained tokens": f"{source.results['num_tokens']:,}" if source.is_last else "",
         "seed": config.seed if config else "",
         "adapter": _adapter(source),
         "run": f"{source.run.state}, started {source.run.started[:10]}",
@@ -190,24 +199,34 @@ def _training(source: Source) -> str:
     return "\n".join(["| | |", "|---|---|", *lines])
 
 
+def _steps(source: Source) -> str:
+    """The step of these weights, and that of the run's end if it is another."""
+    total = source.results.get("steps")
+    numbers = [f"{number:,}" for number in dict.fromkeys((source.step, total)) if number is not None]
+    return " of ".join(numbers) if source.step is not None else ""
+
+
 def _results(source: Source) -> Iterator[str]:
-    """A table of the run's metrics, before and after training."""
+    """A table of the run's metrics, before and after training: of the weights of its end alone."""
     start, final = source.results.get("start") or {}, source.results.get("final") or {}
-    if not final:
+    if not final or not source.is_last:
         return
     lines = [
         f"| {name} | {_number(start.get(name))} | {_number(value)} |"
         for name, value in final.items()
         if isinstance(value, int | float)
     ]
+    if source.quantised is not None:
+        yield "Of the model before it was quantised:"
     yield "\n".join(["| metric | first | last |", "|---|---|---|", *lines])
     for name, value in (source.results.get("best") or {}).items():
-        yield f"Best `{name}`: {_number(value)}."
+        yield f"Best `{name}` of the run: {_number(value)}."
 
 
 def _evaluation(summary: Mapping[str, Any]) -> str:
     """A table of the suites of one summary.json."""
-    lines = ["| suite | metric | value | interval | items |", "|---|---|---|---|---|"]
+    lines = [f"Of `{summary['of']}`:", ""] if "of" in summary else []
+    lines += ["| suite | metric | value | interval | items |", "|---|---|---|---|---|"]
     remarks = []
     for key, suite in summary["suites"].items():
         low, high, confidence = suite.get("low"), suite.get("high"), suite.get("confidence")

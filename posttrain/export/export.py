@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from posttrain import __version__
 from posttrain.config import DevicesConfig
@@ -23,13 +20,14 @@ from posttrain.export.merging import DTYPES, load_base, merge, write_and_check
 from posttrain.export.place import put, refuse_full_disk, refuse_target
 from posttrain.export.prompts import prompts_for
 from posttrain.export.serving import FILES, PLAIN, Served, refuse_engines, write_for
-from posttrain.export.source import Source, find_source, tokenizer_of
+from posttrain.export.source import Source, chats, find_source, tokenizer_of
+from posttrain.export.unchanged import Adapter, Quantised
 from posttrain.models.devices import take_device
 from posttrain.models.families import positions_of
 from posttrain.models.load import check_embeddings, load_config
-from posttrain.models.untrusted import check_adapter_weights
+from posttrain.models.quantised import method_of
 from posttrain.reports.listing import in_units, size_of
-from posttrain.store.files import load_json, save_json
+from posttrain.store.files import save_json
 from posttrain.threads import sharing_cores
 from posttrain.training.inputs import content_of
 from posttrain.training.job import set_pad_token
@@ -72,11 +70,18 @@ def export(asked: Asked, devices: DevicesConfig, say: Say) -> Path:
     target = asked.output or Path("exports") / source.name
     refuse_target(target, asked.overwrite, MARK)
     merges = asked.merge or not source.adapter
-    refuse_engines(asked.engines, source.reward, merges)
-    evaluations = [read_summary(folder) for folder in asked.evaluations] or list(own_evaluations(source))
-    kind = "reward model" if source.reward else "language model"
+    unchanged = _unchanged(source, merges)
+    if unchanged:
+        _refuse_unread(asked, unchanged)
+    refuse_engines(asked.engines, source.reward)
+    evaluations = [_named(source, folder) for folder in asked.evaluations] or list(own_evaluations(source))
+    kind = ("quantised " if source.quantised else "") + ("reward model" if source.reward else "language model")
     say(f"model     {source.model.path}: {f'adapter of {source.base.path}, a ' if source.adapter else ''}{kind}")
-    ready = _Whole(source, asked, target, devices, say) if merges else _Adapter(source)
+    if source.quantised is not None:
+        ready = Quantised(source, target, devices)
+        say(f"gate      {'passed' if source.quantised['gate']['passed'] else 'NOT passed: the model card says so'}")
+    else:
+        ready = _Whole(source, asked, target, devices, say) if merges else Adapter(source)
 
     def write(folder: Path) -> None:
         written = ready.write(folder, target.name)
@@ -99,28 +104,20 @@ def export(asked: Asked, devices: DevicesConfig, say: Say) -> Path:
     return target
 
 
-class _Adapter:
-    """An adapter that is exported as it is, for its base on the hub."""
+def _unchanged(source: Source, merges: bool) -> str:
+    """What is exported without a change, in words; empty for weights that are written anew."""
+    if source.quantised is not None:
+        return "a quantised model"
+    return "" if merges else "an adapter that is not merged"
 
-    failed: tuple[str, ...] = ()
 
-    def __init__(self, source: Source):
-        self._source, self._base = source, origin(source.base)
-        if self._base is None:
-            raise ModelError(
-                f"--no-merge: the base of {source.model.path} is the folder {source.base.path}, which nobody else "
-                "has: leave out --no-merge, or put the base's hub id in adapter_config.json (base_model_name_or_path)"
-            )
-        check_adapter_weights(Path(source.model.path), source.model.path, allow_pickle=False)
-        self._tokenizer = tokenizer_of(source)
-
-    def write(self, folder: Path, name: str) -> Written:
-        place = Path(self._source.model.path)
-        shutil.copy(place / "adapter_model.safetensors", folder)
-        config = load_json(place / "adapter_config.json") | {"base_model_name_or_path": self._base}
-        save_json(folder / "adapter_config.json", config)
-        self._tokenizer.save_pretrained(folder)
-        return Written("those of the adapter", "", _notes(self._source), _chats(self._source, self._tokenizer))
+def _refuse_unread(asked: Asked, what: str) -> None:
+    """Raise ModelError for options about weights that are written anew."""
+    plain = Asked(asked.model)
+    given = {"--dtype": "dtype", "--max-shard-size": "max_shard_size", "--prompts": "prompts", "--for": "engines"}
+    for option, name in given.items():
+        if getattr(asked, name) != getattr(plain, name):
+            raise ModelError(f"{option}: {what} is exported as it is: leave out {option}")
 
 
 class _Whole:
@@ -130,8 +127,11 @@ class _Whole:
         self._source, self._asked, self._say = source, asked, say
         self.failed: list[str] = []
         config = load_config(source.model)
-        if getattr(config, "quantization_config", None) is not None:
-            raise ModelError(f"{source.model.path} is quantised: export the model that it was made from")
+        if method_of(config) is not None:
+            raise ModelError(
+                f"{source.base.path} is quantised, and not by posttrain quantize: export the model that it was made "
+                "from"
+            )
         stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
         self._dtype = asked.dtype or (stored if stored in DTYPES else "float32")
         self._tokenizer = tokenizer_of(source)
@@ -164,12 +164,12 @@ class _Whole:
             f"Loaded by plain transformers, its {outputs} differ from those of the trained model by {difference:.2g} "
             f"(root mean square, {self._prompts.compared})."
         )
-        return Written(dtype, check, _notes(source), served.chat)
+        return Written(dtype, check, (), served.chat)
 
     def _prepare(self, name: str) -> Served:
         """Set stop tokens on the model, and padding on a reward model; what engines need to know."""
         source, model, tokenizer = self._source, self._whole.model, self._tokenizer
-        config, chat = source.config, _chats(source, tokenizer)
+        config, chat = source.config, chats(source, tokenizer)
         stops: tuple[int, ...] = ()
         sampling, origin_of = dict(PLAIN), "the model's own distribution"
         if source.reward:
@@ -207,18 +207,13 @@ class _Whole:
         )
 
 
-def _chats(source: Source, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether training wrote conversations with the chat template; of a model without a run, whether there is one."""
-    return tokenizer.chat_template is not None and (source.config is None or source.config.data.template != "none")
-
-
-def _notes(source: Source) -> tuple[str, ...]:
-    if source.config is None or not source.config.models[0].load_in_4bit:
-        return ()
-    return (
-        "The adapter was trained on its base in 4 bits; here it is on the base in full precision, so outputs differ "
-        "from those in training by what 4 bits round.",
-    )
+def _named(source: Source, folder: Path) -> Mapping[str, Any]:
+    """An evaluation that the user names. A warning if it is of other weights, as that of an exported model is."""
+    summary = read_summary(folder)
+    if summary["model"].get("content") != content_of(source.model):
+        log.warning("%s is an evaluation of %s, not of these files: the card says so", folder, summary["model"]["name"])
+        return {**summary, "of": summary["model"]["name"]}
+    return summary
 
 
 def own_evaluations(source: Source) -> Iterator[Mapping[str, Any]]:

@@ -11,18 +11,24 @@ from rich.table import Table
 from posttrain.export.gate import Check
 from posttrain.export.quantize import MARK, Quantised
 
+TITLES = ("check", "value", "95 % interval", "limit", "")
+
 
 def table(checks: Sequence[Check]) -> Table:
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    shown.add_column("check", overflow="fold")
-    for name in ("value", "95 % interval", "limit"):
+    shown.add_column(TITLES[0], overflow="fold")
+    for name in TITLES[1:-1]:
         shown.add_column(name, justify="right")
-    shown.add_column("")
+    shown.add_column(TITLES[-1])
     for check in checks:
-        ends = [_number(check, end) for end in (check.low, check.high) if end is not None]
-        cells = _number(check, check.value), " to ".join(ends), _number(check, check.limit), check.verdict
-        shown.add_row(check.name, *cells)
+        shown.add_row(*cells(check))
     return shown
+
+
+def cells(check: Check) -> tuple[str, ...]:
+    """The cells of a check under TITLES."""
+    ends = [_number(check, end) for end in (check.low, check.high) if end is not None]
+    return check.name, _number(check, check.value), " to ".join(ends), _number(check, check.limit), check.verdict
 
 
 def _number(check: Check, value: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
@@ -14,8 +15,9 @@ from posttrain.hub import stay_offline_without_network
 
 # What a hub makes itself; a repository with anything else is not empty.
 MADE_BY_THE_HUB = {".gitattributes", "README.md"}
-# Files of earlier weights, which would be loaded beside or instead of the new ones.
-WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json"]
+# Files of an earlier model, which would be loaded beside or instead of the new ones.
+EARLIER = ["*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json"]
+EARLIER += ["chat_template.jinja", "generation_config.json", "quantization.json"]
 
 
 def check_target(repo: str) -> str:
@@ -38,7 +40,8 @@ def push(folder: Path, repo: str, token: str, private: bool, overwrite: bool, me
 
     Raises ModelError when the hub cannot be reached or refuses; the local folder stays as it is.
     """
-    stays = f"The export in {folder} is complete; upload it later with: hf upload {repo} {folder}"
+    later = ["hf", "upload", repo, str(folder), *(["--private"] if private else [])]
+    stays = f"The export in {folder} is complete; upload it later with: {shlex.join(later)}"
     try:
         stay_offline_without_network()
         return _push(folder, repo, token, private, overwrite, message)
@@ -65,7 +68,7 @@ def _push(folder: Path, repo: str, token: str, private: bool, overwrite: bool, m
             "keeps the old ones in its history), or choose another name"
         )
     done = api.upload_folder(
-        repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=WEIGHTS if there else None
+        repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=EARLIER if there else None
     )
     return str(done.commit_url)
 

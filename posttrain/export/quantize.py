@@ -18,6 +18,7 @@ from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.errors import ModelError
 from posttrain.evaluation.items import Items
 from posttrain.evaluation.records import SUMMARY, read_answers
+from posttrain.export.card import origin, start_of
 from posttrain.export.gate import (
     LIMITS,
     Check,
@@ -32,7 +33,7 @@ from posttrain.export.gate import (
 from posttrain.export.gate_data import Found, Rows, completions_for, pairs_for
 from posttrain.export.merging import DTYPES
 from posttrain.export.place import put, refuse_full_disk, refuse_target
-from posttrain.export.source import Source, find_source, tokenizer_of
+from posttrain.export.source import QUANTISED, Source, find_source, tokenizer_of
 from posttrain.extras import need
 from posttrain.inspection.evaluate import Options, evaluate
 from posttrain.memory import release_memory
@@ -47,7 +48,7 @@ from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 
-MARK = "quantization.json"  # the result; only a folder that has it is ever replaced
+MARK = QUANTISED  # the result; only a folder that has it is ever replaced
 SIDES = ("original", "quantized")
 
 Say = Callable[[str], None]
@@ -228,6 +229,7 @@ class _Work:
             "posttrain": __version__,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "model": {"name": source.name, "path": source.model.path, "content": content_of(source.model)},
+            "hub_id": origin(start_of(source)),
             "to": self._asked.to,
             "method": NAMES[self._asked.to],
             "dtype": self._model.dtype,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,10 +60,8 @@ class Served:
         return begin is not None and list(self.tokenizer("a").input_ids)[:1] == [begin]
 
 
-def refuse_engines(engines: Sequence[str], reward: bool, merged: bool) -> None:
+def refuse_engines(engines: Sequence[str], reward: bool) -> None:
     """Raise ModelError for engines that cannot serve this kind of model, before any work."""
-    if engines and not merged:
-        raise ModelError("--for writes files for a whole model: leave out --no-merge")
     if reward and (others := [name for name in engines if name != "vllm"]):
         raise ModelError(f"--for {others[0]}: it serves models that generate, and this is a reward model: use vllm")
 
@@ -195,6 +193,7 @@ def llama_cpp(served: Served) -> str:
         pairs.append("tokenizer.ggml.add_bos_token=bool:false")
     for pair in pairs:
         serve += ["--override-kv", pair]
+    notes += _of_prompts(served)
     names = {"temperature": "--temp", "top_p": "--top-p", "top_k": "--top-k", "min_p": "--min-p"}
     for name, flag in names.items():
         serve += [flag, f"{served.sampling[name]:g}"]
@@ -202,7 +201,7 @@ def llama_cpp(served: Served) -> str:
     left = [*override[1:], *served.stop]
     if left:
         shown = [str(served.tokenizer.convert_ids_to_tokens(one)) if isinstance(one, int) else one for one in left]
-        notes.append(f'# It stops at one token more than the end of text; send "stop": {json.dumps(shown)} as well.')
+        notes.append(f'# It stops at the end of text and one more token; requests need "stop": {json.dumps(shown)}.')
     return _script(
         [
             "# For llama.cpp, with its sources and their requirements in $LLAMA_CPP.",
@@ -228,14 +227,21 @@ def vllm(served: Served) -> str:
     else:
         if served.tokenizer.chat_template is not None:
             serve += ["--chat-template", "chat_template.jinja"]
-        if not served.chat:
-            notes.append("# Trained without a chat template: ask /v1/completions with texts as in training.")
+        notes += _of_prompts(served)
         if served.stop:
             notes.append(f'# Requests need the stop strings of training: "stop": {json.dumps(list(served.stop))}.')
         different = {name: value for name, value in served.sampling.items() if value != PLAIN.get(name, 1.0)}
         if different and "generation_config" not in served.sampling_from:
             serve += ["--override-generation-config", json.dumps(different)]
     return _script(["# For vLLM.", *notes, _wrapped(serve)])
+
+
+def _of_prompts(served: Served) -> Iterator[str]:
+    """What requests have to know of training's prompts."""
+    if not served.chat:
+        yield "# Trained without a chat template: ask /v1/completions with prompts as in training."
+    elif served.system_prompt:
+        yield f"# Trained with a system message, which requests need: {json.dumps(served.system_prompt)}"
 
 
 def _starts_with_begin(served: Served) -> bool:

@@ -10,10 +10,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.config import ModelConfig, RunConfig, load
-from posttrain.errors import ModelError, PosttrainError
+from posttrain.errors import ModelError, PosttrainError, RunError
 from posttrain.models.load import base_settings, is_adapter, is_reward_model, load_tokenizer
 from posttrain.reports.listing import newest_model
-from posttrain.store.checkpoint import MANIFEST, unusable, verify
+from posttrain.store.checkpoint import MANIFEST, saved_step, unusable, verify
 from posttrain.store.files import load_json
 from posttrain.store.runs import RunInfo, read_run
 from posttrain.training.inputs import located
@@ -21,10 +21,15 @@ from posttrain.words import SAVED, model_name
 
 log = logging.getLogger("posttrain")
 
+QUANTISED = "quantization.json"  # in the folders of `posttrain quantize`: how they were made, and their gate
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model to export. `run` and its `config` and `results` are those of its run, if it has one."""
+    """A model to export. `run` and its `config` and `results` are those of its run, if it has one.
+
+    `step` is that of its weights in the run; `quantised` has the facts of a model that `posttrain quantize` made.
+    """
 
     model: ModelConfig
     name: str
@@ -33,6 +38,13 @@ class Source:
     run: RunInfo | None = None
     config: RunConfig | None = None
     results: dict[str, Any] = field(default_factory=dict)
+    step: int | None = None
+    quantised: dict[str, Any] | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its weights are those at the end of its run, which the run's results are about."""
+        return self.step is not None and self.step == self.results.get("steps")
 
     @property
     def base(self) -> ModelConfig:
@@ -56,11 +68,30 @@ def find_source(given: str) -> Source:
     name = model_name(str(folder.absolute() if folder.is_dir() else given))
     if SAVED.fullmatch(folder.name) and folder.name != "final":
         name = f"{name}-{folder.name}"
-    above = folder.absolute().parent
-    if not folder.is_dir() or not (above / "run.json").is_file():
+    if not folder.is_dir():
         return Source(model, name, adapter, reward)
+    quantised = quantised_facts(folder)
+    if quantised is not None:
+        name = f"{quantised['model']['name']}-{quantised['to']}"
+    above = folder.absolute().parents[0 if quantised is None else 1]
+    if not (above / "run.json").is_file():
+        return Source(model, name, adapter, reward, quantised=quantised)
     results = load_json(above / "results.json") if (above / "results.json").is_file() else {}
-    return Source(model, name, adapter, reward, read_run(above), _settings(above), results)
+    saved = above / folder.name
+    step = saved_step(saved) if (saved / MANIFEST).is_file() else None
+    return Source(model, name, adapter, reward, read_run(above), _settings(above), results, step, quantised)
+
+
+def quantised_facts(folder: Path) -> dict[str, Any] | None:
+    """What `posttrain quantize` has noted in a folder that it made; None for others. RunError if it is damaged."""
+    file = folder / QUANTISED
+    if not file.is_file():
+        return None
+    facts = load_json(file)
+    known = ("model", "to", "method", "dtype", "gate")
+    if not isinstance(facts, dict) or not all(name in facts for name in known):
+        raise RunError(f"{file} is damaged: quantise the model again")
+    return facts
 
 
 def _saved_model(folder: Path) -> Path:
@@ -97,3 +128,8 @@ def tokenizer_of(source: Source) -> PreTrainedTokenizerBase:
     """The model's tokenizer, or that of the base if an adapter has none."""
     own = any((Path(source.model.path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     return load_tokenizer(source.model if own or not source.adapter else source.base)
+
+
+def chats(source: Source, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether training wrote conversations with the chat template; of a model without a run, whether there is one."""
+    return tokenizer.chat_template is not None and (source.config is None or source.config.data.template != "none")

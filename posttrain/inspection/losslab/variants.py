@@ -76,6 +76,7 @@ def variants(
     shown = {key: getattr(own, key) for key in settings if _reads(own, key)}
     rows = [Variant(own_name(own), _label(own_name(own), shown), first)]
     left_out: dict[str, LeftOut] = {}
+    unread = set(settings)
     for name, changes in entries:
         if losses and name not in losses:
             continue
@@ -87,9 +88,13 @@ def variants(
                 left_out[label] = LeftOut(label, made)
                 continue
             method, read = made
+            unread -= read.keys()
             if all(method != row.method for row in rows):
                 extra = {key: value for key, value in changes.items() if key not in ("type", "loss_type", "divergence")}
                 rows.append(Variant(name, _label(name, extra | read), method))
+    for name in settings:
+        if name in unread and not left_out:
+            raise ConfigError(f"--set {name}: none of these losses reads it: {', '.join(losses or names)}")
     return rows, list(left_out.values())
 
 

@@ -1,0 +1,83 @@
+"""Exports of what is written already: an adapter for its base on the hub, and a quantised model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from posttrain.config import DevicesConfig
+from posttrain.errors import ModelError, RunError
+from posttrain.export.card import Written, origin, public
+from posttrain.export.gate import Check
+from posttrain.export.gate_table import TITLES, cells
+from posttrain.export.merging import DTYPES
+from posttrain.export.place import refuse_full_disk
+from posttrain.export.source import QUANTISED, Source, chats, tokenizer_of
+from posttrain.models.devices import take_device
+from posttrain.models.load import load_model
+from posttrain.models.untrusted import check_adapter_weights
+from posttrain.store.files import load_json, save_json
+
+COPIED = {".safetensors", ".json", ".jinja", ".txt", ".model"}  # of a quantised model: weights, config, tokenizer
+
+
+class Adapter:
+    """An adapter that is exported as it is, for its base on the hub."""
+
+    failed: tuple[str, ...] = ()
+
+    def __init__(self, source: Source):
+        self._source, self._base = source, origin(source.base)
+        if self._base is None:
+            raise ModelError(
+                f"--no-merge: the base of {source.model.path} is the folder {source.base.path}, which nobody else "
+                "has: leave out --no-merge, or put the base's hub id in adapter_config.json (base_model_name_or_path)"
+            )
+        check_adapter_weights(Path(source.model.path), source.model.path, allow_pickle=False)
+        self._tokenizer = tokenizer_of(source)
+
+    def write(self, folder: Path, name: str) -> Written:
+        place = Path(self._source.model.path)
+        shutil.copy(place / "adapter_model.safetensors", folder)
+        config = load_json(place / "adapter_config.json") | {"base_model_name_or_path": self._base}
+        save_json(folder / "adapter_config.json", config)
+        self._tokenizer.save_pretrained(folder)
+        return Written("those of the adapter", "", (), chats(self._source, self._tokenizer))
+
+
+class Quantised:
+    """A folder of `posttrain quantize`, which is copied; its gate is on the card."""
+
+    failed: tuple[str, ...] = ()
+
+    def __init__(self, source: Source, target: Path, devices: DevicesConfig):
+        assert source.quantised is not None
+        self._source, self._facts, self._place = source, source.quantised, Path(source.model.path)
+        self._gate = gate_of(self._facts, self._place)
+        refuse_full_disk(target, sum(path.stat().st_size for path in self._place.glob("*.safetensors")))
+        head = "reward" if source.reward else "lm"
+        load_model(source.model, head, DTYPES[self._facts["dtype"]], take_device(devices))
+        self._tokenizer = tokenizer_of(source)
+
+    def write(self, folder: Path, name: str) -> Written:
+        for path in sorted(self._place.iterdir()):
+            if path.is_file() and path.suffix in COPIED and path.name not in (QUANTISED, "export.json"):
+                shutil.copy(path, folder)
+        save_json(folder / QUANTISED, public(self._facts))
+        kinds = f"{self._facts['method']} (bitsandbytes) in linear layers, {self._facts['dtype']} elsewhere"
+        return Written(kinds, *self._gate, chats(self._source, self._tokenizer))
+
+
+def gate_of(facts: dict[str, Any], folder: Path) -> tuple[str, tuple[str, ...]]:
+    """The gate of a quantised model: a sentence, and its table. Raises RunError if its facts are damaged."""
+    try:
+        gate, name = facts["gate"], facts["model"]["name"]
+        checks = [Check(**check) for check in gate["checks"]]
+        passed, rows = gate["passed"], public(gate["rows"])
+        lines = ["| " + " | ".join((*cells(check), public(check.of))) + " |" for check in checks]
+        DTYPES[facts["dtype"]]
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{folder / QUANTISED} is damaged ({error}): quantise the model again") from error
+    sentence = f"Quantised from `{name}`; its gate (posttrain quantize, {rows}) is {'' if passed else 'not '}passed:"
+    return sentence, ("\n".join([f"| {' | '.join((*TITLES, 'of'))} |", "|---" * (len(TITLES) + 1) + "|", *lines]),)
