@@ -34,9 +34,14 @@ def main() -> None:
     os.dup2(2, 1)
     asked = json.loads(jobs.readline())
     threading.Thread(target=lambda: (jobs.read(), os._exit(0)), daemon=True).start()
+
+    def reply(line: dict[str, Any]) -> None:
+        replies.write(json.dumps(line) + "\n")
+        replies.flush()
+
     for number, (target, arguments) in enumerate(asked):
-        print(json.dumps({"started": number}), file=replies, flush=True)
-        print(json.dumps(answer(target, arguments)), file=replies, flush=True)
+        reply({"started": number})
+        reply(answer(target, arguments))
     os._exit(0)  # without the exit handlers of what was imported, which may hang
 
 
