@@ -58,3 +58,10 @@ def numbers_table(*columns: str) -> Table:
     for name in columns[1:]:
         table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def cells_of(table: Table) -> tuple[list[str], list[list[str]]]:
+    """The header and the rows of a terminal's table."""
+    header = [str(column.header) for column in table.columns]
+    rows = zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True)
+    return header, [list(row) for row in rows]

@@ -358,7 +358,8 @@ def test_a_judge_in_both_orders(server, tmp_path, capsys):  # noqa: F811
     out = " ".join(capsys.readouterr().out.split())
     assert "The judge prefers b to a on completions (p < 0.0001)." in out
     assert "20 of 28 verdicts are the same in both orders; 8 follow the first place, 0 the second (p = 0.0078)." in out
-    assert "reply 000!" in (tmp_path / "out/compare.html").read_text()
+    page = (tmp_path / "out/compare.html").read_text()
+    assert "reply 000!" in page and "The judge prefers b to a" in page and "[A is b] [[A]]\n\n[A is a] [[B]]" in page
     graded = [answered([1.0] * 4), answered([0.0] * 4)]
     scored = [evaluation(tmp_path / name, answers) for name, answers in zip("cd", graded, strict=True)]
     both = compared(tmp_path, *scored, flags=["--judge", settings])

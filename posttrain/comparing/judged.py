@@ -12,7 +12,7 @@ from posttrain.comparing.differences import Options, holm, p_text
 from posttrain.comparing.items import Answers, matched
 from posttrain.comparing.sides import Side
 from posttrain.config.schema.judge import JudgeSettings
-from posttrain.console import numbers_table
+from posttrain.console import cells_of, numbers_table
 from posttrain.distributions import sign_test
 from posttrain.errors import RunError
 from posttrain.evaluation.records import Answer
@@ -178,16 +178,23 @@ def _item_facts(one: Asked) -> dict[str, Any]:
     }
 
 
-def judged_sections(judged: Sequence[Judged]) -> Iterator[report.Section]:
+def judged_sections(judged: Sequence[Judged], percent: str) -> Iterator[report.Section]:
+    """The table and the sentences, and what the judge said of every pair."""
+    if judged:
+        yield report.Table("Judged", *cells_of(judged_table(judged, percent)), "\n".join(sentences(judged)))
     for one in judged:
         rows = [
-            [each.item, each.a.prompt, each.a.completion, each.b.completion, _words(each.preference)]
+            [each.item, each.a.prompt, each.a.completion, each.b.completion, _words(each.preference, one)]
             for each in one.asked[:SHOWN]
         ]
         more = f" The first {SHOWN}; compare.json has all." if len(one.asked) > SHOWN else ""
         header = ["item", "prompt", one.a, one.b, f"verdict on {one.b}, replies"]
-        yield report.Table(f"{one.suite}: judged", header, rows, f"{counted(len(one.asked), 'item')}.{more}")
+        yield report.Table(
+            f"{one.suite}: {one.b} judged against {one.a}", header, rows, f"{counted(len(one.asked), 'item')}.{more}"
+        )
 
 
-def _words(one: Preference) -> str:
-    return "\n\n".join([one.result or f"no verdict: {one.reason}", *one.replies])
+def _words(one: Preference, about: Judged) -> str:
+    """The verdict, and the reply to each question, with the side that is assistant A in it."""
+    replies = [f"[A is {name}] {reply}" for name, reply in zip((about.b, about.a), one.replies, strict=True)]
+    return "\n\n".join([one.result or f"no verdict: {one.reason}", *replies])

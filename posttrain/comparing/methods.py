@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.comparing.differences import Comparison, Options, compare, verdict
-from posttrain.comparing.page import as_facts, cells_of, differences_table, interval, sections
+from posttrain.comparing.page import as_facts, differences_table, interval, sections
 from posttrain.comparing.picture import interval_bar, picture
 from posttrain.comparing.sides import Side
 from posttrain.comparing.sources import Scores, Source, read_validation
-from posttrain.console import numbers_table
+from posttrain.console import cells_of, numbers_table
 from posttrain.errors import RunError
 from posttrain.evaluation.paired import Paired, paired_difference
 from posttrain.evaluation.records import Answer

@@ -17,7 +17,7 @@ from posttrain.comparing.items import Flip
 from posttrain.comparing.judged import Judged, judged_facts, judged_sections, judged_table, sentences
 from posttrain.comparing.picture import picture
 from posttrain.comparing.sides import Side
-from posttrain.console import numbers_table
+from posttrain.console import cells_of, numbers_table
 from posttrain.evaluation.records import Answer
 from posttrain.reports import report
 from posttrain.store.atomic import cannot_write, write_file
@@ -181,15 +181,8 @@ def write(comparison: Comparison, folder: Path, judged: Sequence[Judged] = ()) -
     else:  # an earlier comparison's
         (folder / "compare.png").unlink(missing_ok=True)
     title = "Comparison of " + ", ".join(side.name for side in comparison.sides)
-    page = [*sections(comparison, png), *judged_sections(judged)]
+    page = [*sections(comparison, png), *judged_sections(judged, _percent(comparison))]
     report.write_page(folder / "compare.html", title, page)
-
-
-def cells_of(table: Table) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows of a terminal's table."""
-    header = [str(column.header) for column in table.columns]
-    rows = zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True)
-    return header, [list(row) for row in rows]
 
 
 def sections(comparison: Comparison, png: bytes) -> Iterator[report.Section]:
