@@ -144,7 +144,7 @@ class Reader:
         elif arguments[:2] == ["data", "save"]:
             self.run(["data", "save", str(self.shared / DATA[rest[1]][0]), *rest[2:], "--max-rows", "4"])
         elif verb == "eval":
-            self.run([*self.evaluated(rest), "--workers", "1"] if "--list" not in rest else arguments)
+            self.run([*self.evaluated(rest), "--workers", "1"] if "--suite" in rest else arguments)
         elif verb == "compare" and "--judge" in rest:
             flags_exist(arguments, self.run)  # tests/test_compare.py has a judge
         elif verb == "compare":
