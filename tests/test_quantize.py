@@ -173,6 +173,8 @@ def test_gpt2_sorts_in_8_bits(shared, tmp_path):
     with torch.no_grad():
         answers = plain(ids[:, :-1]).logits[:, 5:].argmax(-1)
     assert torch.equal(answers, ids[:, 6:])
+    made = written(source, tmp_path / "whole", rollout=Asked("", "int8").rollout)
+    assert "8 prompts" in made.checks[1].of, "the built-in ones, cut to the 11 positions of the model"
 
 
 @pytest.mark.parametrize("head", ["lm", "reward"])

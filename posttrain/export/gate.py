@@ -28,6 +28,7 @@ from posttrain.models.attention import width_step
 from posttrain.models.quantised import Precision, weight_errors
 from posttrain.progress import progress
 from posttrain.scoring import next_token_logits, row_chunks, scored_states, scores_of
+from posttrain.words import counted
 
 CONFIDENCE = 0.95
 BATCH, PACK_TOKENS = 32, 4096
@@ -119,7 +120,7 @@ def _greedy(model: PreTrainedModel, hidden_N: Tensor) -> Tensor:
 def check_divergence(found: Divergence, limits: Limits) -> list[Check]:
     """The mean KL per token and the share of greedy flips, with intervals clustered by prompt."""
     kl, flips = mean_by_prompt(found.kl, CONFIDENCE), mean_by_prompt(found.flips, CONFIDENCE)
-    of = f"{kl.answers:,} tokens, {kl.prompts:,} prompts"
+    of = f"{counted(kl.answers, 'token')}, {counted(kl.prompts, 'prompt')}"
     half = None if kl.standard_error is None else t_quantile(CONFIDENCE, kl.prompts - 1) * kl.standard_error
     low, high = (None, None) if half is None else (max(0.0, kl.value - half), kl.value + half)
     return [
@@ -150,7 +151,7 @@ def check_margins(before: Sequence[float], after: Sequence[float], limits: Limit
     """A reward model's accuracy on pairs, and the share of pairs whose preferred completion has changed."""
     right, other = ([float(margin > 0) for margin in margins] for margins in (before, after))
     flips = mean_by_prompt([[float(one != two)] for one, two in zip(right, other, strict=True)], CONFIDENCE)
-    of = f"{len(right):,} pairs"
+    of = counted(len(right), "pair")
     return [
         drop("accuracy", right, other, limits.drop, of),
         Check(
@@ -178,7 +179,7 @@ def check_suite(name: str, before: Sequence[Answer], after: Sequence[Answer], li
     one, two = _scores(before), _scores(after)
     both = [item for item in one if item in two]
     lost = len({answer.item for answer in (*before, *after)}) - len(both)
-    of = f"{len(both):,} items" + (f", {lost:,} not graded" if lost else "")
+    of = counted(len(both), "item") + (f", {lost:,} not graded" if lost else "")
     return drop(name, [one[item] for item in both], [two[item] for item in both], limit, of)
 
 

@@ -135,7 +135,9 @@ def _prompts(
         records = [Record(row, "built-in", row + 1, {"prompt": text}) for row, text in enumerate(BUILT_IN)]
         data = _settings(replace(rows, files=(Path("built-in"),)), None, tokenizer, {"format": "auto"})
         built_in = prompts_of(records, data, tokenizer, "built-in prompts")
-        return [one for one in built_in if isinstance(one, Prompt)], "built-in prompts (your own: --gate FILE)"
+        half = max(1, (positions_of(model.config) or LONGEST) // 2)  # the rest is for completions
+        found = [replace(one, tokens=one.tokens[:half]) for one in built_in if isinstance(one, Prompt)]
+        return found, "built-in prompts (your own: --gate FILE)"
     unused = 0
     for file in rows.files:
         data = _settings(replace(rows, files=(file,)), config, tokenizer, {})
