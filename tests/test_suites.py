@@ -252,7 +252,7 @@ def test_a_killed_evaluation_goes_on(stories, tmp_path, monkeypatch):
 def test_finished_suites_are_kept_and_other_settings_refused(stories, tmp_path, monkeypatch):
     suite = own(tmp_path, ROWS[:3])
     first = run(stories, [suite], tmp_path / "e")
-    with pytest.raises(RunError, match="with another sampling: replace it with --overwrite"):
+    with pytest.raises(RunError, match="differs in sampling: replace it with --overwrite"):
         run(stories, [suite], tmp_path / "e", seed=1)
     other = run(stories, [suite], tmp_path / "e", overwrite=True, seed=1)
     assert other["suites"]["own"]["sampling"]["seed"] == 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Protocol, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from posttrain.batch import Example, Node, pack
+from posttrain.batch import Example, Node, pack, physical_length
 from posttrain.config import DataConfig
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data.prompts import Prompt, prompts_of
@@ -127,39 +128,55 @@ class Chosen:
     def __init__(
         self,
         suite: SuiteConfig,
-        scorer: Scorer,
+        policy: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         prompts: Mapping[int, Prompt | Malformed],
         device: torch.device,
     ):
-        self._suite, self._scorer, self._tokenizer, self._device = suite, scorer, tokenizer, device
+        self._suite, self._scorer, self._tokenizer, self._device = suite, Scorer(policy), tokenizer, device
         self._prompts, self.prompts = prompts, _texts(prompts)
+        self._positions = positions_of(policy.config)
 
     @torch.no_grad()
     def __call__(self, items: Sequence[Item]) -> list[list[Reply]]:
-        asked = [(item, one) for item in items if isinstance(one := self._prompts[item.position], Prompt)]
         began = time.perf_counter()
-        examples = [
-            Example((Node(one.tokens, False, tuple(Node(tokens, True) for tokens in self._choices(one))),), row=index)
-            for index, (_, one) in enumerate(asked)
-        ]
+        examples: list[Example] = []
+        asked: dict[int, int | str] = {}  # by position: the number of the example, or why there is none
+        for item in items:
+            prompt = self._prompts[item.position]
+            built = prompt.reason if isinstance(prompt, Malformed) else self._example(prompt, len(examples))
+            asked[item.position] = built if isinstance(built, str) else len(examples)
+            if isinstance(built, Example):
+                examples.append(built)
+        scores = self._scores(examples)
+        seconds = (time.perf_counter() - began) / max(len(examples), 1)
+        return [[self._reply(asked[item.position], scores, seconds)] for item in items]
+
+    def _example(self, prompt: Prompt, number: int) -> Example | str:
+        """The prompt with every choice after it; why the model cannot read it, otherwise."""
+        choices = self._choices(prompt)
+        fed = len(prompt.tokens) + max(map(len, choices)) - 1
+        if self._positions is not None and fed > self._positions:
+            return f"the prompt with a choice has {fed:,} tokens and the model {self._positions:,} positions"
+        return Example((Node(prompt.tokens, False, tuple(Node(tokens, True) for tokens in choices)),), row=number)
+
+    def _scores(self, examples: Sequence[Example]) -> dict[int, list[float]]:
+        """The log-probability of each choice, by the number of the example."""
         scores: dict[int, list[float]] = {}
-        longest = max((len(one.tokens) + 64 for _, one in asked), default=1)
+        longest = max((physical_length(example.trees[0], False) for example in examples), default=1)
         for packed in pack(examples, max(CHOICE_PACK_TOKENS, longest)) if examples else ():
             values = self._scorer(packed.to(self._device)).logprob_N.cpu().split(packed.length_S.tolist())
-            for index, value in zip(packed.group_S.tolist(), values, strict=True):
-                scores.setdefault(index, []).append(float(value.sum()))
-        seconds = (time.perf_counter() - began) / max(len(asked), 1)
-        best = {
-            item.position: self._suite.choices[max(range(len(scores[index])), key=scores[index].__getitem__)]
-            for index, (item, _) in enumerate(asked)
-        }
-        return [
-            [Reply(best[item.position], 1, "stop", seconds)]
-            if item.position in best
-            else [Reply("", problem=cast(Malformed, self._prompts[item.position]).reason)]
-            for item in items
-        ]
+            for number, value in zip(packed.group_S.tolist(), values, strict=True):
+                scores.setdefault(number, []).append(float(value.sum()))
+        return scores
+
+    def _reply(self, asked: int | str, scores: Mapping[int, Sequence[float]], seconds: float) -> Reply:
+        if isinstance(asked, str):
+            return Reply("", problem=asked)
+        if not all(map(isfinite, scores[asked])):
+            return Reply("", seconds=seconds, problem="the model's log-probabilities are not finite")
+        best = max(range(len(scores[asked])), key=scores[asked].__getitem__)
+        return Reply(self._suite.choices[best], 1, "stop", seconds)
 
     def _choices(self, prompt: Prompt) -> list[list[int]]:
         """The tokens of each choice after the prompt: tokenised together with it where that leaves its tokens alone."""
@@ -176,28 +193,42 @@ class Chosen:
 
 
 class Recorded:
-    """Completions of a file, matched to the items by the text of their questions."""
+    """Completions of a file, matched to the items by the text of their questions.
 
-    def __init__(self, suite: SuiteConfig, rows: Sequence[Mapping[str, Any]], column: str, samples: int):
+    Where as many rows as items have a question, each item gets the completions of one row, in order; else all of them.
+    `samples` are those of each item; None: as many as one has at most.
+    `unused` is the number of rows that no item gets: without a completion in `column`, or of another question.
+    """
+
+    def __init__(
+        self, suite: SuiteConfig, items: Sequence[Item], records: Sequence[Record], column: str, samples: int | None
+    ):
         self.prompts: Mapping[int, str] = {}
-        self._suite, self._samples = suite, samples
-        self._found: dict[str, list[str]] = {}
-        for row in rows:
-            texts = completions_of(row, column)
-            if texts is not None:
-                self._found.setdefault(self._question(fields_of(suite, row)), []).extend(texts)
-        if not self._found:
-            columns = ", ".join(rows[0]) if rows else "no rows"
+        self._suite = suite
+        rows: dict[str, list[list[str]]] = {}
+        for record in records:
+            texts = None if record.value is None else completions_of(record.value, column)
+            if record.value is not None and texts is not None:
+                rows.setdefault(self._question(fields_of(suite, record.value)), []).append(texts)
+        if not rows:
+            columns = ", ".join(next((record.value for record in records if record.value), ()))
             raise DataError(f"no row has a completion in {column}: there are {columns}; see --completion-column")
+        asked: dict[str, list[Item]] = {}
+        for item in items:
+            asked.setdefault(self._question(item.fields), []).append(item)
+        self._found: dict[int, list[str]] = {}
+        for question, some in asked.items():
+            given = rows.get(question, [])
+            every = [text for texts in given for text in texts]
+            for place, item in enumerate(some):
+                self._found[item.position] = given[place] if len(given) == len(some) else every
+        self.unused = len(records) - sum(len(rows.get(question, ())) for question in asked)
+        self.samples = samples or max([1, *map(len, self._found.values())])
 
     def __call__(self, items: Sequence[Item]) -> list[list[Reply]]:
         none = Reply("", problem="there is no recorded completion")
-        found = [self._found.get(self._question(item.fields), []) for item in items]
-        return [[*map(Reply, texts[: self._samples]), *[none] * (self._samples - len(texts))] for texts in found]
-
-    def most(self, items: Sequence[Item]) -> int:
-        """The largest number of completions of an item."""
-        return max((len(self._found.get(self._question(item.fields), ())) for item in items), default=0)
+        found = [self._found[item.position][: self.samples] for item in items]
+        return [[*map(Reply, texts), *[none] * (self.samples - len(texts))] for texts in found]
 
     def _question(self, fields: Mapping[str, Any]) -> str:
         names = [name for name in FIELD.findall(str(self._suite.prompt)) if name in fields and name != "shots"]

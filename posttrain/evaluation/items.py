@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data.readers import Record
 from posttrain.data.report import MALFORMED_SHARE, Malformed, list_malformed
 from posttrain.data.sources import open_source
-from posttrain.errors import DataError
+from posttrain.errors import DataError, RewardError
+from posttrain.rewards.python import call_function
 from posttrain.words import counted
 
 FIELD = re.compile(r"\{(\w+)\}")
@@ -59,19 +60,21 @@ def load_items(suite: SuiteConfig, max_rows: int | None = None) -> Items:
     """
     if suite.kind == "preference":
         return Items(suite, (), 0, None, "")
-    source = suite.source
-    records = list(records_of(suite, source, suite.split))
+    records = list(records_of(suite, suite.split))
     if not records:
-        raise DataError(f"suite {suite.name}: {source} has no rows")
-    shots = _shots(suite, source) if suite.shots else {}
-    items = [_item(suite, record, shots) for record in records]
-    _refuse_malformed(suite, source, records, items)
+        raise DataError(f"suite {suite.name}: {suite.source} has no rows")
+    columns = {name for record in records for name in record.value or ()}
+    shots = _shots(suite) if suite.shots else {}
+    items = [_item(suite, record, columns, shots) for record in records]
+    _refuse_malformed(suite, records, items)
+    _refuse_fixed_prompt(suite, columns)
     most = min(max_rows or len(items), len(items))
     chosen = [items[index * len(items) // most] for index in range(most)]
     _refuse_twice(suite, chosen)
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(json.dumps(suite.choices).encode())
     for item in chosen:
-        digest.update(json.dumps([item.id, item.prompt, item.gold], sort_keys=True, default=str).encode())
+        facts = [item.id, item.group, item.prompt, item.gold, item.options]
+        digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
     return Items(suite, tuple(chosen), len(items), _partial(suite, items, chosen), digest.hexdigest())
 
 
@@ -108,26 +111,35 @@ def pair_text(row: Mapping[str, Any], columns: Mapping[str, str] | None = None) 
     return "\n\n".join(f"{name}: {text}" for name, text in texts.items())
 
 
-def records_of(suite: SuiteConfig, source: str, split: str) -> Iterator[Record]:
+def records_of(suite: SuiteConfig, split: str) -> Iterator[Record]:
     """The rows of a suite's source, readable or not."""
     if suite.rows is None:
-        yield from open_source(source, split, None, 0, lambda working, answer: working).read()
+        yield from open_source(suite.source, split, None, 0, lambda working, answer: working).read()
         return
-    module, _, name = suite.rows.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise DataError(f"suite {suite.name}: rows: {suite.rows} cannot be imported: {error}") from error
-    for row, value in enumerate(function(source, split)):
-        yield value if isinstance(value, Record) else Record(row, source, row + 1, value)
+        rows = call_function(suite.rows, suite.source, split)
+    except RewardError as error:
+        raise DataError(f"suite {suite.name}: rows: {error}") from error
+    if not isinstance(rows, Iterable):
+        raise DataError(f"suite {suite.name}: rows: {suite.rows} returned {type(rows).__name__}; it must yield dicts")
+    for row, value in enumerate(rows):
+        if isinstance(value, Record):
+            yield value
+        elif isinstance(value, Mapping):
+            yield Record(row, suite.source, row + 1, dict(value))
+        else:
+            problem = f"{suite.rows} yielded {type(value).__name__}, not a dict"
+            yield Record(row, suite.source, row + 1, None, problem)
 
 
-def _item(suite: SuiteConfig, record: Record, shots: Mapping[str, str]) -> Item:
+def _item(suite: SuiteConfig, record: Record, columns: Collection[str], shots: Mapping[str, str]) -> Item:
     fields = fields_of(suite, record.value or {})
-    group = _text(fields.get(suite.group, "")) if suite.group else ""
+    group = _group(suite, fields)
+    problem = record.problem or _lacking(suite, fields, columns)
+    if suite.shots and not problem and group not in shots:
+        problem = f"{suite.shots_split} has under {counted(suite.shots, 'worked example')} of {group or 'the suite'}"
     fields["shots"] = shots.get(group, "")
     identity = _text(fields[suite.id]) if suite.id and suite.id in fields else str(record.row)
-    problem = record.problem or _lacking(suite, fields)
     if problem:
         return Item(record.row, identity, group, "", None, {}, fields, problem)
     prompt: str | list[dict[str, str]] = (
@@ -140,9 +152,15 @@ def _item(suite: SuiteConfig, record: Record, shots: Mapping[str, str]) -> Item:
     return Item(record.row, identity, group, prompt, gold, options, fields)
 
 
-def _lacking(suite: SuiteConfig, fields: Mapping[str, Any]) -> str | None:
+def _group(suite: SuiteConfig, fields: Mapping[str, Any]) -> str:
+    value = fields.get(suite.group) if suite.group else None
+    return "" if value is None else _text(value)
+
+
+def _lacking(suite: SuiteConfig, fields: Mapping[str, Any], columns: Collection[str]) -> str | None:
+    """Why the row cannot be asked. `{name}` in the prompt is a field if it is one of the suite or of any row."""
     wanted = [*FIELD.findall(str(suite.prompt)), *suite.options.values(), *([suite.answer] if suite.answer else [])]
-    known = {*suite.columns, *suite.options.values(), suite.answer}
+    known = {*suite.columns, *suite.options.values(), suite.answer, *columns}
     missing = [name for name in dict.fromkeys(wanted) if name in known and fields.get(name) is None]
     if not missing:
         return None
@@ -159,21 +177,26 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else str(value)
 
 
-def _shots(suite: SuiteConfig, source: str) -> dict[str, str]:
-    """The worked examples of each group: prompt and answer, without the heading that precedes `{shots}`."""
+def _shots(suite: SuiteConfig) -> dict[str, str]:
+    """The worked examples of each group that has enough: prompt and answer, without what precedes `{shots}`."""
+    if suite.rows is None and Path(suite.source).expanduser().is_file():
+        raise DataError(
+            f"suite {suite.name}: {suite.source} is one file, whose questions cannot be worked examples too: give a "
+            f"folder with the splits {suite.split} and {suite.shots_split}, or set shots to 0"
+        )
     body = str(suite.prompt).partition("{shots}")[2]
     found: dict[str, list[str]] = defaultdict(list)
-    for record in records_of(suite, source, suite.shots_split):
+    for record in records_of(suite, suite.shots_split):
         fields = fields_of(suite, record.value or {})
-        group = _text(fields.get(suite.group, "")) if suite.group else ""
-        if len(found[group]) < suite.shots:
+        group = _group(suite, fields)
+        if len(found[group]) < suite.shots and (not suite.answer or fields.get(suite.answer) is not None):
             answer = _text(fields[suite.answer]) if suite.answer else ""
             end = suite.choices[int(answer)] if suite.choices and answer.isdecimal() else f" {answer}"
             found[group].append(f"{fill(body, fields)}{end}\n\n")
-    return {group: "".join(examples) for group, examples in found.items()}
+    return {group: "".join(examples) for group, examples in found.items() if len(examples) == suite.shots}
 
 
-def _refuse_malformed(suite: SuiteConfig, source: str, records: Sequence[Record], items: Iterable[Item]) -> None:
+def _refuse_malformed(suite: SuiteConfig, records: Sequence[Record], items: Iterable[Item]) -> None:
     bad = [
         Malformed(record.file, record.line, item.problem, record.row)
         for record, item in zip(records, items, strict=True)
@@ -182,8 +205,18 @@ def _refuse_malformed(suite: SuiteConfig, source: str, records: Sequence[Record]
     if len(bad) > MALFORMED_SHARE * len(records):
         columns = ", ".join(next((record.value for record in records if record.value), {}))
         raise DataError(
-            f"suite {suite.name}: {len(bad):,} of {counted(len(records), 'row')} of {source} cannot be asked, which is "
-            f"over {MALFORMED_SHARE:.0%} (it has the columns {columns or 'none'}):\n{list_malformed(bad)}"
+            f"suite {suite.name}: {len(bad):,} of {counted(len(records), 'row')} of {suite.source} cannot be asked, "
+            f"which is over {MALFORMED_SHARE:.0%} (it has the columns {columns or 'none'}):\n{list_malformed(bad)}"
+        )
+
+
+def _refuse_fixed_prompt(suite: SuiteConfig, columns: Collection[str]) -> None:
+    """Raise DataError if the prompt names fields, but none of the rows'."""
+    names = [name for name in FIELD.findall(str(suite.prompt)) if name != "shots"]
+    if names and not {*names} & {*columns, *suite.columns}:
+        raise DataError(
+            f"suite {suite.name}: the prompt names {', '.join(names)}, and the rows of {suite.source} have "
+            f"{', '.join(sorted(columns))}: correct the prompt, or map the columns with `columns`"
         )
 
 
@@ -200,13 +233,9 @@ def _partial(suite: SuiteConfig, items: Sequence[Item], chosen: Sequence[Item]) 
     parts = []
     groups = {item.group for item in items}
     if suite.groups is not None and len(groups) < suite.groups:
-        parts.append(f"{len(groups)} of {suite.groups} {plural(suite.group or 'group')}")
+        parts.append(f"{len(groups)} of {suite.groups} {(suite.group or 'group').replace('_', ' ')}s")
     if len(chosen) < len(items):
         parts.append(f"{len(chosen):,} of {len(items):,} items")
     elif suite.items is not None and len(items) < suite.items and not parts:
         parts.append(f"{len(items):,} of {suite.items:,} items")
     return ", ".join(parts) or None
-
-
-def plural(noun: str) -> str:
-    return f"{noun.replace('_', ' ')}s"

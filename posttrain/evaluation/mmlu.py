@@ -30,30 +30,41 @@ def rows(source: str, split: str) -> Iterator[Record]:
         return
     row = 0
     for path in files:
-        subject, place = path.stem.removesuffix(f"_{split}"), 0
+        subject = path.stem.removesuffix(f"_{split}")
+        for place, cells in enumerate(_cells(path)):
+            value, problem = None, None
+            if len(cells) == 6 and cells[5].strip() in tuple(LETTERS):
+                value = _row(subject, place, cells[0], cells[1:5], LETTERS.index(cells[5].strip()))
+            else:
+                problem = f"{len(cells)} cells, not a question, four options and a letter"
+            yield Record(row, str(path), place + 1, value, problem)
+            row += 1
+
+
+def _cells(path: Path) -> list[list[str]]:
+    try:
         with path.open(encoding="utf-8", newline="") as stream:
-            for place, cells in enumerate(csv.reader(stream)):
-                value, problem = None, None
-                if len(cells) == 6 and cells[5].strip() in LETTERS and cells[5].strip():
-                    value = _row(subject, place, cells[0], cells[1:5], LETTERS.index(cells[5].strip()))
-                else:
-                    problem = f"{len(cells)} cells, not a question, four options and a letter"
-                yield Record(row, str(path), place + 1, value, problem)
-                row += 1
+            return list(csv.reader(stream))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def _of_table(source: str, split: str) -> Iterator[Record]:
     places: dict[str, int] = {}
     for record in open_source(source, split, None, 0, lambda working, answer: working).read():
-        value = record.value
-        if value is None or not {"subject", "question", "choices", "answer"} <= value.keys():
-            problem = record.problem or "the row has no subject, question, choices and answer"
-            yield Record(record.row, record.file, record.line, None, problem)
-            continue
-        choices = value["choices"] if isinstance(value["choices"], list) else json.loads(value["choices"])
-        place = places[value["subject"]] = places.get(value["subject"], -1) + 1
-        made = _row(value["subject"], place, value["question"], choices, int(value["answer"]))
-        yield Record(record.row, record.file, record.line, made)
+        made, problem = None, record.problem
+        try:
+            if record.value is not None:
+                subject, question = str(record.value["subject"]), record.value["question"]
+                choices, answer = record.value["choices"], int(record.value["answer"])
+                choices = choices if isinstance(choices, list) else json.loads(choices)
+                if not 0 <= answer < len(choices):
+                    raise ValueError(f"answer {answer} of {len(choices)} choices")
+                place = places[subject] = places.get(subject, -1) + 1
+                made = _row(subject, place, question, choices, answer)
+        except (KeyError, ValueError, TypeError, IndexError) as error:
+            problem = f"not a subject, a question, choices and the number of the right one: {error}"
+        yield Record(record.row, record.file, record.line, made, problem)
 
 
 def _row(subject: str, place: int, question: str, choices: list[str], answer: int) -> dict[str, Any]:

@@ -6,6 +6,8 @@ A block of items is one transaction, so a killed evaluation has whole blocks and
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -13,7 +15,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from posttrain.errors import RunError
+from posttrain.store.atomic import cannot_write
 from posttrain.store.files import load_json, save_json, save_rows
+from posttrain.store.lock import FolderLock
+
+log = logging.getLogger("posttrain")
 
 DATABASE, ANSWERS, SUMMARY = "evaluation.sqlite", "answers.jsonl", "summary.json"
 FORMAT = 1
@@ -56,24 +62,58 @@ _QUOTED = ", ".join(f'"{name}"' for name in COLUMNS)
 
 
 class EvaluationStore:
-    """The database of an evaluation folder. Errors of SQLite are RunErrors that name the file."""
+    """The database of an evaluation folder, locked for this process. Errors of SQLite are RunErrors that name the file.
+
+    With `overwrite`, an evaluation that is started replaces the earlier one, and those of other models (`is_of`) go; a
+    damaged database is moved aside.
+    """
 
     def __init__(self, folder: Path, overwrite: bool = False):
         self.path, self._overwrite = folder / DATABASE, overwrite
         self._started: set[str] = set()
+        self._of_others: list[str] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(self.path, timeout=BUSY_S)
-            with self._connection:
-                self._connection.executescript(SCHEMA)
+        except OSError as error:
+            raise cannot_write(folder, error) from error
+        self._lock = FolderLock(folder)
+        try:
+            self._connection = self._opened()
         except (sqlite3.Error, OSError) as error:
+            self._lock.release()
             raise self._refusal(error) from error
+
+    def _opened(self) -> sqlite3.Connection:
+        try:
+            return _connected(self.path, self._overwrite)
+        except sqlite3.DatabaseError as error:
+            if not (self._overwrite and _is_damage(error)):
+                raise
+        aside = self.path.with_name(f"{DATABASE}.damaged")
+        os.replace(self.path, aside)
+        self.path.with_name(f"{DATABASE}-journal").unlink(missing_ok=True)  # it would be applied to the new one
+        log.warning("%s was damaged: it is moved to %s", self.path, aside.name)
+        return _connected(self.path, False)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._connection.close()
+        self._lock.release()
+
+    def is_of(self, content: str) -> None:
+        """Refuse evaluations of another model in this folder; with `overwrite`, the first that starts removes them.
+
+        Raises RunError.
+        """
+        rows = self._rows("SELECT key, facts FROM evaluations")
+        self._of_others = [key for key, facts in rows if json.loads(facts).get("model") != content]
+        if self._of_others and not self._overwrite:
+            raise RunError(
+                f"{self.path} has evaluations of another model, or of this one before it changed "
+                f"({', '.join(self._of_others)}): replace them with --overwrite, or give another folder with --output"
+            )
 
     def facts(self, key: str) -> dict[str, Any] | None:
         """What identifies a started evaluation: model, items, settings; None if it has not started."""
@@ -93,10 +133,12 @@ class EvaluationStore:
         return {key: json.loads(summary) for key, summary in rows}
 
     def start(self, key: str, facts: Mapping[str, Any]) -> None:
-        """Begin an evaluation; answers of an earlier one with this key are deleted."""
+        """Begin an evaluation; answers of an earlier one with this key, and of other models, are deleted."""
         self._started.add(key)
-        self._write("DELETE FROM answers WHERE key = ?", [(key,)])
-        self._write("INSERT OR REPLACE INTO evaluations VALUES (?, ?, NULL)", [(key, json.dumps(facts))])
+        replaced, self._of_others = {key, *self._of_others}, []
+        for table in ("evaluations", "answers"):  # in this order: answers without an evaluation are never read
+            self._write(f"DELETE FROM {table} WHERE key = ?", [(name,) for name in replaced])
+        self._write("INSERT INTO evaluations VALUES (?, ?, NULL)", [(key, json.dumps(facts))])
 
     def add(self, key: str, answers: Sequence[tuple[int, Answer]]) -> None:
         """Store answers with their items' positions, all or none."""
@@ -138,11 +180,29 @@ class EvaluationStore:
         text = str(error)
         if "locked" in text:
             advice = "another program writes it: wait for it, or give another folder with --output"
-        elif "malformed" in text or "not a database" in text:
-            advice = "the file is damaged: move it away, and evaluate again"
+        elif _is_damage(error):
+            advice = "the file is damaged: evaluate again with --overwrite, which moves it aside"
         else:
             advice = "check the disk and the permissions of the folder; what was stored before is kept"
         return RunError(f"{self.path}: {text} ({advice})")
+
+
+def _connected(path: Path, check: bool) -> sqlite3.Connection:
+    """The database with its tables; `check` reads all of it. Raises sqlite3.Error if it is damaged."""
+    connection = sqlite3.connect(path, timeout=BUSY_S)
+    try:
+        with connection:
+            connection.executescript(SCHEMA)
+        if check and (found := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise sqlite3.DatabaseError(f"database disk image is malformed: {found}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _is_damage(error: Exception) -> bool:
+    return any(words in str(error) for words in ("malformed", "not a database"))
 
 
 def _storable(value: Any) -> Any:

@@ -37,7 +37,8 @@ def run(
     Answers that are there already, of an evaluation with the same `facts`, are kept. Raises RunError if they are of
     other facts.
     """
-    _begin(store, key, facts)
+    if not started(store, key, facts):
+        store.start(key, facts)
     done = store.positions(key)
     left = [item for item in items.items if item.position not in done]
     began = time.perf_counter()
@@ -75,10 +76,9 @@ def blocks(items: Sequence[Item], answers: Answers, judge: Judge, samples: int) 
         asked = [
             (item, reply) for item, group in zip(some, replies, strict=True) for reply in group if not reply.problem
         ]
-        pending = judge.submit([item for item, _ in asked], [reply.text for _, reply in asked])
-        if waiting is not None:
+        if waiting is not None:  # stored before a function of the user is called, which may fail
             yield _graded(judge, *waiting)
-        waiting = some, replies, pending
+        waiting = some, replies, judge.submit([item for item, _ in asked], [reply.text for _, reply in asked])
     if waiting is not None:
         yield _graded(judge, *waiting)
 
@@ -120,14 +120,20 @@ def _answer(
     )
 
 
-def _begin(store: EvaluationStore, key: str, facts: Mapping[str, Any]) -> None:
+def started(store: EvaluationStore, key: str, facts: Mapping[str, Any]) -> bool:
+    """Whether there are answers of an evaluation with these facts. Raises RunError if they are of other facts."""
     before = store.facts(key)
     if before is None:
-        store.start(key, facts)
-        return
+        return False
     differ = sorted(name for name in before.keys() | facts.keys() if before.get(name) != facts.get(name))
     if differ:
         raise RunError(
-            f"{store.path} has an evaluation of {key} with another {', '.join(differ)}: replace it with --overwrite, "
-            "or give another folder with --output"
+            f"{store.path} has an evaluation of {key} that differs in {', '.join(differ)}: replace it with "
+            "--overwrite, or give another folder with --output"
         )
+    return True
+
+
+def finished(store: EvaluationStore, key: str, facts: Mapping[str, Any]) -> bool:
+    """Whether an evaluation with these facts has its summary. Raises RunError as `started`."""
+    return started(store, key, facts) and store.summary(key) is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,7 +14,8 @@ from rich.table import Table
 from posttrain.config.reading.explain import explain_group
 from posttrain.config.reading.files import read_settings
 from posttrain.config.schema.suite import SuiteConfig
-from posttrain.errors import ConfigError
+from posttrain.errors import ConfigError, RewardError
+from posttrain.rewards.python import call_function
 
 FOLDER = Path(__file__).parent / "suites"
 ALIASES = {
@@ -56,18 +55,15 @@ def find_suite(name: str) -> SuiteConfig:
 
 
 def _from_function(name: str) -> SuiteConfig:
-    module, _, function = name.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # a module beside the user, as for rewards
     try:
-        made = getattr(importlib.import_module(module), function)()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the suite {name} cannot be imported: {error}") from error
+        made = call_function(name)
+    except RewardError as error:
+        raise ConfigError(f"suite {error}") from error
     if isinstance(made, SuiteConfig):
         return made
     if not isinstance(made, Mapping):
         raise ConfigError(f"the suite {name} returned {type(made).__name__}; it must return a dict of settings")
-    return _checked({"name": function} | dict(made), name)
+    return _checked({"name": name.partition(":")[2]} | dict(made), name)
 
 
 def with_settings(suite: SuiteConfig, given: Mapping[str, Any]) -> SuiteConfig:

@@ -56,7 +56,7 @@ def summarise(
         "truncated": sum(answer.finish_reason == "length" for answer in answers),
         "seconds": round(seconds, 3),
         "sampling": dict(sampling),
-        "rule": suite.rule,
+        "rule": suite.rule if suite.kind == "generate" else suite.kind,
         "digest": items.digest,
     }
 
@@ -83,12 +83,16 @@ def _by_samples(by_item: Sequence[Sequence[Answer]], samples: int) -> dict[str, 
     return found
 
 
-def _by_group(by_item: Sequence[Sequence[Answer]]) -> dict[str, dict[str, float]]:
+def _by_group(by_item: Sequence[Sequence[Answer]]) -> dict[str, dict[str, float | None]]:
+    """The mean score of each group's graded answers, None without one, and its number of items."""
     groups: dict[str, list[float]] = {}
-    sizes_: Counter[str] = Counter()
+    items: Counter[str] = Counter()
     for answers in by_item:
         name = answers[0].group
         if name:
-            sizes_[name] += 1
+            items[name] += 1
             groups.setdefault(name, []).extend(one.score for one in answers if one.score is not None)
-    return {name: {"value": fmean(groups[name]), "items": sizes_[name]} for name in sorted(groups) if groups[name]}
+    return {
+        name: {"value": fmean(scores) if scores else None, "items": items[name]}
+        for name, scores in sorted(groups.items())
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
@@ -18,22 +19,25 @@ from posttrain.config.schema.rollout import EngineName, VllmConfig
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data.prompts import Prompt
 from posttrain.data.readers import read_files
+from posttrain.data.sources import Files
 from posttrain.engines import Engine, Sampling, make_engine, stop_token_ids
-from posttrain.errors import ModelError
+from posttrain.errors import DataError, ModelError
 from posttrain.evaluation.answering import Answers, Chosen, Generated, Recorded, ask
 from posttrain.evaluation.calibration import CALIBRATED, calibrate
 from posttrain.evaluation.items import Items
 from posttrain.evaluation.judging import Judge
 from posttrain.evaluation.records import EvaluationStore, write_files
-from posttrain.evaluation.running import run
+from posttrain.evaluation.running import finished, run
 from posttrain.grading.pool import DEADLINE_S
-from posttrain.inspection.pairs import PairOptions, evaluate_pairs
+from posttrain.inspection.pairs import PairOptions, evaluate_pairs, pair_facts
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer
-from posttrain.scoring import Scorer
 from posttrain.store.files import save_json
 from posttrain.threads import sharing_cores
 from posttrain.training.inputs import content_of
+from posttrain.words import counted
+
+log = logging.getLogger("posttrain")
 
 Setting = Mapping[str, float]  # of a sweep: temperature and top_p, by name
 
@@ -71,17 +75,25 @@ def evaluate_recorded(
     file: Path, column: str, chosen: Sequence[Items], options: Options, folder: Path, overwrite: bool = False
 ) -> dict[str, Any]:
     """Grade the completions of a file as answers to the suites. Returns the summary, which is also in the folder."""
-    rows = [record.value for record in read_files((file,)) if record.value is not None]
+    if other := next((items.suite for items in chosen if items.suite.kind != "generate"), None):
+        raise DataError(f"{file}: recorded completions cannot answer the suite {other.name}, of the kind {other.kind}")
+    content, records = f"sha256 {Files((file,)).digest}", list(read_files((file,)))
     with EvaluationStore(folder, overwrite) as store:
+        store.is_of(content)
         for items in chosen:
-            one = Recorded(items.suite, rows, column, 1)
-            samples = options.num_generations or max(1, one.most(items.items))
-            answers = Recorded(items.suite, rows, column, samples)
-            facts = {"model": str(file), "column": column, "items": items.digest, "rule": items.suite.rule}
-            with Judge(items.suite, options.workers, options.deadline) as judge:
-                key = items.suite.name
-                run(items, answers, judge, samples, store=store, key=key, facts=facts, sampling={"recorded": column})
-        return _written(folder, store, {"name": file.stem, "path": str(file), "content": None}, chosen, options)
+            suite, key = items.suite, items.suite.name
+            answers = Recorded(suite, items.items, records, column, options.num_generations)
+            if answers.unused:
+                rows = f"{counted(answers.unused, 'row')} of {len(records):,}"
+                log.warning("%s: %s unused: no completion, or of no item of %s that is asked", file, rows, key)
+            facts = {"model": content, "column": column, "samples": answers.samples}
+            facts |= {"items": items.digest, "rule": suite.rule}
+            if not finished(store, key, facts):
+                with Judge(suite, options.workers, options.deadline) as judge:
+                    sampling = {"recorded": column}
+                    run(items, answers, judge, answers.samples, store=store, key=key, facts=facts, sampling=sampling)
+        about = {"name": file.stem, "path": str(file), "content": content}
+        return _written(folder, store, about, {items.suite.name: items for items in chosen}, options)
 
 
 @sharing_cores()
@@ -97,20 +109,55 @@ def evaluate(
     """Answer the suites with a model. Returns the summary, which is also in the folder with every answer.
 
     The model is loaded only if an evaluation is not finished. Suites of pairs also take a reward model.
+
+    Raises RunError, before any work, for an evaluation in the folder that differs in its model or settings.
     """
-    device = take_device(devices)
     content = content_of(model)
-    loads = _Loaded(model, options, devices)
-    with EvaluationStore(folder, overwrite) as store, loads:
-        for items in chosen:
-            if items.suite.kind == "preference":
-                evaluate_pairs(model, items.suite, options.pairs, device, store, content)
-                continue
-            for setting in options.settings() if items.suite.kind == "generate" else [{}]:
-                sampling = _sampling(items.suite, options, setting)
-                named = " ".join(f"{key}={value:g}" for key, value in setting.items()) if options.sweeps else ""
-                loads.run(items, sampling, named, content, store)
-        return _written(folder, store, {"name": name, "path": model.path, "content": content}, chosen, options)
+    asked = [one for items in chosen for one in _asked(items, model, content, options)]
+    with EvaluationStore(folder, overwrite) as store, _Loaded(model, options, devices) as loads:
+        store.is_of(content)
+        for one in [one for one in asked if not finished(store, one.key, one.facts)]:
+            if one.items.suite.kind == "preference":
+                loaded, tokenizer = loads.scored()
+                evaluate_pairs(model, loaded, tokenizer, one.items.suite, options.pairs, store, one.facts)
+            else:
+                loads.run(one, store)
+        about = {"name": name, "path": model.path, "content": content}
+        return _written(folder, store, about, {one.key: one.items for one in asked}, options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One suite with one setting, under `key` in the database; `facts` identify it."""
+
+    items: Items
+    sampling: Sampling
+    setting: str
+    facts: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        return f"{self.items.suite.name} {self.setting}".strip()
+
+
+def _asked(items: Items, model: ModelConfig, content: str, options: Options) -> Iterator[_Asked]:
+    suite, generates = items.suite, items.suite.kind == "generate"
+    for setting in options.settings() if generates else [{}]:
+        sampling = _sampling(suite, options, setting)
+        named = " ".join(f"{key}={value:g}" for key, value in setting.items()) if options.sweeps else ""
+        facts = {
+            "model": content,
+            "items": items.digest,
+            "engine": options.engine if generates else "scorer",
+            "sampling": _shown(sampling) if generates else {},
+            "rule": suite.rule,
+            "template": suite.template,
+            "system prompt": suite.system_prompt,
+            "dtype": model.dtype,
+        }
+        if suite.kind == "preference":
+            facts = pair_facts(model, suite, options.pairs, content)
+        yield _Asked(items, sampling, named, facts)
 
 
 class _Loaded(ExitStack):
@@ -122,59 +169,54 @@ class _Loaded(ExitStack):
         self._parts: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
         self._engine: Engine | None = None
 
-    def parts(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def scored(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """The model, which may be a reward model, and its tokenizer."""
         if self._parts is None:
-            if is_reward_model(self._model):
-                raise ModelError(
-                    f"{self._model.path} is a reward model, which scores completions and generates none: evaluate it "
-                    "on pairs (--suite hh, or a suite with `kind: preference`)"
-                )
+            kind = "reward" if is_reward_model(self._model) else "lm"
             tokenizer = load_tokenizer(self._model)
-            policy = load_model(self._model, "lm", compute_dtype(self._model, self._device), self._device)
-            self._parts = policy, tokenizer
+            loaded = load_model(self._model, kind, compute_dtype(self._model, self._device), self._device)
+            self._parts = loaded, tokenizer
         return self._parts
 
-    def run(self, items: Items, sampling: Sampling, setting: str, content: str, store: EvaluationStore) -> None:
-        suite, key = items.suite, f"{items.suite.name} {setting}".strip()
-        shown = _shown(sampling) if suite.kind == "generate" else {}
-        facts = {
-            "model": content,
-            "items": items.digest,
-            "engine": self._options.engine if suite.kind == "generate" else "scorer",
-            "sampling": shown,
-            "rule": suite.rule,
-            "template": suite.template,
-            "system prompt": suite.system_prompt,
-            "dtype": self._model.dtype,
-        }
-        if store.summary(key) is not None and store.facts(key) == facts:
-            return
-        samples = sampling.num_generations if suite.kind == "generate" else 1
+    def run(self, asked: _Asked, store: EvaluationStore) -> None:
+        if is_reward_model(self._model):
+            raise ModelError(
+                f"{self._model.path} is a reward model, which scores completions and generates none: evaluate it "
+                "on pairs (--suite hh, or a suite with `kind: preference`)"
+            )
+        suite = asked.items.suite
+        generates = suite.kind == "generate"
         with Judge(suite, self._options.workers, self._options.deadline) as judge:
-            answers = self._answers(items, sampling)
             run(
-                items,
-                answers,
+                asked.items,
+                self._answers(asked.items, asked.sampling),
                 judge,
-                samples,
+                asked.sampling.num_generations if generates else 1,
                 store=store,
-                key=key,
-                setting=setting,
-                facts=facts,
-                sampling=shown,
+                key=asked.key,
+                setting=asked.setting,
+                facts=asked.facts,
+                sampling=_shown(asked.sampling) if generates else {},
             )
 
     def _answers(self, items: Items, sampling: Sampling) -> Answers:
-        policy, tokenizer = self.parts()
+        policy, tokenizer = self.scored()
         prompts = ask(items.suite, items.items, tokenizer, policy)
         if items.suite.kind == "choices":
-            return Chosen(items.suite, Scorer(policy), tokenizer, prompts, self._device)
+            return Chosen(items.suite, policy, tokenizer, prompts, self._device)
         if self._engine is None:
             longest = max((len(one.tokens) for one in prompts.values() if isinstance(one, Prompt)), default=1)
             made = make_engine(self._options.engine, policy, tokenizer, vllm=self._options.vllm, longest_prompt=longest)
             self._engine = self.enter_context(closing(made))
-        stops = replace(sampling, stop_token_ids=stop_token_ids(policy, tokenizer))
-        return Generated(self._engine, stops, tokenizer, prompts)
+        stops = stop_token_ids(policy, tokenizer)
+        if not stops and not sampling.stop:
+            log.warning(
+                "neither %s nor its tokenizer has a stop token, so every completion runs to %d tokens: set the "
+                "tokenizer's eos_token, or give --stop",
+                self._model.path,
+                sampling.max_completion_length,
+            )
+        return Generated(self._engine, replace(sampling, stop_token_ids=stops), tokenizer, prompts)
 
 
 def _sampling(suite: SuiteConfig, options: Options, setting: Setting) -> Sampling:
@@ -197,34 +239,32 @@ def _shown(sampling: Sampling) -> dict[str, Any]:
 
 
 def _written(
-    folder: Path, store: EvaluationStore, model: Mapping[str, Any], chosen: Sequence[Items], options: Options
+    folder: Path, store: EvaluationStore, model: Mapping[str, Any], asked: Mapping[str, Items], options: Options
 ) -> dict[str, Any]:
     if options.calibrate:
-        for items in chosen:
-            _calibrate(items, store, options)
+        for key, items in asked.items():
+            _calibrate(key, items, store, options)
     about = {"posttrain": __version__, "created": datetime.now(UTC).isoformat(timespec="seconds")}
     summary = write_files(folder, store, model, about)
-    for items in chosen:
-        if items.suite.outputs is not None:
-            save_json(folder / items.suite.outputs, list(_outputs(items, store, str(model["name"]))))
+    outputs = {items.suite.outputs: (key, items) for key, items in reversed(asked.items()) if items.suite.outputs}
+    for name, (key, items) in outputs.items():  # of a sweep, of its first setting
+        save_json(folder / name, list(_outputs(key, items, store, str(model["name"]))))
     return summary
 
 
-def _calibrate(items: Items, store: EvaluationStore, options: Options) -> None:
-    """Add `calibration` to the summaries of the suite, where its rule compares answers."""
-    if items.suite.rule not in CALIBRATED or items.suite.kind != "generate":
-        return
-    for key, summary in store.summaries().items():
-        if summary["suite"] == items.suite.name and "calibration" not in summary:
-            found = calibrate(items, list(store.answers(key)), options.workers, options.deadline)
-            store.finish(key, summary | {"calibration": found})
+def _calibrate(key: str, items: Items, store: EvaluationStore, options: Options) -> None:
+    """Add `calibration` to the summary, where the suite's rule compares answers."""
+    summary = store.summaries()[key]
+    if items.suite.rule in CALIBRATED and items.suite.kind == "generate" and "calibration" not in summary:
+        found = calibrate(items, list(store.answers(key)), options.workers, options.deadline)
+        store.finish(key, summary | {"calibration": found})
 
 
-def _outputs(items: Items, store: EvaluationStore, generator: str) -> Iterator[dict[str, Any]]:
+def _outputs(key: str, items: Items, store: EvaluationStore, generator: str) -> Iterator[dict[str, Any]]:
     """The first completion of every item, in AlpacaEval's format of model outputs."""
     fields = {item.id: item.fields for item in items.items}
-    for answer in store.answers(items.suite.name):
-        if answer.sample == 0 and answer.finish_reason:
+    for answer in store.answers(key):
+        if answer.sample == 0 and (answer.completion or answer.finish_reason):
             row = fields[answer.item]
             yield {
                 "instruction": row.get("instruction", answer.prompt),

@@ -10,10 +10,11 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,16 +24,17 @@ from posttrain.batch import Example, Pack, pack
 from posttrain.config import DataConfig, ModelConfig
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data import Dataset, prepare
-from posttrain.errors import DataError
+from posttrain.errors import ModelError
 from posttrain.evaluation.answering import template_of
 from posttrain.evaluation.items import Item, Items, pair_text, records_of
 from posttrain.evaluation.judging import UNGRADED
 from posttrain.evaluation.records import Answer, EvaluationStore
+from posttrain.evaluation.running import started
 from posttrain.evaluation.summary import summarise
 from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype
 from posttrain.models.families import positions_of
-from posttrain.models.load import check_embeddings, is_reward_model, load_model, load_tokenizer
+from posttrain.models.load import check_embeddings, load_model, load_tokenizer
 from posttrain.progress import progress
 from posttrain.scoring import RewardScorer, Scorer
 from posttrain.training.inputs import content_of
@@ -55,49 +57,87 @@ class PairOptions:
     seed: int = 0
 
 
-def evaluate_pairs(
-    model: ModelConfig,
-    suite: SuiteConfig,
-    options: PairOptions,
-    device: torch.device,
-    store: EvaluationStore,
-    content: str,
-) -> None:
-    """Score the pairs of a suite and store an answer for each; `score` is 1 if chosen is above rejected, else 0."""
-    reference = None if options.reference is None else ModelConfig(path=options.reference, dtype=model.dtype)
-    facts: dict[str, Any] = {
+def pair_facts(model: ModelConfig, suite: SuiteConfig, options: PairOptions, content: str) -> dict[str, Any]:
+    """What identifies an evaluation of pairs."""
+    reference = _reference(model, options)
+    return {
         "model": content,
-        "source": suite.source,
+        "items": hashlib.sha256(json.dumps(pair_texts(suite)).encode()).hexdigest(),
         "pairs": [options.num_batches, options.batch_size, options.max_rows, options.seed],
+        "columns": {name: list(columns) for name, columns in suite.columns.items()},
+        "template": suite.template,
+        "system prompt": suite.system_prompt,
         "reference": None if reference is None else [content_of(reference), options.beta],
         "dtype": model.dtype,
     }
-    records = records_of(suite, suite.source, suite.split)
-    rows = {record.row: pair_text(record.value or {}, _columns(suite)) for record in records}
-    facts["items"] = digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-    key = suite.name
-    if store.summary(key) is not None and store.facts(key) == facts:
-        return
-    tokenizer = load_tokenizer(model)
-    loaded = load_model(model, "reward" if is_reward_model(model) else "lm", compute_dtype(model, device), device)
+
+
+def evaluate_pairs(
+    model: ModelConfig,
+    loaded: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    suite: SuiteConfig,
+    options: PairOptions,
+    store: EvaluationStore,
+    facts: Mapping[str, Any],
+) -> None:
+    """Score the pairs of a suite and store an answer for each; `score` is 1 if chosen is above rejected, else 0.
+
+    `loaded` is a reward model or a policy. Pairs that are stored already, of an evaluation with the same `facts`, are
+    kept.
+    """
+    key, device = suite.name, loaded.device
     check_embeddings(loaded, tokenizer, model.path)
     longest = min(positions_of(loaded.config) or LONGEST, LONGEST)
     dataset, reasons, read = _pairs(suite, tokenizer, longest)
-    if reference is not None and not is_reward_model(model):
+    reference, sampling = _reference(model, options), {}
+    if reference is not None and not is_classifier(loaded):
+        _refuse_other_tokenizer(tokenizer, reference)
         other = load_model(reference, "lm", compute_dtype(reference, device), device)
         check_embeddings(other, tokenizer, reference.path)
         margins, sampling = _implicit(loaded, other, options.beta, device), {"beta": options.beta}
     else:
-        margins, sampling = own_margins(loaded, device), {}
-    store.start(key, facts)
-    began, chosen = time.perf_counter(), _chosen(options, read)
-    found = _margins_of(suite, dataset, reasons, chosen, margins)
-    store.add(key, _answers(suite.name, chosen, rows, found, reasons))
-    asked = tuple(_item(row) for row in dict.fromkeys(chosen))
-    items = Items(suite, asked, read, _partial(options, chosen, read), digest)
+        margins = own_margins(loaded, device)
+    if not started(store, key, facts):
+        store.start(key, facts)
+    began, chosen, done = time.perf_counter(), Counter(_chosen(options, read)), store.positions(key)
+    index_of, texts = {row: index for index, row in enumerate(dataset.rows.tolist())}, pair_texts(suite)
+    left = [row for row in chosen if row not in done]
+    left.sort(key=lambda row: -dataset.lengths[index_of[row]] if row in index_of else 0)  # longest first
+    for start in progress(range(0, len(left), BATCH), f"{key}: scoring pairs"):
+        block = left[start : start + BATCH]
+        there = [row for row in block if row in index_of]
+        found = dict(zip(there, margins([dataset[index_of[row]] for row in there]), strict=True))
+        rows = [(row, (texts[row], chosen[row], found.get(row), reasons.get(row))) for row in block]
+        store.add(key, [(row, answer) for row, facts_of in rows for answer in _answers(suite, row, *facts_of)])
+    partial = _partial(options, chosen.total(), read)
+    items = Items(suite, tuple(map(_item, chosen)), read, partial, str(facts["items"]))
     spent = time.perf_counter() - began
     stored = list(store.answers(key))
     store.finish(key, summarise(items, "", stored, 1, {**sampling, "reference": options.reference}, spent))
+
+
+def _reference(model: ModelConfig, options: PairOptions) -> ModelConfig | None:
+    return None if options.reference is None else ModelConfig(path=options.reference, dtype=model.dtype)
+
+
+def _refuse_other_tokenizer(tokenizer: PreTrainedTokenizerBase, reference: ModelConfig) -> None:
+    if _vocabulary(load_tokenizer(reference)) != _vocabulary(tokenizer):
+        raise ModelError(
+            f"--reference {reference.path} has another tokenizer than the policy, so their log-probabilities are not "
+            "those of the same tokens: give the model that the policy was trained from"
+        )
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Without added tokens, such as a pad token of the trained model."""
+    added = cast(dict[str, int], cast(Any, tokenizer).get_added_vocab())
+    return {token: id for token, id in tokenizer.get_vocab().items() if token not in added}
+
+
+def pair_texts(suite: SuiteConfig) -> dict[int, str]:
+    """The pairs for display, by row."""
+    return {record.row: pair_text(record.value or {}, _columns(suite)) for record in records_of(suite, suite.split)}
 
 
 def _pairs(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase, longest: int) -> tuple[Dataset, dict[int, str], int]:
@@ -135,61 +175,37 @@ def _chosen(options: PairOptions, read: int) -> list[int]:
     return [index * read // most for index in range(most)]
 
 
-def _partial(options: PairOptions, chosen: Sequence[int], read: int) -> str | None:
+def _partial(options: PairOptions, chosen: int, read: int) -> str | None:
     if options.num_batches is not None:
         return f"{options.num_batches} batches of {options.batch_size} pairs of {read:,}, with replacement"
-    return f"{len(chosen):,} of {read:,} items" if len(chosen) < read else None
-
-
-def _margins_of(
-    suite: SuiteConfig, dataset: Dataset, reasons: dict[int, str], chosen: Sequence[int], margins: Margins
-) -> dict[int, float]:
-    """The margin of every chosen row that can be scored. Raises DataError if there is none."""
-    index_of = {row: index for index, row in enumerate(dataset.rows.tolist())}
-    rows = sorted({row for row in chosen if row in index_of}, key=lambda row: -dataset.lengths[index_of[row]])
-    if not rows:
-        raise DataError(
-            f"suite {suite.name}: no pair of {suite.source} can be scored: {next(iter(reasons.values()), '')}"
-        )
-    found: dict[int, float] = {}
-    for start in progress(range(0, len(rows), BATCH), f"{suite.name}: scoring pairs"):
-        some = rows[start : start + BATCH]
-        found |= zip(some, margins([dataset[index_of[row]] for row in some]), strict=True)
-    return found
+    return f"{chosen:,} of {read:,} items" if chosen < read else None
 
 
 def _answers(
-    suite: str, chosen: Sequence[int], texts: dict[int, str], margins: dict[int, float], reasons: dict[int, str]
-) -> list[tuple[int, Answer]]:
-    """An answer for each chosen row, with its place; a row that was sampled twice has two."""
-    times: Counter[int] = Counter()
-    answers = []
-    for row in chosen:
-        answers.append((row, _answer(suite, row, times[row], texts[row], margins.get(row), reasons.get(row))))
-        times[row] += 1
-    return answers
-
-
-def _answer(suite: str, row: int, sample: int, text: str, margin: float | None, reason: str | None) -> Answer:
-    verdict = UNGRADED if margin is None else "correct" if margin > 0 else "wrong"
-    return Answer(
-        suite=suite,
-        setting="",
-        item=str(row),
-        sample=sample,
-        group="",
-        prompt=text,
-        gold=None,
-        completion="",
-        extracted=None if margin is None else f"{margin:+.6g}",
-        verdict=verdict,
-        score=None if margin is None else float(margin > 0),
-        format_and_answer="",
-        tokens=0,
-        finish_reason="",
-        seconds=0.0,
-        reason=reason if margin is None else None,
-    )
+    suite: SuiteConfig, row: int, text: str, count: int, margin: float | None, reason: str | None
+) -> Iterator[Answer]:
+    """The answer to a pair, as often as it is sampled. A margin that is not finite is no verdict."""
+    if margin is not None and not isfinite(margin):
+        margin, reason = None, "the model's scores are not finite"
+    for sample in range(count):
+        yield Answer(
+            suite=suite.name,
+            setting="",
+            item=str(row),
+            sample=sample,
+            group="",
+            prompt=text,
+            gold=None,
+            completion="",
+            extracted=None if margin is None else f"{margin:+.6g}",
+            verdict=UNGRADED if margin is None else "correct" if margin > 0 else "wrong",
+            score=None if margin is None else float(margin > 0),
+            format_and_answer="",
+            tokens=0,
+            finish_reason="",
+            seconds=0.0,
+            reason=reason if margin is None else None,
+        )
 
 
 def _item(row: int) -> Item:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import RewardError
+from posttrain.errors import PosttrainError, RewardError
 from posttrain.rewards.beside import Beside, OverdueError
 from posttrain.rewards.prints import speaking
 from posttrain.words import counted
@@ -39,7 +39,7 @@ class RewardFunction:
         self.name, self.timeout, self._retries = name, timeout, retries
         self._beside = Beside(name)
         with speaking(name):  # loggers that the module creates keep the current streams
-            self.function = _find(name)
+            self.function = find_function(name)
         parameters = inspect.signature(self.function).parameters.values()
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -117,10 +117,27 @@ class RewardFunction:
         return value
 
 
-def _find(name: str) -> Callable[..., Any]:
+def call_function(name: str, *arguments: Any) -> Any:
+    """The result of a user's function that is no reward; what it yields, as a list.
+
+    Raises RewardError if it does not exist or fails, with the place in its file.
+    """
+    with speaking(name):
+        function = find_function(name)
+        try:
+            result = function(*arguments)
+            return list(result) if inspect.isgenerator(result) else result
+        except PosttrainError:
+            raise
+        except Exception as error:
+            raise RewardError(f"{name} failed{_place(error, function)} with {type(error).__name__}: {error}") from error
+
+
+def find_function(name: str) -> Callable[..., Any]:
+    """The function `module:function`, also of a module in the current folder. Raises RewardError if there is none."""
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
-        raise RewardError(f"a reward function is named module:function, such as my_rewards:brevity, not {name!r}")
+        raise RewardError(f"a function is named module:function, such as my_rewards:brevity, not {name!r}")
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # the `posttrain` command does not search the current folder by itself
     try:

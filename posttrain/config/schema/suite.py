@@ -86,6 +86,14 @@ class SuiteConfig(Settings):
             "answer",
             "is not read with `kind: preference`: set it to null",
         )
+        for name in ("rows", "group", "id", "options", "shots"):
+            problems.check(
+                self.kind != "preference" or not getattr(self, name), name, "is not read with `kind: preference`"
+            )
+        several = [name for name, columns in self.columns.items() if len(columns) > 1]
+        problems.check(
+            self.kind != "preference" or not several, "columns", "takes one column a field with `kind: preference`"
+        )
         problems.check(
             "{shots}" in str(self.prompt) or not self.shots, "shots", "is set, but the prompt has no {shots}"
         )
