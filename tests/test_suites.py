@@ -3,6 +3,7 @@
 import json
 import re
 import sqlite3
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,6 +128,8 @@ def test_a_suite_of_ones_own(tmp_path, monkeypatch):
         ("gsm8k", {"metrik": "x"}, "did you mean metric"),
         ("gsm8k", {"kind": "choices"}, "choices needs two continuations"),
         ("gsm8k", {"shots": 2}, "the prompt has no {shots}"),
+        ("hh", {"group": "x"}, "group is not read with `kind: preference`"),
+        ("hh", {"columns": {"chosen": ["a", "b"]}}, "takes one column a field"),
         ("gsm8k", {"temperature": -1}, "temperature"),
     ],
 )
@@ -161,8 +164,8 @@ def test_rows_of_another_kind_are_refused(shared, tmp_path):
     ],
 )
 def test_rules(shared, rule, options, gold, completion, wanted):
-    suite = local(shared, "gsm8k", rule=rule)
-    item = replace(load_items(suite, 1).items[0], gold=gold, options=options)
+    item = replace(load_items(local(shared, "gsm8k"), 1).items[0], gold=gold, options=options)
+    suite = local(shared, "gsm8k", rule=rule, options={name: name for name in options})
     with Judge(suite, workers=1) as judge:
         [outcome] = judge.collect(judge.submit([item], [completion]))
     assert (outcome.verdict, outcome.score, outcome.extracted, outcome.format_and_answer) == wanted
@@ -186,6 +189,78 @@ def test_the_known_pairs_are_graded_first(shared, monkeypatch):
     monkeypatch.setitem(judging.RULES, "gsm8k", "posttrain.evaluation.rules:REFUSES")
     with pytest.raises(RewardError, match="known pairs wrong"):
         Judge(local(shared, "gsm8k"), workers=1)
+
+
+def test_a_rule_gets_its_arguments(shared, tmp_path):
+    """A rule whose arguments the suite lacks is refused; arguments of another rule are not given to it."""
+    with pytest.raises(ConfigError, match="the rule letter needs choices"):
+        Judge(local(shared, "gsm8k", rule="letter"), workers=1)
+    rows = [{"problem": "1+1", "answer": "2", "note": "n"}]
+    suite = own(tmp_path, rows, options={"choices": "note"})
+    with Judge(suite, workers=1) as judge:
+        [outcome] = judge.collect(judge.submit(load_items(suite).items, ["2"]))
+    assert outcome.verdict == "correct"
+
+
+def test_rows_without_a_field_of_the_prompt(tmp_path):
+    """Not asked with the name of the field in braces; braces of LaTeX stay."""
+    rows = [{"problem": f"{n}", "answer": "1"} for n in range(200)]
+    suite = own(tmp_path, [{"answer": "1"}, *rows], prompt=r"{problem} \boxed{x}")
+    items = load_items(suite).items
+    assert [item.problem for item in items[:2]] == ["the row has no problem", None]
+    assert items[1].prompt == r"0 \boxed{x}"
+    with pytest.raises(DataError, match=r"the prompt names question, and the rows of .* have answer, problem"):
+        load_items(with_settings(suite, {"prompt": "{question}"}))
+
+
+def test_worked_examples_are_of_other_rows(tmp_path):
+    """One file would show a question its own answer; a group with too few examples is not asked."""
+    suite = own(tmp_path, ROWS, prompt="{shots}{problem}", shots=2, shots_split="validation", group="kind")
+    with pytest.raises(DataError, match="is one file, whose questions cannot be worked examples"):
+        load_items(suite)
+    for split, rows in (("test", ROWS), ("validation", ROWS[:2])):  # one example of each kind
+        (tmp_path / "d").mkdir(exist_ok=True)
+        (tmp_path / f"d/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="validation has under 2 worked examples of even"):
+        load_items(with_settings(suite, {"source": str(tmp_path / "d")}))
+    [first, *_] = load_items(with_settings(suite, {"source": str(tmp_path / "d"), "shots": 1})).items
+    assert first.prompt == "Tim had 0 cats and 0\n\nTim had 0 cats and"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("    raise ValueError('no')\n    yield", r"failed \(the_rows.py line 2\) with ValueError: no"),
+        ("    return 3", "returned int; it must yield dicts"),
+        ("    yield 3", "yielded int, not a dict"),
+        ("    pass\nrows = 3", "has no function rows"),
+        ("    pass\nimport nothing_there", "needs nothing_there, which is not installed"),
+    ],
+)
+def test_functions_for_rows_that_fail(tmp_path, monkeypatch, body, said):
+    """The function of a module in the current folder, as `posttrain` is started: without that folder on its path."""
+    (tmp_path / "the_rows.py").write_text(f"def rows(source, split):\n{body}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    monkeypatch.delitem(sys.modules, "the_rows", raising=False)
+    with pytest.raises(DataError, match=said):
+        load_items(with_settings(own(tmp_path, ROWS), {"rows": "the_rows:rows"}))
+
+
+def test_malformed_rows_of_mmlu(tmp_path):
+    (tmp_path / "test").mkdir()
+    lines = ["Q,a,b,c,d,B\n"] * 200 + ["Q,a,b,c,d,BC\n", "Q,a,b\n"]
+    (tmp_path / "test/law_test.csv").write_text("".join(lines))
+    items = load_items(with_settings(find_suite("mmlu"), {"source": str(tmp_path)})).items
+    assert [item.problem for item in items[-3:]] == [
+        None, *(f"{n} cells, not a question, four options and a letter" for n in (6, 3)),
+    ]  # fmt: skip
+    row = {"subject": "law", "question": "Q", "choices": ["a", "b"], "answer": 1}
+    bad = [{"choices": "[a"}, {"answer": 2}, {"answer": None}]
+    rows = [row] * 400 + [row | one for one in bad]
+    (tmp_path / "table.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    items = load_items(with_settings(find_suite("mmlu"), {"source": str(tmp_path / "table.jsonl")})).items
+    assert [item.problem is None for item in items[-4:]] == [True, False, False, False] and items[0].gold == "B"
 
 
 # --- models ---
@@ -299,7 +374,159 @@ def test_pairs_of_a_policy(shared, stories, tmp_path):
     assert list(found["ungraded"]) == ["a completion with its prompt has over N tokens"]
 
 
+def test_pairs_go_on_where_they_were_killed(stories, tmp_path, monkeypatch):
+    """The implicit reward is that of full logits, one sequence at a time; stored pairs are not scored again."""
+    from posttrain.inspection import pairs
+
+    other = AutoModelForCausalLM.from_pretrained(stories)
+    with torch.no_grad():
+        other.model.layers[0].mlp.down_proj.weight.mul_(0.5)
+    other.save_pretrained(tmp_path / "reference")
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    tokenizer.save_pretrained(tmp_path / "reference")
+    ends = (" there was a girl.", " zq xk.", " the dog ran.", " a big ball.")
+    rows = [{"prompt": "Once upon a time", "chosen": a, "rejected": b} for a in ends for b in ends if a != b]
+    suite = own(tmp_path, rows, kind="preference", answer=None, rule="none", prompt="")
+    monkeypatch.setattr(pairs, "BATCH", 4)
+    scored, margins_of = [], pairs._margins
+
+    def dies(examples, *rest):
+        scored.append(len(examples))
+        if len(scored) == 3:
+            raise KeyboardInterrupt
+        return margins_of(examples, *rest)
+
+    monkeypatch.setattr(pairs, "_margins", dies)
+    options = {"pairs": PairOptions(reference=str(tmp_path / "reference"))}
+    with pytest.raises(KeyboardInterrupt):
+        run(stories, [suite], tmp_path / "e", **options)
+    run(stories, [suite], tmp_path / "e", **options)
+    assert scored == [4, 4, 4, 4]
+    policy = AutoModelForCausalLM.from_pretrained(stories)
+    start = len(tokenizer("Once upon a time").input_ids)
+
+    def reward(text):
+        ids = torch.tensor([[*tokenizer("Once upon a time" + text).input_ids, tokenizer.eos_token_id]])
+        of = [model(ids).logits[0].detach().log_softmax(-1) for model in (policy, other)]
+        at = range(start, ids.shape[1])
+        return 0.1 * sum(float(of[0][i - 1, ids[0, i]] - of[1][i - 1, ids[0, i]]) for i in at)
+
+    margins = [reward(row["chosen"]) - reward(row["rejected"]) for row in rows]
+    assert [float(one.extracted or 0) for one in read_answers(tmp_path / "e")] == pytest.approx(margins, abs=1e-4)
+    rows[0]["chosen"] += " Then"
+    changed = own(tmp_path, rows, kind="preference", answer=None, rule="none", prompt="")
+    with pytest.raises(RunError, match="differs in items"):
+        run(stories, [changed], tmp_path / "e", **options)
+    AutoTokenizer.from_pretrained(stories.parent.parent / "tokenizers/minimind6400").save_pretrained(
+        tmp_path / "reference"
+    )
+    with pytest.raises(ModelError, match="has another tokenizer than the policy"):
+        run(stories, [changed], tmp_path / "f", **options)
+
+
 # --- faults ---
+
+
+def test_no_score_without_a_verdict(stories, tmp_path):
+    """Weights that are not finite choose nothing and prefer nothing; a choice that does not fit is not compared."""
+    model = AutoModelForCausalLM.from_pretrained(stories)
+    model.model.layers[0].mlp.down_proj.weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "nan")
+    AutoTokenizer.from_pretrained(stories).save_pretrained(tmp_path / "nan")
+    choices = {"kind": "choices", "choices": [" cat", " dog"]}
+    suite = own(tmp_path, [{"problem": "Lily saw a", "answer": "0"}], **choices)
+    one = run(tmp_path / "nan", [suite], tmp_path / "c")["suites"]["own"]
+    assert one["value"] is None and one["ungraded"] == {"the model's log-probabilities are not finite": 1}
+    assert one["rule"] == "choices"
+    rows = [{"prompt": "Lily saw", "chosen": " a ball.", "rejected": " zq."}]
+    pairs = own(tmp_path, rows, kind="preference", answer=None, rule="none", prompt="")
+    one = run(tmp_path / "nan", [pairs], tmp_path / "p")["suites"]["own"]
+    assert one["value"] is None and one["ungraded"] == {"the model's scores are not finite": 1}
+    rows = [{"problem": "a" + " a" * n, "answer": "0"} for n in (400, 508, 510, 700)]
+    suite = own(tmp_path, rows, kind="choices", choices=[" cat sat on the mat", " dog"])
+    one = run(stories, [suite], tmp_path / "l")["suites"]["own"]
+    assert one["graded"] == 1 and "the prompt with a choice has N tokens and the model N positions" in one["ungraded"]
+
+
+def test_another_model_in_the_folder(stories, tmp_path):
+    """Refused before any work, also for a suite that the folder lacks; replaced whole with overwrite."""
+    folder = tmp_path / "e"
+    run(stories, [own(tmp_path, ROWS[:2], name="one")], folder)
+    model = AutoModelForCausalLM.from_pretrained(stories)
+    model.model.layers[0].mlp.down_proj.weight.data.mul_(0.5)
+    model.save_pretrained(tmp_path / "m")
+    AutoTokenizer.from_pretrained(stories).save_pretrained(tmp_path / "m")
+    two = own(tmp_path, ROWS[:2], name="two")
+    with pytest.raises(RunError, match=r"evaluations of another model.*\(one\)"):
+        run(tmp_path / "m", [two], folder)
+    assert list(read_summary(folder)["suites"]) == ["one"]
+    assert list(run(tmp_path / "m", [two], folder, overwrite=True)["suites"]) == ["two"]
+    assert {answer.suite for answer in read_answers(folder)} == {"two"}
+
+
+def test_recorded_completions_that_change(tmp_path, caplog):
+    rows = [{"problem": f"{n}+1", "answer": str(n + 1), "completions": [str(n + 1), "0"]} for n in range(3)]
+    rows.append(rows[0] | {"completions": ["5", "6"]})  # the same question again
+    suite = own(tmp_path, rows)
+    file, items = tmp_path / "rows.jsonl", load_items(suite)
+    first = evaluate_recorded(file, "completions", [items], Options(workers=1, num_generations=1), tmp_path / "e")
+    assert first["suites"]["own"]["value"] == 0.75 and not caplog.text  # of the two rows of a question, each its own
+    with pytest.raises(RunError, match="differs in samples"):
+        evaluate_recorded(file, "completions", [items], Options(workers=1), tmp_path / "e")
+    replies = tmp_path / "replies.jsonl"
+    replies.write_text("".join(json.dumps(row) + "\n" for row in [*rows[:2], {"problem": "?", "completions": "1"}]))
+    found = evaluate_recorded(replies, "completions", [items], Options(workers=1), tmp_path / "r")["suites"]["own"]
+    assert "1 row of 3 unused" in caplog.text and found["ungraded"] == {"there is no recorded completion": 2}
+    replies.write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(RunError, match="another model, or of this one before it changed"):
+        evaluate_recorded(replies, "completions", [items], Options(workers=1), tmp_path / "r")
+    for settings in (
+        {"kind": "choices", "choices": ["1", "2"]},
+        {"kind": "preference", "answer": None, "rule": "none"},
+    ):
+        with pytest.raises(DataError, match="recorded completions cannot answer the suite own"):
+            evaluate_recorded(file, "completions", [load_items(own(tmp_path, rows, **settings))], Options(), tmp_path)
+
+
+def test_a_judge_that_fails_loses_no_stored_answer(stories, tmp_path, monkeypatch):
+    """Blocks before it stay, and the evaluation goes on with the function mended; None is no score."""
+    from posttrain.evaluation import running
+
+    monkeypatch.setattr(running, "FIRST_BLOCK", 4)
+    monkeypatch.setattr(running, "MOST_BLOCK", 4)
+    (tmp_path / "frail_judge.py").write_text(
+        "fail = True\n"
+        "def odd(completions, kind, answer):\n"
+        "    if fail and '8' in answer:\n"
+        "        raise ValueError('boom')\n"
+        "    return [None if one == 'even' else 1.0 for one in kind]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    suite = own(tmp_path, ROWS, rule="frail_judge:odd")
+    with pytest.raises(RewardError, match=r"frail_judge.py line 4\) with ValueError: boom"):
+        run(stories, [suite], tmp_path / "e")
+    with EvaluationStore(tmp_path / "e") as store:
+        assert store.positions("own") == set(range(8))
+    monkeypatch.setattr("frail_judge.fail", False)
+    one = run(stories, [suite], tmp_path / "e")["suites"]["own"]
+    assert (one["value"], one["graded"], one["ungraded"]) == (1.0, 4, {"frail_judge:odd returned None": 5})
+
+
+def test_models_that_do_not_stop_or_do_not_generate(stories, tmp_path, caplog):
+    tokenizer, model = AutoTokenizer.from_pretrained(stories), AutoModelForCausalLM.from_pretrained(stories)
+    tokenizer.eos_token, model.config.eos_token_id, model.generation_config.eos_token_id = None, None, None
+    model.save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    run(tmp_path / "m", [own(tmp_path, ROWS[:1])], tmp_path / "e")
+    assert "has a stop token, so every completion runs to 6 tokens" in caplog.text
+    caplog.clear()
+    run(tmp_path / "m", [own(tmp_path, ROWS[:1], stop=["."])], tmp_path / "s")
+    assert "stop token" not in caplog.text
+    settings = json.loads((tmp_path / "m/config.json").read_text())
+    (tmp_path / "m/config.json").write_text(json.dumps(settings | {"architectures": ["BertForMaskedLM"]}))
+    with pytest.raises(ModelError, match="is a masked language model"):
+        run(tmp_path / "m", [own(tmp_path, ROWS[:1])], tmp_path / "b")
 
 
 def test_a_reward_model_scores_pairs_and_generates_nothing(shared, stories, tmp_path):
@@ -369,9 +596,15 @@ def test_databases_in_trouble(stories, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="another program writes it"):
         run(stories, [suite], folder, overwrite=True)
     holder.close()
-    (folder / "evaluation.sqlite").write_bytes(b"not a database at all" * 100)
-    with pytest.raises(RunError, match="the file is damaged"):
-        run(stories, [suite], folder)
+    with EvaluationStore(folder), pytest.raises(RunError, match="is in use by process"):
+        run(stories, [suite], folder, overwrite=True)  # it would delete what the other one stores
+    whole = bytearray((folder / "evaluation.sqlite").read_bytes())
+    for damaged in (b"not a database at all" * 100, whole[:4096] + b"\xff" * 4096 + whole[8192:]):
+        (folder / "evaluation.sqlite").write_bytes(damaged)
+        with pytest.raises(RunError, match="evaluate again with --overwrite"):
+            run(stories, [suite], folder)
+        run(stories, [suite], folder, overwrite=True)
+        assert (folder / "evaluation.sqlite.damaged").read_bytes() == damaged and len(read_answers(folder)) == 2
     (folder / "answers.jsonl").write_text('{"suite": 1}\n')
     with pytest.raises(RunError, match="line 1 is damaged"):
         read_answers(folder)
@@ -397,7 +630,10 @@ def test_surrogates_and_nul_are_stored(tmp_path):
         (["m", "--suite", "gsm8k", "--temperature", "-1"], "--temperature"),
         (["m", "--suite", "gsm8k", "--engine", "fast"], "--engine"),
         (["m", "--suite", "gsm8k,math", "--data", "x.jsonl"], "not one of the suites|with several suites"),
-        (["m", "--suite", "gsm8k", "--rule", "nope", "--data", "DATA"], "no such folder|is not a folder"),
+        (["./m", "--suite", "gsm8k", "--data", "DATA"], "no such folder"),
+        (["./a/m", "b/m", "--suite", "gsm8k", "--data", "DATA"], "would be evaluated in one folder, evaluations/m"),
+        (["m", "--suite", "gsm8k", "--reference", "m"], "--reference is read for suites of pairs only"),
+        (["m", "--suite", "hh", "--calibrate"], "compares verifiers for the rules gsm8k and math"),
     ],
 )
 def test_wrong_commands(shared, capsys, arguments, said):
@@ -412,12 +648,12 @@ def test_wrong_commands(shared, capsys, arguments, said):
 def test_verifiers_are_compared(shared, tmp_path):
     """A right answer in another spelling, a wrong one, and none; and each gold with itself."""
     rows = [
-        {"problem": "a", "answer": r"\frac{1}{2}", "completions": r"\boxed{0.5}"},
+        {"problem": "a", "answer": "1,000", "completions": r"\boxed{1000}"},
         {"problem": "b", "answer": "7", "completions": r"\boxed{7}"},
         {"problem": "c", "answer": "7", "completions": r"\boxed{8}"},
         {"problem": "d", "answer": "7", "completions": "who knows"},
     ]
-    items = load_items(own(tmp_path, rows, rule="math"))
+    items = load_items(own(tmp_path, rows, rule="gsm8k"))
     options = Options(calibrate=True, workers=1)
     summary = evaluate_recorded(tmp_path / "rows.jsonl", "completions", [items], options, tmp_path / "e")
     found = summary["suites"]["own"]["calibration"]

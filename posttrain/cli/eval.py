@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from posttrain.cli.errors import UsageError
+from posttrain.cli.errors import Interrupted, UsageError
 from posttrain.cli.score import Dtype
 from posttrain.cli.settings import Device, devices_from_flag, from_flags
 from posttrain.config import ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.config.schema.suite import SuiteConfig
+from posttrain.config.schema.suite import CALIBRATED, SuiteConfig
 from posttrain.imports import quick_imports
 from posttrain.terminal import say
 from posttrain.words import model_name
@@ -122,8 +122,8 @@ def eval(
     folder per model gets `evaluation.sqlite`, `answers.jsonl` (every answer with its verdict) and `summary.json`. What
     could not be graded is counted, never scored.
 
-        posttrain eval runs/sft --suite gsm8k,math500 -n 4
-        posttrain eval MODEL --suite gsm8k --temperature 0,0.6,1.0
+        posttrain eval runs/sft --suite gsm8k,math500
+        posttrain eval MODEL --suite gsm8k -n 4 --temperature 0.6,1.0
         posttrain eval answers.jsonl --suite gsm8k --completion-column solution
         posttrain eval MODEL --suite lm-eval:hellaswag --max-rows 100
         posttrain eval evaluations/MODEL --export inspect
@@ -153,12 +153,14 @@ def eval(
     tasks, names = _tasks(suite)
     given = {name: value for name, value in settings.items() if value is not None}
     suites = suites_of(names, given, data) if names else []
+    _refuse_unread(suites, {"--reference": reference, "--num-batches": num_batches}, calibrate)
     with quick_imports():
         from posttrain.evaluation.items import load_items  # these import torch, which takes seconds
         from posttrain.inspection.evaluate import Options, evaluate, evaluate_recorded
         from posttrain.inspection.evaluate_table import show, write_sweep
         from posttrain.inspection.evaluate_tasks import Tasks, evaluate_tasks
         from posttrain.inspection.pairs import PairOptions
+        from posttrain.models.load import load_config
     chosen = [load_items(one, max_rows) for one in suites]
     theirs = Tasks(tuple(tasks), rollout, max_rows, template == "chat", system_prompt, seed)
     options = Options(
@@ -176,25 +178,30 @@ def eval(
         calibrate=calibrate,
         pairs=PairOptions(reference=reference, num_batches=num_batches, max_rows=max_rows, seed=seed),
     )
+    placed = _placed(models, output)
+    loadable = {path: from_flags(ModelConfig, {"path": path, "dtype": dtype}) for path, _ in placed.values()}
+    for path, model in loadable.items():
+        if not Path(path).is_file():
+            load_config(model)  # a missing one is an error before the others are evaluated
+        elif tasks:
+            raise UsageError(f"{path} has recorded completions, which lm-eval's tasks cannot grade: give a model")
     found: dict[str, Mapping[str, Any]] = {}
-    for model in models:
-        asked = {one.name for one in suites}
-        if Path(model).is_file():
+    asked = {one.name for one in suites}
+    try:
+        for folder, (path, name) in placed.items():
+            if Path(path).is_file():
+                summary = evaluate_recorded(Path(path), completion_column, chosen, options, folder, overwrite)
+            else:
+                summary = evaluate(loadable[path], name, chosen, options, devices, folder, overwrite)
             if tasks:
-                raise UsageError(f"{model} has recorded completions, which lm-eval's tasks cannot grade: give a model")
-            name = Path(model).stem
-            folder = _folder(output, Path("evaluations") / name, name, len(models))
-            summary = evaluate_recorded(Path(model), completion_column, chosen, options, folder, overwrite)
-        else:
-            place, name, default = located(model)
-            folder = _folder(output, default, name, len(models))
-            loaded = from_flags(ModelConfig, {"path": place, "dtype": dtype})
-            summary = evaluate(loaded, name, chosen, options, devices, folder, overwrite)
-            if tasks:
-                summary, ran = evaluate_tasks(loaded, name, theirs, devices, folder, overwrite)
+                summary, ran = evaluate_tasks(loadable[path], name, theirs, devices, folder, overwrite)
                 asked |= ran
-        kept = {key: one for key, one in summary["suites"].items() if one["suite"] in asked}
-        found[str(folder)] = {**summary, "suites": kept}
+            kept = {key: one for key, one in summary["suites"].items() if one["suite"] in asked}
+            found[str(folder)] = {**summary, "suites": kept}
+    except KeyboardInterrupt as interrupt:
+        raise Interrupted(
+            "interrupted: answers so far are stored, and the same command without --overwrite goes on after them"
+        ) from interrupt
     show(found)
     for folder, summary in found.items():
         if picture := write_sweep(summary, Path(folder)):
@@ -238,6 +245,16 @@ def suites_of(names: str, settings: Mapping[str, Any], data: Sequence[str] | Non
     return [with_settings(one, {"source": sources[one.name]}) if one.name in sources else one for one in found]
 
 
+def _refuse_unread(suites: Sequence[SuiteConfig], of_pairs: Mapping[str, object], calibrate: bool) -> None:
+    """Raise UsageError for an option that none of the suites reads."""
+    unread = [name for name, value in of_pairs.items() if value is not None]
+    if unread and not any(one.kind == "preference" for one in suites):
+        raise UsageError(f"{unread[0]} is read for suites of pairs only, such as hh: none is in --suite")
+    if calibrate and not any(one.kind == "generate" and one.rule in CALIBRATED for one in suites):
+        rules = " and ".join(sorted(CALIBRATED))
+        raise UsageError(f"--calibrate compares verifiers for the rules {rules}: no suite of --suite has one of them")
+
+
 def _sources(given: Sequence[str] | None, suites: Sequence[str]) -> dict[str, str]:
     """The sources that `--data` names, by suite; without a name it is that of the only suite."""
     from posttrain.evaluation.suite import ALIASES
@@ -271,10 +288,12 @@ def _numbers(name: str, text: str | None) -> tuple[float, ...]:
 
 
 def located(model: str) -> tuple[str, str, Path]:
-    """The path of a model, its name, and the default folder of its records."""
+    """The path of a model or of recorded completions, its name, and the default folder of its records."""
     from posttrain.reports.listing import newest_model
 
     folder = Path(model).expanduser()
+    if folder.is_file():
+        return str(folder), folder.stem, Path("evaluations") / folder.stem
     place = newest_model(folder) if folder.is_dir() else None
     if place is not None and (place.parent / "run.json").is_file():
         return str(place), f"{place.parent.name}/{place.name}", place.parent / "evaluation" / place.name
@@ -282,7 +301,17 @@ def located(model: str) -> tuple[str, str, Path]:
     return str(place or model), name, Path("evaluations") / name
 
 
-def _folder(output: Path | None, default: Path, name: str, models: int) -> Path:
-    if output is None:
-        return default
-    return output / name.replace("/", "-") if models > 1 else output
+def _placed(models: Sequence[str], output: Path | None) -> dict[Path, tuple[str, str]]:
+    """The folder of each model's records, with its path and name. Raises UsageError if two have the same."""
+    found: dict[Path, tuple[str, str]] = {}
+    for model in models:
+        place, name, folder = located(model)
+        if output is not None:
+            folder = output / name.replace("/", "-") if len(models) > 1 else output
+        if folder in found:
+            raise UsageError(
+                f"{found[folder][0]} and {place} would be evaluated in one folder, {folder}: evaluate them one by one, "
+                "each with its own --output"
+            )
+        found[folder] = place, name
+    return found

@@ -23,7 +23,6 @@ from posttrain.grading.verdict import Grade, GradeRequest
 from posttrain.latex import last_box
 from posttrain.progress import progress
 
-CALIBRATED = frozenset({"math", "gsm8k"})  # rules
 SHOWN = 50  # disagreements that are listed
 OWN = "posttrain.evaluation.rules"
 

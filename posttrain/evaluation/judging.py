@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -51,6 +53,7 @@ class Judge:
     def __init__(self, suite: SuiteConfig, workers: int | None = None, deadline: float = DEADLINE_S):
         self._suite, self._rule = suite, suite.rule
         self._pool: Pool | None = None
+        self._takes: set[str] = set()  # arguments of the rule
         self._function: RewardFunction | None = None
         if ":" in self._rule:
             self._function = RewardFunction(self._rule)
@@ -91,6 +94,12 @@ class Judge:
         if rule not in RULES:
             raise ConfigError(f"suite {self._suite.name}: there is no rule {rule}; there are {', '.join(RULES)}, none")
         modules = {RULES[rule].partition(":")[0], *(modules_of([rule]) if rule in COMPARES_EXPRESSIONS else ())}
+        self._takes = _arguments(rule)
+        if lacking := self._takes - {*self._suite.options, *options_of(rule, TagsConfig())}:
+            raise ConfigError(
+                f"suite {self._suite.name}: the rule {rule} needs {', '.join(sorted(lacking))}, a field of the rows "
+                f"each: set options, such as {{{min(lacking)}: {min(lacking)}}}"
+            )
         if rule == "ifeval":
             for module in ifeval.MODULES:
                 ifeval.package(module)
@@ -117,7 +126,8 @@ class Judge:
             )
 
     def _request(self, item: Item, completion: str) -> GradeRequest:
-        options = {**item.options, **options_of(self._rule, TagsConfig())}
+        own = {name: value for name, value in item.options.items() if name in self._takes}
+        options = {**own, **options_of(self._rule, TagsConfig())}
         return GradeRequest(RULES[self._rule], completion, item.gold, options)
 
     def _chosen(self, item: Item, completion: str) -> Outcome:
@@ -137,3 +147,10 @@ class Judge:
         scores = self._function(columns)
         none = Outcome(UNGRADED, reason=f"{self._rule} returned None")
         return [none if score is None else Outcome(SCORED, score) for score in scores]
+
+
+def _arguments(rule: str) -> set[str]:
+    """The arguments of a rule besides the completion and the answer."""
+    module, _, name = RULES[rule].partition(":")
+    judge = getattr(importlib.import_module(module), name).judge
+    return {*list(inspect.signature(judge).parameters)[2:]}

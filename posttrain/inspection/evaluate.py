@@ -16,14 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from posttrain import __version__
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.rollout import EngineName, VllmConfig
-from posttrain.config.schema.suite import SuiteConfig
+from posttrain.config.schema.suite import CALIBRATED, SuiteConfig
 from posttrain.data.prompts import Prompt
 from posttrain.data.readers import read_files
 from posttrain.data.sources import Files
 from posttrain.engines import Engine, Sampling, make_engine, stop_token_ids
 from posttrain.errors import DataError, ModelError
 from posttrain.evaluation.answering import Answers, Chosen, Generated, Recorded, ask
-from posttrain.evaluation.calibration import CALIBRATED, calibrate
+from posttrain.evaluation.calibration import calibrate
 from posttrain.evaluation.items import Items
 from posttrain.evaluation.judging import Judge
 from posttrain.evaluation.records import EvaluationStore, write_files
@@ -246,9 +246,12 @@ def _written(
             _calibrate(key, items, store, options)
     about = {"posttrain": __version__, "created": datetime.now(UTC).isoformat(timespec="seconds")}
     summary = write_files(folder, store, model, about)
-    outputs = {items.suite.outputs: (key, items) for key, items in reversed(asked.items()) if items.suite.outputs}
-    for name, (key, items) in outputs.items():  # of a sweep, of its first setting
-        save_json(folder / name, list(_outputs(key, items, store, str(model["name"]))))
+    written: set[str] = set()
+    for key, items in asked.items():
+        name = items.suite.outputs
+        if name and name not in written:  # of a sweep, the first setting
+            written.add(name)
+            save_json(folder / name, list(_outputs(key, items, store, str(model["name"]))))
     return summary
 
 

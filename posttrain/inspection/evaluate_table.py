@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from posttrain.console import PlainConsole
+from posttrain.store.atomic import write_file
 from posttrain.terminal import visible
 from posttrain.words import counted
 
@@ -64,6 +66,8 @@ def notes(found: Summaries) -> Iterator[str]:
             if suite["ungraded"]:
                 reasons = ", ".join(f"{count:,} {visible(reason)}" for reason, count in suite["ungraded"].items())
                 yield f"{visible(name)}: {counted(sum(suite['ungraded'].values()), 'answer')} not graded: {reasons}"
+            if suite["samples"] > 1 and suite["sampling"].get("temperature") == 0:
+                yield f"{visible(name)}: {suite['samples']} answers at temperature 0 are equal: give --temperature"
             if suite["truncated"] and not swept:
                 yield f"{visible(name)}: {counted(suite['truncated'], 'answer')} reached the length limit"
             if suite.get("pass@k") and not swept:
@@ -115,9 +119,10 @@ def write_sweep(summary: Mapping[str, Any], folder: Path) -> Path | None:
     swept = [suite for suite in summary["suites"].values() if suite["setting"]]
     if not swept:
         return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 6), layout="constrained")
+    figure = Figure(figsize=(7, 6), dpi=120, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     axis = "temperature" if len({suite["sampling"]["temperature"] for suite in swept}) > 1 else "top_p"
     other = "top_p" if axis == "temperature" else "temperature"
@@ -140,7 +145,9 @@ def write_sweep(summary: Mapping[str, Any], folder: Path) -> Path | None:
     below.set_ylabel("tokens an answer")
     below.set_ylim(bottom=0)
     below.set_xlabel(axis)
-    figure.suptitle(str(summary["model"]["name"]))
+    figure.suptitle(visible(str(summary["model"]["name"])), parse_math=False)
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(buffer)
     path = folder / "sweep.png"
-    figure.savefig(path, dpi=120)
+    write_file(path, buffer.getvalue())
     return path

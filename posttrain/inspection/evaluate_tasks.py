@@ -15,6 +15,7 @@ from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.evaluation.items import Item, Items
 from posttrain.evaluation.records import Answer, EvaluationStore, write_files
+from posttrain.evaluation.running import started
 from posttrain.evaluation.summary import summarise
 from posttrain.training.inputs import content_of
 
@@ -36,10 +37,12 @@ def evaluate_tasks(
 ) -> tuple[dict[str, Any], set[str]]:
     """Run the tasks and add them to the records of the folder. Returns the summary, and the names of the suites.
 
-    A task is asked as a whole: one that was stopped starts again, one that is finished is kept.
+    A task is asked as a whole: one that was stopped starts again, one that is finished is kept. Raises RunError for one
+    with other settings, and for another model.
     """
     content, ran = content_of(model), set[str]()
     with EvaluationStore(folder, overwrite) as store:
+        store.is_of(content)
         for task in tasks.names:
             facts = {
                 "model": content,
@@ -51,7 +54,8 @@ def evaluate_tasks(
                 "system prompt": tasks.system_prompt,
                 "seed": tasks.seed,
             }
-            done = {one["suite"] for key, one in store.summaries().items() if store.facts(key) == facts}
+            before = [key for key in store.summaries() if (store.facts(key) or {}).get("task") == task]
+            done = {store.summaries()[key]["suite"] for key in before if started(store, key, facts)}
             ran |= done or _asked(model, task, tasks, devices, facts, store)
         about = {"posttrain": __version__, "created": datetime.now(UTC).isoformat(timespec="seconds")}
         return write_files(folder, store, {"name": name, "path": model.path, "content": content}, about), ran

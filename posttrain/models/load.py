@@ -82,6 +82,8 @@ def load_model(
     config = load_config(base)
     if head == "lm" and is_reward_model(model):
         raise ModelError(f"model {model.path}: is a reward model, which scores completions and does not generate")
+    if head == "lm" and any(name.endswith("ForMaskedLM") for name in config.architectures or []):
+        raise ModelError(f"model {model.path}: is a masked language model, which fills gaps and does not generate")
     auto: Any = AutoModelForCausalLM
     if head == "reward":
         auto, config.num_labels = AutoModelForSequenceClassification, 1
