@@ -413,15 +413,11 @@ def test_pairs_go_on_where_they_were_killed(stories, tmp_path, monkeypatch):
 
     margins = [reward(row["chosen"]) - reward(row["rejected"]) for row in rows]
     assert [float(one.extracted or 0) for one in read_answers(tmp_path / "e")] == pytest.approx(margins, abs=1e-4)
-    rows[0]["chosen"] += " Then"
-    changed = own(tmp_path, rows, kind="preference", answer=None, rule="none", prompt="")
-    with pytest.raises(RunError, match="differs in items"):
-        run(stories, [changed], tmp_path / "e", **options)
     AutoTokenizer.from_pretrained(stories.parent.parent / "tokenizers/minimind6400").save_pretrained(
         tmp_path / "reference"
     )
     with pytest.raises(ModelError, match="has another tokenizer than the policy"):
-        run(stories, [changed], tmp_path / "f", **options)
+        run(stories, [suite], tmp_path / "f", **options)
 
 
 # --- faults ---
@@ -560,7 +556,10 @@ def test_a_reward_model_scores_pairs_and_generates_nothing(shared, stories, tmp_
         read_answers(tmp_path / "p")[1].prompt == "prompt: Once upon a time\n\nchosen:  a was happy.\n\nrejected:  b."
     )
     own(tmp_path, rows[::-1], kind="preference", answer=None, rule="none", prompt="")  # other rows in the same file
-    assert run(tmp_path / "model", [suite], tmp_path / "p")["suites"]["own"]["value"] == found["value"]
+    with pytest.raises(RunError, match="differs in items"):
+        run(tmp_path / "model", [suite], tmp_path / "p")
+    again = run(tmp_path / "model", [suite], tmp_path / "p", overwrite=True)["suites"]["own"]
+    assert again["value"] == found["value"]
     assert [float(answer.extracted or 0) for answer in read_answers(tmp_path / "p")] == pytest.approx(
         margins[::-1], abs=1e-4
     )

@@ -8,7 +8,7 @@ from posttrain.config.schema.base import FUNCTION, Float, Int, OneOrMore, Positi
 from posttrain.config.schema.data import check_template
 
 RULE = r"^[a-z][a-z0-9_]*$"
-CALIBRATED = frozenset({"math", "gsm8k"})  # rules whose verdicts are compared with other verifiers'
+CALIBRATED = frozenset({"math", "gsm8k"})  # rules whose verdicts are compared with those of other verifiers
 
 
 def _one_as_tuple(value: object) -> object:
