@@ -42,6 +42,7 @@ from posttrain.export.gate import (
 )
 from posttrain.export.gate_table import cells
 from posttrain.export.quantize import Asked, quantize
+from posttrain.export.source import find_source
 from posttrain.models.load import load_model
 from posttrain.models.quantised import linear_layers, stored_bytes, weight_of
 from posttrain.models.quantised import quantised as make_quantised
@@ -452,9 +453,12 @@ def test_an_export_is_a_copy_with_the_gate_on_the_card(quantised, tmp_path):
     assert str(tmp_path) not in text + (out / "quantization.json").read_text()
     with pytest.raises(ModelError, match=r"--for: a quantised model is exported as it is: leave out --for"):
         export(Exported(str(place), tmp_path / "other", engines=("ollama",)), DEVICES, print)
-    (place / "quantization.json").write_text(json.dumps(facts | {"gate": {}}))
-    with pytest.raises(RunError, match=r"quantization.json is damaged \('checks'\): quantise the model again"):
-        export(Exported(str(place), tmp_path / "other"), DEVICES, print)
+    for damage in ({"gate": {}}, {"gate": None}, {"model": {}}, {"dtype": "float8"}):
+        (place / "quantization.json").write_text(json.dumps(facts | damage))
+        with pytest.raises(RunError, match=r"quantization.json is damaged.*: quantise the model again"):
+            export(Exported(str(place), tmp_path / "other"), DEVICES, print)
+    (place / "quantization.json").write_text(json.dumps(facts | {"model": {"name": "../../elsewhere"}}))
+    assert find_source(str(place)).name == "elsewhere-int8", "a name is no path out of exports/"
     (place / "quantization.json").unlink()
     with pytest.raises(ModelError, match=r"is quantised, and not by posttrain quantize"):
         export(Exported(str(place), tmp_path / "other"), DEVICES, print)

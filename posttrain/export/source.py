@@ -72,8 +72,8 @@ def find_source(given: str) -> Source:
         return Source(model, name, adapter, reward)
     quantised = quantised_facts(folder)
     if quantised is not None:
-        name = f"{quantised['model']['name']}-{quantised['to']}"
-    above = folder.absolute().parents[0 if quantised is None else 1]
+        name = model_name(f"{quantised['model']['name']}-{quantised['to']}")
+    above = folder.absolute().parent if quantised is None else folder.absolute().parent.parent
     if not (above / "run.json").is_file():
         return Source(model, name, adapter, reward, quantised=quantised)
     results = load_json(above / "results.json") if (above / "results.json").is_file() else {}
@@ -88,9 +88,11 @@ def quantised_facts(folder: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     facts = load_json(file)
-    known = ("model", "to", "method", "dtype", "gate")
-    if not isinstance(facts, dict) or not all(name in facts for name in known):
+    kinds = {"model": dict, "to": str, "method": str, "dtype": str, "gate": dict}
+    if not isinstance(facts, dict) or not all(isinstance(facts.get(name), kind) for name, kind in kinds.items()):
         raise RunError(f"{file} is damaged: quantise the model again")
+    if not isinstance(facts["model"].get("name"), str):
+        raise RunError(f"{file} is damaged: it names no model: quantise the model again")
     return facts
 
 
