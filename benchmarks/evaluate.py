@@ -98,6 +98,8 @@ def compared(folder: Path, rounds: int) -> list[float]:
         save_rows(place / "answers.jsonl", map(asdict, many))
         summary = json.loads((folder / "recorded-0/summary.json").read_text())
         summary["model"]["name"] = f"side-{number}"
+        for suite in summary["suites"].values():
+            suite |= {"items": PAIRS, "answers": PAIRS, "graded": PAIRS, "samples": 1}
         save_json(place / "summary.json", summary)
     seconds = []
     for number in range(rounds + 1):  # the first one imports
