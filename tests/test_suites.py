@@ -19,7 +19,7 @@ from posttrain.evaluation.judging import Judge
 from posttrain.evaluation.records import Answer, EvaluationStore, read_answers, read_summary
 from posttrain.evaluation.suite import ALIASES, find_suite, suite_names, with_settings
 from posttrain.inspection.evaluate import Options, evaluate, evaluate_recorded
-from posttrain.inspection.evaluate_table import write_sweep
+from posttrain.inspection.evaluate_table import show, write_sweep
 from posttrain.inspection.pairs import PairOptions
 from posttrain.store.files import save_rows
 
@@ -284,7 +284,7 @@ def test_too_long_prompts_are_counted_and_not_scored(shared, stories, tmp_path):
     rows = [{"problem": "one " * n, "answer": "1"} for n in (2, 2000, 3)]
     one = run(stories, [own(tmp_path, rows)], tmp_path / "e")["suites"]["own"]
     assert (one["answers"], one["graded"], one["items"]) == (3, 2, 3)
-    assert one["ungraded"] == {"the prompt has N tokens and the model N positions: it leaves no room": 1}
+    assert one["ungraded"] == {"the prompt leaves no room": 1}
     assert [answer.score for answer in read_answers(tmp_path / "e")] == [0.0, None, 0.0]
 
 
@@ -371,7 +371,7 @@ def test_pairs_of_a_policy(shared, stories, tmp_path):
     suite = own(tmp_path, rows * 40, kind="preference", answer=None, rule="none", prompt="")
     found = run(stories, [suite], tmp_path / "e")["suites"]["own"]
     assert found["value"] == 0.5 and (found["graded"], found["answers"]) == (80, 120)
-    assert list(found["ungraded"]) == ["a completion with its prompt has over N tokens"]
+    assert list(found["ungraded"]) == ["a pair is too long"]
 
 
 def test_pairs_go_on_where_they_were_killed(stories, tmp_path, monkeypatch):
@@ -441,7 +441,7 @@ def test_no_score_without_a_verdict(stories, tmp_path):
     rows = [{"problem": "a" + " a" * n, "answer": "0"} for n in (400, 508, 510, 700)]
     suite = own(tmp_path, rows, kind="choices", choices=[" cat sat on the mat", " dog"])
     one = run(stories, [suite], tmp_path / "l")["suites"]["own"]
-    assert one["graded"] == 1 and "the prompt with a choice has N tokens and the model N positions" in one["ungraded"]
+    assert one["graded"] == 1 and one["ungraded"] == {"a choice has no room": 2, "the prompt leaves no room": 1}
 
 
 def test_another_model_in_the_folder(stories, tmp_path):
@@ -631,6 +631,7 @@ def test_surrogates_and_nul_are_stored(tmp_path):
         (["m", "--suite", "gsm8k,math", "--data", "x.jsonl"], "not one of the suites|with several suites"),
         (["./m", "--suite", "gsm8k", "--data", "DATA"], "no such folder"),
         (["./a/m", "b/m", "--suite", "gsm8k", "--data", "DATA"], "would be evaluated in one folder, evaluations/m"),
+        (["./a/m", "./a/m", "--suite", "gsm8k", "--data", "DATA"], "a/m is given twice"),
         (["m", "--suite", "gsm8k", "--reference", "m"], "--reference is read for suites of pairs only"),
         (["m", "--suite", "hh", "--calibrate"], "compares verifiers for the rules gsm8k and math"),
     ],
@@ -664,6 +665,23 @@ def test_verifiers_are_compared(shared, tmp_path):
     }
     assert [one["item"] for one in found["disagreements"]] == ["0"]
     assert read_summary(tmp_path / "e") == summary
+
+
+def test_tables_fit_a_terminal(capsys, monkeypatch):
+    """Two runs of one name are told apart; many groups have a table of their own."""
+    monkeypatch.setenv("COLUMNS", "80")
+    suite = {
+        "suite": "mmlu", "setting": "", "value": 0.5, "low": 0.4, "high": 0.6, "graded": 57, "answers": 60, "tokens": 9,
+        "partial": "1 of 57 subjects", "ungraded": {"timeout": 3}, "truncated": 1, "samples": 1, "sampling": {},
+        "classes": {}, "groups": {f"high_school_{n}": {"value": n / 60, "items": 2} for n in range(57)},
+    }  # fmt: skip
+    suite["groups"]["none"] = {"value": None, "items": 2}
+    summary = {"model": {"name": "run/final"}, "suites": {"mmlu": suite}}
+    show({f"{place}/run/evaluation/final": summary for place in ("runs", "others")})
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= 80 and sum("high_school_56" in line for line in shown) == 2
+    assert sum(line.split()[:2] == ["runs/run/evaluation/final", "mmlu*"] for line in shown) == 1
+    assert sum(line.split() == ["none", "-", "2"] for line in shown) == 2
 
 
 def test_a_sweep_is_drawn(tmp_path):

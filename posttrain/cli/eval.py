@@ -309,6 +309,8 @@ def _placed(models: Sequence[str], output: Path | None) -> dict[Path, tuple[str,
         if output is not None:
             folder = output / name.replace("/", "-") if len(models) > 1 else output
         if folder in found:
+            if found[folder][0] == place:
+                raise UsageError(f"{place} is given twice")
             raise UsageError(
                 f"{found[folder][0]} and {place} would be evaluated in one folder, {folder}: evaluate them one by one, "
                 "each with its own --output"

@@ -51,7 +51,7 @@ def too_long(prompt: Prompt | Malformed, policy: PreTrainedModel) -> Malformed |
     positions = positions_of(policy.config)
     if not isinstance(prompt, Prompt) or positions is None or len(prompt.tokens) <= positions:
         return None
-    reason = f"the prompt has {len(prompt.tokens):,} tokens and the model {positions:,} positions: it leaves no room"
+    reason = f"the prompt leaves no room: it has {len(prompt.tokens):,} tokens, and the model {positions:,} positions"
     return Malformed("", 0, reason, prompt.row)
 
 
@@ -157,7 +157,9 @@ class Chosen:
         choices = self._choices(prompt)
         fed = len(prompt.tokens) + max(map(len, choices)) - 1
         if self._positions is not None and fed > self._positions:
-            return f"the prompt with a choice has {fed:,} tokens and the model {self._positions:,} positions"
+            return (
+                f"a choice has no room: with the prompt {fed:,} tokens, and the model has {self._positions:,} positions"
+            )
         return Example((Node(prompt.tokens, False, tuple(Node(tokens, True) for tokens in choices)),), row=number)
 
     def _scores(self, examples: Sequence[Example]) -> dict[int, list[float]]:

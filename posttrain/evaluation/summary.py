@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -14,7 +13,6 @@ from posttrain.evaluation.records import Answer
 from posttrain.evaluation.statistics import majorities_at, mean_by_prompt, passes_at, sizes
 
 CONFIDENCE = 0.95
-NUMBERS = re.compile(r"\d[\d,]*")
 
 
 def summarise(
@@ -62,10 +60,8 @@ def summarise(
 
 
 def _why(answer: Answer) -> str:
-    """The reason in a count: the verdict, or for what was never asked the sentence without its numbers."""
-    if answer.verdict != "ungraded":
-        return answer.verdict
-    return NUMBERS.sub("N", answer.reason or "no reason")
+    """The reason in a count: the verdict, or for what was never asked the reason without its details."""
+    return answer.verdict if answer.verdict != "ungraded" else (answer.reason or "no reason").partition(": ")[0]
 
 
 def _by_samples(by_item: Sequence[Sequence[Answer]], samples: int) -> dict[str, dict[str, float]]:

@@ -19,6 +19,7 @@ from posttrain.config.schema.rollout import EngineName, VllmConfig
 from posttrain.config.schema.suite import CALIBRATED, SuiteConfig
 from posttrain.data.prompts import Prompt
 from posttrain.data.readers import read_files
+from posttrain.data.report import Malformed
 from posttrain.data.sources import Files
 from posttrain.engines import Engine, Sampling, make_engine, stop_token_ids
 from posttrain.errors import DataError, ModelError
@@ -168,6 +169,7 @@ class _Loaded(ExitStack):
         self._model, self._options, self._device = model, options, take_device(devices)
         self._parts: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
         self._engine: Engine | None = None
+        self._prompts: dict[str, dict[int, Prompt | Malformed]] = {}  # by suite: those of all settings
 
     def scored(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The model, which may be a reward model, and its tokenizer."""
@@ -201,7 +203,9 @@ class _Loaded(ExitStack):
 
     def _answers(self, items: Items, sampling: Sampling) -> Answers:
         policy, tokenizer = self.scored()
-        prompts = ask(items.suite, items.items, tokenizer, policy)
+        if items.suite.name not in self._prompts:
+            self._prompts[items.suite.name] = ask(items.suite, items.items, tokenizer, policy)
+        prompts = self._prompts[items.suite.name]
         if items.suite.kind == "choices":
             return Chosen(items.suite, policy, tokenizer, prompts, self._device)
         if self._engine is None:

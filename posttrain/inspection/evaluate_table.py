@@ -15,6 +15,7 @@ from posttrain.store.atomic import write_file
 from posttrain.terminal import visible
 from posttrain.words import counted
 
+FEW_GROUPS = 8  # in one line; more have a table
 Summaries = Mapping[str, Mapping[str, Any]]  # folder -> summary
 
 
@@ -24,15 +25,16 @@ def show(found: Summaries) -> None:
     console.print(table(found))
     for line in notes(found):
         console.print(line, soft_wrap=True)
+    for name, suite in _named(found):
+        if len(suite["groups"]) > FEW_GROUPS and not suite["setting"]:
+            console.print(_groups(name, suite["groups"]))
 
 
 def table(found: Summaries) -> Table:
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    models = {str(summary["model"]["name"]) for summary in found.values()}
-    entries = [
-        (str(summary["model"]["name"]), suite) for summary in found.values() for suite in summary["suites"].values()
-    ]
-    if len(models) > 1:
+    models = _models(found)
+    entries = [(models[folder], suite) for folder, summary in found.items() for suite in summary["suites"].values()]
+    if len(found) > 1:
         shown.add_column("model", overflow="fold")
     shown.add_column("suite", overflow="fold")
     swept = any(suite["setting"] for _, suite in entries)
@@ -42,7 +44,7 @@ def table(found: Summaries) -> Table:
     for name in ("score", "95 % interval", *([f"pass@{most}"] if most else []), "graded", "tokens"):
         shown.add_column(name, justify="right")
     for model, suite in entries:
-        cells = [visible(model)] if len(models) > 1 else []
+        cells = [visible(model)] if len(found) > 1 else []
         cells += [f"{suite['suite']}{'*' if suite['partial'] else ''}"]
         cells += [suite["setting"].replace("temperature=", "T ").replace("top_p=", "p ")] if swept else []
         graded = f"{suite['graded']:,}" + (f" of {suite['answers']:,}" if suite["graded"] < suite["answers"] else "")
@@ -52,13 +54,37 @@ def table(found: Summaries) -> Table:
     return shown
 
 
+def _models(found: Summaries) -> dict[str, str]:
+    """The name of each evaluation's model, by folder; the folder where two have one name."""
+    names = {folder: str(summary["model"]["name"]) for folder, summary in found.items()}
+    return {folder: folder if [*names.values()].count(name) > 1 else name for folder, name in names.items()}
+
+
+def _named(found: Summaries) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every suite with its name, which has that of its model if there are several."""
+    models = _models(found)
+    for folder, summary in found.items():
+        for key, suite in summary["suites"].items():
+            yield (f"{models[folder]}, {key}" if len(found) > 1 else key), suite
+
+
+def _groups(name: str, groups: Mapping[str, Mapping[str, Any]]) -> Table:
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column(visible(name), overflow="fold")
+    for column in ("score", "items"):
+        shown.add_column(column, justify="right")
+    for group, facts in groups.items():
+        shown.add_row(visible(group), percent(facts["value"]), f"{facts['items']:,}")
+    return shown
+
+
 def notes(found: Summaries) -> Iterator[str]:
     """What the table has no room for."""
-    several = len(found) > 1
-    for summary in found.values():
+    models = _models(found)
+    for folder, summary in found.items():
         said: set[str] = set()
         for key, suite in summary["suites"].items():
-            name = f"{summary['model']['name']}, {key}" if several else key
+            name = f"{models[folder]}, {key}" if len(found) > 1 else key
             swept = bool(suite["setting"])
             if suite["partial"] and not (swept and suite["suite"] in said):
                 said.add(suite["suite"])
@@ -79,7 +105,7 @@ def notes(found: Summaries) -> Iterator[str]:
                 yield f"{visible(name)}: format and answer {classes}"
             if calibration := suite.get("calibration"):
                 yield from (f"{visible(name)}: {visible(line)}" for line in _calibration(calibration))
-            if len(suite["groups"]) > 1 and not swept:
+            if 1 < len(suite["groups"]) <= FEW_GROUPS and not swept:
                 yield f"{visible(name)}: " + ", ".join(
                     f"{visible(group)} {percent(facts['value'])}" for group, facts in suite["groups"].items()
                 )

@@ -158,7 +158,7 @@ def _pairs(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase, longest: int)
     there = set(prepared.train.rows.tolist())
     for row in range(prepared.report.read):
         if row not in there:
-            reasons.setdefault(row, f"a completion with its prompt has over {longest:,} tokens")
+            reasons.setdefault(row, f"a pair is too long: a completion with its prompt has over {longest:,} tokens")
     return prepared.train, reasons, prepared.report.read
 
 
