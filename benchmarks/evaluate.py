@@ -52,11 +52,11 @@ def overhead(folder: Path, rounds: int) -> list[float]:
     sampling = Sampling(temperature=1.0, max_completion_length=TOKENS, num_generations=SAMPLES)
     prompts = ask(suite, items.items, tokenizer, policy)
     answers = Generated(EmbeddedEngine(policy, tokenizer), sampling, tokenizer, prompts)
-    answers(items.items[:8])
+    answers(items.items[:8], lambda *_: None)
     found = []
     for number in range(rounds):
         began = time.perf_counter()
-        answers(items.items)
+        answers(items.items, lambda *_: None)
         alone = time.perf_counter() - began
         with Judge(suite) as judge, EvaluationStore(folder / f"evaluation-{number}") as store:
             began = time.perf_counter()

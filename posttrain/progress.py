@@ -1,7 +1,8 @@
 """Progress display: a live bar on a terminal, an occasional line elsewhere, so that a log file is not flooded."""
 
+import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TypeVar
 
 from rich.console import Console
@@ -23,28 +24,38 @@ def progress(
     `total` is the number of items, by default the length of `items` if it has one. Without a terminal: a line every 30
     seconds.
     """
-    console, description = console or PlainConsole(stderr=True), visible(description)
     total = len(items) if total is None and isinstance(items, Sized) else total
+    with counter(description, total, console) as count:
+        for item in items:
+            yield item
+            count()
+
+
+@contextlib.contextmanager
+def counter(description: str, total: int | None, console: Console | None = None) -> Iterator[Callable[[], None]]:
+    """Context with a function to call after every item; shows as `progress` does."""
+    console, description = console or PlainConsole(stderr=True), visible(description)
     next_line = time.monotonic() + PATIENCE_S
     shown: Progress | None = None
     done = 0
+
+    def count() -> None:
+        nonlocal shown, done, next_line
+        done += 1
+        now = time.monotonic()
+        if shown:
+            shown.update(shown.task_ids[0], completed=done)
+        elif now >= next_line and console.is_terminal:
+            shown = bar(console, TimeRemainingColumn())
+            shown.add_task(description, total=total, completed=done)
+            shown.start()
+        elif now >= next_line:
+            next_line = now + LINE_EVERY_S
+            share = f" of {total} ({done / total:.0%})" if total else ""
+            console.print(f"{description}: {done}{share}", soft_wrap=True)
+
     try:
-        for item in items:
-            yield item
-            done += 1
-            now = time.monotonic()
-            if shown:
-                shown.update(shown.task_ids[0], completed=done)
-            elif now < next_line:
-                continue
-            elif console.is_terminal:
-                shown = bar(console, TimeRemainingColumn())
-                shown.add_task(description, total=total, completed=done)
-                shown.start()
-            else:
-                next_line = now + LINE_EVERY_S
-                share = f" of {total} ({done / total:.0%})" if total else ""
-                console.print(f"{description}: {done}{share}", soft_wrap=True)
+        yield count
     finally:
         if shown:
             shown.stop()

@@ -6,6 +6,7 @@ mask, position or cache shows in every number.
 
 import math
 import random
+import time
 from collections import Counter
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -148,6 +149,18 @@ def test_the_record(engine_of):
     assert set(reasons) == {"stop", "length"}, "the prompts should show both ends"
     assert len({tuple(completion.tokens) for completion in groups[0]}) > 1, "completions of a group differ"
     assert engine.generate([], DRAWN) == []
+
+
+def test_prompts_are_given_as_they_finish(engine_of):
+    """Each once, with the completions that the call returns, and the engine's time is shared among them."""
+    engine, found = engine_of(policy_of()), []
+    began = time.perf_counter()
+    groups = engine.generate(PROMPTS, DRAWN, finished=lambda index, group: found.append((index, list(group))))
+    spent = time.perf_counter() - began
+    assert sorted(index for index, _ in found) == list(range(len(PROMPTS)))
+    assert all(groups[index] == group for index, group in found)
+    seconds = [completion.seconds for group in groups for completion in group]
+    assert min(seconds) > 0 and 0.5 * spent < sum(seconds) <= spent
 
 
 def test_the_same_seed_gives_the_same_text(engine_of):

@@ -127,6 +127,12 @@ def test_messages(evaluation, tmp_path):
     (evaluation / "answers.jsonl").write_text(lines[0].replace("0.6", "0.7"))
     with pytest.raises(RunError, match=r"answers of gsm8k temperature=0\.7, which summary.json lacks"):
         export_evaluation(evaluation, "lm-eval")
+    (evaluation / "answers.jsonl").write_text("".join(lines))
+    summary = json.loads((evaluation / "summary.json").read_text())
+    del summary["created"]
+    (evaluation / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(RunError, match=r"summary\.json is damaged, it lacks 'created'"):
+        export_evaluation(evaluation, "inspect")
     (evaluation / "summary.json").unlink()
     with pytest.raises(RunError, match=r"summary\.json is missing"):
         export_evaluation(evaluation, "inspect")

@@ -296,17 +296,21 @@ ROWS = [
 def test_a_killed_evaluation_goes_on(stories, tmp_path, monkeypatch):
     from posttrain.evaluation import answering, running
 
-    monkeypatch.setattr(running, "FIRST_BLOCK", 4)
-    monkeypatch.setattr(running, "MOST_BLOCK", 4)
+    monkeypatch.setattr(running, "ANSWERS_AT_ONCE", 4)
     suite = own(tmp_path, ROWS, temperature=1.0, num_generations=2, group="kind")
     whole = run(stories, [suite], tmp_path / "whole")
     calls, ask = [], answering.Generated.__call__
 
-    def dies(self, items):
-        calls.append(len(items))
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return ask(self, items)
+    def dies(self, items, found):
+        calls.append(0)
+
+        def counted(item, replies):
+            calls[-1] += 1
+            if len(calls) == 1 and calls[-1] == 8:
+                raise KeyboardInterrupt
+            found(item, replies)
+
+        ask(self, items, counted)
 
     monkeypatch.setattr(answering.Generated, "__call__", dies)
     with pytest.raises(KeyboardInterrupt):
@@ -314,9 +318,9 @@ def test_a_killed_evaluation_goes_on(stories, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="not finished"):
         read_summary(tmp_path / "killed")
     with EvaluationStore(tmp_path / "killed") as store:
-        assert store.positions("own") == {0, 1, 2, 3}  # two whole blocks; the third was being graded
+        assert len(store.positions("own")) == 4  # two more were being graded, and one waited
     again = run(stories, [suite], tmp_path / "killed")
-    assert calls[4:] == [2, 2, 1]
+    assert calls == [8, 5]
     timeless = [replace(answer, seconds=0) for answer in read_answers(tmp_path / "whole")]
     assert [replace(answer, seconds=0) for answer in read_answers(tmp_path / "killed")] == timeless
     same = {name: value for name, value in again["suites"]["own"].items() if name != "seconds"}
@@ -485,11 +489,10 @@ def test_recorded_completions_that_change(tmp_path, caplog):
 
 
 def test_a_judge_that_fails_loses_no_stored_answer(stories, tmp_path, monkeypatch):
-    """Blocks before it stay, and the evaluation goes on with the function mended; None is no score."""
+    """What was graded before stays, and the evaluation goes on with the function mended; None is no score."""
     from posttrain.evaluation import running
 
-    monkeypatch.setattr(running, "FIRST_BLOCK", 4)
-    monkeypatch.setattr(running, "MOST_BLOCK", 4)
+    monkeypatch.setattr(running, "ANSWERS_AT_ONCE", 4)
     (tmp_path / "frail_judge.py").write_text(
         "fail = True\n"
         "def odd(completions, kind, answer):\n"

@@ -12,6 +12,7 @@ from posttrain.cli.settings import Device, devices_from_flag, from_flags
 from posttrain.config import ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.suite import CALIBRATED, SuiteConfig
+from posttrain.extras import need
 from posttrain.imports import quick_imports
 from posttrain.terminal import say
 from posttrain.words import model_name
@@ -151,6 +152,8 @@ def eval(
     }
     devices = devices_from_flag(device)
     tasks, names = _tasks(suite)
+    if tasks:
+        need("lm_eval", "lm-eval", f"--suite {LM_EVAL}{tasks[0]}")
     given = {name: value for name, value in settings.items() if value is not None}
     suites = suites_of(names, given, data) if names else []
     _refuse_unread(suites, {"--reference": reference, "--num-batches": num_batches}, calibrate)
@@ -189,9 +192,10 @@ def eval(
     asked = {one.name for one in suites}
     try:
         for folder, (path, name) in placed.items():
+            summary: Mapping[str, Any] = {}
             if Path(path).is_file():
                 summary = evaluate_recorded(Path(path), completion_column, chosen, options, folder, overwrite)
-            else:
+            elif chosen:
                 summary = evaluate(loadable[path], name, chosen, options, devices, folder, overwrite)
             if tasks:
                 summary, ran = evaluate_tasks(loadable[path], name, theirs, devices, folder, overwrite)

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.config.schema.rollout import EngineName, VllmConfig
 from posttrain.engines.embedded import EmbeddedEngine
 from posttrain.engines.plain import TransformersEngine
-from posttrain.engines.protocol import Completion, Engine, Sampling
+from posttrain.engines.protocol import Completion, Engine, Finished, Sampling
 from posttrain.engines.stops import stop_token_ids, text_of
 from posttrain.engines.streams import seed_of
 
@@ -16,6 +16,7 @@ __all__ = [
     "Completion",
     "EmbeddedEngine",
     "Engine",
+    "Finished",
     "Sampling",
     "TransformersEngine",
     "make_engine",

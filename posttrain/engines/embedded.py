@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from posttrain.engines.decode import Stepper
 from posttrain.engines.generation import Generation
 from posttrain.engines.memory import Kept, Memory
-from posttrain.engines.protocol import Completion, Request, Sampling, requests
+from posttrain.engines.protocol import Completion, Finished, Request, Sampling, requests
 from posttrain.engines.room import Room, cache_tokens
 from posttrain.engines.stops import StopTexts
 from posttrain.errors import ModelError
@@ -85,6 +85,7 @@ class EmbeddedEngine:
         *,
         seeds: Sequence[int] | None = None,
         limits: Sequence[Sequence[int]] | None = None,
+        finished: Finished | None = None,
     ) -> list[list[Completion]]:
         base = base_of(self.policy)
         head: nn.Linear = base.get_output_embeddings()  # pyright: ignore[reportAssignmentType]
@@ -103,7 +104,7 @@ class EmbeddedEngine:
         with torch.inference_mode(), evaluating(self.policy), packed_weights(self.policy, head) as rows_step:
             memory, room = self._memory(base, asked, sampling, head.weight.device)
             try:
-                return Generation(memory, room, asked, texts, self.version, rows_step).completions()
+                return Generation(memory, room, asked, texts, self.version, rows_step, finished).completions()
             except BaseException:
                 self.release()  # its leftovers may not be finite, which no mask hides
                 raise

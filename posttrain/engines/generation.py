@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from posttrain.batch import Example, Node, pack
 from posttrain.engines.attention import Prefill
 from posttrain.engines.decode import Shape
 from posttrain.engines.memory import Memory
-from posttrain.engines.protocol import Completion, Request, not_finite
+from posttrain.engines.protocol import Completion, Finished, Request, not_finite
 from posttrain.engines.room import FEWEST_COLUMNS, Room
 from posttrain.engines.stops import StopTexts
 from posttrain.engines.streams import keys
@@ -39,6 +40,7 @@ class Slot:
 
     group: Group
     number: int
+    began: float = 0.0  # `Generation.spent` at its admission
     seen: int = 0  # tokens already searched for stop strings
 
 
@@ -54,13 +56,21 @@ class Generation:
     """One call of `generate`, within `room` of the memory."""
 
     def __init__(
-        self, memory: Memory, room: Room, asked: list[Request], texts: StopTexts, version: int, rows_step: int
+        self,
+        memory: Memory,
+        room: Room,
+        asked: list[Request],
+        texts: StopTexts,
+        version: int,
+        rows_step: int,
+        finished: Finished | None = None,
     ):
         self.room = room
         self.rows_step = rows_step  # products are fast with a multiple of this number of rows
         self.cache, self.state, self.stepper = memory.cache, memory.state, memory.stepper
         self.policy, self.device = self.stepper.policy, self.stepper.device
-        self.texts, self.version = texts, version
+        self.texts, self.version, self.finished = texts, version, finished
+        self.spent, self.since = 0.0, time.perf_counter()  # seconds of a completion that lives all the time
         # Long prompts first would waste least, but callers often sort by difficulty: their order is kept.
         self.waiting = deque(groups_of(asked, room.members))
         self.groups: list[Group] = []  # by slot
@@ -101,7 +111,7 @@ class Generation:
         ):
             group = self.waiting.popleft()
             group.slot = len(self.groups)
-            group.live = [Slot(group, number) for number in group.numbers]
+            group.live = [Slot(group, number, self.spent) for number in group.numbers]
             self.rows += group.live
             self.groups.append(group)
         fresh = self.groups[before:]
@@ -143,6 +153,7 @@ class Generation:
         flags = self.state.done_R[: len(self.rows)]
         done = flags.nonzero().squeeze(1).tolist() if flags.any() else []
         ends = dict.fromkeys(done) | (self.stopped_by_text() if self.texts else {})
+        self.charge()
         if not ends:
             return
         self.collect(sorted(ends), ends)
@@ -158,6 +169,12 @@ class Generation:
         del self.rows[len(kept) :]
         self.close_groups()
         self.place()
+
+    def charge(self) -> None:
+        """Share the time since the last call among the live completions."""
+        now = time.perf_counter()
+        self.spent += (now - self.since) / len(self.rows)
+        self.since = now
 
     def collect(self, places: list[int], ends: dict[int, int | None]) -> None:
         """Convert finished rows to completions, each up to its stop string if any."""
@@ -175,8 +192,11 @@ class Generation:
             row.group.live.remove(row)
             size = count if end is None else end
             stopped = end is not None or ids[size - 1] in stops
-            completion = Completion(ids[:size], values[:size], "stop" if stopped else "length", self.version)
-            self.found[row.group.request.index][row.number] = completion
+            reason, seconds = "stop" if stopped else "length", self.spent - row.began
+            index, group = row.group.request.index, self.found[row.group.request.index]
+            group[row.number] = Completion(ids[:size], values[:size], reason, self.version, seconds)
+            if self.finished is not None and None not in group:
+                self.finished(index, [done for done in group if done is not None])
 
     def stopped_by_text(self) -> dict[int, int | None]:
         """The rows with a stop string, and the number of tokens up to its end."""

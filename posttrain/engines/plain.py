@@ -7,6 +7,7 @@ logits processor leaves it only the sampled token.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from posttrain.engines.embedded import evaluating
-from posttrain.engines.protocol import Completion, Request, Sampling, not_finite, requests
+from posttrain.engines.protocol import Completion, Finished, Request, Sampling, not_finite, requests, timed
 from posttrain.engines.sampling import sample_tokens
 from posttrain.engines.stops import StopTexts
 from posttrain.engines.streams import keys, token_words
@@ -64,6 +65,7 @@ class TransformersEngine:
         *,
         seeds: Sequence[int] | None = None,
         limits: Sequence[Sequence[int]] | None = None,
+        finished: Finished | None = None,
     ) -> list[list[Completion]]:
         base = base_of(self.policy)
         positions = positions_of(base.config)
@@ -79,7 +81,12 @@ class TransformersEngine:
         found: list[list[Completion]] = []
         with torch.inference_mode(), evaluating(self.policy), _own_attention(base), _plain_defaults(base):
             for batch in _batches(asked, max(1, self.max_rows // sampling.num_generations), positions):
-                found += self._batch(base, batch, sampling, texts)
+                began, rows = time.perf_counter(), self._batch(base, batch, sampling, texts)
+                groups = timed(rows, time.perf_counter() - began)
+                found += groups
+                if finished is not None:
+                    for request, group in zip(batch, groups, strict=True):
+                        finished(request.index, group)
         return found
 
     def _batch(

@@ -9,8 +9,8 @@ that it was sampled from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from torch import nn
@@ -64,6 +64,10 @@ class Completion:
     logprobs: list[float]  # nats, one per token
     finish_reason: FinishReason  # a stop token or string, or the length limit
     version: int  # of the sampling weights
+    seconds: float = field(default=0.0, compare=False)  # its share of the engine's time
+
+
+Finished = Callable[[int, list[Completion]], None]  # takes the index of a prompt, and its completions
 
 
 class Engine(Protocol):
@@ -82,12 +86,14 @@ class Engine(Protocol):
         *,
         seeds: Sequence[int] | None = None,
         limits: Sequence[Sequence[int]] | None = None,
+        finished: Finished | None = None,
     ) -> list[list[Completion]]:
         """`sampling.num_generations` completions of every prompt, in order.
 
         `seeds`: one per prompt; by default from `sampling.seed` and the prompt's index. `limits`: an individual limit,
         at most `max_completion_length`, for every completion of every prompt. Completions of a long prompt are limited
-        by the model's remaining positions.
+        by the model's remaining positions. `finished` is called for each prompt once, when the engine has all its
+        completions; prompts finish in any order.
 
         Raises DataError for a prompt that is empty, has ids outside the vocabulary, or leaves no room.
         """
@@ -153,6 +159,12 @@ def requests(
         seed = seed_of(sampling.seed, index) if seeds is None else seeds[index]
         made.append(Request(index, tokens, seed, tuple(min(limit, room) for limit in own)))
     return made
+
+
+def timed(groups: Sequence[Sequence[Completion]], seconds: float) -> list[list[Completion]]:
+    """Completions that were generated together in `seconds`, each with its share by tokens."""
+    per_token = seconds / max(1, sum(len(one.tokens) for group in groups for one in group))
+    return [[replace(one, seconds=len(one.tokens) * per_token) for one in group] for group in groups]
 
 
 def not_finite() -> VitalSignError:

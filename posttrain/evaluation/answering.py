@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +24,7 @@ from posttrain.models.families import positions_of
 from posttrain.scoring import Scorer
 
 CHOICE_PACK_TOKENS = 8192
+CHOSEN_AT_ONCE = 64  # items
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,19 @@ class Reply:
     problem: str | None = None
 
 
+Found = Callable[[Item, list[Reply]], None]  # takes an item and its replies
+
+
 class Answers(Protocol):
-    """Answers items, each with the same number of replies. `prompts` are what the model reads, by position."""
+    """Answers items, each with the same number of replies. `prompts` are what the model reads, by position.
+
+    `found` is called for each item once, as soon as it is answered; items are answered in any order.
+    """
 
     @property
     def prompts(self) -> Mapping[int, str]: ...
 
-    def __call__(self, items: Sequence[Item]) -> list[list[Reply]]: ...
+    def __call__(self, items: Sequence[Item], found: Found) -> None: ...
 
 
 def too_long(prompt: Prompt | Malformed, policy: PreTrainedModel) -> Malformed | None:
@@ -98,28 +105,25 @@ class Generated:
         self._engine, self._sampling, self._tokenizer, self._prompts = engine, sampling, tokenizer, prompts
         self.prompts = _texts(prompts)
 
-    def __call__(self, items: Sequence[Item]) -> list[list[Reply]]:
-        asked = [(item, one) for item in items if isinstance(one := self._prompts[item.position], Prompt)]
-        began = time.perf_counter()
+    def __call__(self, items: Sequence[Item], found: Found) -> None:
+        asked: list[tuple[Item, Prompt]] = []
+        for item in items:
+            prompt = self._prompts[item.position]
+            if isinstance(prompt, Prompt):
+                asked.append((item, prompt))
+            else:
+                found(item, [Reply("", problem=prompt.reason)] * self._sampling.num_generations)
+
+        def finished(index: int, completions: Sequence[Completion]) -> None:
+            found(asked[index][0], [self._reply(completion) for completion in completions])
+
         seeds = [seed_of(self._sampling.seed, item.position) for item, _ in asked]
-        groups = self._engine.generate([one.tokens for _, one in asked], self._sampling, seeds=seeds) if asked else []
-        seconds = time.perf_counter() - began
-        sampled = sum(len(completion.tokens) for group in groups for completion in group)
-        replies = {
-            item.position: [self._reply(completion, seconds / max(sampled, 1)) for completion in group]
-            for (item, _), group in zip(asked, groups, strict=True)
-        }
-        return [replies.get(item.position) or self._none(item) for item in items]
+        tokens = [prompt.tokens for _, prompt in asked]
+        self._engine.generate(tokens, self._sampling, seeds=seeds, finished=finished)
 
-    def _reply(self, completion: Completion, seconds_per_token: float) -> Reply:
+    def _reply(self, completion: Completion) -> Reply:
         text = text_of(completion, self._sampling.stop_token_ids, self._tokenizer)
-        count = len(completion.tokens)
-        return Reply(text, count, completion.finish_reason, count * seconds_per_token)
-
-    def _none(self, item: Item) -> list[Reply]:
-        return [
-            Reply("", problem=cast(Malformed, self._prompts[item.position]).reason)
-        ] * self._sampling.num_generations
+        return Reply(text, len(completion.tokens), completion.finish_reason, completion.seconds)
 
 
 class Chosen:
@@ -137,8 +141,14 @@ class Chosen:
         self._prompts, self.prompts = prompts, _texts(prompts)
         self._positions = positions_of(policy.config)
 
+    def __call__(self, items: Sequence[Item], found: Found) -> None:
+        for start in range(0, len(items), CHOSEN_AT_ONCE):
+            some = items[start : start + CHOSEN_AT_ONCE]
+            for item, reply in zip(some, self._replies(some), strict=True):
+                found(item, [reply])
+
     @torch.no_grad()
-    def __call__(self, items: Sequence[Item]) -> list[list[Reply]]:
+    def _replies(self, items: Sequence[Item]) -> list[Reply]:
         began = time.perf_counter()
         examples: list[Example] = []
         asked: dict[int, int | str] = {}  # by position: the number of the example, or why there is none
@@ -150,7 +160,7 @@ class Chosen:
                 examples.append(built)
         scores = self._scores(examples)
         seconds = (time.perf_counter() - began) / max(len(examples), 1)
-        return [[self._reply(asked[item.position], scores, seconds)] for item in items]
+        return [self._reply(asked[item.position], scores, seconds) for item in items]
 
     def _example(self, prompt: Prompt, number: int) -> Example | str:
         """The prompt with every choice after it; why the model cannot read it, otherwise."""
@@ -227,10 +237,11 @@ class Recorded:
         self.unused = len(records) - sum(len(rows.get(question, ())) for question in asked)
         self.samples = samples or max([1, *map(len, self._found.values())])
 
-    def __call__(self, items: Sequence[Item]) -> list[list[Reply]]:
+    def __call__(self, items: Sequence[Item], found: Found) -> None:
         none = Reply("", problem="there is no recorded completion")
-        found = [self._found[item.position][: self.samples] for item in items]
-        return [[*map(Reply, texts), *[none] * (self.samples - len(texts))] for texts in found]
+        for item in items:
+            texts = self._found[item.position][: self.samples]
+            found(item, [*map(Reply, texts), *[none] * (self.samples - len(texts))])
 
     def _question(self, fields: Mapping[str, Any]) -> str:
         names = [name for name in FIELD.findall(str(self._suite.prompt)) if name in fields and name != "shots"]

@@ -6,7 +6,6 @@ A context is computed once for all its continuations, and a prompt once for all 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,13 +21,13 @@ from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of
 from posttrain.errors import ConfigError, DataError
 from posttrain.models.attention import width_step
 from posttrain.models.families import positions_of
-from posttrain.progress import progress
+from posttrain.progress import counter, progress
 from posttrain.scoring import Scorer
 from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 
-CONTINUATIONS_AT_ONCE, COMPLETIONS_AT_ONCE = 256, 1024  # between two updates of the progress bar
+CONTINUATIONS_AT_ONCE = 256  # between two updates of the progress bar
 NO_LIMIT = 2048  # positions of a model that has no limit, as in lm-eval
 SAMPLED = {"temperature", "top_p", "top_k", "min_p"}  # of lm-eval's generation settings, those that an engine has
 
@@ -128,20 +127,14 @@ class Requests:
         if cut:
             log.warning("%s shortened from the left to %s", counted(cut, "prompt"), counted(room, "token"))
         prompts = [prompt[-room:] for prompt in prompts]
-        found = []
-        at_once = max(1, COMPLETIONS_AT_ONCE // sampling.num_generations)
-        for start in progress(range(0, len(prompts), at_once), "generating for lm-eval"):
-            some = prompts[start : start + at_once]
-            seeds = [seed_of(self.seed, start + index) for index in range(len(some))]
-            began = time.perf_counter()
-            groups = self.engine.generate(some, sampling, seeds=seeds)
-            share = (time.perf_counter() - began) / sum(len(group) for group in groups)
-            found += [[self._generated(completion, share) for completion in group] for group in groups]
-        return found
+        seeds = [seed_of(self.seed, index) for index in range(len(prompts))]
+        with counter("generating for lm-eval", len(prompts)) as count:
+            groups = self.engine.generate(prompts, sampling, seeds=seeds, finished=lambda *_: count())
+        return [[self._generated(completion) for completion in group] for group in groups]
 
-    def _generated(self, completion: Completion, seconds: float) -> Generated:
+    def _generated(self, completion: Completion) -> Generated:
         text = text_of(completion, self.stops, self.tokenizer)
-        return Generated(text, len(completion.tokens), completion.finish_reason, seconds)
+        return Generated(text, len(completion.tokens), completion.finish_reason, completion.seconds)
 
     def sampling(self, settings: Mapping[str, Any], count: int) -> Sampling:
         """lm-eval's normalised generation settings for an engine. Raises ConfigError for those it does not have."""

@@ -1,23 +1,23 @@
-"""Runs one suite with one setting: asks, grades and stores block by block, and goes on where it was stopped."""
+"""Runs one suite with one setting: asks, grades and stores, and goes on where it was stopped."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from posttrain.errors import RunError
 from posttrain.evaluation.answering import Answers, Reply
 from posttrain.evaluation.items import Item, Items, text_of
-from posttrain.evaluation.judging import UNGRADED, Judge, Outcome
+from posttrain.evaluation.judging import UNGRADED, Judge, Outcome, Pending
 from posttrain.evaluation.records import Answer, EvaluationStore
 from posttrain.evaluation.summary import summarise
-from posttrain.progress import progress
+from posttrain.progress import counter
 
-# Answers of a block, which is what a kill can lose: blocks grow while they take less than `SHORT_S`, and shrink above
-# `LONG_S`. Their size changes no answer.
-FIRST_BLOCK, LEAST_BLOCK, MOST_BLOCK = 32, 4, 1024
-SHORT_S, LONG_S = 5.0, 30.0
+# Answers wait for so many others, or so long, before they are graded and stored together.
+ANSWERS_AT_ONCE, WAIT_S = 256, 5.0
+
+Graded = tuple[Item, list[Reply], list[Outcome]]
 
 
 def run(
@@ -42,16 +42,17 @@ def run(
     done = store.positions(key)
     left = [item for item in items.items if item.position not in done]
     began = time.perf_counter()
+    with counter(key, len(left)) as count:
 
-    def stored() -> Iterator[Item]:
-        """Every item, once its answers are stored."""
-        for block in blocks(left, answers, judge, samples):
-            rows = [(item.position, _answer(items, setting, answers, item, *rest)) for item, rest in _flat(block)]
+        def stored(graded: Sequence[Graded]) -> None:
+            rows = [(item.position, _answer(items, setting, answers, item, *rest)) for item, rest in _flat(graded)]
             store.add(key, rows)
-            yield from (item for item, _, _ in block)
+            for _ in graded:
+                count()
 
-    for _ in progress(stored(), key, len(left)):
-        pass
+        grading = Grading(judge, stored)
+        answers(left, grading.add)
+        grading.finish()
     spent = time.perf_counter() - began
     found = list(store.answers(key))
     seconds = spent if not done else sum(answer.seconds for answer in found)
@@ -60,39 +61,47 @@ def run(
     return summary
 
 
-Block = list[tuple[Item, list[Reply], list[Outcome]]]
+class Grading:
+    """Grades items as they are answered, while others are still being answered."""
+
+    def __init__(self, judge: Judge, graded: Callable[[Sequence[Graded]], None]):
+        self._judge, self._graded = judge, graded
+        self._answered: list[tuple[Item, list[Reply]]] = []
+        self._pending: tuple[list[tuple[Item, list[Reply]]], Pending] | None = None
+        self._count, self._since = 0, time.monotonic()
+
+    def add(self, item: Item, replies: list[Reply]) -> None:
+        self._answered.append((item, replies))
+        self._count += len(replies)
+        if self._count >= ANSWERS_AT_ONCE or time.monotonic() - self._since > WAIT_S:
+            self._submit()
+
+    def finish(self) -> None:
+        """Wait for all verdicts."""
+        self._submit()
+        self._collect()
+
+    def _submit(self) -> None:
+        self._collect()  # first: a function of the user is called below, which may fail
+        asked = [(item, reply.text) for item, replies in self._answered for reply in replies if not reply.problem]
+        pending = self._judge.submit([item for item, _ in asked], [text for _, text in asked])
+        self._pending, self._answered = (self._answered, pending), []
+        self._count, self._since = 0, time.monotonic()
+
+    def _collect(self) -> None:
+        if self._pending is None:
+            return
+        (answered, pending), self._pending = self._pending, None
+        outcomes = iter(self._judge.collect(pending))
+        self._graded([(item, replies, [_outcome(reply, outcomes) for reply in replies]) for item, replies in answered])
 
 
-def blocks(items: Sequence[Item], answers: Answers, judge: Judge, samples: int) -> Iterator[Block]:
-    """Items with their replies and outcomes, in order. A block is graded while the next one is generated."""
-    size, waiting, start = FIRST_BLOCK, None, 0
-    while start < len(items):
-        some = items[start : start + max(1, size // samples)]
-        start += len(some)
-        began = time.perf_counter()
-        replies = answers(some)
-        spent = time.perf_counter() - began
-        size = min(2 * size, MOST_BLOCK) if spent < SHORT_S else max(size // 2, LEAST_BLOCK) if spent > LONG_S else size
-        asked = [
-            (item, reply) for item, group in zip(some, replies, strict=True) for reply in group if not reply.problem
-        ]
-        if waiting is not None:  # stored before a function of the user is called, which may fail
-            yield _graded(judge, *waiting)
-        waiting = some, replies, judge.submit([item for item, _ in asked], [reply.text for _, reply in asked])
-    if waiting is not None:
-        yield _graded(judge, *waiting)
+def _outcome(reply: Reply, outcomes: Iterator[Outcome]) -> Outcome:
+    return Outcome(UNGRADED, reason=reply.problem) if reply.problem else next(outcomes)
 
 
-def _graded(judge: Judge, items: Sequence[Item], replies: Sequence[list[Reply]], pending: Any) -> Block:
-    outcomes = iter(judge.collect(pending))
-    return [
-        (item, group, [Outcome(UNGRADED, reason=reply.problem) if reply.problem else next(outcomes) for reply in group])
-        for item, group in zip(items, replies, strict=True)
-    ]
-
-
-def _flat(block: Block) -> Iterator[tuple[Item, tuple[int, Reply, Outcome]]]:
-    for item, replies, outcomes in block:
+def _flat(graded: Sequence[Graded]) -> Iterator[tuple[Item, tuple[int, Reply, Outcome]]]:
+    for item, replies, outcomes in graded:
         for sample, (reply, outcome) in enumerate(zip(replies, outcomes, strict=True)):
             yield item, (sample, reply, outcome)
 

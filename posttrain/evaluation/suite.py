@@ -49,7 +49,7 @@ def find_suite(name: str) -> SuiteConfig:
     path = FOLDER / f"{name}.yaml"
     if name not in suite_names():
         near = get_close_matches(name, [*suite_names(), *ALIASES], n=1)
-        meant = f": did you mean {near[0]}?" if near else f"; there are {', '.join(suite_names())}"
+        meant = f": did you mean {near[0]}?" if near else f"; there are {', '.join(suite_names())}."
         raise ConfigError(f"there is no suite {name}{meant} A suite of your own is a .yaml file or module:function")
     return _checked(read_settings(path).values, str(path))
 

@@ -21,14 +21,12 @@ from posttrain.engines import Completion, Engine, Sampling, make_engine, seed_of
 from posttrain.evaluation.answering import too_long
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import load_model, load_tokenizer
-from posttrain.progress import progress
+from posttrain.progress import counter
 from posttrain.rollout import sampling_of
 from posttrain.store.files import ready_to_write, save_rows
 from posttrain.threads import sharing_cores
 
 log = logging.getLogger("posttrain")
-
-COMPLETIONS_AT_ONCE = 1024  # between two updates of the progress bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +99,12 @@ def generate_all(
     engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, what: str
 ) -> dict[int, list[Completion]]:
     """The completions of each prompt, by its row; random streams are by row, so batching does not change them."""
-    at_once = max(1, COMPLETIONS_AT_ONCE // sampling.num_generations)
-    sampled = {}
-    for start in progress(range(0, len(prompts), at_once), what):
-        some = prompts[start : start + at_once]
+    seeds = [seed_of(sampling.seed, prompt.row) for prompt in prompts]
+    with counter(what, len(prompts)) as count:
         groups = engine.generate(
-            [p.tokens for p in some], sampling, seeds=[seed_of(sampling.seed, p.row) for p in some]
+            [prompt.tokens for prompt in prompts], sampling, seeds=seeds, finished=lambda *_: count()
         )
-        sampled |= {prompt.row: group for prompt, group in zip(some, groups, strict=True)}
-    return sampled
+    return {prompt.row: group for prompt, group in zip(prompts, groups, strict=True)}
 
 
 def as_json(completion: Completion, sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -14,11 +14,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from posttrain.config import ModelConfig, TagsConfig
 from posttrain.engines import EmbeddedEngine, Sampling, seed_of, stop_token_ids
 from posttrain.models.load import load_model, load_tokenizer
-from posttrain.progress import progress
+from posttrain.progress import counter, progress
 
 LONGEST = 56  # tokens of a reply; a right one has at most 45
 ROWS = 256  # replies scored at a time
-REPLIES = 1024  # between two updates of the progress bar
 PER_PROBLEM = 2  # maximum pairs of one problem
 TAGS = TagsConfig()
 Problem = dict[str, str]  # problem, solution (the working), answer
@@ -65,17 +64,15 @@ def ask(
         for problem in problems
     ]
     tokens = tokenizer(prompts, add_special_tokens=False).input_ids
+    seeds = [seed_of(seed or 0, index) for index in range(len(problems))]
+    with counter(what, len(problems)) as count:
+        groups = engine.generate(tokens, sampling, seeds=seeds, finished=lambda *_: count())
     replies = []
-    at_once = max(1, REPLIES // samples)
-    for start in progress(range(0, len(problems), at_once), what):
-        some = range(start, min(start + at_once, len(problems)))
-        seeds = [seed_of(seed or 0, index) for index in some]
-        for index, group in zip(some, engine.generate([tokens[i] for i in some], sampling, seeds=seeds), strict=True):
-            problem = problems[index]
-            for completion in group:
-                text = TAGS.reasoning_start + str(tokenizer.decode(completion.tokens, skip_special_tokens=True))
-                finished = completion.finish_reason == "stop"
-                replies.append(Reply(problem["problem"], text, *grade(text, problem["answer"]), finished))
+    for problem, group in zip(problems, groups, strict=True):
+        for completion in group:
+            text = TAGS.reasoning_start + str(tokenizer.decode(completion.tokens, skip_special_tokens=True))
+            finished = completion.finish_reason == "stop"
+            replies.append(Reply(problem["problem"], text, *grade(text, problem["answer"]), finished))
     return replies
 
 

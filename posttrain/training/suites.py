@@ -11,7 +11,7 @@ from posttrain import __version__
 from posttrain.data.prompts import Prompt
 from posttrain.engines import Engine, Sampling, make_engine, stop_token_ids
 from posttrain.errors import ConfigError
-from posttrain.evaluation.answering import Answers, Generated, Reply, ask
+from posttrain.evaluation.answering import Answers, Found, Generated, ask
 from posttrain.evaluation.items import Item, Items, load_items
 from posttrain.evaluation.judging import Judge
 from posttrain.evaluation.records import EvaluationStore, write_files
@@ -114,12 +114,12 @@ class SuiteEvaluation:
 
 
 class _Abandonable:
-    """Answers that a signal interrupts between two blocks or within one."""
+    """Answers that a signal interrupts."""
 
     def __init__(self, answers: Answers, sampling: Sampled):
         self._answers, self._sampling = answers, sampling
         self.prompts = answers.prompts
 
-    def __call__(self, items: Sequence[Item]) -> list[list[Reply]]:
+    def __call__(self, items: Sequence[Item], found: Found) -> None:
         with self._sampling(evaluating=True):
-            return self._answers(items)
+            self._answers(items, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.batch import Example, Node, pack
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.embedded import evaluating
-from posttrain.engines.protocol import Completion, Request, Sampling, not_finite, requests
+from posttrain.engines.protocol import Completion, Finished, Request, Sampling, not_finite, requests, timed
 from posttrain.engines.stops import StopTexts
 from posttrain.engines.vllm.client import Server
 from posttrain.engines.vllm.core import Core, RawCompletion
@@ -23,6 +24,7 @@ from posttrain.models.families import base_of, check_positions, positions_of
 from posttrain.scoring import Scorer
 
 PROBE_TOKENS = 8
+AT_ONCE = 1024  # completions of a request, where finished ones are awaited
 # Maximum mean difference (nats) between engine and trainer over the probe's tokens that rounding explains.
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 
@@ -90,6 +92,7 @@ class VllmEngine:
         *,
         seeds: Sequence[int] | None = None,
         limits: Sequence[Sequence[int]] | None = None,
+        finished: Finished | None = None,
     ) -> list[list[Completion]]:
         config = base_of(self.policy).config
         positions = min(self.host.positions, positions_of(config) or self.host.positions)
@@ -100,10 +103,19 @@ class VllmEngine:
         check_positions(config, max(len(request.tokens) + max(request.limits) - 1 for request in asked))
         if adapters_of(self.policy) != self._adapters:
             self._push()
-        return [
-            [Completion(one.tokens, one.logprobs, "stop" if one.stopped else "length", self.version) for one in group]
-            for group in self._generate(asked, sampling)
-        ]
+        at_once = len(asked) if finished is None else max(1, AT_ONCE // sampling.num_generations)
+        found: list[list[Completion]] = []
+        for start in range(0, len(asked), at_once):
+            some, began = asked[start : start + at_once], time.perf_counter()
+            sampled = [[self._completion(one) for one in group] for group in self._generate(some, sampling)]
+            found += timed(sampled, time.perf_counter() - began)
+            if finished is not None:
+                for request in some:
+                    finished(request.index, found[request.index])
+        return found
+
+    def _completion(self, one: RawCompletion) -> Completion:
+        return Completion(one.tokens, one.logprobs, "stop" if one.stopped else "length", self.version)
 
     @property
     def _mark(self) -> str:

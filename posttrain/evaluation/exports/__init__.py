@@ -29,7 +29,10 @@ def export_evaluation(folder: Path, to: str, output: Path | None = None) -> list
     if to not in EXPORTS:
         raise ConfigError(f"there is no export {to!r}: give {' or '.join(EXPORTS)}")
     summary = read_summary(folder)
-    files = EXPORTS[to](summary, _by_evaluation(read_answers(folder), summary, folder))
+    try:
+        files = EXPORTS[to](summary, _by_evaluation(read_answers(folder), summary, folder))
+    except KeyError as error:
+        raise RunError(f"{folder}: summary.json is damaged, it lacks {error}: run the evaluation again") from error
     output = output or folder / to
     for name, text in files.items():
         path = output / name
