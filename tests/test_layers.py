@@ -28,7 +28,7 @@ LAYERS = [
     ["evaluation"],
     ["training", "comparing"],
     ["recipes"],
-    ["planning", "inspection"],
+    ["planning", "inspection", "serving"],
     ["export"],
     ["runner"],
     ["doctor", "quickstart", "sweep", "verify"],

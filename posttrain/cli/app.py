@@ -30,6 +30,7 @@ VERBS = {
     "regrade": "rollouts",
     "compare": "compare",
     "losses": "losses",
+    "serve": "serve",
     "verify-resume": "verify",
     "quickstart": "quickstart",
     "doctor": "doctor",

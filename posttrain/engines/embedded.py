@@ -104,7 +104,7 @@ class EmbeddedEngine:
         with torch.inference_mode(), evaluating(self.policy), packed_weights(self.policy, head) as rows_step:
             memory, room = self._memory(base, asked, sampling, head.weight.device)
             try:
-                return Generation(memory, room, asked, texts, self.version, rows_step, finished).completions()
+                return Generation(memory, room, asked, self.version, rows_step, texts, finished).completions()
             except BaseException:
                 self.release()  # its leftovers may not be finite, which no mask hides
                 raise

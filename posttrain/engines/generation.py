@@ -13,7 +13,7 @@ from posttrain.batch import Example, Node, pack
 from posttrain.engines.attention import Prefill
 from posttrain.engines.decode import Shape
 from posttrain.engines.memory import Memory
-from posttrain.engines.protocol import Completion, Finished, Request, not_finite
+from posttrain.engines.protocol import Completion, Finished, Request, Sampling, not_finite
 from posttrain.engines.room import FEWEST_COLUMNS, Room
 from posttrain.engines.stops import StopTexts
 from posttrain.engines.streams import keys
@@ -29,6 +29,8 @@ class Group:
 
     request: Request
     numbers: range
+    sampling: Sampling
+    texts: StopTexts
     slot: int = -1  # in the cache
     live: list[Slot] = field(default_factory=list)
     age: int = 1  # tokens that each live completion has
@@ -44,12 +46,11 @@ class Slot:
     seen: int = 0  # tokens already searched for stop strings
 
 
-def groups_of(asked: Sequence[Request], members: int) -> Iterator[Group]:
-    """The groups in order: a prompt with more completions than `members` has several."""
-    for request in asked:
-        n = len(request.limits)
-        for first in range(0, n, members):
-            yield Group(request, range(first, min(first + members, n)))
+def groups_of(request: Request, sampling: Sampling, texts: StopTexts, members: int) -> Iterator[Group]:
+    """The groups of a prompt: several if it has more completions than `members`."""
+    n = len(request.limits)
+    for first in range(0, n, members):
+        yield Group(request, range(first, min(first + members, n)), sampling, texts)
 
 
 class Generation:
@@ -60,19 +61,20 @@ class Generation:
         memory: Memory,
         room: Room,
         asked: list[Request],
-        texts: StopTexts,
         version: int,
         rows_step: int,
+        texts: StopTexts,
         finished: Finished | None = None,
     ):
         self.room = room
         self.rows_step = rows_step  # products are fast with a multiple of this number of rows
         self.cache, self.state, self.stepper = memory.cache, memory.state, memory.stepper
         self.policy, self.device = self.stepper.policy, self.stepper.device
-        self.texts, self.version, self.finished = texts, version, finished
+        self.version, self.finished = version, finished
         self.spent, self.since = 0.0, time.perf_counter()  # seconds of a completion that lives all the time
         # Long prompts first would waste least, but callers often sort by difficulty: their order is kept.
-        self.waiting = deque(groups_of(asked, room.members))
+        sampling = self.stepper.sampling
+        self.waiting = deque(group for one in asked for group in groups_of(one, sampling, texts, room.members))
         self.groups: list[Group] = []  # by slot
         self.rows: list[Slot] = []  # in the order of the state's tensors
         self.found: list[list[Completion | None]] = [[None] * len(request.limits) for request in asked]
@@ -83,13 +85,17 @@ class Generation:
                 self.retire()
             if self.rows:
                 for _ in range(self.stepper.steps_between_checks):
-                    shape = self.shape()
-                    self.cache.widen(shape.rows, shape.own_columns)
-                    self.stepper.step(self.state, self.cache, shape)
-                    for group in self.groups:
-                        group.age += 1
+                    self.step()
                 self.retire()
         return [[done for done in group if done is not None] for group in self.found]
+
+    def step(self) -> None:
+        """Give every live completion its next token."""
+        shape = self.shape()
+        self.cache.widen(shape.rows, shape.own_columns)
+        self.stepper.step(self.state, self.cache, shape)
+        for group in self.groups:
+            group.age += 1
 
     def shape(self) -> Shape:
         lengths = {len(group.request.tokens) for group in self.groups}
@@ -104,11 +110,7 @@ class Generation:
     def admit(self) -> bool:
         """Admit waiting prompts while a complete group fits; returns whether any was admitted."""
         begin, before = len(self.rows), len(self.groups)
-        while (
-            self.waiting
-            and len(self.rows) + len(self.waiting[0].numbers) <= self.room.rows
-            and len(self.groups) < self.room.groups
-        ):
+        while self.waiting and self.fits(self.waiting[0]):
             group = self.waiting.popleft()
             group.slot = len(self.groups)
             group.live = [Slot(group, number, self.spent) for number in group.numbers]
@@ -128,6 +130,10 @@ class Generation:
         self.stepper.record(state, new, hidden_G[self.whole([row.group.slot - before for row in self.rows[new]])])
         self.place()
         return True
+
+    def fits(self, group: Group) -> bool:
+        """Whether the group can enter now."""
+        return len(self.rows) + len(group.numbers) <= self.room.rows and len(self.groups) < self.room.groups
 
     def prefill(self, fresh: list[Group]) -> torch.Tensor:
         """Run each prompt once, store its keys and values in the cache; returns the last hidden states (G, D)."""
@@ -152,7 +158,7 @@ class Generation:
         """Remove finished rows and close the gaps."""
         flags = self.state.done_R[: len(self.rows)]
         done = flags.nonzero().squeeze(1).tolist() if flags.any() else []
-        ends = dict.fromkeys(done) | (self.stopped_by_text() if self.texts else {})
+        ends = dict.fromkeys(done) | self.stopped_early()
         self.charge()
         if not ends:
             return
@@ -186,25 +192,29 @@ class Generation:
         if not logprobs_RL.isfinite().all():
             raise not_finite()
         logprobs = logprobs_RL.tolist()
-        stops = set(self.stepper.sampling.stop_token_ids)
         for place, count, ids, values in zip(places, counts, tokens, logprobs, strict=True):
             row, end = self.rows[place], ends[place]
             row.group.live.remove(row)
             size = count if end is None else end
-            stopped = end is not None or ids[size - 1] in stops
+            stopped = end is not None or ids[size - 1] in row.group.sampling.stop_token_ids
             reason, seconds = "stop" if stopped else "length", self.spent - row.began
-            index, group = row.group.request.index, self.found[row.group.request.index]
-            group[row.number] = Completion(ids[:size], values[:size], reason, self.version, seconds)
-            if self.finished is not None and None not in group:
-                self.finished(index, [done for done in group if done is not None])
+            self.ended(row, Completion(ids[:size], values[:size], reason, self.version, seconds))
 
-    def stopped_by_text(self) -> dict[int, int | None]:
+    def ended(self, row: Slot, completion: Completion) -> None:
+        index, group = row.group.request.index, self.found[row.group.request.index]
+        group[row.number] = completion
+        if self.finished is not None and None not in group:
+            self.finished(index, [done for done in group if done is not None])
+
+    def stopped_early(self) -> dict[int, int | None]:
         """The rows with a stop string, and the number of tokens up to its end."""
         found: dict[int, int | None] = {}
+        if not any(group.texts for group in self.groups):
+            return found
         tokens = self.state.tokens_RL[: len(self.rows)].tolist()
         counts = self.state.count_R[: len(self.rows)].tolist()
         for place, (row, ids, count) in enumerate(zip(self.rows, tokens, counts, strict=True)):
-            end = self.texts.first(ids[:count], row.seen)
+            end = row.group.texts.first(ids[:count], row.seen)
             row.seen = count
             if end is not None:
                 found[place] = end

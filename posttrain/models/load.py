@@ -212,8 +212,11 @@ def _adapter_config(model: ModelConfig) -> dict[str, Any] | None:
         return adapter_config(Path(model.path), model.path)
 
 
-def with_adapter(base: PreTrainedModel, model: ModelConfig) -> PeftModel:
-    """`base` with the adapter of the folder `model.path`, not merged: its layers are added to those of `base`."""
+def with_adapter(base: PreTrainedModel | PeftModel, model: ModelConfig, name: str = "default") -> PeftModel:
+    """`base` with the adapter of the folder `model.path`, not merged: its layers are added to those of `base`.
+
+    A base that has adapters already gets one more, under its own `name`.
+    """
     from peft import PeftConfig, PeftModel, TaskType
 
     check_adapter_weights(Path(model.path), model.path, model.allow_pickle)
@@ -221,7 +224,10 @@ def with_adapter(base: PreTrainedModel, model: ModelConfig) -> PeftModel:
         config = PeftConfig.from_pretrained(model.path)
         if config.task_type == TaskType.CAUSAL_LM and not hasattr(base, "prepare_inputs_for_generation"):
             config.task_type = None  # a reward model that starts from it: the backbones have the same names
-        return PeftModel.from_pretrained(base, model.path, config=config)
+        if isinstance(base, PeftModel):
+            base.load_adapter(model.path, name, peft_config=config)
+            return base
+        return PeftModel.from_pretrained(base, model.path, name, config=config)
 
 
 def merged(adapted: PeftModel) -> PreTrainedModel:

@@ -1,0 +1,1 @@
+"""`posttrain serve`: a model behind OpenAI's HTTP interface (docs/serve.md)."""

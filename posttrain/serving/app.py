@@ -1,0 +1,263 @@
+"""The routes of the server: OpenAI's chat and completions, and ours for scores and rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from posttrain import __version__
+from posttrain.data.rows import Turns
+from posttrain.engines.joining import Event, Job
+from posttrain.engines.live import Busy
+from posttrain.errors import DataError, EngineError, PosttrainError, RewardError
+from posttrain.serving.answers import Form, Json, Replies
+from posttrain.serving.host import Host, Policy, new_seed
+from posttrain.serving.texts import piece_after
+from posttrain.serving.wire import ChatRequest, CompletionRequest, Message, RewardRequest, Sampled, ScoreRequest
+
+log = logging.getLogger("posttrain")
+
+GONE_EVERY_S = 0.2  # how often a waiting request asks whether its client is still there
+
+
+def make_app(host: Host) -> FastAPI:
+    app = FastAPI(title="posttrain", version=__version__, docs_url=None, redoc_url=None)
+    app.state.host = host
+    _add_errors(app)
+    _add_models(app)
+    _add_completions(app)
+    _add_scores(app)
+    return app
+
+
+def _add_models(app: FastAPI) -> None:
+    created = int(time.time())
+
+    def model(name: str) -> Json:
+        return {"id": name, "object": "model", "created": created, "owned_by": "posttrain"}
+
+    @app.get("/health")
+    async def health(request: Request) -> Json:
+        policy = _host(request).policy
+        live, waiting = policy.live.load if policy is not None else (0, 0)
+        return {"status": "ok", "live": live, "waiting": waiting}
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Json:
+        return {"object": "list", "data": [model(name) for name in _host(request).names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str, request: Request) -> Json:
+        return model(name if name in _host(request).names else _host(request).names[0])
+
+
+def _add_completions(app: FastAPI) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        policy = _policy(request)
+        tokens = policy.chat_tokens(body.turns(), body.continue_final_message)
+        job = _job(policy, body, tokens, body.limit)
+        form = Form(True, body.model or policy.name, body.alternatives)
+        return await _replied(request, body, policy, Replies(form, policy.tokenizer, [job], policy.stops))
+
+    @app.post("/v1/completions")
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        policy = _policy(request)
+        if body.echo and body.stream:
+            raise DataError("echo is not streamed: leave out one of the two")
+        if not body.max_tokens and not body.echo:
+            raise DataError("max_tokens: 0 gives nothing; with echo, the prompt's log-probabilities")
+        prompts = [policy.text_tokens(one) if isinstance(one, str) else one for one in body.prompts()]
+        form = Form(False, body.model or policy.name, body.alternatives)
+        if body.echo:
+            return await _while_there(request, _echoed(policy, body, prompts, form))
+        jobs = [_job(policy, body, tokens, body.limit) for tokens in prompts]
+        return await _replied(request, body, policy, Replies(form, policy.tokenizer, jobs, policy.stops))
+
+
+def _add_scores(app: FastAPI) -> None:
+    @app.post("/v1/score")
+    async def score(body: ScoreRequest, request: Request) -> Json:
+        """Each token of a text with its log-probability, its entropy, and the likeliest ones; `scored` is where the
+        completion begins."""
+        policy = _policy(request)
+        if body.messages is not None:
+            turns = [message.turn() for message in body.messages]
+            if turns[-1]["role"] != "assistant":
+                raise DataError("the last message, which is scored, must be the assistant's")
+            prompt, whole = policy.chat_tokens(turns[:-1], False), policy.chat_tokens(turns, True)
+        else:
+            prompt, whole = policy.text_tokens(body.prompt), policy.text_tokens(body.prompt + body.completion)
+        if not whole:
+            raise DataError("there is nothing to score: give messages, or a prompt or completion")
+        scored = next((i for i, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
+        scores = await policy.scores(whole, body.top_logprobs, body.model)
+        tokens = [
+            {
+                "id": one.id,
+                "text": one.text,
+                "logprob": one.logprob,
+                "entropy": one.entropy,
+                "top_logprobs": [
+                    {"id": id, "text": piece_after(policy.tokenizer, before, id), "logprob": value}
+                    for id, value in one.alternatives
+                ],
+            }
+            for before, one in zip([None, *whole], scores, strict=False)
+        ]
+        return {"model": body.model or policy.name, "scored": min(scored, len(whole)), "tokens": tokens}
+
+    @app.post("/reward")
+    async def reward(body: RewardRequest, request: Request) -> Json:
+        rewards = _host(request).rewards
+        if rewards is None:
+            raise DataError("no reward model is served: start the server with one, or with --reward-model")
+        prompts, completions = _to_reward(body)
+        short = body.truncated if isinstance(body.truncated, list) else [body.truncated] * len(completions)
+        if len(short) != len(completions):
+            raise DataError(f"{len(short)} values of truncated for {len(completions)} completions")
+        return {"rewards": await rewards(prompts, completions, short)}
+
+
+def _to_reward(body: RewardRequest) -> tuple[list[str | Turns], list[str]]:
+    """The prompts and completions of a request."""
+    if body.messages is not None:
+        talks: list[list[Message]] = (
+            [body.messages] if isinstance(body.messages[0], Message) else body.messages  # pyright: ignore
+        )
+        turns = [[message.turn() for message in talk] for talk in talks]
+        if any(len(talk) < 2 or talk[-1]["role"] != "assistant" for talk in turns):
+            raise DataError("each conversation must end with the assistant's message, after another's")
+        return [talk[:-1] for talk in turns], [talk[-1]["content"] for talk in turns]
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    completions = [body.completion] if isinstance(body.completion, str) else body.completion
+    if not prompts or not completions or len(prompts) != len(completions):
+        raise DataError("give messages, or a prompt and a completion each, as many of the one as of the other")
+    return [*prompts], completions
+
+
+def _job(policy: Policy, body: Sampled, tokens: list[int], limit: int | None) -> Job:
+    room = policy.live.context - len(tokens)
+    if room < 1 or (limit is not None and limit > room):
+        raise DataError(
+            f"the prompt has {len(tokens):,} tokens{f' and max_tokens is {limit:,}' if limit else ''}; the server has "
+            f"room for {policy.live.context:,} in all: shorten it, or start the server with a larger --context"
+        )
+    seed = new_seed() if body.seed is None else body.seed
+    sampling = body.sampling(seed, limit or room, policy.stops)
+    return Job(tokens, sampling, policy.adapter(body.model), body.alternatives or 0, body.stream)
+
+
+async def _replied(request: Request, body: Sampled, policy: Policy, replies: Replies) -> Response:
+    events = policy.events(replies.jobs)
+    if not body.stream:
+        return await _while_there(request, replies.whole(events))
+    first = await anext(events)  # what is refused, is refused before the stream begins
+
+    async def all_events() -> AsyncIterator[Event]:
+        yield first
+        async for event in events:
+            yield event
+
+    async def lines() -> AsyncIterator[str]:
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        try:
+            async for chunk in replies.chunks(all_events(), usage):
+                yield f"data: {json.dumps(chunk)}\n\n"
+            yield "data: [DONE]\n\n"
+        except PosttrainError as error:
+            yield f"data: {json.dumps(_error(error)[1])}\n\n"
+        finally:
+            await events.aclose()
+
+    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _while_there(request: Request, work: Awaitable[Json]) -> Response:
+    """The result of `work` as JSON; when the client leaves, the work is cancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=GONE_EVERY_S)
+            if not task.done() and await request.is_disconnected():
+                return Response(status_code=499)
+        return JSONResponse(task.result())
+    finally:
+        task.cancel()
+
+
+async def _echoed(policy: Policy, body: CompletionRequest, prompts: list[list[int]], form: Form) -> Json:
+    """The object of completions that begin with their prompts."""
+    jobs = [_job(policy, body, tokens, body.limit) for tokens in prompts] if body.max_tokens else []
+    replies = Replies(form, policy.tokenizer, jobs, policy.stops)
+    whole = await replies.whole(policy.events(jobs))
+    choices: list[Json] = []
+    for tokens in prompts:
+        scores = await policy.scores(tokens, body.alternatives or 0, body.model)
+        text = str(policy.tokenizer.decode(tokens, skip_special_tokens=True))
+        before = replies.prompt_logprobs(scores) if body.alternatives is not None else None
+        for _ in range(body.n):
+            one = whole["choices"][len(choices)] if jobs else {"text": "", "logprobs": None, "finish_reason": "length"}
+            after = one["logprobs"]
+            if after:
+                after["text_offset"] = [len(text) + place for place in after["text_offset"]]
+            logprobs = before and {name: before[name] + (after[name] if after else []) for name in before}
+            choices.append({**one, "index": len(choices), "text": text + one["text"], "logprobs": logprobs})
+    prompt_tokens, sampled = sum(map(len, prompts)), whole["usage"]["completion_tokens"]
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": prompt_tokens + sampled}
+    return {**whole, "choices": choices, "usage": usage}
+
+
+def _host(request: Request) -> Host:
+    return request.app.state.host
+
+
+def _policy(request: Request) -> Policy:
+    policy = _host(request).policy
+    if policy is None:
+        raise DataError("the server has a reward model, which completes nothing: POST /reward")
+    return policy
+
+
+def _error(error: PosttrainError) -> tuple[int, Json]:
+    """Status and body for an error."""
+    status, code = 500, "server_error"
+    if isinstance(error, Busy):
+        status, code = 429, "rate_limit_exceeded"
+    elif isinstance(error, DataError | RewardError):
+        status, code = 400, "invalid_request_error"
+    elif isinstance(error, EngineError):
+        status = 503
+    return status, {"error": {"message": str(error), "type": code, "param": None, "code": code}}
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(PosttrainError)
+    async def known(request: Request, error: PosttrainError) -> Response:
+        status, body = _error(error)
+        return JSONResponse(body, status, {"Retry-After": "1"} if status == 429 else None)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            message = "there is no such parameter"
+        elif first["type"] == "json_invalid":
+            where, message = "", f"the body is not JSON: {first['ctx']['error']}"
+        body = {"message": f"{where}: {message}" if where else message, "type": "invalid_request_error"}
+        return JSONResponse({"error": body | {"param": where or None, "code": "invalid_request_error"}}, 400)
+
+    @app.exception_handler(Exception)
+    async def unknown(request: Request, error: Exception) -> Response:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        body = {"message": "the server failed; its log says why", "type": "server_error", "param": None, "code": None}
+        return JSONResponse({"error": body}, 500)

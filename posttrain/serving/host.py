@@ -1,0 +1,222 @@
+"""The models that a server holds: a policy behind the live engine, its adapters, and a reward model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.batch import Example, Node, pack
+from posttrain.config import DataConfig, DevicesConfig, ModelConfig
+from posttrain.data.rows import Turns
+from posttrain.data.templates import choose_template
+from posttrain.engines import Sampling, stop_token_ids
+from posttrain.engines.joining import Alternatives, Event, Job
+from posttrain.engines.live import Live
+from posttrain.errors import ConfigError, DataError, ModelError, PosttrainError
+from posttrain.models.devices import compute_dtype, take_device
+from posttrain.models.load import (
+    check_embeddings,
+    is_adapter,
+    is_reward_model,
+    load_model,
+    load_tokenizer,
+    with_adapter,
+)
+from posttrain.rewards.learned import LearnedReward
+from posttrain.scoring import next_token_logits, scored_states, scores_of
+from posttrain.serving.texts import pieces_of
+
+WARM_UP_TOKENS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is served, and how much of it at a time; names are those of the HTTP interface."""
+
+    model: ModelConfig
+    name: str
+    adapters: dict[str, str]  # name -> folder
+    reward_model: str | None
+    template: str | None  # None: the tokenizer's own
+    devices: DevicesConfig
+    max_rows: int
+    max_waiting: int
+    context: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """One token of a scored text, given those before it; the first one has nothing before it, so no numbers."""
+
+    id: int
+    text: str
+    logprob: float | None
+    entropy: float | None  # nats
+    alternatives: Alternatives
+
+
+class Policy:
+    """A causal model that completes prompts. Use it within a running event loop."""
+
+    def __init__(self, served: Served):
+        device = take_device(served.devices)
+        self.name, self.tokenizer = served.name, load_tokenizer(served.model)
+        loaded = load_model(served.model, "lm", compute_dtype(served.model, device), device)
+        check_embeddings(loaded, self.tokenizer, served.model.path)
+        if served.template is not None:
+            choose_template(DataConfig(source="-", template=served.template), self.tokenizer)
+        self.stops = stop_token_ids(loaded, self.tokenizer)
+        self._queues: dict[Job, asyncio.Queue[Event]] = {}
+        self._loop = asyncio.get_running_loop()
+        self.live = Live(
+            _adapted(loaded, served.adapters),
+            self.tokenizer,
+            self._deliver,
+            max_rows=served.max_rows,
+            max_waiting=served.max_waiting,
+            context=served.context,
+        )
+
+    async def events(self, jobs: Sequence[Job]) -> AsyncGenerator[Event]:
+        """The events of jobs that complete together. Leaving early cancels them; if one is refused, all are."""
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        left = sum(job.sampling.num_generations for job in jobs)
+        try:
+            for job in jobs:
+                self._queues[job] = queue
+                self.live.submit(job)
+            while left:
+                event = await queue.get()
+                left -= hasattr(event, "completion")
+                yield event
+        finally:
+            for job in jobs:
+                if self._queues.pop(job, None) is not None and left:
+                    with contextlib.suppress(PosttrainError):
+                        self.live.cancel(job)
+
+    async def warm_up(self) -> None:
+        """Generate something: the first request would otherwise pay for the engine's memory."""
+        job = Job([self.stops[0] if self.stops else 0], Sampling(max_completion_length=WARM_UP_TOKENS))
+        async for _ in self.events([job]):
+            pass
+
+    def adapter(self, model: str) -> str | None:
+        """The adapter that a request's `model` names; any other name is the model itself."""
+        return model if model in self.live.adapters else None
+
+    def chat_tokens(self, turns: Sequence[dict[str, str]], go_on: bool) -> list[int]:
+        """The prompt of a conversation, as in training: rendered by the template, then tokenised as it is."""
+        if not self.tokenizer.chat_template:
+            raise DataError("the model has no chat template: start the server with --template, or use /v1/completions")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(turns), tokenize=False, add_generation_prompt=not go_on, continue_final_message=go_on
+            )
+        except Exception as error:  # a template raises what it likes, such as for roles that do not alternate
+            raise DataError(f"the chat template refuses the messages: {error}") from error
+        return self.tokenizer(str(text), add_special_tokens=False).input_ids
+
+    def text_tokens(self, text: str) -> list[int]:
+        return self.tokenizer(text).input_ids
+
+    async def scores(self, tokens: Sequence[int], alternatives: int, model: str) -> list[TokenScore]:
+        if len(tokens) > self.live.context:
+            raise DataError(f"the text has {len(tokens):,} tokens; the server reads up to {self.live.context:,}")
+        work = self.live.call(lambda policy: score(policy, tokens, alternatives), self.adapter(model))
+        found = await asyncio.wrap_future(work)
+        pieces = pieces_of(self.tokenizer, tokens)
+        return [TokenScore(token, piece, *of) for token, piece, of in zip(tokens, pieces, found, strict=True)]
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+            self._loop.call_soon_threadsafe(self._dispatch, events)
+
+    def _dispatch(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if (queue := self._queues.get(event.job)) is not None:
+                queue.put_nowait(event)
+
+
+def score(
+    policy: nn.Module, tokens: Sequence[int], alternatives: int
+) -> list[tuple[float | None, float | None, Alternatives]]:
+    """For each token its log-probability, the entropy of its distribution, and the likeliest tokens there."""
+    first: list[tuple[float | None, float | None, Alternatives]] = [(None, None, [])]
+    if len(tokens) < 2:
+        return first[: len(tokens)]
+    example = Example((Node(tokens[:1], children=(Node(tokens[1:], trained=True),)),), 0)
+    [packed] = pack([example], len(tokens))
+    packed = packed.to(next(policy.parameters()).device)
+    hidden_N = scored_states(policy, packed)
+    scores = scores_of(policy, hidden_N, packed.target_N, 1.0)
+    likely: list[Alternatives] = [[] for _ in tokens[1:]]
+    if alternatives:
+        values, ids = next_token_logits(policy, hidden_N).log_softmax(-1).topk(alternatives)
+        likely = [[*zip(*pair, strict=True)] for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [*first, *zip(scores.logprob_N.tolist(), scores.entropy_N.tolist(), likely, strict=True)]
+
+
+class Rewards:
+    """A reward model, in a thread of its own."""
+
+    def __init__(self, path: str, devices: DevicesConfig):
+        self._reward = LearnedReward(path, devices)
+        self._thread = ThreadPoolExecutor(1, "posttrain-reward")
+
+    async def __call__(
+        self, prompts: Sequence[str | Turns], completions: Sequence[str], truncated: Sequence[bool]
+    ) -> list[float]:
+        run = asyncio.get_running_loop().run_in_executor
+        return await run(self._thread, self._reward, prompts, completions, truncated)
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    policy: Policy | None
+    rewards: Rewards | None
+    names: tuple[str, ...]  # of the models, the first is the model itself
+
+    @classmethod
+    async def start(cls, served: Served) -> Host:
+        reward = served.reward_model or (served.model.path if is_reward_model(served.model) else None)
+        rewards = None if reward is None else Rewards(reward, served.devices)
+        if reward == served.model.path and served.adapters:
+            raise ConfigError("a reward model has no adapters to choose from")
+        policy = None
+        if not is_reward_model(served.model):
+            policy = Policy(served)
+            await policy.warm_up()
+        return cls(policy, rewards, (served.name, *served.adapters))
+
+    def close(self) -> None:
+        if self.policy is not None:
+            self.policy.live.close()
+        if self.rewards is not None:
+            self.rewards.close()
+
+
+def new_seed() -> int:
+    return secrets.randbits(63)
+
+
+def _adapted(loaded: Any, adapters: dict[str, str]) -> nn.Module:
+    """The model with all adapters, none active."""
+    policy: Any = loaded
+    for name, folder in adapters.items():
+        if not Path(folder).is_dir() or not is_adapter(ModelConfig(path=folder)):
+            raise ModelError(f"--adapter {name}={folder}: there is no adapter (adapter_config.json)")
+        policy = with_adapter(policy, ModelConfig(path=folder), name)
+    return policy.eval() if isinstance(policy, torch.nn.Module) else policy

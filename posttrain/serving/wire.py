@@ -1,0 +1,181 @@
+"""The bodies of requests, checked. A parameter that is not read is refused, but for those without effect on tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from posttrain.engines.protocol import Sampling
+from posttrain.errors import DataError
+
+MOST_COMPLETIONS, MOST_STOPS, MOST_ALTERNATIVES, MOST_PROMPTS = 64, 16, 20, 64
+IDLE = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+# Parameters of OpenAI that would change the tokens: taken with the value that changes nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+    "logit_bias": ({}, None),
+    "best_of": (1, None),
+    "suffix": ("", None),
+    "response_format": ({"type": "text"}, None),
+    "tools": ([], None),
+    "tool_choice": ("none", "auto", None),
+    "functions": ([], None),
+    "function_call": ("none", None),
+    "modalities": (["text"], None),
+    "parallel_tool_calls": (True, False, None),
+}
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_idle(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        for name, neutral in NEUTRAL.items():
+            if name in values and name not in cls.model_fields and values[name] not in neutral:
+                raise ValueError(f"{name} is not supported: leave it out")
+        idle = (IDLE | NEUTRAL.keys()) - cls.model_fields.keys()
+        return {name: value for name, value in values.items() if name not in idle}
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Sampled(Body):
+    """What both kinds of completions take; `top_k` and `min_p` are ours."""
+
+    model: str = ""
+    n: int = Field(1, ge=1, le=MOST_COMPLETIONS)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_null(cls, values: Any) -> Any:
+        """`null` is the default, as for OpenAI."""
+        return (
+            {name: value for name, value in values.items() if value is not None} if isinstance(values, dict) else values
+        )
+
+    def sampling(self, seed: int, limit: int, stop_token_ids: tuple[int, ...]) -> Sampling:
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            max_completion_length=limit,
+            num_generations=self.n,
+            stop_token_ids=stop_token_ids,
+            stop=self.stops,
+            seed=seed,
+        )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def limit(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives of each token are reported; None: not even its log-probability."""
+        raise NotImplementedError
+
+
+class Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+    name: str | None = None
+    refusal: None = None
+
+    def turn(self) -> dict[str, str]:
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(Sampled):
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_ALTERNATIVES)
+    continue_final_message: bool = False  # ours: the last message is the assistant's, and goes on
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    def turns(self) -> list[dict[str, str]]:
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise DataError("continue_final_message continues the assistant's last message, and the last is another's")
+        return [message.turn() for message in self.messages]
+
+
+class CompletionRequest(Sampled):
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
+    max_tokens: int = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    echo: bool = False
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    def prompts(self) -> list[str | list[int]]:
+        given: Any = self.prompt
+        if isinstance(given, str) or isinstance(given[0], int):
+            return [given]
+        if len(given) > MOST_PROMPTS:
+            raise DataError(f"{len(given)} prompts; a request takes up to {MOST_PROMPTS}")
+        return given
+
+
+class ScoreRequest(Body):
+    """A text, or a conversation whose last message is scored: what the model says of each of its tokens."""
+
+    model: str = ""
+    messages: list[Message] | None = Field(None, min_length=1)
+    prompt: str = ""
+    completion: str = ""
+    top_logprobs: int = Field(0, ge=0, le=MOST_ALTERNATIVES)
+
+
+class RewardRequest(Body):
+    """Conversations that end with the assistant's message, or prompts with completions; one or several."""
+
+    model: str = ""
+    messages: list[Message] | list[list[Message]] | None = Field(None, min_length=1)
+    prompt: str | list[str] | None = None
+    completion: str | list[str] | None = None
+    truncated: bool | list[bool] = False  # whether a completion ended at its length limit
