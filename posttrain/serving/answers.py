@@ -82,7 +82,8 @@ class Replies:
         logprobs = None
         if self.form.alternatives is not None:
             pieces = pieces_of(self.tokenizer, completion.tokens)
-            entries = zip(completion.tokens, pieces, completion.logprobs, ended.alternatives, strict=True)
+            likely = ended.alternatives or [[] for _ in pieces]
+            entries = zip(completion.tokens, pieces, completion.logprobs, likely, strict=True)
             logprobs = self._logprobs([*entries], ended.job.tokens[-1])
         body: Json = (
             {"message": {"role": "assistant", "content": text, "refusal": None}} if self.form.chat else {"text": text}

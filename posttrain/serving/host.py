@@ -25,7 +25,6 @@ from posttrain.errors import ConfigError, DataError, ModelError, PosttrainError
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import (
     check_embeddings,
-    is_adapter,
     is_reward_model,
     load_model,
     load_tokenizer,
@@ -216,7 +215,7 @@ def _adapted(loaded: Any, adapters: dict[str, str]) -> nn.Module:
     """The model with all adapters, none active."""
     policy: Any = loaded
     for name, folder in adapters.items():
-        if not Path(folder).is_dir() or not is_adapter(ModelConfig(path=folder)):
-            raise ModelError(f"--adapter {name}={folder}: there is no adapter (adapter_config.json)")
+        if not (Path(folder) / "adapter_config.json").is_file():
+            raise ModelError(f"the adapter {name}: {folder} has no adapter_config.json")
         policy = with_adapter(policy, ModelConfig(path=folder), name)
     return policy.eval() if isinstance(policy, torch.nn.Module) else policy

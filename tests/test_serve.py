@@ -1,0 +1,446 @@
+"""`posttrain serve`: the engine that requests join, its texts, and OpenAI's client, unmodified, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+import uvicorn
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from posttrain.batch import Example, Node, pack
+from posttrain.cli import main
+from posttrain.config import DevicesConfig, ModelConfig
+from posttrain.engines import EmbeddedEngine, Sampling, text_of
+from posttrain.engines.joining import Ended, Failed, Job, Token
+from posttrain.engines.live import Busy, Live
+from posttrain.errors import ConfigError, DataError, ModelError, VitalSignError
+from posttrain.models.load import load_model, load_tokenizer, with_adapter
+from posttrain.rewards.learned import LearnedReward
+from posttrain.scoring import Scorer
+from posttrain.serving.app import make_app
+from posttrain.serving.guard import Guard
+from posttrain.serving.host import Host, Served
+from posttrain.serving.listening import listen
+from posttrain.serving.texts import Streamed, pieces_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def stories(shared) -> Path:
+    return shared / "models/stories260K"
+
+
+@pytest.fixture(scope="module")
+def adapter(stories, tmp_path_factory) -> Path:
+    """An adapter that changes what is said."""
+    torch.manual_seed(0)
+    base = load_model(ModelConfig(path=str(stories)), "lm", torch.float32, CPU)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    adapted.save_pretrained(str(tmp_path_factory.mktemp("adapter")))
+    return Path(str(tmp_path_factory.getbasetemp())) / "adapter0"
+
+
+@pytest.fixture(scope="module")
+def reward_model(stories, tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("reward")
+    AutoModelForSequenceClassification.from_pretrained(stories, num_labels=1).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(stories).save_pretrained(folder)
+    return folder
+
+
+# The engine ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def living(policy, tokenizer, **settings) -> Iterator[tuple[Live, queue.Queue]]:
+    events: queue.Queue = queue.Queue()
+    live = Live(policy, tokenizer, lambda some: [events.put(one) for one in some], **settings)
+    try:
+        yield live, events
+    finally:
+        live.close()
+
+
+def collect(events: queue.Queue, jobs: list[Job]) -> dict[tuple[int, int], Ended]:
+    found = {}
+    while len(found) < sum(job.sampling.num_generations for job in jobs):
+        event = events.get(timeout=30)
+        assert not isinstance(event, Failed), event
+        if isinstance(event, Ended):
+            found[jobs.index(event.job), event.number] = event
+    return found
+
+
+def test_each_request_has_the_completions_it_has_alone(stories, adapter):
+    """Of any settings and adapters, whoever else is there, with fewer places than requests."""
+    model = ModelConfig(path=str(stories))
+    base, tokenizer = load_model(model, "lm", torch.float32, CPU), load_tokenizer(model)
+    policy = with_adapter(base, ModelConfig(path=str(adapter)), "other").eval()
+    draw = random.Random(0)
+    jobs = []
+    for seed in range(14):
+        sampling = Sampling(
+            temperature=draw.choice([0, 0.7, 1.0]),
+            top_p=draw.choice([1, 0.9]),
+            top_k=draw.choice([0, 0, 9]),
+            max_completion_length=draw.randrange(1, 40),
+            num_generations=draw.choice([1, 1, 3]),
+            stop_token_ids=draw.choice([(2,), (), (432,)]),
+            stop=draw.choice([(), ("the",)]),
+            seed=seed,
+        )
+        tokens = [draw.randrange(3, 500) for _ in range(draw.randrange(1, 40))]
+        jobs.append(Job(tokens, sampling, draw.choice([None, "other"]), alternatives=draw.choice([0, 3])))
+    with living(policy, tokenizer, max_rows=6) as (live, events):
+        for job in jobs:
+            live.submit(job)
+        found = collect(events, jobs)
+    differ = 0
+    for name in (None, "other"):
+        if name is None:
+            policy.base_model.disable_adapter_layers()
+        else:
+            policy.base_model.enable_adapter_layers()
+        engine = EmbeddedEngine(policy, tokenizer)
+        for place, job in enumerate(jobs):
+            [group] = engine.generate([job.tokens], job.sampling, seeds=[job.sampling.seed])
+            if job.adapter != name:
+                differ += [one.tokens for one in group] != [
+                    found[place, n].completion.tokens for n in range(len(group))
+                ]
+                continue
+            for number, alone in enumerate(group):
+                ended = found[place, number]
+                assert (ended.completion.tokens, ended.completion.finish_reason) == (alone.tokens, alone.finish_reason)
+                assert len(ended.alternatives) == (len(alone.tokens) if job.alternatives else 0)
+                expected = logprobs(policy, job.tokens, alone.tokens)
+                assert (torch.tensor(ended.completion.logprobs) - expected).abs().max() <= 1e-5
+                for token, logprob, likely in zip(
+                    alone.tokens, ended.completion.logprobs, ended.alternatives, strict=False
+                ):
+                    assert [value for _, value in likely] == sorted((v for _, v in likely), reverse=True)
+                    assert dict(likely).get(token, logprob) == pytest.approx(logprob, abs=1e-6)
+    assert differ > len(jobs) / 2, "the adapter should matter"
+
+
+def logprobs(policy, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """The model's, at temperature 1, from one pack."""
+    [whole] = pack([Example((Node(prompt, children=(Node(tokens, trained=True),)),), 0)], 1000)
+    with torch.no_grad():
+        return Scorer(policy)(whole).logprob_N
+
+
+def test_requests_that_leave_or_are_too_many(stories):
+    model = ModelConfig(path=str(stories))
+    policy, tokenizer = load_model(model, "lm", torch.float32, CPU), load_tokenizer(model)
+    long, short = Sampling(max_completion_length=400), Sampling(max_completion_length=3)
+    with living(policy, tokenizer, max_rows=1, max_waiting=2) as (live, events):
+        first, second, third = Job([5, 6], long, streamed=True), Job([5], long), Job([5], short)
+        live.submit(first)
+        assert isinstance(events.get(timeout=10), Token)
+        live.submit(second)
+        live.submit(third)
+        with pytest.raises(Busy, match="2 prompts wait already"):
+            live.submit(Job([5], long))
+        with pytest.raises(DataError, match="vocabulary has 512"):
+            live.submit(Job([512], long))
+        with pytest.raises(DataError, match="there is no adapter x; there are none"):
+            live.submit(Job([5], long, adapter="x"))
+        live.cancel(second)  # while it waits
+        live.cancel(first)  # while it is generated
+        seen = [events.get(timeout=10)]
+        while seen[-1].job is not third:
+            seen.append(events.get(timeout=10))
+        assert isinstance(seen[-1], Ended) and {event.job for event in seen[:-1]} <= {first}
+        assert live.load == (0, 0)
+
+
+def test_a_model_that_is_damaged_fails_its_requests_and_goes_on(stories):
+    model = ModelConfig(path=str(stories))
+    policy, tokenizer = load_model(model, "lm", torch.float32, CPU), load_tokenizer(model)
+    sampling = Sampling(temperature=0, max_completion_length=3)
+    with living(policy, tokenizer) as (live, events):
+        weight = policy.model.norm.weight.data
+        good = weight.clone()
+        live.call(lambda _: weight.fill_(float("nan"))).result(10)
+        live.submit(Job([5], sampling))
+        failed = events.get(timeout=10)
+        assert isinstance(failed, Failed) and isinstance(failed.error, VitalSignError)
+        live.call(lambda _: weight.copy_(good)).result(10)
+        live.submit(Job([5], sampling))
+        assert isinstance(events.get(timeout=10), Ended)
+        with pytest.raises(ZeroDivisionError):
+            live.call(lambda _: 1 / 0).result(10)
+        live.submit(left := Job([5], Sampling(max_completion_length=500)))
+    stopped = events.get_nowait()  # by closing
+    assert isinstance(stopped, Failed) and stopped.job is left and "was stopped" in str(stopped.error)
+
+
+# Texts ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stops", [(), ("ll",), ("é", "one day"), ("zzz",)])
+def test_streamed_pieces_are_the_text(shared, stops):
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models/stories260K")
+    text = "Hello, one two. Café 你好 🙂 naïve one day all  spaces\n\nend"
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    assert "".join(pieces_of(tokenizer, tokens)) == tokenizer.decode(tokens)
+    for size in (len(tokens), len(tokens) - 3, 5):
+        streamed = Streamed(tokenizer, (2,), stops)
+        parts = [streamed.add(token) for token in [*tokens[:size], 2]] + [streamed.end()]
+        whole = tokenizer.decode(tokens[:size], skip_special_tokens=True)
+        cut = min((whole.find(stop) for stop in stops if stop in whole), default=len(whole))
+        assert "".join(parts) == whole[:cut]
+        assert stops or sum(map(bool, parts)) > size / 3, "pieces come as they are ready"
+
+
+# Over HTTP -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(model: Path, key: str | None = None, **settings) -> Iterator[str]:
+    """The address of a server in a thread of this process."""
+    defaults = {
+        "adapters": {},
+        "reward_model": None,
+        "template": "alpaca",
+        "max_rows": 64,
+        "max_waiting": 256,
+        "context": None,
+    }
+    served = Served(ModelConfig(path=str(model)), "stories", devices=DevicesConfig(), **(defaults | settings))
+    socket, started, box = listen("127.0.0.1", 0), threading.Event(), {}
+
+    async def serve() -> None:
+        try:
+            box["host"] = host = await Host.start(served)
+        except Exception as error:
+            box["error"] = error
+            return
+        finally:
+            started.set()
+        config = uvicorn.Config(Guard(make_app(host), key), log_level="warning", lifespan="off")
+        box["server"] = uvicorn.Server(config)
+        await box["server"].serve([socket])
+        host.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    started.wait()
+    try:
+        if "error" in box:
+            raise box["error"]
+        yield f"http://127.0.0.1:{socket.getsockname()[1]}"
+    finally:
+        if "server" in box:
+            box["server"].should_exit = True
+        thread.join()
+        socket.close()
+
+
+@pytest.fixture(scope="module")
+def url(stories, adapter, reward_model) -> Iterator[str]:
+    with serving(stories, adapters={"other": str(adapter)}, reward_model=str(reward_model)) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(url) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+QUESTION = [{"role": "user", "content": "Tell a story about a cat."}]
+
+
+def test_the_openai_client(client, stories):
+    assert [model.id for model in client.models.list()] == ["stories", "other"]
+    given = {
+        "model": "gpt-4o",
+        "messages": QUESTION,
+        "max_tokens": 20,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = client.chat.completions.create(**given)
+    choice = whole.choices[0]
+    assert choice.finish_reason == "length" and whole.model == "gpt-4o" and whole.usage.completion_tokens == 20
+    content = choice.logprobs.content
+    assert len(content) == 20 and all(one.top_logprobs[0].token == one.token for one in content)  # greedy
+    assert "".join(one.token for one in content).strip() == choice.message.content.strip()
+    chunks = list(client.chat.completions.create(**given, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage == whole.usage
+    deltas = [chunk.choices[0] for chunk in chunks[:-1]]
+    assert "".join(one.delta.content or "" for one in deltas) == choice.message.content
+    assert deltas[-1].finish_reason == "length" and len(deltas) > 10
+    streamed = [one.logprobs.content[0] for one in deltas if one.logprobs]
+    assert [one.logprob for one in streamed] == [one.logprob for one in content]
+
+    several = client.chat.completions.create(model="m", messages=QUESTION, max_tokens=8, n=3, seed=7)
+    again = client.chat.completions.create(model="m", messages=QUESTION, max_tokens=8, n=3, seed=7)
+    texts = [one.message.content for one in several.choices]
+    assert texts == [one.message.content for one in again.choices] and len(set(texts)) > 1
+    other = client.chat.completions.create(**(given | {"model": "other"}))
+    assert other.choices[0].message.content != choice.message.content
+
+    asked = {"prompt": ["Once upon a time", "Tim had"], "model": "m", "temperature": 0, "max_tokens": 9, "logprobs": 1}
+    found = client.completions.create(**asked)
+    assert [one.index for one in found.choices] == [0, 1] and len(found.choices[1].logprobs.tokens) == 9
+    echoed = client.completions.create(**(asked | {"prompt": "Once upon a time", "echo": True}))
+    assert echoed.choices[0].text == "Once upon a time" + found.choices[0].text
+    assert echoed.choices[0].logprobs.token_logprobs[0] is None
+    stopped = client.completions.create(**(asked | {"prompt": "Once upon a time", "stop": ["girl"], "max_tokens": 50}))
+    assert stopped.choices[0].finish_reason == "stop" and "girl" not in stopped.choices[0].text
+    assert (
+        client.completions.create(**(asked | {"prompt": [1, 403, 407, 261, 378]})).choices[0].text
+        == found.choices[0].text
+    )
+
+
+def test_many_clients_get_what_one_gets(client):
+    """Greedy tokens and seeded samples; log-probabilities to 1e-5."""
+
+    def ask(number: int):
+        greedy = number % 2 == 0
+        settings = {"temperature": 0} if greedy else {"seed": number, "temperature": 0.8, "top_p": 0.9}
+        text = f"Tim has {number} cats. " * (1 + number % 5)
+        found = client.completions.create(model="m", prompt=text, max_tokens=12, logprobs=0, **settings)
+        return found.choices[0]
+
+    alone = [ask(number) for number in range(32)]
+    with ThreadPoolExecutor(32) as threads:
+        together = list(threads.map(ask, range(32)))
+    for one, other in zip(alone, together, strict=True):
+        assert other.logprobs.tokens == one.logprobs.tokens and other.text == one.text
+        assert other.logprobs.token_logprobs == pytest.approx(one.logprobs.token_logprobs, abs=1e-5)
+    assert len({one.text for one in alone}) > 16
+
+
+def test_scores_and_rewards(url, stories, reward_model):
+    body = {"prompt": "Once upon", "completion": " a time there was", "top_logprobs": 3}
+    found = httpx.post(f"{url}/v1/score", json=body).json()
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    tokens = tokenizer("Once upon a time there was").input_ids
+    assert [one["id"] for one in found["tokens"]] == tokens and found["scored"] == 3
+    policy = load_model(ModelConfig(path=str(stories)), "lm", torch.float32, CPU)
+    expected = logprobs(policy, tokens[:1], tokens[1:])
+    assert [one["logprob"] for one in found["tokens"][1:]] == pytest.approx(expected.tolist(), abs=1e-5)
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(stories)
+        distribution = plain(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    entropies = -(distribution.exp() * distribution).sum(-1)
+    assert [one["entropy"] for one in found["tokens"][1:]] == pytest.approx(entropies.tolist(), abs=1e-4)
+    likely = distribution.topk(3).indices.tolist()
+    assert [[a["id"] for a in one["top_logprobs"]] for one in found["tokens"][1:]] == likely
+    talk = [*QUESTION, {"role": "assistant", "content": "A cat sat."}]
+    scored = httpx.post(f"{url}/v1/score", json={"messages": talk}).json()
+    assert "".join(one["text"] for one in scored["tokens"][scored["scored"] :]).strip() == "A cat sat."
+
+    prompts, completions = ["Once upon", "Tim"], [" a time", " ran"]
+    found = httpx.post(f"{url}/reward", json={"prompt": prompts, "completion": completions}).json()
+    exact = LearnedReward(str(reward_model), DevicesConfig())(prompts, completions, [False, False])
+    assert found["rewards"] == pytest.approx(exact, abs=1e-6)
+
+
+def test_a_client_that_leaves_frees_its_row(url):
+    def live() -> int:
+        return httpx.get(f"{url}/health").json()["live"]
+
+    body = {"prompt": "Once", "max_tokens": 450, "n": 8, "stream": True, "stop": ["never said"]}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ") and live() == 8
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(f"{url}/v1/completions", json=body | {"stream": False}, timeout=0.05)
+    until = time.monotonic() + 10
+    while live() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert live() == 0
+
+
+BAD = [
+    ({"prompt": "a", "tempratur": 1}, "tempratur: there is no such parameter"),
+    ({"prompt": "a", "temperature": -1}, "temperature: Input should be greater than or equal to 0"),
+    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty is not supported"),
+    ({"prompt": "a", "n": 1000}, "n: Input should be less than or equal to 64"),
+    ({"prompt": "a", "max_tokens": 100_000}, "max_tokens is 100,000; the server has room for 513 in all"),
+    ({"prompt": "a " * 600}, "shorten it, or start the server with a larger --context"),
+    ({"prompt": [999_999]}, "token id 999999"),
+    ({"prompt": []}, "prompt"),
+    ({}, "prompt: Field required"),
+    ({"prompt": "a", "max_tokens": 0}, "gives nothing"),
+    ({"prompt": "a", "echo": True, "stream": True}, "echo is not streamed"),
+    ({"prompt": "a", "stop": [str(n) for n in range(20)]}, "stop"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD, ids=[message[:20] for _, message in BAD])
+def test_bad_requests_say_what_is_wrong(url, body, message):
+    response = httpx.post(f"{url}/v1/completions", json=body)
+    assert response.status_code == 400 and message in response.json()["error"]["message"]
+
+
+def test_what_is_not_taken(url, client, stories, reward_model):
+    post, at = httpx.post, f"{url}/v1/completions"
+    body, kind = json.dumps({"prompt": "a", "max_tokens": 1}), {"Content-Type": "application/json"}
+    assert post(at, content=body, headers=kind).status_code == 200
+    assert post(at, content=body, headers={"Content-Type": "text/plain"}).status_code == 415  # what a page may send
+    assert post(at, content=body, headers=kind | {"Origin": "https://evil.example"}).status_code == 403
+    assert post(at, content=body, headers=kind | {"Origin": url}).status_code == 200
+    assert post(at, content=body, headers=kind | {"Host": "evil.example"}).status_code == 403  # a name pointed here
+    assert post(at, content=b"x" * (5 << 20), headers=kind).status_code == 413
+    assert post(at, content=(b"x" * (1 << 20) for _ in range(5)), headers=kind).status_code == 413
+    assert "not JSON" in post(at, content=b"{", headers=kind).json()["error"]["message"]
+    with pytest.raises(openai.BadRequestError, match="role"):
+        client.chat.completions.create(model="m", messages=[{"role": "wizard", "content": "a"}])
+    message = post(f"{url}/reward", json={"messages": QUESTION}).json()["error"]["message"]
+    assert "must end with the assistant's message" in message
+    with serving(reward_model, key="secret") as other:
+        assert httpx.get(f"{other}/health").status_code == 200
+        assert post(f"{other}/reward", json={}).status_code == 401
+        key = {"Authorization": "Bearer secret"}
+        ok = post(f"{other}/reward", json={"prompt": "a", "completion": "b"}, headers=key | {"Host": "elsewhere"})
+        assert ok.status_code == 200 and len(ok.json()["rewards"]) == 1
+        assert "completes nothing" in post(f"{other}/v1/completions", json={"prompt": "a"}, headers=key).text
+
+
+def test_the_command_refuses_before_it_loads(stories, adapter, tmp_path, capsys):
+    def said(*arguments: object) -> str:
+        assert main(["serve", str(stories), *map(str, arguments)]) == 2
+        return capsys.readouterr().err
+
+    assert "--host 0.0.0.0 is reachable from other machines" in said("--host", "0.0.0.0")
+    assert "write NAME=FOLDER" in said("--adapter", "x")
+    assert "there is no folder nowhere" in said("--adapter", "a=nowhere")
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port} \(.*\): --port \d+ is free"):
+            listen("127.0.0.1", port)
+    with pytest.raises(ModelError, match="has no adapter_config"), serving(stories, adapters={"a": str(tmp_path)}):
+        pass
+
+
+def test_text_of_a_whole_completion_is_the_streamed_one(stories):
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    tokens = tokenizer("a little girl", add_special_tokens=False).input_ids
+    streamed = Streamed(tokenizer, (2,), ())
+    text = "".join(map(streamed.add, [*tokens, 2])) + streamed.end()
+    from posttrain.engines import Completion
+
+    assert text == text_of(Completion([*tokens, 2], [0.0] * (len(tokens) + 1), "stop", 0), (2,), tokenizer)
