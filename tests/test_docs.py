@@ -9,6 +9,7 @@ How a command of a fenced block is run:
 - The Python blocks of a page are one program.
 - What trains is made small by SMALL: `checkpoint-500` is then `checkpoint-1`, and hundreds of steps are as many single
   ones. All else stays as it is written.
+- `posttrain serve` starts a server of a small model, whose address takes the place of SERVED.
 - A preset without further settings is trained by tests/test_presets.py; here it has to be among those.
         elif (
             verb == "quickstart"
@@ -29,13 +30,16 @@ import re
 import shlex
 import shutil
 import tomllib
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 from test_compare import answered, evaluation
 from test_presets import LABELLED, LOCAL, PAIRS
+from test_serve import serving
 from test_suites import LOCAL as SUITES
 
 from posttrain.cli import main
@@ -57,6 +61,7 @@ DATA = {
     "gsm8k": ("data/gsm8k/train.jsonl", "problem_answer"),
 }
 SMALL = {"max-steps": 2, "batch-size": 2, "max-rows": 12, "save-steps": 1, "logging-steps": 1}
+SERVED = "http://127.0.0.1:8000"  # in a page, where `posttrain serve` listens: here a stand-in's address
 TRAINING_ONLY = {"--resume", "--overwrite", "--dry-run", "--probe", "--no-quality"}
 
 
@@ -103,6 +108,7 @@ class Reader:
 
     def __init__(self, page: Path, shared: Path, scratch_model: Path, capsys):
         self.shared, self.scratch_model, self.capsys = shared, scratch_model, capsys
+        self.resources, self.url = ExitStack(), SERVED
         with gzip.open(shared / HH, "rt", encoding="utf-8") as rows:
             Path("pairs.jsonl").write_text("".join(itertools.islice(rows, 4)), encoding="utf-8")
         for name, text in (files(ROOT / "README.md") | files(page)).items():
@@ -132,6 +138,10 @@ class Reader:
         elif verb in ("score", "generate", "sample"):
             model = rest[0] if Path(rest[0]).exists() else str(self.shared / "models/stories260K")
             self.run([verb, model, *rest[1:]])
+        elif verb == "serve":
+            flags_exist(arguments, self.run)
+            if self.url == SERVED:
+                self.url = self.resources.enter_context(serving(self.shared / "models/stories260K"))
         elif verb == "losses":
             self.run([verb, *self.stored(rest)])
         elif verb == "quantize" and "--suite" in rest:
@@ -161,6 +171,13 @@ class Reader:
                 f"nothing here knows how to run posttrain {verb}"
             )
             self.run(arguments)
+
+    def curl(self, words: list[str]) -> None:
+        """What curl would send to the page's server."""
+        options = dict(itertools.pairwise(words))
+        name, _, value = options["-H"].partition(": ")
+        address = words[1].replace(SERVED, self.url)
+        assert httpx.post(address, content=options["-d"], headers={name: value}).status_code == 200
 
     def evaluated(self, rest: list[str]) -> list[str]:
         """A few items of real rows, asked of a local model."""
@@ -260,21 +277,28 @@ def test_commands_and_code_run(page, shared, scratch_model, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     reader = Reader(page, shared, scratch_model, capsys)
+    with reader.resources:
+        run_page(page, reader)
+    runs_are_as_described(tmp_path)
+
+
+def run_page(page: Path, reader: Reader) -> None:
     names = {"__name__": "docs"}
     for language, body, _ in blocks(page):
         if language == "python":
-            exec(compile(body, page.name, "exec"), names)
+            exec(compile(body.replace(SERVED, reader.url), page.name, "exec"), names)
         elif language in SHELL:
             for words in lines(body):
                 arguments = posttrain_arguments(words)
                 if arguments is not None:
                     reader.command(arguments or ["--help"])
+                elif words[0] == "curl":
+                    reader.curl(words)
                 else:
                     other_command_is_real(words)
         else:
             mentioned = [line for line in body.splitlines() if re.match(r"(\$ )?posttrain ", line)]
             assert not mentioned, f"a command in a block that is not marked as bash: {mentioned}"
-    runs_are_as_described(tmp_path)
 
 
 def runs_are_as_described(folder: Path) -> None:

@@ -51,7 +51,7 @@ class StreamOptions(BaseModel):
 
 
 class Sampled(Body):
-    """What both kinds of completions take; `top_k` and `min_p` are ours."""
+    """What both kinds of completions take; `top_k`, `min_p` and `ignore_eos` are not OpenAI's, and named as in vLLM."""
 
     model: str = ""
     n: int = Field(1, ge=1, le=MOST_COMPLETIONS)
@@ -59,6 +59,7 @@ class Sampled(Body):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     min_p: float = Field(0.0, ge=0, le=1)
+    ignore_eos: bool = False
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
     stream: bool = False
@@ -80,7 +81,7 @@ class Sampled(Body):
             min_p=self.min_p,
             max_completion_length=limit,
             num_generations=self.n,
-            stop_token_ids=stop_token_ids,
+            stop_token_ids=() if self.ignore_eos else stop_token_ids,
             stop=self.stops,
             seed=seed,
         )
