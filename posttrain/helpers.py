@@ -1,9 +1,11 @@
-"""Reuses idle helper processes. A process takes half a second or more to start, so it is kept for the next task."""
+"""Helper processes: kept idle for the next task, as one takes half a second or more to start; none outlives us."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import select
+import sys
 import threading
 from collections.abc import Hashable
 from typing import Generic, Protocol, TypeVar
@@ -84,3 +86,17 @@ class HelperPool(Generic[P]):
         if timer is not None:  # else `take` has just returned it
             timer.cancel()
             process.end()
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """End this process when its standard input is closed or its parent has changed, also if the parent was killed."""
+    parent = os.getppid() if parent is None else parent
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            ready, _, _ = select.select([sys.stdin], [], [], 1.0)
+            if ready and not os.read(sys.stdin.fileno(), 1):
+                break
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

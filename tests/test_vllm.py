@@ -314,7 +314,7 @@ def test_a_key_keeps_others_out(monkeypatch):
 # A parent that is killed, and a child as a server is one: it ends when its standard input does.
 PARENT = """
 import os, subprocess, sys, time
-child = "import os, sys, time\\nfrom posttrain.engines.vllm.server import end_with_parent\\n"
+child = "import os, sys, time\\nfrom posttrain.helpers import end_with_parent\\n"
 child += "end_with_parent(int(sys.argv[1]))\\nprint('ready', flush=True)\\ntime.sleep(60)"
 command = [sys.executable, "-c", child, str(os.getpid())]
 process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

@@ -31,6 +31,7 @@ VERBS = {
     "compare": "compare",
     "losses": "losses",
     "serve": "serve",
+    "chat": "chat",
     "verify-resume": "verify",
     "quickstart": "quickstart",
     "doctor": "doctor",

@@ -11,6 +11,7 @@ from posttrain.cli.score import Dtype, Template
 from posttrain.cli.settings import Device, devices_from_flag, from_flags
 from posttrain.config import ModelConfig
 from posttrain.extras import need
+from posttrain.helpers import end_with_parent
 from posttrain.imports import quick_imports
 from posttrain.terminal import say
 
@@ -29,6 +30,7 @@ MaxWaiting = Annotated[int, typer.Option("--max-waiting", min=1, help="Prompts t
 Context = Annotated[
     int | None, typer.Option("--context", min=2, help="Longest prompt with its completion, in tokens. [default: 4096]")
 ]
+Attached = Annotated[bool, typer.Option("--attached", hidden=True, help="End with the parent process.")]
 
 
 def serve(
@@ -44,6 +46,7 @@ def serve(
     context: Context = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    attached: Attached = False,
 ) -> None:
     """Serve a model with OpenAI's chat and completions interface, for any client of it.
 
@@ -58,6 +61,8 @@ def serve(
     from posttrain.serving.guard import Guard, is_loopback
     from posttrain.serving.listening import listen
 
+    if attached:
+        end_with_parent()
     key = api_key or os.environ.get(KEY) or None
     if not is_loopback(host) and key is None:
         raise UsageError(f"--host {host} is reachable from other machines: give --api-key, or set {KEY}")

@@ -19,8 +19,16 @@ from posttrain.engines.live import Busy
 from posttrain.errors import DataError, EngineError, PosttrainError, RewardError
 from posttrain.serving.answers import Form, Json, Replies
 from posttrain.serving.host import Host, Policy, new_seed
-from posttrain.serving.texts import piece_after
-from posttrain.serving.wire import ChatRequest, CompletionRequest, Message, RewardRequest, Sampled, ScoreRequest
+from posttrain.serving.texts import piece_after, pieces_of
+from posttrain.serving.wire import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    RenderRequest,
+    RewardRequest,
+    Sampled,
+    ScoreRequest,
+)
 
 log = logging.getLogger("posttrain")
 
@@ -113,6 +121,13 @@ def _add_scores(app: FastAPI) -> None:
             for before, one in zip([None, *whole], scores, strict=False)
         ]
         return {"model": body.model or policy.name, "scored": min(scored, len(whole)), "tokens": tokens}
+
+    @app.post("/v1/render")
+    async def render(body: RenderRequest, request: Request) -> Json:
+        """The prompt of a conversation as the model reads it."""
+        policy = _policy(request)
+        tokens = policy.chat_tokens([message.turn() for message in body.messages], body.continue_final_message)
+        return {"text": "".join(pieces_of(policy.tokenizer, tokens)), "tokens": tokens}
 
     @app.post("/reward")
     async def reward(body: RewardRequest, request: Request) -> Json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,8 @@ from posttrain.models.load import (
 from posttrain.rewards.learned import LearnedReward
 from posttrain.scoring import next_token_logits, scored_states, scores_of
 from posttrain.serving.texts import pieces_of
+
+log = logging.getLogger("posttrain")
 
 WARM_UP_TOKENS = 2
 
@@ -71,8 +74,10 @@ class Policy:
         self.name, self.tokenizer = served.name, load_tokenizer(served.model)
         loaded = load_model(served.model, "lm", compute_dtype(served.model, device), device)
         check_embeddings(loaded, self.tokenizer, served.model.path)
-        if served.template is not None:
-            choose_template(DataConfig(source="-", template=served.template), self.tokenizer)
+        named = served.template or ("chat" if self.tokenizer.chat_template else "none")
+        self.template = choose_template(DataConfig(source="-", template=named), self.tokenizer)
+        if served.template is None and named == "none":
+            log.warning("%s has no chat template: messages are joined as they are; --template gives one", served.name)
         self.stops = stop_token_ids(loaded, self.tokenizer)
         self._queues: dict[Job, asyncio.Queue[Event]] = {}
         self._loop = asyncio.get_running_loop()
@@ -115,8 +120,8 @@ class Policy:
 
     def chat_tokens(self, turns: Sequence[dict[str, str]], go_on: bool) -> list[int]:
         """The prompt of a conversation, as in training: rendered by the template, then tokenised as it is."""
-        if not self.tokenizer.chat_template:
-            raise DataError("the model has no chat template: start the server with --template, or use /v1/completions")
+        if not self.template.turns:
+            return self.text_tokens("".join(turn["content"] for turn in turns))
         try:
             text = self.tokenizer.apply_chat_template(
                 list(turns), tokenize=False, add_generation_prompt=not go_on, continue_final_message=go_on

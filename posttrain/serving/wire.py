@@ -162,6 +162,12 @@ class CompletionRequest(Sampled):
         return given
 
 
+class RenderRequest(Body):
+    model: str = ""
+    messages: list[Message] = Field(min_length=1)
+    continue_final_message: bool = False
+
+
 class ScoreRequest(Body):
     """A text, or a conversation whose last message is scored: what the model says of each of its tokens."""
 

@@ -12,10 +12,8 @@ import hmac
 import ipaddress
 import json
 import os
-import select
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -30,6 +28,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from posttrain.engines.vllm import wire
 from posttrain.engines.vllm.core import Core, import_vllm
 from posttrain.errors import ConfigError, EngineError, PosttrainError
+from posttrain.helpers import end_with_parent
 
 IDLE = 600.0  # seconds that a connection may be silent
 SIGN = 1.0  # seconds of work between two heartbeats
@@ -206,19 +205,6 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def end_with_parent(parent: int) -> None:
-    """End this process when its standard input is closed or its parent has changed, also if the parent was killed."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            ready, _, _ = select.select([sys.stdin], [], [], 1.0)
-            if ready and not os.read(sys.stdin.fileno(), 1):
-                break
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def main() -> None:
