@@ -25,7 +25,8 @@ from posttrain.evaluation.paired import Paired, paired_difference
 from posttrain.evaluation.records import Answer
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt
 from posttrain.reports import report
-from posttrain.reports.curves import COLOURS, GROUND, INK, plain_axes, png_of
+from posttrain.reports.curves import plain_axes, png_of
+from posttrain.reports.design import LIGHT
 from posttrain.reports.progress import duration
 from posttrain.store.atomic import write_file
 from posttrain.store.files import load_json, save_json
@@ -129,22 +130,22 @@ def methods_picture(entries: Sequence[Entry], start: Estimate | None) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure((11, 0.6 + max(3.2, 0.42 * len(entries) + 1.2)), dpi=110, facecolor=GROUND)
+    figure = Figure((11, 0.6 + max(3.2, 0.42 * len(entries) + 1.2)), dpi=110, facecolor=LIGHT.ground)
     figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     curves, ends = figure.subplots(1, 2)
     for at, entry in enumerate(entries):
-        colour, line = COLOURS[at % len(COLOURS)], "-" if at < len(COLOURS) else "--"
+        colour, line = LIGHT.series[at % len(LIGHT.series)], "-" if at < len(LIGHT.series) else "--"
         curves.plot(*zip(*entry.curve, strict=True), line, color=colour, lw=1.4, marker="o", ms=3, label=entry.name)
         interval_bar(ends, at, entry.reward.value, entry.reward.low, entry.reward.high, colour)
     if start is not None:
-        ends.axvline(start.value, color=INK, lw=1, ls=":")
-        ends.text(start.value, 0.6, " before training", color=INK, fontsize=8, va="bottom")
+        ends.axvline(start.value, color=LIGHT.ink, lw=1, ls=":")
+        ends.text(start.value, 0.6, " before training", color=LIGHT.ink, fontsize=8, va="bottom")
     ends.set_yticks([-at for at in range(len(entries))], [entry.name for entry in entries])
     ends.set_ylim(-len(entries) + 0.4, 1.1)
-    curves.legend(fontsize=8, frameon=False, labelcolor=INK)
-    curves.set_xlabel("step", color=INK, fontsize=9)
-    ends.set_xlabel("reward at the end, 95 % interval", color=INK, fontsize=9)
-    curves.set_title("Reward on held-out prompts", color=INK, fontsize=11, loc="left")
+    curves.legend(fontsize=8, frameon=False, labelcolor=LIGHT.ink)
+    curves.set_xlabel("step", color=LIGHT.ink, fontsize=9)
+    ends.set_xlabel("reward at the end, 95 % interval", color=LIGHT.ink, fontsize=9)
+    curves.set_title("Reward on held-out prompts", color=LIGHT.ink, fontsize=11, loc="left")
     for axes in (curves, ends):
         plain_axes(axes)
     return png_of(figure)

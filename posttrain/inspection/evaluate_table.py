@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from rich import box
 from rich.table import Table
 
 from posttrain.console import PlainConsole
+from posttrain.reports.curves import plain_axes, png_of
+from posttrain.reports.design import LIGHT
 from posttrain.store.atomic import write_file
 from posttrain.terminal import visible
 from posttrain.words import counted
@@ -145,15 +146,16 @@ def write_sweep(summary: Mapping[str, Any], folder: Path) -> Path | None:
     swept = [suite for suite in summary["suites"].values() if suite["setting"]]
     if not swept:
         return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 6), dpi=120, layout="constrained")
+    figure = Figure(figsize=(7, 6), dpi=120, layout="constrained", facecolor=LIGHT.ground)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     axis = "temperature" if len({suite["sampling"]["temperature"] for suite in swept}) > 1 else "top_p"
     other = "top_p" if axis == "temperature" else "temperature"
     several = len({suite["sampling"][other] for suite in swept}) > 1
-    for name, value in dict.fromkeys((suite["suite"], suite["sampling"][other]) for suite in swept):
+    lines = dict.fromkeys((suite["suite"], suite["sampling"][other]) for suite in swept)
+    for number, (name, value) in enumerate(lines):
+        colour = LIGHT.series[number % len(LIGHT.series)]
         line = [s for s in swept if s["suite"] == name and s["sampling"][other] == value and s["value"] is not None]
         line.sort(key=lambda suite: suite["sampling"][axis])
         at = [suite["sampling"][axis] for suite in line]
@@ -164,16 +166,16 @@ def write_sweep(summary: Mapping[str, Any], folder: Path) -> Path | None:
             [max(score - low, 0.0) for score, (low, _) in zip(scores, ends, strict=True)],
             [max(high - score, 0.0) for score, (_, high) in zip(scores, ends, strict=True)],
         ]
-        above.errorbar(at, scores, yerr=errors, marker="o", capsize=3, label=label)
-        below.plot(at, [suite["tokens"] / max(suite["answers"], 1) for suite in line], marker="o")
-    above.set_ylabel("score, 95 % interval")
-    above.legend()
-    below.set_ylabel("tokens an answer")
+        above.errorbar(at, scores, yerr=errors, marker="o", capsize=3, color=colour, label=label)
+        below.plot(at, [suite["tokens"] / max(suite["answers"], 1) for suite in line], marker="o", color=colour)
+    above.set_ylabel("score, 95 % interval", color=LIGHT.ink)
+    above.legend(frameon=False, labelcolor=LIGHT.ink)
+    below.set_ylabel("tokens an answer", color=LIGHT.ink)
     below.set_ylim(bottom=0)
-    below.set_xlabel(axis)
-    figure.suptitle(visible(str(summary["model"]["name"])), parse_math=False)
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
+    below.set_xlabel(axis, color=LIGHT.ink)
+    for axes in (above, below):
+        plain_axes(axes)
+    figure.suptitle(visible(str(summary["model"]["name"])), parse_math=False, color=LIGHT.ink)
     path = folder / "sweep.png"
-    write_file(path, buffer.getvalue())
+    write_file(path, png_of(figure))
     return path

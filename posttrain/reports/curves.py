@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.reports.design import LIGHT
 from posttrain.store.atomic import write_file
 
 if TYPE_CHECKING:  # listing runs must not import matplotlib
@@ -50,9 +51,6 @@ PANELS = (
 )
 ORDER = {"train": 0, "validation": 1}  # then other datasets in their order
 KNOWN = sorted((name for panel in PANELS for name in panel.metrics), key=len, reverse=True)
-# Colours that colour-blind readers can distinguish (Okabe and Ito).
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-INK, GROUND = "#30353d", "#ffffff"
 # Inches: a panel and its margins, fixed since an automatic layout takes time.
 WIDE, HIGH = 4.2, 2.75
 LEFT, RIGHT, ABOVE, BELOW = 0.7, 0.15, 0.35, 0.5
@@ -75,9 +73,9 @@ def curves_png(metrics: Sequence[dict[str, Any]], title: str) -> bytes:
     columns = min(3, max(1, len(panels))) if len(panels) != 4 else 2
     rows = max(1, math.ceil(len(panels) / columns))
     width, height = WIDE * columns, HIGH * rows + (0.45 if title else 0.1)
-    figure = Figure(figsize=(width, height), dpi=130, facecolor=GROUND)
+    figure = Figure(figsize=(width, height), dpi=130, facecolor=LIGHT.ground)
     if title:
-        figure.suptitle(_plain(title), color=INK, fontsize=12, fontweight="bold", y=1 - 0.15 / height, va="top")
+        figure.suptitle(_plain(title), color=LIGHT.ink, fontsize=12, fontweight="bold", y=1 - 0.15 / height, va="top")
     steps = [line["step"] for line in metrics]
     for index, panel in enumerate(panels):
         row, column = divmod(index, columns)
@@ -142,7 +140,7 @@ def _draw(axes: "Axes", panel: Panel, series: Series) -> None:
     for index, (name, whose, steps, values) in enumerate(lines):
         short = name.rpartition("/")[2].removesuffix("_reward")
         label = whose if len(names) == 1 else short if whose == "train" else f"{short}, {whose}"
-        colour = COLOURS[index % len(COLOURS)]
+        colour = LIGHT.series[index % len(LIGHT.series)]
         if whose != "train":
             few = len(steps) <= 40
             axes.plot(steps, values, "--", color=colour, lw=1.3, marker="o" if few else None, ms=3, label=_plain(label))
@@ -152,7 +150,7 @@ def _draw(axes: "Axes", panel: Panel, series: Series) -> None:
         else:
             single = sum(map(math.isfinite, values)) == 1
             axes.plot(steps, values, color=colour, lw=1.3, marker="o" if single else None, ms=3, label=_plain(label))
-    axes.set_title(panel.title, color=INK, fontsize=10, loc="left")
+    axes.set_title(panel.title, color=LIGHT.ink, fontsize=10, loc="left")
     if panel.share:
         axes.set_ylim(-0.03, 1.03)
     elif panel.small:
@@ -160,27 +158,27 @@ def _draw(axes: "Axes", panel: Panel, series: Series) -> None:
     _keep_outliers_out(axes, [value for *_, values in lines for value in values])
     _style(axes)
     if len(lines) > 1:
-        axes.legend(fontsize=8, frameon=False, labelcolor=INK)
+        axes.legend(fontsize=8, frameon=False, labelcolor=LIGHT.ink)
 
 
 def _style(axes: "Axes") -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_facecolor(GROUND)
-    axes.set_xlabel("step", color=INK, fontsize=8)
+    axes.set_facecolor(LIGHT.ground)
+    axes.set_xlabel("step", color=LIGHT.ink, fontsize=8)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.yaxis.get_offset_text().set(color=INK, fontsize=8)
+    axes.yaxis.get_offset_text().set(color=LIGHT.ink, fontsize=8)
     plain_axes(axes)
     axes.tick_params(labelsize=8, width=0.6)
 
 
 def plain_axes(axes: "Axes") -> None:
     """Axes in the project's ink: a faint grid, and lines on the left and below alone."""
-    axes.tick_params(colors=INK, labelsize=9, length=3)
-    axes.grid(color=INK, alpha=0.15, lw=0.6)
+    axes.tick_params(colors=LIGHT.ink, labelsize=9, length=3)
+    axes.grid(color=LIGHT.ink, alpha=0.15, lw=0.6)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():
-        spine.set(visible=side in ("left", "bottom"), color=INK, linewidth=0.6, alpha=0.5)
+        spine.set(visible=side in ("left", "bottom"), color=LIGHT.ink, linewidth=0.6, alpha=0.5)
 
 
 def _keep_outliers_out(axes: "Axes", values: list[float]) -> None:
@@ -211,4 +209,4 @@ def _plain(text: str) -> str:
 
 
 def _say(figure: "Figure", text: str) -> None:
-    figure.text(0.5, 0.45, text, color=INK, ha="center", fontsize=11)
+    figure.text(0.5, 0.45, text, color=LIGHT.ink, ha="center", fontsize=11)

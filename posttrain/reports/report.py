@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from posttrain.reports.curves import curves_png
+from posttrain.reports.design import CSS
 from posttrain.reports.headline import headlines
 from posttrain.reports.progress import duration
-from posttrain.reports.report_style import CSS
 from posttrain.store.atomic import write_file
 from posttrain.store.files import flat, load_json
 from posttrain.store.logs import harmless
@@ -159,12 +159,13 @@ def _page(title: str, cards: str, sections: Sequence[Section]) -> str:
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="color-scheme" content="light dark">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>{_text(title)}</title>
 <style>{CSS}</style>
 </head>
-<body>
+<body class="pt">
 <header><h1>{_text(title)}</h1><p>posttrain report, {written}</p><nav>{links}</nav></header>
 {cards}
 {body}

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from rich import box
 from rich.table import Table
 
-from posttrain.reports.curves import COLOURS, GROUND, INK, plain_axes, png_of
+from posttrain.reports.curves import plain_axes, png_of
+from posttrain.reports.design import LIGHT
 from posttrain.reports.progress import duration
 from posttrain.store.atomic import write_file
 from posttrain.store.metrics import read_metrics
@@ -70,14 +71,14 @@ def picture(sweep: Sweep) -> bytes:
 
     ended = [trial for trial in sweep.ranked() if trial.state in ENDED]
     names = dict(list(short_names(list(sweep.trials[0].settings)).items())[:PANELS])
-    figure = Figure((4.5 * (1 + len(names)), 3.6), dpi=110, facecolor=GROUND)
+    figure = Figure((4.5 * (1 + len(names)), 3.6), dpi=110, facecolor=LIGHT.ground)
     figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     curves, *panels = figure.subplots(1, 1 + len(names), squeeze=False)[0]
     for place, trial in enumerate(ended):
         points = curve_of(read_metrics(sweep.root / trial.name), sweep.metric)
         points = [point for point in points if point[0] > 0] or points  # before training all are equal
         line = [math.nan if value is None else value for _, value in points]
-        colour, width = (COLOURS[0], 2.0) if place == 0 else (INK, 0.8)
+        colour, width = (LIGHT.series[0], 2.0) if place == 0 else (LIGHT.ink, 0.8)
         style = ":" if trial.state == STOPPED else "-"
         curves.plot(
             [step for step, _ in points],
@@ -90,11 +91,11 @@ def picture(sweep: Sweep) -> bytes:
             ms=3,
         )
     curves.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    curves.set_xlabel("step", color=INK, fontsize=9)
-    curves.set_title(f"{sweep.metric} (best blue, stopped early dotted)", color=INK, fontsize=10, loc="left")
+    curves.set_xlabel("step", color=LIGHT.ink, fontsize=9)
+    curves.set_title(f"{sweep.metric} (best blue, stopped early dotted)", color=LIGHT.ink, fontsize=10, loc="left")
     for axes, (path, name) in zip(panels, names.items(), strict=True):
         _scatter(axes, path, ended)
-        axes.set_xlabel(name, color=INK, fontsize=9)
+        axes.set_xlabel(name, color=LIGHT.ink, fontsize=9)
     for axes in (curves, *panels):
         plain_axes(axes)
     return png_of(figure)
@@ -119,8 +120,8 @@ def _scatter(axes, path: str, trials: list[Trial]) -> None:
         places = [float(order.index(text)) for text in texts]
         axes.set_xticks(range(len(order)), order)
     for place, trial in zip(places, known, strict=True):
-        face = COLOURS[0] if trial.state == FINISHED else "none"
-        axes.plot(place, trial.value, "o", color=COLOURS[0], markerfacecolor=face, ms=5)
+        face = LIGHT.series[0] if trial.state == FINISHED else "none"
+        axes.plot(place, trial.value, "o", color=LIGHT.series[0], markerfacecolor=face, ms=5)
 
 
 def _float(text: str) -> float | None:

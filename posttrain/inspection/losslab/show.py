@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from posttrain.inspection.losslab.lab import Lab
+from posttrain.reports.curves import png_of
+from posttrain.reports.design import DIVERGING, LIGHT, text_on
 from posttrain.store.atomic import write_file
 from posttrain.store.files import save_json
 from posttrain.terminal import visible
 
 CELL = 5  # characters of a cosine in the terminal, with the gap
-INK = "#30353d"
 
 
 def show(lab: Lab, console: Console) -> None:
@@ -123,8 +123,7 @@ def as_json(lab: Lab) -> dict[str, Any]:
 def cosines_png(lab: Lab) -> bytes:
     """A heat map of the cosines, with their values; grey where there is none."""
     import numpy as np
-    from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
     from matplotlib.figure import Figure
 
     matrix = np.array([[np.nan if value is None else value for value in row] for row in lab.cosines])
@@ -132,22 +131,20 @@ def cosines_png(lab: Lab) -> bytes:
     count, margin = len(labels), 0.25 + 0.063 * max(map(len, labels))  # inches
     size, side = 0.48 * count, margin + 0.1
     width, height = side + size + 1.0, side + size + 0.5
-    figure = Figure(figsize=(width, height), dpi=130, facecolor="white")
+    figure = Figure(figsize=(width, height), dpi=130, facecolor=LIGHT.ground)
     axes = figure.add_axes((side / width, side / height, size / width, size / height))
-    colours = colormaps["RdBu_r"].with_extremes(bad="#bdbdbd")
+    colours = LinearSegmentedColormap.from_list("cosines", DIVERGING).with_extremes(bad=LIGHT.line)
     image = axes.imshow(np.ma.masked_invalid(matrix), cmap=colours, vmin=-1, vmax=1, aspect="auto")
-    axes.set_xticks(range(count), labels, rotation=90, fontsize=8, color=INK)
-    axes.set_yticks(range(count), labels, fontsize=8, color=INK)
+    axes.set_xticks(range(count), labels, rotation=90, fontsize=8, color=LIGHT.ink)
+    axes.set_yticks(range(count), labels, fontsize=8, color=LIGHT.ink)
     for spot, value in np.ndenumerate(matrix):
         text = "–" if np.isnan(value) else f"{value:.2f}".replace("-0.00", "0.00")
-        bright = "white" if abs(value) > 0.55 else INK
-        axes.text(spot[1], spot[0], text, ha="center", va="center", fontsize=7, color=bright)
-    axes.set_title(f"Cosines between gradients, step {lab.step}", fontsize=10, color=INK, loc="left")
+        readable = text_on(to_hex(tuple(image.to_rgba(value))))
+        axes.text(spot[1], spot[0], text, ha="center", va="center", fontsize=7, color=readable)
+    axes.set_title(f"Cosines between gradients, step {lab.step}", fontsize=10, color=LIGHT.ink, loc="left")
     bar = figure.add_axes(((side + size + 0.15) / width, side / height, 0.15 / width, size / height))
-    figure.colorbar(image, cax=bar).ax.tick_params(labelsize=7)
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    return buffer.getvalue()
+    figure.colorbar(image, cax=bar).ax.tick_params(labelsize=7, colors=LIGHT.ink)
+    return png_of(figure)
 
 
 def _short(cosine: float | None) -> str:
