@@ -33,6 +33,7 @@ VERBS = {
     "serve": "serve",
     "chat": "chat",
     "verify-resume": "verify",
+    "ui": "ui",
     "quickstart": "quickstart",
     "doctor": "doctor",
 }

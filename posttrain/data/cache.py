@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections import defaultdict
@@ -57,11 +56,6 @@ SCHEMAS = {
         ]
     ),
 }
-
-
-def default_folder() -> Path:
-    """`$POSTTRAIN_CACHE`, or else `~/.cache/posttrain`."""
-    return Path(os.environ.get("POSTTRAIN_CACHE") or Path.home() / ".cache" / "posttrain").expanduser()
 
 
 def key_of(facts: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.caches import default_folder
 from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.evaluation import EvaluationDataset
 from posttrain.config.schema.run import RunConfig
@@ -188,7 +189,7 @@ def prepare(
     room = Room(completion_length)
     longest, longest_evaluated = (longest_prompt(data, kind, one, positions) for one in (room, evaluated or room))
     template = choose_template(data, tokenizer)
-    cache_dir = cache_dir or cache.default_folder()
+    cache_dir = cache_dir or default_folder()
     reader = Reader(
         data, tokenizer, template, kind, completion_only_loss, assistant_only_loss, cache_dir, seed, with_completions
     )

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.caches import default_folder
 from posttrain.config.schema.data import DataConfig
-from posttrain.data import cache
 from posttrain.data.layouts import find_layout
 from posttrain.data.readers import Record
 from posttrain.data.reading import SAMPLE, Reader
@@ -46,7 +46,7 @@ def prompts_of(
     if not good:
         bad = [Malformed(record.file, record.line, record.problem or "", record.row) for record in records]
         raise DataError(f"{name} has no readable row:\n{list_malformed(bad)}")
-    reader = Reader(data, tokenizer, template, "prompt", None, False, cache.default_folder(), 0)
+    reader = Reader(data, tokenizer, template, "prompt", None, False, default_folder(), 0)
     layout = find_layout(*reader.layout(name), good, "prompt", name)
     found: dict[int, Prompt | Malformed] = {}
 

@@ -7,8 +7,8 @@ from copy import deepcopy
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.caches import default_folder
 from posttrain.config.schema.run import RunConfig
-from posttrain.data import cache
 from posttrain.data.prepare import further_parts, parts_of, settings_of
 from posttrain.data.reading import Reader, SourcePart
 from posttrain.data.rows import Row
@@ -22,7 +22,7 @@ def rows_of_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterat
     are held out, then of each validation set with a source of its own."""
     data, tokenizer = config.data, deepcopy(tokenizer)
     template, kind = choose_template(data, tokenizer), config.method.kind
-    reader = Reader(data, tokenizer, template, kind, None, False, cache.default_folder(), config.seed)
+    reader = Reader(data, tokenizer, template, kind, None, False, default_folder(), config.seed)
     most = None if isinstance(data.source, str) else data.max_rows
     yield "train", _numbered(reader, parts_of(data), most)
     own = {entry.name: entry for entry in config.evaluation.datasets}

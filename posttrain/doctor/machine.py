@@ -120,7 +120,7 @@ def hub_cache() -> Found:
 
 def data_cache() -> Found:
     """The disk of tokenised data."""
-    from posttrain.data.cache import default_folder
+    from posttrain.caches import default_folder
 
     return cache_folder(str(default_folder()))
 

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from posttrain.caches import default_folder
 from posttrain.config.schema.judge import JudgeSettings
 from posttrain.errors import RewardError
 from posttrain.judging.cache import ReplyCache, StoredReply
@@ -73,7 +74,7 @@ class JudgeClient:
         parts = urlsplit(settings.base_url)
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}/chat/completions"
         self._key = _key(settings)
-        self._cache = ReplyCache(Path(settings.cache).expanduser() if settings.cache else _default_folder())
+        self._cache = ReplyCache(Path(settings.cache).expanduser() if settings.cache else default_folder() / "judge")
         self._pace = Pace(settings.requests_per_minute, settings.tokens_per_minute)
         self._random = random.Random()  # its own: a run's random numbers stay as they are
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
@@ -251,12 +252,6 @@ def _key(settings: JudgeSettings) -> str | None:
     if not key.isascii() or not key.isprintable():
         raise RewardError(f"the value of {settings.api_key_env} has characters that no API key has")
     return key
-
-
-def _default_folder() -> Path:
-    from posttrain.data.cache import default_folder  # imports transformers
-
-    return default_folder() / "judge"
 
 
 def _clean(message: Message) -> Message:

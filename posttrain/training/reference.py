@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from posttrain.batch import Example, Pack, sent, sequences
+from posttrain.caches import default_folder
 from posttrain.config import DPOMethod, KTOMethod
 from posttrain.data import Dataset, Prepared
-from posttrain.data.cache import default_folder
 from posttrain.errors import ModelError, RunError
 from posttrain.models.families import base_of, is_adapted
 from posttrain.models.load import load_model

@@ -1,0 +1,82 @@
+"""Who may ask: this machine's browser alone, or whoever has the token. Foreign web pages are refused in either case."""
+
+from __future__ import annotations
+
+import hmac
+import html
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from starlette.requests import HTTPConnection
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+COOKIE = "posttrain_ui"
+LOCAL = ("127.0.0.1", "localhost", "::1")
+# Gradio compiles the templates of its components (unsafe-eval); nothing is loaded from, or sent to, another host.
+POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; "
+    "worker-src 'self' blob:; frame-src 'self'; frame-ancestors 'none'; base-uri 'self'; form-action 'self'"
+)
+HEADERS = {
+    b"x-content-type-options": b"nosniff",
+    b"referrer-policy": b"no-referrer",
+    b"content-security-policy": POLICY.encode(),
+}
+
+
+class Guard:
+    """Middleware. With a `token` it is asked for once and kept in a cookie; `local`: only names of this machine."""
+
+    def __init__(self, app: ASGIApp, token: str | None, local: bool):
+        self.app, self.token, self.local = app, token, local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        refusal = self._refusal(HTTPConnection(scope))
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                there = {name.lower() for name, _ in message["headers"]}
+                message["headers"] = [*message["headers"], *((k, v) for k, v in HEADERS.items() if k not in there)]
+            await send(message)
+
+        await self.app(scope, receive, guarded)
+
+    def _refusal(self, asked: HTTPConnection) -> Response | None:
+        host = asked.headers.get("host", "")
+        if self.local and urlsplit(f"//{host}").hostname not in LOCAL:
+            return PlainTextResponse("This address is not the machine's own: open http://127.0.0.1.", 403)
+        origin = asked.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            return PlainTextResponse("Requests of other web pages are refused.", 403)
+        if self.token is None or _same(asked.cookies.get(COOKIE, ""), self.token):
+            return None
+        given = asked.query_params.get("token", "")
+        if _same(given, self.token):
+            rest = urlencode([(key, value) for key, value in parse_qsl(asked.url.query) if key != "token"])
+            response = RedirectResponse(f"{asked.url.path}{f'?{rest}' if rest else ''}", 303)
+            response.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
+            return response
+        return HTMLResponse(_login(bool(given)), 401)
+
+
+def _same(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode(), token.encode())
+
+
+def _login(wrong: bool) -> str:
+    said = html.escape("This is not the token." if wrong else "The token is that of posttrain ui --token.")
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>posttrain</title>'
+        '<meta name="viewport" content="width=device-width">'
+        "<style>body{font:16px system-ui;margin:20vh auto;max-width:22rem;color-scheme:light dark}"
+        "input,button{font:inherit;padding:.4rem .6rem}</style>"
+        f'<form><p><label>Token <input name="token" type="password" autofocus></label> <button>Open</button></p>'
+        f"<p>{said}</p></form></html>"
+    )

@@ -1,0 +1,40 @@
+"""A view: HTML that is a function of the page's address, renewed by its links and forms and by a timer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gradio as gr
+
+from posttrain.ui.place import Place
+from posttrain.viewing.viewer import Render, rendered
+
+SCRIPT = Path(__file__).with_name("view.js").read_text(encoding="utf-8")
+
+
+def view(place: Place, render: Render, seconds: float | None = None) -> gr.HTML:
+    """Show `render(viewer, query)`, for the address of the page now; every `seconds`, if it has changed meanwhile."""
+    address, digest = gr.State(""), gr.State(0)
+    shown = gr.HTML(js_on_load=SCRIPT, apply_default_css=False, elem_classes=["view"])
+
+    def load(request: gr.Request):
+        return go(f"?{request.query_params}")
+
+    def follow(event: gr.EventData):
+        return go(str(getattr(event, "address", "")))
+
+    def go(at: str):
+        made = rendered(render, place.viewer, at)
+        return made, at, hash(made)
+
+    def renew(at: str, before: int):
+        made = rendered(render, place.viewer, at)
+        return (gr.skip(), before) if hash(made) == before else (made, hash(made))
+
+    outputs = [shown, address, digest]
+    quiet = {"show_progress": "hidden", "api_visibility": "private"}
+    gr.on(None, load, None, outputs, **quiet)
+    shown.click(follow, None, outputs, **quiet)
+    if seconds is not None:
+        gr.Timer(seconds).tick(renew, [address, digest], [shown, digest], **quiet)
+    return shown

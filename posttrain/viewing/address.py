@@ -1,0 +1,65 @@
+"""What a page shows is in its address: `/rollouts?run=NAME&step=3`. Every value in it is untrusted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, urlencode
+
+LONGEST, MOST = 8_000, 200  # characters and values that are read
+BIG = 1 << 53
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """The values of an address, in their order."""
+
+    pairs: Sequence[tuple[str, str]] = field(default_factory=tuple)
+
+    def one(self, name: str, default: str = "") -> str:
+        return next((value for key, value in self.pairs if key == name), default)
+
+    def many(self, name: str) -> list[str]:
+        return list(dict.fromkeys(value for key, value in self.pairs if key == name))
+
+    def choice(self, name: str, choices: Sequence[str]) -> str:
+        """The value if it is one of the choices, else the first of them."""
+        value = self.one(name)
+        return value if value in choices else choices[0]
+
+    def integer(self, name: str) -> int | None:
+        """None if it is missing or no whole number from 0."""
+        value = self.one(name).strip()
+        return int(value) if value.isascii() and value.isdigit() and len(value) < 16 else None
+
+    def number(self, name: str) -> float | None:
+        try:
+            value = float(self.one(name))
+        except ValueError:
+            return None
+        return value if math.isfinite(value) and abs(value) < BIG else None
+
+    def but(self, path: str = "", **changes: object) -> str:
+        """The address with other values; None removes one, a list gives several."""
+        kept = [(key, value) for key, value in self.pairs if key not in changes]
+        for name, value in changes.items():
+            several = value if isinstance(value, list | tuple) else [] if value is None else [value]
+            kept += [(name, str(one)) for one in several]
+        return f"{path}?{urlencode(kept)}"
+
+
+def parse(address: object) -> Query:
+    """The query of an address or what follows its `?`; what cannot be read is dropped."""
+    if not isinstance(address, str):
+        return Query()
+    _, mark, rest = address.partition("?")
+    try:
+        pairs = parse_qsl((rest if mark else address).partition("#")[0][:LONGEST], max_num_fields=MOST)
+    except ValueError:
+        return Query()
+    return Query(tuple(pairs))
+
+
+def address(path: str, **values: object) -> str:
+    return Query().but(path, **values)

@@ -1,0 +1,177 @@
+"""Curves as inline SVG. The page's script reads `data-points` to show values under the pointer and to follow a click."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.viewing.markup import Markup, el
+from posttrain.viewing.series import smoothed, thinned
+
+COLOURS = 8  # classes c0 … of the style sheet
+POINTS = 400  # of a line
+LEFT, RIGHT, TOP, BOTTOM = 46, 10, 8, 22
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    label: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    colour: int = 0
+    dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """From values to pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+
+def chart(
+    lines: Sequence[Line],
+    title: str,
+    *,
+    x_label: str = "step",
+    smooth: float = 0.0,
+    go: str | None = None,
+    share: bool = False,
+    size: tuple[int, int] = (460, 200),
+) -> Markup:
+    """A figure with its lines, raw ones faint under smoothed ones. `go`: an address that a point's x is appended to.
+
+    `share`: the values lie between 0 and 1.
+    """
+    shown = [line for line in lines if any(map(math.isfinite, line.ys))]
+    caption = el("figcaption", el("span", title, class_="title"), _legend(shown) if len(shown) > 1 else None)
+    if not shown:
+        return el("figure", caption, el("p", "no values yet", class_="quiet"), class_="chart")
+    width, height = size
+    drawn = [(line, smoothed(line.ys, smooth)) for line in shown]
+    x = _scale([value for line in shown for value in line.xs], LEFT, width - RIGHT, pad=0.0)
+    y = _scale(_usual([v for _, ys in drawn for v in ys]), height - BOTTOM, TOP, pad=0.06, share=share)
+    parts = _axes(x, y, width, height)
+    points = []
+    for line, ys in drawn:
+        style = f"line c{line.colour % COLOURS}{' dashed' if line.dashed else ''}"
+        if smooth and not line.dashed:
+            parts.append(_path(line.xs, line.ys, x, y, f"{style} raw"))
+        parts.append(_path(line.xs, ys, x, y, style))
+        xs, ys = thinned(line.xs, ys, POINTS)
+        values = [None if not math.isfinite(value) else float(f"{value:.5g}") for value in ys]
+        points.append(
+            {"label": line.label, "c": line.colour % COLOURS, "x": [float(f"{v:.7g}") for v in xs], "y": values}
+        )
+    facts = json.dumps({"scale": [x.low, x.high, x.start, x.end], "width": width, "label": x_label, "lines": points})
+    picture = el(
+        "svg", *parts, el("line", class_="cross", y1=TOP, y2=height - BOTTOM, x1=-9, x2=-9),
+        viewBox=f"0 0 {width} {height}", role="img", aria_label=_described(title, shown),
+    )  # fmt: skip
+    return el("figure", caption, picture, class_="chart", data_points=facts, data_at=go)
+
+
+def spark(values: Sequence[float], width: int = 96, height: int = 22) -> Markup:
+    """A small line without axes; nothing for fewer than two values."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return Markup("")
+    x, y = Scale(0, len(finite) - 1, 2, width - 3), _scale(finite, height - 3, 3, pad=0.0)
+    path = _path(range(len(finite)), finite, x, y, "line c0")
+    end = el("circle", cx=f"{x(len(finite) - 1):.1f}", cy=f"{y(finite[-1]):.1f}", r=2, class_="end")
+    said = f"from {finite[0]:.3g} to {finite[-1]:.3g}"
+    return el("svg", path, end, viewBox=f"0 0 {width} {height}", class_="spark", role="img", aria_label=said)
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round values between the two, about as many as asked for."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / max(1, about)
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _scale(values: Sequence[float], start: float, end: float, pad: float, share: bool = False) -> Scale:
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    if share and low >= 0 and high <= 1:
+        low, high = 0.0, 1.0
+    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
+        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    margin = pad * (high - low)
+    return Scale(low - margin, high + margin, start, end)
+
+
+def _usual(values: Sequence[float]) -> list[float]:
+    """The values without a rare spike that would flatten the rest: it leaves the picture at the top."""
+    finite = sorted(value for value in values if math.isfinite(value))
+    if len(finite) < 60:
+        return finite
+    usual = finite[int(0.995 * (len(finite) - 1))]
+    if finite[-1] - finite[0] > 4 * (usual - finite[0]) > 0:
+        return [value for value in finite if value <= usual] + [usual + 0.3 * (usual - finite[0])]
+    return finite
+
+
+def _axes(x: Scale, y: Scale, width: int, height: int) -> list[Markup]:
+    parts = []
+    levels = ticks(y.low, y.high, 4)
+    for value, label in zip(levels, labels(levels), strict=True):
+        at = f"{y(value):.1f}"
+        parts.append(el("line", class_="grid", x1=LEFT, x2=width - RIGHT, y1=at, y2=at))
+        parts.append(el("text", label, class_="tick end", x=LEFT - 6, y=f"{y(value) + 3.5:.1f}"))
+    places = ticks(x.low, x.high, 5)
+    for value, label in zip(places, labels(places), strict=True):
+        parts.append(el("text", label, class_="tick middle", x=f"{x(value):.1f}", y=height - 6))
+    return parts
+
+
+def labels(values: Sequence[float]) -> list[str]:
+    """Short labels that tell the values apart."""
+    largest = max(map(abs, values), default=0.0)
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if largest >= limit:
+            size = {"G": 1e9, "M": 1e6, "k": 1e3}[unit]
+            return [f"{value / size:.4g}{unit}" if value else "0" for value in values]
+    return [f"{0.0 if abs(value) < 1e-12 * largest else value:.4g}" for value in values]
+
+
+def _path(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale, style: str) -> Markup:
+    """The line, broken where a value is not finite; a point of its own is a dot."""
+    xs, ys = thinned(xs, ys, POINTS)
+    top, bottom = min(y.start, y.end) - 40, max(y.start, y.end) + 40
+    runs: list[list[str]] = [[]]
+    for at, value in zip(xs, ys, strict=True):
+        if math.isfinite(value):
+            runs[-1].append(f"{x(at):.1f} {min(max(y(value), top), bottom):.1f}")
+        elif runs[-1]:
+            runs.append([])
+    steps = [f"M{'L'.join(run)}" if len(run) > 1 else f"M{run[0]}h.01" for run in runs if run]
+    return el("path", d="".join(steps), class_=style)
+
+
+def _legend(lines: Sequence[Line]) -> Markup:
+    keys = (
+        el("span", line.label, class_=f"key c{line.colour % COLOURS}{' dashed' if line.dashed else ''}")
+        for line in lines
+    )
+    return el("span", *keys, class_="legend")
+
+
+def _described(title: str, lines: Sequence[Line]) -> str:
+    ends = []
+    for line in lines:
+        finite = [value for value in line.ys if math.isfinite(value)]
+        ends.append(f"{line.label} from {finite[0]:.4g} to {finite[-1]:.4g}")
+    return f"{title}: {'; '.join(ends)}"

@@ -1,0 +1,95 @@
+"""HTML in which every string of a model, a row, a name or a note is inert: only `Markup` is not escaped."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+
+from posttrain.terminal import visible
+
+LONGEST = 20_000  # maximum characters of one string on a page
+
+
+class Markup(str):
+    """A string that is HTML already."""
+
+    __slots__ = ()
+
+
+Child = object  # Markup, any other value (escaped), None (nothing), or an iterable of these
+VOID = ("input", "br")
+
+
+def text(value: object) -> Markup:
+    """Any value as HTML: markup escaped, control characters visible, very long strings cut with a count."""
+    if isinstance(value, Markup):
+        return value
+    whole = str(value)
+    more = len(whole) - LONGEST
+    shown = html.escape(visible(whole[:LONGEST]))
+    return Markup(f"{shown} … ({more:,} more characters)" if more > 0 else shown)
+
+
+def join(children: Iterable[Child], between: str = "") -> Markup:
+    return Markup(between.join(_child(child) for child in children))
+
+
+def el(name: str, /, *children: Child, **attributes: object) -> Markup:
+    """An element. Attributes: `class_`, `data_go` for data-go; True is an attribute without value, None is omitted."""
+    written = "".join(
+        f" {_name(key)}" if value is True else f' {_name(key)}="{html.escape(visible(str(value)))}"'
+        for key, value in attributes.items()
+        if value is not None and value is not False
+    )
+    if name in VOID:
+        return Markup(f"<{name}{written}>")
+    return Markup(f"<{name}{written}>{join(children)}</{name}>")
+
+
+def table(
+    header: Sequence[Child], rows: Iterable[Sequence[Child]], numbers: Sequence[int] = (), class_: str = ""
+) -> Markup:
+    """A table that scrolls sideways where it is wide; columns in `numbers` are aligned to the right."""
+    right = ["number" if index in numbers else None for index in range(len(header))]
+    head = [el("th", cell, class_=align, scope="col") for cell, align in zip(header, right, strict=True)]
+    body = [el("tr", *(el("td", cell, class_=align) for cell, align in zip(row, right, strict=True))) for row in rows]
+    made = el("table", el("thead", el("tr", *head)), el("tbody", *body), class_=class_ or None)
+    return el("div", made, class_="wide", tabindex="0", role="region", aria_label="table")
+
+
+def number(value: object, digits: int = 4) -> str:
+    """A number in a few digits; a dash for none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "–" if value is None else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.{digits}g}" if math.isfinite(value) else "–"
+
+
+def short(value: str, most: int = 160) -> str:
+    """The string in one line, cut with an ellipsis."""
+    flat = " ".join(value[: 4 * most].split())
+    return flat if len(flat) <= most and len(value) <= 4 * most else flat[: most - 1] + "…"
+
+
+def message(said: str, kind: str = "note") -> Markup:
+    """A paragraph of its own: a note, a warning or an error."""
+    return el("p", said, class_=f"message {kind}", role="status")
+
+
+def link(label: Child, address: str, **attributes: object) -> Markup:
+    """A link that changes the page in place; other tabs and bookmarks get the same address."""
+    return el("a", label, href=address, data_go=True, **attributes)
+
+
+def _name(key: str) -> str:
+    return key.rstrip("_").replace("_", "-")
+
+
+def _child(child: Child) -> str:
+    if child is None:
+        return ""
+    if isinstance(child, Iterable) and not isinstance(child, str):
+        return join(child)
+    return text(child)

@@ -1,0 +1,176 @@
+"""The page Run: curves, checks, data, log and the command of one run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+
+from posttrain.reports.curves import PANELS, Panel
+from posttrain.reports.listing import in_units
+from posttrain.reports.progress import duration
+from posttrain.store import rollouts
+from posttrain.training.alarms import MESSAGES
+from posttrain.viewing.address import Query, address
+from posttrain.viewing.chart import Line, chart
+from posttrain.viewing.checks import checks_of
+from posttrain.viewing.forms import choice, form, hidden, slider
+from posttrain.viewing.markup import Markup, el, join, message, number, table
+from posttrain.viewing.runs import Row, log_tail, metric_of
+from posttrain.viewing.runs_page import SMOOTH, alarm_list, badge
+from posttrain.viewing.series import AXES, Series
+from posttrain.viewing.viewer import Viewer
+from posttrain.words import counted
+
+PATH = "/run"
+LOG_LINES = 60
+PROGRESS = re.compile(r"^\S+ \S+ INFO (step \d+/\d+|validation at step \d+)  ")
+
+
+def run_page(viewer: Viewer, query: Query) -> Markup:
+    name = query.one("run")
+    row = viewer.runs.find(name)
+    if row is None:
+        known = [el("li", el("a", one.name, href=address(PATH, run=one.name))) for one in viewer.runs.rows()[:20]]
+        said = f"There is no run {name}." if name else "Which run?"
+        return join([message(said), el("ul", *known)])
+    series = viewer.series.of(row.folder)
+    return join(
+        [
+            _head(row),
+            _cards(row, series),
+            _alarms(row),
+            _curves(row, series, query),
+            _checks(row, series),
+            _data(row),
+            _log(row),
+        ]
+    )
+
+
+def replay_command(row: Row) -> str:
+    """The command that trains with the settings of this run again, into a new folder beside it."""
+    return shlex.join(["posttrain", "train", str(row.folder / "config.yaml"), "--name", f"{row.folder.name}-again"])
+
+
+def _head(row: Row) -> Markup:
+    links = []
+    if (row.folder / "report.html").is_file():
+        links.append(el("a", "Report", href=address("/report", run=row.name)))
+    if row.has_rollouts:
+        links.append(el("a", "Rollouts", href=address("/rollouts", run=row.name)))
+    links.append(el("a", "Compare", href=address("/", chosen=row.name)))
+    command = replay_command(row)
+    copy = el("button", "Copy the command that replays this", type="button", data_copy=command, title=command)
+    title = el("h1", row.name, " ", badge(row.state))
+    about = el("p", f"{row.method} of {row.model} on {row.data}", class_="quiet")
+    why = message(row.problem, "error" if row.state in ("failed", "damaged") else "warning") if row.problem else None
+    killed = message(KILLED, "warning") if row.state == "killed" else None
+    return join([title, about, el("p", *(part for one in links for part in (one, " · ")), copy), why, killed])
+
+
+KILLED = (
+    "Its process ended without a word: it was killed, or the machine went off. Nothing that was logged is lost; "
+    "`posttrain train` with --resume goes on from the last checkpoint."
+)
+
+
+def _cards(row: Row, series: Series) -> Markup:
+    seconds = (row.ended - row.started).total_seconds() if row.ended and row.started else None
+    cards = {
+        row.metric or "result": number(row.value),
+        "step": f"{row.step:,}" + (f" / {row.total:,}" if row.total else ""),
+    }
+    if row.eta:
+        cards["time left"] = row.eta
+    if seconds is not None:
+        cards["time"] = duration(seconds)
+    cards["disk"] = in_units(row.size)
+    if row.started:
+        cards["started"] = f"{row.started:%m-%d %H:%M}"
+    return el("dl", *(el("div", el("dt", name), el("dd", value)) for name, value in cards.items()), class_="cards")
+
+
+def _alarms(row: Row) -> Markup | None:
+    if not row.alarms:
+        return None
+    lines = [
+        message(f"{name}, in {counted(count, 'step')}: {MESSAGES.get(name, 'of another version')}", "warning")
+        for name, count in row.alarms.items()
+    ]
+    return join([el("h2", "Alarms"), *lines])
+
+
+def _curves(row: Row, series: Series, query: Query) -> Markup:
+    axis, smooth = query.choice("x", AXES), query.choice("smooth", SMOOTH)
+    go = address("/rollouts", run=row.name) + "&step=" if row.has_rollouts and axis == "step" else None
+    charts = [
+        chart(lines, panel.title, x_label=axis, smooth=float(smooth), share=panel.share, go=go)
+        for panel in PANELS
+        if (lines := list(_lines(panel, series, axis)))
+    ]
+    controls = form(
+        PATH, choice("x", "Over", AXES, axis), slider("smooth", "Smoothing", SMOOTH, smooth), hidden(query, "run")
+    )
+    damaged = None
+    if series.damaged:
+        damaged = message(
+            f"{counted(series.damaged, 'line')} of metrics.jsonl cannot be read and are not shown.", "warning"
+        )
+    hint = el("p", "A click on a curve opens the rollouts of that step.", class_="quiet") if go and charts else None
+    body = el("div", *charts, class_="charts") if charts else message("No metrics have been logged yet.")
+    return el("section", el("h2", "Curves"), damaged, controls if charts else None, hint, body)
+
+
+def _lines(panel: Panel, series: Series, axis: str) -> Iterator[Line]:
+    """The panel's metrics of training, and the same of validation, dashed."""
+    several = len([name for name in panel.metrics if name in series.names]) > 1
+    colour = 0
+    for name in panel.metrics:
+        short = name.rpartition("/")[2].removesuffix("_reward")
+        for kind in [name, *_validations(name, series.names)]:
+            if kind in series.names:
+                whose = "" if kind == name else kind.removeprefix("eval_").removesuffix(name).strip("_") or "validation"
+                label = f"{short} {whose}".strip() if several else whose or "train"
+                yield Line(label, *series.points(kind, axis), colour=colour, dashed=kind != name)
+                colour += 1
+
+
+def _validations(name: str, names: Sequence[str]) -> list[str]:
+    return [
+        one
+        for one in names
+        if one.startswith("eval_") and (one == f"eval_{name}" or one.endswith(f"_{name}")) and _owner(one) == name
+    ]
+
+
+def _owner(metric: str) -> str:
+    """The known metric that a validation's name ends with, the longest: nll_loss before loss."""
+    from posttrain.reports.curves import KNOWN
+
+    return next((name for name in KNOWN if metric.endswith(f"_{name}")), "")
+
+
+def _checks(row: Row, series: Series) -> Markup:
+    rows = [
+        [el("span", one.outcome, class_=f"badge {one.outcome}"), one.what, one.found] for one in checks_of(row, series)
+    ]
+    return join([el("h2", "Checks"), table(["", "check", "found"], rows)])
+
+
+def _data(row: Row) -> Markup | None:
+    """What the run said of its data at its start: rows read, lengths, what was dropped."""
+    said = []
+    for line in log_tail(row.folder, 1 << 18).splitlines():
+        if PROGRESS.match(line) or "Traceback" in line:
+            break
+        said.append(line.partition(" INFO ")[2] or line.partition(" WARNING ")[2] or line)
+    return join([el("h2", "Data"), el("pre", "\n".join(said))]) if said else None
+
+
+def _log(row: Row) -> Markup:
+    lines = log_tail(row.folder).splitlines()[-LOG_LINES:]
+    body = (
+        el("pre", "\n".join(lines), class_="log", tabindex="0") if lines else message("There is no training.log yet.")
+    )
+    return join([el("h2", "Log"), body])

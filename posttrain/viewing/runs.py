@@ -1,0 +1,199 @@
+"""The runs of a folder as rows, kept between two looks: a run is read again only when its files have changed."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from posttrain.errors import PosttrainError
+from posttrain.reports.headline import LABELS, OF_METHOD, headlines
+from posttrain.reports.listing import Summary, runs_below, summarise
+from posttrain.store import metrics, rollouts
+from posttrain.store.files import flat
+from posttrain.store.lock import is_locked
+from posttrain.viewing.series import sparkline
+
+STATES = ("running", "finished", "interrupted", "failed", "killed", "damaged")
+WATCHED = ("run.json", "config.yaml", metrics.NAME)  # a change of one of them is a change of the run
+AGE_S = 1.0  # the list of folders is walked again after this time
+TAIL = 1 << 16
+PROGRESS = re.compile(rb"step (\d+)/(\d+) .*?(?:ETA (\S+(?: \d\d[smhd])?))?\r?\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A run in the table. `name` is its path below the folder of runs, the only way to name it in an address."""
+
+    name: str
+    folder: Path
+    state: str
+    problem: str  # why it failed, or cannot be read
+    method: str
+    model: str
+    data: str
+    metric: str  # of the headline, with its name
+    value: float | None
+    step: int
+    total: int | None
+    eta: str
+    size: int
+    started: datetime | None
+    ended: datetime | None
+    alarms: dict[str, int] = field(default_factory=dict)
+    spark: tuple[float, ...] = ()
+
+    @property
+    def has_rollouts(self) -> bool:
+        return (self.folder / rollouts.NAME).is_file()
+
+
+class Runs:
+    """The runs below a folder."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self._lock = threading.Lock()
+        self._rows: dict[Path, tuple[object, Row]] = {}
+        self._listed: tuple[float, list[Row]] = (-AGE_S, [])
+
+    def rows(self) -> list[Row]:
+        """All runs, the latest first."""
+        with self._lock:
+            if time.monotonic() - self._listed[0] >= AGE_S:
+                found = [row for folder in _folders(self.root) if (row := self._row(folder)) is not None]
+                known = {row.folder for row in found}
+                self._rows = {folder: kept for folder, kept in self._rows.items() if folder in known}
+                self._listed = time.monotonic(), found[::-1]
+            return self._listed[1]
+
+    def find(self, name: str) -> Row | None:
+        """The run of this name, if it is in the list: names of addresses are never joined to a path."""
+        return next((row for row in self.rows() if row.name == name), None)
+
+    def _row(self, folder: Path) -> Row | None:
+        stamp = _stamp(folder)
+        kept = self._rows.get(folder)
+        if kept is None or kept[0] != stamp:
+            try:
+                kept = stamp, _read(folder, str(folder.relative_to(self.root)))
+            except (PosttrainError, OSError):  # removed meanwhile
+                return None
+            self._rows[folder] = kept
+        row = kept[1]
+        if row.state in ("running", "killed"):  # its process may have ended without a word
+            row = replace(row, state="killed" if is_locked(folder) is False else "running")
+        return row if row.state == "running" else replace(row, eta="")
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """The settings of a run with dotted names; empty if they cannot be read."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        found = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), Loader=loader)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return flat(found) if isinstance(found, dict) else {}
+
+
+def headline_metrics(method: str) -> list[str]:
+    """The metrics of the headline's curve, the first that a run has counts."""
+    names = [*OF_METHOD.get(method, ()), "loss"]
+    return [kind for name in names for kind in (name, f"eval_{name}")]
+
+
+def metric_of(label: str) -> str:
+    """The metric behind a label of the headline: "validation accuracy" -> "rewards/accuracies"."""
+    bare = label.removeprefix("validation ")
+    return next((name for name, shown in LABELS.items() if shown == bare), bare)
+
+
+def log_tail(folder: Path, size: int = TAIL) -> str:
+    """The end of training.log, from a whole line on."""
+    return _tail(folder, size).decode("utf-8", "replace")
+
+
+def _folders(root: Path) -> list[Path]:
+    while True:
+        try:
+            return runs_below(root)
+        except FileNotFoundError:  # a run was removed during the walk
+            if not root.is_dir():
+                return []
+
+
+def _stamp(folder: Path) -> object:
+    found = []
+    for name in WATCHED:
+        try:
+            facts = (folder / name).stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((facts.st_ino, facts.st_size, facts.st_mtime_ns))
+    return tuple(found)
+
+
+def _read(folder: Path, name: str) -> Row:
+    found = summarise(folder)
+    values = headlines(found.method, found.metrics)
+    label, value = next(iter(values.items()), ("", None))
+    total, eta = _progress(folder) if found.state == "running" else (None, "")
+    info = found.info
+    return Row(
+        name=folder.name if name == "." else name,
+        folder=folder,
+        state=found.state,
+        problem=found.problem or (info.reason if info else None) or "",
+        method=found.method,
+        model=found.model,
+        data=found.data,
+        metric=label,
+        value=value if value is None or math.isfinite(value) else None,
+        step=found.step if isinstance(found.step, int) else 0,
+        total=total,
+        eta=eta,
+        size=found.size,
+        started=_when(info.started) if info else None,
+        ended=_when(info.ended) if info else None,
+        alarms=_alarms(found),
+        spark=tuple(sparkline(folder, headline_metrics(found.method))),
+    )
+
+
+def _alarms(found: Summary) -> dict[str, int]:
+    counts = {name: value for name, value in found.metrics.items() if name.startswith("alarms/")}
+    return {
+        name.removeprefix("alarms/"): int(count) for name, count in counts.items() if isinstance(count, int | float)
+    }
+
+
+def _when(time: str | None) -> datetime | None:
+    try:
+        return datetime.fromisoformat(time).astimezone() if time else None
+    except (ValueError, TypeError):
+        return None
+
+
+def _progress(folder: Path) -> tuple[int | None, str]:
+    """The number of steps and the remaining time, from the last line of progress in the log."""
+    found = PROGRESS.findall(_tail(folder, 1 << 14))
+    return (int(found[-1][1]), found[-1][2].decode()) if found else (None, "")
+
+
+def _tail(folder: Path, size: int) -> bytes:
+    try:
+        with (folder / "training.log").open("rb") as file:
+            end = file.seek(0, 2)
+            file.seek(max(0, end - size))
+            lines = file.read()
+    except OSError:
+        return b""
+    return lines if end <= size else lines.partition(b"\n")[2]

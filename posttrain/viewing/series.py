@@ -1,0 +1,181 @@
+"""The curves of a run: `metrics.jsonl` as columns, read on from where it was left. Damaged lines are counted."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.store.metrics import NAME
+
+AXES = ("step", "tokens", "hours")
+FACTS = ("step", "epoch", "time", "num_tokens", "num_updates")  # of a line, not metrics
+HEADLINE_POINTS = 48  # of a sparkline
+
+Points = tuple[Sequence[float], Sequence[float]]  # x, y
+
+
+class Series:
+    """The metrics of one run. `refresh` reads what was appended, or all again if the file was cut or replaced."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / NAME
+        self._lock = threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.damaged = 0
+        self._read, self._file = 0, None
+        self._line = {name: array("d") for name in AXES}
+        self._columns: dict[str, tuple[array, array]] = {}  # metric -> numbers of its lines, values
+
+    def refresh(self) -> Series:
+        with self._lock:
+            try:
+                facts = self.path.stat()
+                if (facts.st_ino, True) != (self._file, facts.st_size >= self._read):
+                    self._clear()
+                    self._file = facts.st_ino
+                if facts.st_size > self._read:
+                    with self.path.open("rb") as file:
+                        file.seek(self._read)
+                        whole, newline, _ = file.read().rpartition(b"\n")  # a line that is being written waits
+                    self._read += len(whole) + len(newline)
+                    for raw in whole.splitlines():
+                        self._take(raw)
+            except FileNotFoundError:
+                self._clear()
+            except OSError:
+                self.damaged += 1
+        return self
+
+    def _take(self, raw: bytes) -> None:
+        line = _line_of(raw)
+        if line is None:
+            self.damaged += bool(raw.strip())
+            return
+        steps, tokens, hours = (self._line[name] for name in AXES)
+        at, seconds, seen = len(steps), line.get("time"), line.get("num_tokens")
+        steps.append(line["step"])
+        tokens.append(float(seen) if isinstance(seen, int | float) else tokens[-1] if tokens else 0.0)
+        hours.append(float(seconds) / 3600 if isinstance(seconds, int | float) else hours[-1] if hours else 0.0)
+        for name, value in line.items():
+            if name not in FACTS and (value is None or isinstance(value, int | float)):
+                numbers, values = self._columns.setdefault(name, (array("l"), array("d")))
+                numbers.append(at)
+                values.append(math.nan if value is None else float(value))
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._columns)
+
+    @property
+    def steps(self) -> Sequence[float]:
+        return self._line["step"]
+
+    def points(self, metric: str, axis: str = "step") -> Points:
+        """The metric over the axis; hours count from the run's first line. Not finite: NaN."""
+        numbers, values = self._columns.get(metric, (array("l"), array("d")))
+        line = self._line[axis]
+        start = line[0] if axis == "hours" and line else 0.0
+        return [line[number] - start for number in numbers], list(values)
+
+    def at(self, step: int) -> dict[str, float]:
+        """The training metrics of a step: of the first line from there on that has a loss or a reward."""
+        steps = self._line["step"]
+        first = bisect.bisect_left(steps, step)
+        for number in range(first, min(first + 50, len(steps))):
+            found = {name: value for name, value in self._on(number) if not name.startswith("eval_")}
+            if "loss" in found or "reward" in found:
+                return {"step": steps[number], **found}
+        return {}
+
+    def _on(self, number: int) -> list[tuple[str, float]]:
+        found = []
+        for name, (numbers, values) in self._columns.items():
+            place = bisect.bisect_left(numbers, number)
+            if place < len(numbers) and numbers[place] == number:
+                found.append((name, values[place]))
+        return found
+
+    def last(self) -> dict[str, float]:
+        """The last finite value of every metric."""
+        found = {}
+        for name, (_, values) in self._columns.items():
+            value = next((one for one in reversed(values) if math.isfinite(one)), None)
+            if value is not None:
+                found[name] = value
+        return found
+
+
+class Kept:
+    """The series of the runs that were looked at last."""
+
+    def __init__(self, most: int = 24):
+        self._most, self._lock = most, threading.Lock()
+        self._kept: OrderedDict[Path, Series] = OrderedDict()
+
+    def of(self, folder: Path) -> Series:
+        with self._lock:
+            series = self._kept.setdefault(folder, Series(folder))
+            self._kept.move_to_end(folder)
+            while len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+        return series.refresh()
+
+
+def sparkline(folder: Path, metrics: Sequence[str]) -> list[float]:
+    """Values of the first of the metrics that the run has, at most HEADLINE_POINTS, from lines over the whole file."""
+    try:
+        lines = (folder / NAME).read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return []
+    found: dict[str, list[float]] = {name: [] for name in metrics}
+    every = max(1, len(lines) // HEADLINE_POINTS)
+    for raw in [*lines[::every], *lines[-1:]]:
+        line = _line_of(raw) or {}
+        for name in metrics:
+            if isinstance(line.get(name), int | float):
+                found[name].append(float(line[name]))
+    return next((values for values in found.values() if len(values) > 1), [])
+
+
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """The exponential moving average with this weight of the past, corrected for its start; gaps stay gaps."""
+    if not 0 < weight < 1:
+        return list(values)
+    smooth, mean, share = [], 0.0, 0.0
+    for value in values:
+        if math.isfinite(value):
+            mean, share = weight * mean + (1 - weight) * value, weight * share + (1 - weight)
+        smooth.append(mean / share if math.isfinite(value) else math.nan)
+    return smooth
+
+
+def thinned(xs: Sequence[float], ys: Sequence[float], most: int) -> Points:
+    """At most about `most` points that keep the first, the last, and the lowest and highest of every stretch."""
+    if len(xs) <= most:
+        return xs, ys
+    stretch, kept = math.ceil(2 * len(xs) / most), {0, len(xs) - 1}
+    for start in range(0, len(xs), stretch):
+        some = [at for at in range(start, min(start + stretch, len(xs))) if math.isfinite(ys[at])]
+        if some:
+            kept |= {min(some, key=ys.__getitem__), max(some, key=ys.__getitem__)}
+        else:
+            kept.add(start)  # a gap
+    order = sorted(kept)
+    return [xs[at] for at in order], [ys[at] for at in order]
+
+
+def _line_of(raw: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None

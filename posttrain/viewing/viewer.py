@@ -1,0 +1,41 @@
+"""What all pages share: the runs of a folder, their series, and the indexes of their rollouts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from posttrain.caches import default_folder
+from posttrain.errors import PosttrainError, message_of
+from posttrain.viewing.address import Query, parse
+from posttrain.viewing.markup import Markup, el, message
+from posttrain.viewing.runs import Runs
+from posttrain.viewing.series import Kept
+
+log = logging.getLogger("posttrain")
+
+
+class Viewer:
+    """Reads the runs below `root`; indexes and caches lie in `cache`, never in a run."""
+
+    def __init__(self, root: Path, cache: Path | None = None):
+        self.root = root
+        self.cache = cache or default_folder() / "ui"
+        self.runs = Runs(root)
+        self.series = Kept()
+
+
+Render = Callable[[Viewer, Query], Markup]
+
+
+def rendered(render: Render, viewer: Viewer, address: object) -> Markup:
+    """What a page shows at an address; an error becomes a message on it, and its stack trace goes to the log."""
+    try:
+        return el("div", render(viewer, parse(address)), class_="shown")
+    except PosttrainError as error:
+        return el("div", message(message_of(error), "error"), class_="shown")
+    except Exception as error:  # the page must stay usable whatever a damaged run makes of it
+        log.exception("a page could not be shown: %s", address)
+        said = f"This cannot be shown: {type(error).__name__}. The log of posttrain ui has more."
+        return el("div", message(said, "error"), class_="shown")

@@ -1,0 +1,124 @@
+"""A real browser for the tests marked `ui`: pages that fail on console errors and on requests to other hosts.
+
+`make test-ui` runs them; it needs a Chromium, $CHROMIUM or `chromium` on the PATH.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+INSTALL = "no Chromium: set $CHROMIUM, or install one: apt-get install chromium (or .venv/bin/playwright install chromium)"
+SIZES = {"light": (1280, 900), "dark": (1280, 900), "phone": (390, 844)}
+# Chromium's own words about a request that a test lets fail.
+WAIT_S = 60.0
+
+
+def chromium() -> str | None:
+    """The browser's program."""
+    named = os.environ.get("CHROMIUM")
+    if named:
+        return named
+    found = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+    if found is None:
+        with sync_playwright() as playwright:
+            own = playwright.chromium.executable_path
+            found = own if os.path.exists(own) else None
+    return found
+
+
+@contextmanager
+def a_browser() -> Iterator[Browser]:
+    program = chromium()
+    if program is None:
+        pytest.fail(INSTALL)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def watched(browser: Browser, mode: str = "light", forgiven: Sequence[str] = ()) -> Iterator[Page]:
+    """A page in light, dark or phone size. At its end: no console error but `forgiven`, no request to another host."""
+    width, height = SIZES[mode]
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme="dark" if mode == "dark" else "light"
+    )
+    context.set_default_timeout(15_000)
+    page, errors, elsewhere = context.new_page(), [], []
+    page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda asked: elsewhere.append(asked.url) if _foreign(asked.url) else None)
+    yield page
+    context.close()
+    assert [error for error in errors if not any(words in error for words in forgiven)] == [], "console errors"
+    assert elsewhere == [], "requests to other hosts"
+
+
+def photograph(page: Page, path: Path, whole: bool = False) -> Path:
+    """A picture of the page, for eyes; without moving cursors."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    page.mouse.move(0, 0)
+    page.screenshot(path=path, full_page=whole, animations="disabled", caret="hide")
+    return path
+
+
+def fits(page: Page) -> bool:
+    """Whether the page is no wider than its window: only tables scroll sideways, inside."""
+    return page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@contextmanager
+def served(*arguments: str | Path, path: str = "/", folder: Path | None = None) -> Iterator[str]:
+    """`posttrain ARGUMENTS --port PORT` as a process of its own; its address, once it answers."""
+    port = free_port()
+    command = [sys.executable, "-m", "posttrain", *map(str, arguments), "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while not _answers(address + path):
+            if process.poll() is not None or time.monotonic() > deadline:
+                process.kill()
+                pytest.fail(f"{' '.join(command)} does not answer:\n{process.communicate()[0]}")
+            time.sleep(0.1)
+        yield address
+    finally:
+        process.terminate()
+        said = process.communicate(timeout=20)[0]
+    assert "Traceback" not in said, said
+
+
+def _answers(address: str) -> bool:
+    try:
+        urllib.request.urlopen(address, timeout=5).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _foreign(url: str) -> bool:
+    parts = urlsplit(url)
+    return parts.scheme not in ("data", "blob", "about") and parts.hostname != "127.0.0.1"
