@@ -4,13 +4,19 @@ PYTHON ?= python3
 OLD_PYTHON ?= $(PYTHON)
 BIN := .venv/bin
 
-.PHONY: quickstart test slow faults test-vllm test-eval test-old check lint bench learn gpu wheels clean
+.PHONY: quickstart test test-ui slow faults test-vllm test-eval test-old check lint bench learn gpu wheels clean
 
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
 
 test: .venv/.installed-dev lint
-	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not ui"
+
+# The pages in a real browser: $CHROMIUM, or chromium on the PATH.
+test-ui: .venv/.installed-dev
+	@test -n "$(CHROMIUM)" || command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+		{ echo "no Chromium: set CHROMIUM=/path/to/it, or install one: sudo apt-get install chromium"; exit 1; }
+	$(BIN)/pytest -m ui tests
 
 # Every slow proof of the suite.
 slow: .venv/.installed-dev build/trl-1.12 build/go
@@ -49,7 +55,7 @@ build/eval/.installed: pyproject.toml constraints-eval.txt
 # The suite on the oldest torch and transformers that pyproject.toml allows, in an environment of their own. Where pip has
 # a CPU build of that torch it takes it; PyPI's is the CUDA build (6 GB with its libraries), which runs on a CPU as well.
 test-old: build/old/.installed
-	build/old/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
+	build/old/bin/python -m pytest -n 2 --dist worksteal -m "not slow and not ui"
 
 build/old/.installed: pyproject.toml constraints-old.txt
 	$(OLD_PYTHON) -m venv build/old

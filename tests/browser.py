@@ -21,9 +21,8 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-INSTALL = "no Chromium: set $CHROMIUM, or install one: apt-get install chromium (or .venv/bin/playwright install chromium)"
+INSTALL = "no Chromium: set $CHROMIUM, or install one: sudo apt-get install chromium"
 SIZES = {"light": (1280, 900), "dark": (1280, 900), "phone": (390, 844)}
-# Chromium's own words about a request that a test lets fail.
 WAIT_S = 60.0
 
 
@@ -32,12 +31,8 @@ def chromium() -> str | None:
     named = os.environ.get("CHROMIUM")
     if named:
         return named
-    found = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
-    if found is None:
-        with sync_playwright() as playwright:
-            own = playwright.chromium.executable_path
-            found = own if os.path.exists(own) else None
-    return found
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next((path for name in names if (path := shutil.which(name))), None)
 
 
 @contextmanager
@@ -89,8 +84,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(*arguments: str | Path, path: str = "/", folder: Path | None = None) -> Iterator[str]:
-    """`posttrain ARGUMENTS --port PORT` as a process of its own; its address, once it answers."""
+def served(*arguments: str | Path, path: str = "/", folder: Path | None = None) -> Iterator[tuple[str, int]]:
+    """`posttrain ARGUMENTS --port PORT` as a process of its own; its address and process id, once it answers."""
     port = free_port()
     command = [sys.executable, "-m", "posttrain", *map(str, arguments), "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
@@ -102,7 +97,7 @@ def served(*arguments: str | Path, path: str = "/", folder: Path | None = None) 
                 process.kill()
                 pytest.fail(f"{' '.join(command)} does not answer:\n{process.communicate()[0]}")
             time.sleep(0.1)
-        yield address
+        yield address, process.pid
     finally:
         process.terminate()
         said = process.communicate(timeout=20)[0]

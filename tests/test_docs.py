@@ -12,7 +12,7 @@ How a command of a fenced block is run:
 - `posttrain serve` starts a server of a small model, whose address takes the place of SERVED.
 - A preset without further settings is trained by tests/test_presets.py; here it has to be among those.
         elif (
-            verb == "quickstart"
+            verb in ("quickstart", "ui")
             or "--push-to-hub" in rest
             or (verb == "doctor" and (not rest or rest[0].startswith("-")))
         ):
@@ -161,7 +161,7 @@ class Reader:
             self.evaluations(rest)
             self.run(arguments)
         elif (
-            verb == "quickstart"
+            verb in ("quickstart", "ui")
             or "--push-to-hub" in rest
             or (verb == "doctor" and (not rest or rest[0].startswith("-")))
         ):

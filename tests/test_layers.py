@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent / "posttrain"
 LAYERS = [
     ["distributions", "latex", "terminal", "words"],
     ["console"],
-    ["errors", "helpers", "hub", "imports", "memory", "progress", "threads"],
+    ["caches", "errors", "helpers", "hub", "imports", "memory", "progress", "threads"],
     ["atomic", "extras", "signals"],
     ["output"],
     ["config"],
@@ -28,10 +28,11 @@ LAYERS = [
     ["evaluation"],
     ["training", "comparing"],
     ["recipes"],
-    ["planning", "inspection", "serving"],
+    ["planning", "inspection", "serving", "viewing"],
     ["export"],
     ["runner"],
     ["doctor", "quickstart", "sweep", "verify"],
+    ["ui"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -10,8 +10,9 @@ from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from posttrain.serving.guard import is_loopback
+
 COOKIE = "posttrain_ui"
-LOCAL = ("127.0.0.1", "localhost", "::1")
 # Gradio compiles the templates of its components (unsafe-eval); nothing is loaded from, or sent to, another host.
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
@@ -50,7 +51,7 @@ class Guard:
 
     def _refusal(self, asked: HTTPConnection) -> Response | None:
         host = asked.headers.get("host", "")
-        if self.local and urlsplit(f"//{host}").hostname not in LOCAL:
+        if self.local and not is_loopback(_name(host)):
             return PlainTextResponse("This address is not the machine's own: open http://127.0.0.1.", 403)
         origin = asked.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != host:
@@ -64,6 +65,14 @@ class Guard:
             response.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
             return response
         return HTMLResponse(_login(bool(given)), 401)
+
+
+def _name(host: str) -> str:
+    """The host without its port."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _same(given: str, token: str) -> bool:

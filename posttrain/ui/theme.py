@@ -10,7 +10,7 @@ from posttrain.viewing.style import CSS, PALETTE
 
 FAVICON = Path(__file__).with_name("favicon.svg")
 HEAD = (
-    f"<meta name=\"color-scheme\" content=\"light dark\"><meta name=\"referrer\" content=\"no-referrer\">"
+    f'<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">'
     f"<style>{PALETTE}{CSS}</style>"
 )
 

@@ -32,9 +32,9 @@ def view(place: Place, render: Render, seconds: float | None = None) -> gr.HTML:
         return (gr.skip(), before) if hash(made) == before else (made, hash(made))
 
     outputs = [shown, address, digest]
-    quiet = {"show_progress": "hidden", "api_visibility": "private"}
-    gr.on(None, load, None, outputs, **quiet)
-    shown.click(follow, None, outputs, **quiet)
+    gr.on(None, load, None, outputs, show_progress="hidden", api_visibility="private")
+    shown.click(follow, None, outputs, show_progress="hidden", api_visibility="private")
     if seconds is not None:
-        gr.Timer(seconds).tick(renew, [address, digest], [shown, digest], **quiet)
+        timer, changed = gr.Timer(seconds), [shown, digest]
+        timer.tick(renew, [address, digest], changed, show_progress="hidden", api_visibility="private")
     return shown

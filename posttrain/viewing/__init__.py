@@ -1,1 +1,1 @@
-"""What the pages of `posttrain ui` show: pure functions from run folders and databases to HTML, without gradio and torch."""
+"""What the pages of `posttrain ui` show: functions from run folders and databases to HTML. No gradio, no torch."""

@@ -1,4 +1,4 @@
-"""Curves as inline SVG. The page's script reads `data-points` to show values under the pointer and to follow a click."""
+"""Curves as inline SVG. The page's script reads `data-points`: values under the pointer, and where a click leads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.viewing.series import smoothed, thinned
 
 COLOURS = 8  # classes c0 … of the style sheet
 POINTS = 400  # of a line
-LEFT, RIGHT, TOP, BOTTOM = 46, 10, 8, 22
+LEFT, RIGHT, TOP, BOTTOM = 52, 10, 8, 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +45,22 @@ def chart(
     smooth: float = 0.0,
     go: str | None = None,
     share: bool = False,
+    keys: bool = True,
     size: tuple[int, int] = (460, 200),
 ) -> Markup:
     """A figure with its lines, raw ones faint under smoothed ones. `go`: an address that a point's x is appended to.
 
-    `share`: the values lie between 0 and 1.
+    `share`: the values lie between 0 and 1. `keys`: name the lines.
     """
     shown = [line for line in lines if any(map(math.isfinite, line.ys))]
-    caption = el("figcaption", el("span", title, class_="title"), _legend(shown) if len(shown) > 1 else None)
+    caption = el("figcaption", el("span", title, class_="title"), _legend(shown) if keys and len(shown) > 1 else None)
     if not shown:
         return el("figure", caption, el("p", "no values yet", class_="quiet"), class_="chart")
     width, height = size
     drawn = [(line, smoothed(line.ys, smooth)) for line in shown]
     x = _scale([value for line in shown for value in line.xs], LEFT, width - RIGHT, pad=0.0)
     y = _scale(_usual([v for _, ys in drawn for v in ys]), height - BOTTOM, TOP, pad=0.06, share=share)
-    parts = _axes(x, y, width, height)
+    parts = _axes(x, y, width, height, whole=x_label == "step")
     points = []
     for line, ys in drawn:
         style = f"line c{line.colour % COLOURS}{' dashed' if line.dashed else ''}"
@@ -124,7 +125,7 @@ def _usual(values: Sequence[float]) -> list[float]:
     return finite
 
 
-def _axes(x: Scale, y: Scale, width: int, height: int) -> list[Markup]:
+def _axes(x: Scale, y: Scale, width: int, height: int, whole: bool) -> list[Markup]:
     parts = []
     levels = ticks(y.low, y.high, 4)
     for value, label in zip(levels, labels(levels), strict=True):
@@ -132,6 +133,8 @@ def _axes(x: Scale, y: Scale, width: int, height: int) -> list[Markup]:
         parts.append(el("line", class_="grid", x1=LEFT, x2=width - RIGHT, y1=at, y2=at))
         parts.append(el("text", label, class_="tick end", x=LEFT - 6, y=f"{y(value) + 3.5:.1f}"))
     places = ticks(x.low, x.high, 5)
+    if whole:
+        places = [value for value in places if value == int(value)] or [math.ceil(x.low)]
     for value, label in zip(places, labels(places), strict=True):
         parts.append(el("text", label, class_="tick middle", x=f"{x(value):.1f}", y=height - 6))
     return parts
@@ -140,11 +143,13 @@ def _axes(x: Scale, y: Scale, width: int, height: int) -> list[Markup]:
 def labels(values: Sequence[float]) -> list[str]:
     """Short labels that tell the values apart."""
     largest = max(map(abs, values), default=0.0)
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if largest >= limit:
-            size = {"G": 1e9, "M": 1e6, "k": 1e3}[unit]
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if largest >= size:
             return [f"{value / size:.4g}{unit}" if value else "0" for value in values]
-    return [f"{0.0 if abs(value) < 1e-12 * largest else value:.4g}" for value in values]
+    clean = [0.0 if abs(value) < 1e-9 * largest else value for value in values]
+    if 0 < largest < 2e-3:
+        return [f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-") if value else "0" for value in clean]
+    return [f"{value:.4g}" for value in clean]
 
 
 def _path(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale, style: str) -> Markup:

@@ -9,15 +9,14 @@ from collections.abc import Iterator, Sequence
 from posttrain.reports.curves import PANELS, Panel
 from posttrain.reports.listing import in_units
 from posttrain.reports.progress import duration
-from posttrain.store import rollouts
 from posttrain.training.alarms import MESSAGES
 from posttrain.viewing.address import Query, address
 from posttrain.viewing.chart import Line, chart
 from posttrain.viewing.checks import checks_of
 from posttrain.viewing.forms import choice, form, hidden, slider
 from posttrain.viewing.markup import Markup, el, join, message, number, table
-from posttrain.viewing.runs import Row, log_tail, metric_of
-from posttrain.viewing.runs_page import SMOOTH, alarm_list, badge
+from posttrain.viewing.runs import Row, log_tail
+from posttrain.viewing.runs_page import SMOOTH, badge
 from posttrain.viewing.series import AXES, Series
 from posttrain.viewing.viewer import Viewer
 from posttrain.words import counted

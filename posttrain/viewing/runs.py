@@ -71,7 +71,7 @@ class Runs:
                 found = [row for folder in _folders(self.root) if (row := self._row(folder)) is not None]
                 known = {row.folder for row in found}
                 self._rows = {folder: kept for folder, kept in self._rows.items() if folder in known}
-                self._listed = time.monotonic(), found[::-1]
+                self._listed = time.monotonic(), sorted(found, key=_age, reverse=True)
             return self._listed[1]
 
     def find(self, name: str) -> Row | None:
@@ -118,6 +118,10 @@ def metric_of(label: str) -> str:
 def log_tail(folder: Path, size: int = TAIL) -> str:
     """The end of training.log, from a whole line on."""
     return _tail(folder, size).decode("utf-8", "replace")
+
+
+def _age(row: Row) -> tuple[float, str]:
+    return row.started.timestamp() if row.started else 0.0, row.name
 
 
 def _folders(root: Path) -> list[Path]:

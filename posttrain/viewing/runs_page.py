@@ -12,7 +12,7 @@ from posttrain.training.alarms import MESSAGES
 from posttrain.viewing.address import Query, address
 from posttrain.viewing.chart import COLOURS, Line, chart, spark
 from posttrain.viewing.forms import choice, form, hidden, search, slider
-from posttrain.viewing.markup import Markup, el, join, link, message, number, table, text
+from posttrain.viewing.markup import Markup, el, join, link, message, number, table
 from posttrain.viewing.runs import STATES, Row, settings
 from posttrain.viewing.series import AXES
 from posttrain.viewing.viewer import Viewer
@@ -169,7 +169,7 @@ def _overlay(viewer: Viewer, chosen: Sequence[Row], query: Query) -> Markup | No
                 for at, (row, series) in enumerate(several)
                 if name in series.names
             ]
-            charts.append(chart(lines, name, x_label=axis, smooth=float(smooth), share=panel.share))
+            charts.append(chart(lines, name, x_label=axis, smooth=float(smooth), share=panel.share, keys=False))
     keys = el("p", *(_key(row, at, chosen, query) for at, row in enumerate(chosen)), class_="keys")
     return el(
         "section",

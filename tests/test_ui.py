@@ -1,0 +1,115 @@
+"""`posttrain ui` over HTTP: every page answers, what guards it, and what its process does not load."""
+
+import json
+import re
+import shutil
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from browser import free_port, served
+
+from posttrain.cli import main
+
+SAVED = Path(__file__).parent / "saved_run/run"
+MOST_MB = 600
+
+
+def fetch(address: str, body: dict | None = None, **headers: str) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(address, data, {"Content-Type": "application/json", **headers})
+    with urllib.request.urlopen(asked, timeout=30) as reply:
+        return reply.read().decode()
+
+
+def config(page: str) -> dict:
+    """Gradio's description of a page, with the calls that the page makes."""
+    start = page.index("window.gradio_config = ") + len("window.gradio_config = ")
+    return json.JSONDecoder().raw_decode(page[start:])[0]
+
+
+def shown(address: str, path: str) -> str:
+    """The HTML that a page gets when it is opened in a browser."""
+    page = fetch(address + path)
+    name = path.partition("?")[0].strip("/")
+    call = next(
+        one["id"]
+        for one in config(page)["dependencies"]
+        if any(event == "load" for _, event in one["targets"])
+        and (one.get("rendered_in") or name) == name
+        and one["id"] in config(page)["page"][name]["dependencies"]
+    )
+    query = path.partition("?")[2]
+    fetch(f"{address}/gradio_api/queue/join?{query}", {"data": [], "fn_index": call, "session_hash": "test"})
+    events = fetch(f"{address}/gradio_api/queue/data?session_hash=test")
+    found = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: ")]
+    return next(one["output"]["data"][0] for one in found if one["msg"] == "process_completed")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ui") / "runs"
+    shutil.copytree(SAVED, folder / "saved")
+    (folder / "saved/report.html").write_text("<h1>the report</h1>")
+    (folder / "saved/training.log").write_text("2026-11-24 04:59:41,000 INFO train: 16 rows read\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ui(runs):
+    with served("ui", runs, "--no-browser") as found:
+        yield found
+
+
+PAGES = {
+    "/": "saved",
+    "/run?run=saved": "Copy the command that replays this",
+    "/rollouts?run=saved": "completions",
+}
+
+
+def test_every_page_answers_and_loads_no_torch(ui):
+    address, process = ui
+    for path, words in PAGES.items():
+        assert words in shown(address, path), path
+    memory = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
+    assert "libtorch" not in Path(f"/proc/{process}/maps").read_text()
+    assert int(memory[1]) / 1000 < MOST_MB, f"{memory[1]} kB"
+
+
+def test_nothing_outside_the_list_is_read(ui, runs):
+    """Names of addresses are looked up: neither paths nor markup in them do anything."""
+    address, _ = ui
+    (runs.parent / "secret").mkdir()
+    shutil.copy(SAVED / "run.json", runs.parent / "secret/run.json")
+    for name in ("../secret", str(runs.parent / "secret"), "saved/../../secret", "%00", "<script>alert(1)</script>"):
+        made = shown(address, f"/run?run={urllib.request.quote(name)}")
+        assert "There is no run" in made and "<script" not in made
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            fetch(f"{address}/report?run={urllib.request.quote(name)}")
+    assert "the report" in fetch(f"{address}/report?run=saved")
+
+
+def test_foreign_pages_are_refused(ui):
+    address, _ = ui
+    for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            fetch(f"{address}/", **headers)
+
+
+def test_what_cannot_be_served_is_said(runs, tmp_path, capsys):
+    port = str(free_port())
+    for arguments, words in (
+        ([str(tmp_path / "nowhere")], "there is no folder"),
+        ([str(runs), "--host", "0.0.0.0"], "give a --token"),
+        ([str(runs), "--host", "0.0.0.0", "--token", "short"], "can be guessed"),
+    ):
+        assert main(["ui", *arguments, "--port", port]) == 1
+        assert words in capsys.readouterr().err
+
+
+def test_a_port_in_use_suggests_another(ui, runs, capsys):
+    port = ui[0].rpartition(":")[2]
+    assert main(["ui", str(runs), "--port", port]) == 1
+    assert re.search(rf"{port}.*--port \d+ is free", capsys.readouterr().err)
