@@ -4,6 +4,7 @@ import json
 import re
 import sqlite3
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from posttrain.cli import main
 from posttrain.config import DevicesConfig, ModelConfig
+from posttrain.data.readers import read_files
 from posttrain.errors import ConfigError, DataError, ModelError, RewardError, RunError
+from posttrain.evaluation import running
+from posttrain.evaluation.answering import Recorded
 from posttrain.evaluation.items import fill, load_items
 from posttrain.evaluation.judging import Judge
 from posttrain.evaluation.records import Answer, EvaluationStore, read_answers, read_summary
@@ -294,9 +298,8 @@ ROWS = [
 
 
 def test_a_killed_evaluation_goes_on(stories, tmp_path, monkeypatch):
-    from posttrain.evaluation import answering, running
+    from posttrain.evaluation import answering
 
-    monkeypatch.setattr(running, "ANSWERS_AT_ONCE", 4)
     suite = own(tmp_path, ROWS, temperature=1.0, num_generations=2, group="kind")
     whole = run(stories, [suite], tmp_path / "whole")
     calls, ask = [], answering.Generated.__call__
@@ -318,14 +321,35 @@ def test_a_killed_evaluation_goes_on(stories, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="not finished"):
         read_summary(tmp_path / "killed")
     with EvaluationStore(tmp_path / "killed") as store:
-        assert len(store.positions("own")) == 4  # two more were being graded, and one waited
+        assert len(store.positions("own")) == 7  # all that were answered
     again = run(stories, [suite], tmp_path / "killed")
-    assert calls == [8, 5]
+    assert calls == [8, 2]
     timeless = [replace(answer, seconds=0) for answer in read_answers(tmp_path / "whole")]
     assert [replace(answer, seconds=0) for answer in read_answers(tmp_path / "killed")] == timeless
     same = {name: value for name, value in again["suites"]["own"].items() if name != "seconds"}
     assert same == {name: value for name, value in whole["suites"]["own"].items() if name != "seconds"}
     assert set(same["groups"]) == {"even", "odd"} and set(same["pass@k"]) == {"1", "2"}
+
+
+def test_answers_are_stored_while_the_next_is_generated(tmp_path):
+    """However long it takes, and however many came at once."""
+    rows = [{**row, "completions": f"#### {row['answer']}"} for row in ROWS]
+    items = load_items(own(tmp_path, rows))
+
+    class Slow(Recorded):
+        def __call__(self, some, found):
+            super().__call__(some[:7], found)
+            until = time.monotonic() + 20
+            while len(store.positions("own")) < 7 and time.monotonic() < until:
+                time.sleep(0.01)
+            seen.append(store.positions("own"))
+            super().__call__(some[7:], found)
+
+    seen, records = [], list(read_files((tmp_path / "rows.jsonl",)))
+    answers = Slow(items.suite, items.items, records, "completions", None)
+    with Judge(items.suite) as judge, EvaluationStore(tmp_path / "e") as store:
+        found = running.run(items, answers, judge, 1, store=store, key="own", facts={}, sampling={})
+    assert seen == [set(range(7))] and (found["value"], found["graded"]) == (1.0, 9)
 
 
 def test_finished_suites_are_kept_and_other_settings_refused(stories, tmp_path, monkeypatch):
@@ -490,8 +514,6 @@ def test_recorded_completions_that_change(tmp_path, caplog):
 
 def test_a_judge_that_fails_loses_no_stored_answer(stories, tmp_path, monkeypatch):
     """What was graded before stays, and the evaluation goes on with the function mended; None is no score."""
-    from posttrain.evaluation import running
-
     monkeypatch.setattr(running, "ANSWERS_AT_ONCE", 4)
     (tmp_path / "frail_judge.py").write_text(
         "fail = True\n"

@@ -41,7 +41,7 @@ class Outcome:
         return cls(grade.verdict, grade.score, grade.extracted, classes, grade.reason)
 
 
-Pending = Sequence[Future[Grade]] | Sequence[Outcome]
+Pending = Sequence[Future[Grade] | Outcome]
 
 
 class Judge:
@@ -59,6 +59,11 @@ class Judge:
             self._function = RewardFunction(self._rule)
         elif self._rule != "none" and suite.kind != "choices":
             self._pool = self._started(workers, deadline)
+
+    @property
+    def calls_function(self) -> bool:
+        """Whether `submit` calls a function of the user's, rather than workers."""
+        return self._function is not None
 
     def submit(self, items: Sequence[Item], completions: Sequence[str]) -> Pending:
         """Start grading one completion for each item; the rule's workers run beside the caller."""

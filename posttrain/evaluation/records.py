@@ -1,6 +1,6 @@
 """The records of an evaluation: `evaluation.sqlite` as it goes, then `answers.jsonl` and `summary.json` (docs/eval.md).
 
-A block of items is one transaction, so a killed evaluation has whole blocks and goes on after them.
+An item's answers are stored in one transaction, so a killed evaluation has whole items and goes on with the others.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sqlite3
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -62,7 +63,9 @@ _QUOTED = ", ".join(f'"{name}"' for name in COLUMNS)
 
 
 class EvaluationStore:
-    """The database of an evaluation folder, locked for this process. Errors of SQLite are RunErrors that name the file.
+    """The database of an evaluation folder, locked for this process; any of its threads may use it.
+
+    Errors of SQLite are RunErrors that name the file.
 
     With `overwrite`, an evaluation that is started replaces the earlier one, and those of other models (`is_of`) go; a
     damaged database is moved aside.
@@ -72,6 +75,7 @@ class EvaluationStore:
         self.path, self._overwrite = folder / DATABASE, overwrite
         self._started: set[str] = set()
         self._of_others: list[str] = []
+        self._turn = threading.RLock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -99,7 +103,8 @@ class EvaluationStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._connection.close()
+        with self._turn:
+            self._connection.close()
         self._lock.release()
 
     def is_of(self, content: str) -> None:
@@ -164,14 +169,15 @@ class EvaluationStore:
 
     def _rows(self, query: str, *values: str) -> list[tuple[Any, ...]]:
         try:
-            return self._connection.execute(query, values).fetchall()
+            with self._turn:
+                return self._connection.execute(query, values).fetchall()
         except sqlite3.Error as error:
             raise self._refusal(error) from error
 
     def _write(self, query: str, rows: Sequence[tuple[Any, ...]]) -> None:
         safe = [tuple(_storable(value) for value in row) for row in rows]
         try:
-            with self._connection:
+            with self._turn, self._connection:
                 self._connection.executemany(query, safe)
         except sqlite3.Error as error:
             raise self._refusal(error) from error
@@ -189,7 +195,7 @@ class EvaluationStore:
 
 def _connected(path: Path, check: bool) -> sqlite3.Connection:
     """The database with its tables; `check` reads all of it. Raises sqlite3.Error if it is damaged."""
-    connection = sqlite3.connect(path, timeout=BUSY_S)
+    connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)  # `_turn` keeps threads apart
     try:
         with connection:
             connection.executescript(SCHEMA)

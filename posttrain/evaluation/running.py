@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Self
 
 from posttrain.errors import RunError
 from posttrain.evaluation.answering import Answers, Reply
@@ -14,9 +16,11 @@ from posttrain.evaluation.records import Answer, EvaluationStore
 from posttrain.evaluation.summary import summarise
 from posttrain.progress import counter
 
-# Answers wait for so many others, or so long, before they are graded and stored together.
+# Completions wait for so many others, or so long, before a function of the user's is called with all of them.
 ANSWERS_AT_ONCE, WAIT_S = 256, 5.0
+GRACE_S = 2.0  # for verdicts that are still to come when an evaluation is stopped
 
+Answered = tuple[Item, list[Reply]]
 Graded = tuple[Item, list[Reply], list[Outcome]]
 
 
@@ -50,9 +54,8 @@ def run(
             for _ in graded:
                 count()
 
-        grading = Grading(judge, stored)
-        answers(left, grading.add)
-        grading.finish()
+        with Grading(judge, stored) as grading:
+            answers(left, grading.add)
     spent = time.perf_counter() - began
     found = list(store.answers(key))
     seconds = spent if not done else sum(answer.seconds for answer in found)
@@ -62,38 +65,71 @@ def run(
 
 
 class Grading:
-    """Grades items as they are answered, while others are still being answered."""
+    """Grades items as they are answered, while others are still being answered.
+
+    `graded` is called in another thread as soon as verdicts are there, however long the next answer takes. Leaving the
+    context waits for all verdicts; after an error, for those that come within GRACE_S.
+    """
 
     def __init__(self, judge: Judge, graded: Callable[[Sequence[Graded]], None]):
         self._judge, self._graded = judge, graded
-        self._answered: list[tuple[Item, list[Reply]]] = []
-        self._pending: tuple[list[tuple[Item, list[Reply]]], Pending] | None = None
+        self._at_once = ANSWERS_AT_ONCE if judge.calls_function else 1
+        self._answered: list[Answered] = []
         self._count, self._since = 0, time.monotonic()
+        self._submitted: SimpleQueue[tuple[list[Answered], Pending] | None] = SimpleQueue()
+        self._failure: BaseException | None = None  # of the thread
+        self._left = False
+        self._thread = threading.Thread(target=self._work, name="posttrain-evaluation", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind in (None, KeyboardInterrupt):
+                self._submit()
+        finally:
+            self._submitted.put(None)
+            self._thread.join(None if kind is None else GRACE_S)
+            self._left = True
+        if kind is None and self._failure is not None:
+            raise self._failure
 
     def add(self, item: Item, replies: list[Reply]) -> None:
+        """Raises what grading or storing an earlier item has raised."""
+        if self._failure is not None:
+            raise self._failure
         self._answered.append((item, replies))
         self._count += len(replies)
-        if self._count >= ANSWERS_AT_ONCE or time.monotonic() - self._since > WAIT_S:
+        if self._count >= self._at_once or time.monotonic() - self._since > WAIT_S:
             self._submit()
 
-    def finish(self) -> None:
-        """Wait for all verdicts."""
-        self._submit()
-        self._collect()
-
     def _submit(self) -> None:
-        self._collect()  # first: a function of the user is called below, which may fail
-        asked = [(item, reply.text) for item, replies in self._answered for reply in replies if not reply.problem]
-        pending = self._judge.submit([item for item, _ in asked], [text for _, text in asked])
-        self._pending, self._answered = (self._answered, pending), []
+        answered, self._answered = self._answered, []  # first: a function of the user's is called below, which may fail
+        asked = [(item, reply.text) for item, replies in answered for reply in replies if not reply.problem]
+        pending = self._judge.submit([item for item, _ in asked], [text for _, text in asked]) if asked else []
+        self._submitted.put((answered, pending))
         self._count, self._since = 0, time.monotonic()
 
-    def _collect(self) -> None:
-        if self._pending is None:
-            return
-        (answered, pending), self._pending = self._pending, None
-        outcomes = iter(self._judge.collect(pending))
-        self._graded([(item, replies, [_outcome(reply, outcomes) for reply in replies]) for item, replies in answered])
+    def _work(self) -> None:
+        try:
+            more = True
+            while more and not self._left:
+                some = [self._submitted.get()]
+                while not self._submitted.empty():
+                    some.append(self._submitted.get())
+                more = None not in some
+                self._collect([one for one in some if one is not None])
+        except BaseException as error:  # raised in the main thread
+            self._failure = error
+
+    def _collect(self, submitted: Sequence[tuple[list[Answered], Pending]]) -> None:
+        outcomes = iter(self._judge.collect([one for _, pending in submitted for one in pending]))
+        answered = [one for some, _ in submitted for one in some]
+        graded = [(item, replies, [_outcome(reply, outcomes) for reply in replies]) for item, replies in answered]
+        if graded:
+            self._graded(graded)
 
 
 def _outcome(reply: Reply, outcomes: Iterator[Outcome]) -> Outcome:
