@@ -66,7 +66,7 @@ def test_text_and_lines_are_readable(scheme: Scheme):
 @SCHEMES
 @pytest.mark.parametrize("sight", SIGHTS)
 def test_series_are_distinguishable(scheme: Scheme, sight):
-    """Further apart than Okabe and Ito's own six, which are 0.076 apart, and of which three fail on white."""
+    """Our eight are further apart than Okabe and Ito's six (0.076), three of which are too pale for white."""
     worst = min(nearest(OKABE_ITO, sight) for sight in SIGHTS)
     assert nearest(scheme.series, sight) > 0.12 > 1.5 * worst
 

@@ -3,11 +3,11 @@
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.reports.design import LIGHT
+from posttrain.reports.panels import KNOWN, ORDER, PANELS, Panel
 from posttrain.store.atomic import write_file
 
 if TYPE_CHECKING:  # listing runs must not import matplotlib
@@ -17,40 +17,6 @@ if TYPE_CHECKING:  # listing runs must not import matplotlib
 SMOOTH_FROM = 60  # points; with fewer the raw line is clear
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One panel of the grid: its metrics, and the scale of its axis."""
-
-    title: str
-    metrics: tuple[str, ...]
-    share: bool = False  # between 0 and 1
-    small: bool = False  # numbers such as 1e-6
-
-
-PANELS = (
-    Panel("Loss", ("loss",)),
-    Panel("Reward", ("reward",)),
-    Panel("Right format, right answer", ("format_accuracy", "answer_accuracy"), share=True),
-    Panel("Accuracy: chosen above rejected", ("rewards/accuracies", "accuracy"), share=True),
-    Panel("Margin: chosen − rejected", ("rewards/margins", "margin")),
-    Panel("Rewards", ("rewards/chosen", "rewards/rejected", "min_reward", "mean_reward", "max_reward")),
-    Panel("KL, or the baseline of rewards", ("kl", "delta")),
-    Panel(
-        "Groups without spread, truncated completions",
-        ("frac_reward_zero_std", "completions/clipped_ratio"),
-        share=True,
-    ),
-    Panel("Completion length", ("completions/mean_length",)),
-    Panel("Share of tokens clipped", ("clip_ratio", "clip_ratio/low_mean", "clip_ratio/high_mean")),
-    Panel("Explained variance of the returns", ("explained_variance",)),
-    Panel("Token accuracy", ("mean_token_accuracy",), share=True),
-    Panel("Entropy", ("entropy",)),
-    Panel("Log-probabilities", ("logps/chosen", "logps/rejected")),
-    Panel("Gradient norm", ("grad_norm",)),
-    Panel("Learning rate", ("learning_rate",), small=True),
-)
-ORDER = {"train": 0, "validation": 1}  # then other datasets in their order
-KNOWN = sorted((name for panel in PANELS for name in panel.metrics), key=len, reverse=True)
 # Inches: a panel and its margins, fixed since an automatic layout takes time.
 WIDE, HIGH = 4.2, 2.75
 LEFT, RIGHT, ABOVE, BELOW = 0.7, 0.15, 0.35, 0.5

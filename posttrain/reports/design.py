@@ -1,14 +1,15 @@
 """The look of everything we draw: colours, type, spacing, and one style sheet for pages.
 
-Plain constants without imports of other packages: the report, the comparison page, the pictures and the browser pages
-read them. `tests/test_design.py` computes the contrasts (WCAG 2.2: 4.5 for text, 3 for lines) and the distances of the
-series colours for readers with normal sight, deuteranopia and protanopia.
+Plain constants, which the report, the comparison page, the pictures and the browser pages read; `parts.css` and
+`page.css` have the rules. `tests/test_design.py` computes the contrasts (WCAG 2.2: 4.5 for text, 3 for lines) and the
+distances of the series colours for readers with normal sight, deuteranopia and protanopia.
 
 Calm on purpose: one accent, hairlines instead of boxes, colour for data and states alone, system fonts. Colour never
 carries meaning alone: lines also differ by dashes and labels, states by words.
 """
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ LIGHT = Scheme(
     warn_ground="#fbf0dc",
     bad_ground="#fbe9e7",
     mark_ground="#dceafa",
-    series=("#2b83d0", "#c36d03", "#1a9b88", "#612440", "#7e4a00", "#0f5592"),
+    series=("#2490e2", "#cf6c14", "#1f9a8b", "#7c3c61", "#265fb5", "#9d4b01", "#440d60", "#493002"),
 )
 DARK = Scheme(
     ground="#15181d",
@@ -61,9 +62,8 @@ DARK = Scheme(
     warn_ground="#352a12",
     bad_ground="#3a1d1b",
     mark_ground="#1f3a57",
-    series=("#508ee6", "#d27a10", "#7fe8c8", "#ae6787", "#efb83e", "#72c6fd"),
+    series=("#71a8fd", "#ef972b", "#76c0ad", "#a1557c", "#3a7ad4", "#ae6f00", "#aae6fd", "#baf090"),
 )
-DASHES = ("", "6 3", "2 3")  # of the first six lines, the next six …
 # Values from -1 to 1 (cosines, advantages), through white: the ends are as far apart for colour-blind readers.
 DIVERGING = ("#0f5592", "#ffffff", "#a85a00")
 
@@ -93,9 +93,9 @@ def text_on(ground: str) -> str:
 
 
 def _variables(scheme: Scheme) -> str:
-    """`--ground: …; --series-0: …`"""
+    """`--ground: …; --c0: …`"""
     colours = {one.name: getattr(scheme, one.name) for one in fields(scheme) if one.name != "series"}
-    colours |= {f"series-{n}": colour for n, colour in enumerate(scheme.series)}
+    colours |= {f"c{n}": colour for n, colour in enumerate(scheme.series)}
     return " ".join(f"--{name.replace('_', '-')}: {colour};" for name, colour in colours.items())
 
 
@@ -105,71 +105,16 @@ _SPACES = " ".join(f"--space-{name}: {size}rem;" for name, size in SPACES.items(
 # Custom properties. Dark follows the system, or the attribute data-theme of the root element (`light`, `dark`), or a
 # class `dark` around (Gradio's); paper is light.
 TOKENS = f"""
-:root {{ color-scheme: light; {_variables(LIGHT)} {_SIZES} {_SPACES} --font: {FONT}; --mono: {MONO}; }}
+:root {{ color-scheme: light; {_variables(LIGHT)} {_SIZES} {_SPACES} --font: {FONT}; --mono: {MONO};
+  --for: var(--c0); --against: var(--c1); }}
 @media screen and (prefers-color-scheme: dark) {{
   :root:not([data-theme="light"]) {{ color-scheme: dark; {_variables(DARK)} }}
 }}
 @media screen {{ :root[data-theme="dark"], .dark {{ color-scheme: dark; {_variables(DARK)} }} }}
 """
 
-# Parts, inside an element of class `pt` (the body of a report, a fragment in a browser page).
-PARTS = """
-.pt { color: var(--ink); font: 400 var(--size-text)/1.55 var(--font); }
-.pt *, .pt *::before { box-sizing: border-box; }
-.pt a { color: var(--accent); text-decoration: none; }
-.pt a:hover { text-decoration: underline; }
-.pt :focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; border-radius: 2px; }
-.pt .quiet, .pt .note { color: var(--quiet); }
-.pt .note { max-width: 46rem; margin: 0 0 var(--space-s); font-size: var(--size-table); white-space: pre-wrap; }
-.pt .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: var(--space-m); }
-.pt .cards { margin: var(--space-l) 0 0; }
-.pt .cards div { padding-left: 0.8rem; border-left: 2px solid var(--line); }
-.pt .cards dt { color: var(--quiet); font-size: var(--size-small); }
-.pt .cards dd { margin: 0; font-size: var(--size-number); font-weight: 600; font-variant-numeric: tabular-nums; }
-.pt .cards dd { overflow-wrap: anywhere; }
-.pt .wide { overflow-x: auto; }
-.pt table { width: 100%; border-collapse: collapse; font-size: var(--size-table); }
-.pt th, .pt td { padding: 0.4rem 0.8rem 0.4rem 0; text-align: left; vertical-align: top; }
-.pt th, .pt td { border-bottom: 1px solid var(--line); }
-.pt th { color: var(--quiet); font-weight: 500; }
-.pt thead th { white-space: nowrap; }
-.pt td { white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate; }
-.pt .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.pt tbody tr:hover > * { background: var(--raised); }
-.pt .facts th { width: 15rem; overflow-wrap: anywhere; }
-.pt pre, .pt .mono { font: var(--size-table)/1.5 var(--mono); white-space: pre-wrap; overflow-wrap: anywhere; }
-.pt pre { margin: 0; padding: var(--space-m); background: var(--raised); border-radius: 6px; unicode-bidi: isolate; }
-.pt .state { padding: 0.1em 0.55em; border-radius: 1em; font-size: var(--size-small); font-weight: 500; }
-.pt .good { color: var(--good); background: var(--good-ground); }
-.pt .warn { color: var(--warn); background: var(--warn-ground); }
-.pt .bad { color: var(--bad); background: var(--bad-ground); }
-.pt mark { color: inherit; background: var(--mark-ground); border-radius: 2px; }
-.pt img { display: block; width: 100%; height: auto; }
-@media screen { :root[data-theme="dark"] .pt img, .dark .pt img { filter: invert(0.91) hue-rotate(180deg); } }
-@media screen and (prefers-color-scheme: dark) {
-  :root:not([data-theme="light"]) .pt img { filter: invert(0.91) hue-rotate(180deg); }
-}
-"""
-
-# A page of its own: margins, headings, paper.
-PAGE = """
-body.pt { margin: 0 auto; padding: 2.5rem 1.5rem 4rem; max-width: 68rem; background: var(--ground); }
-h1 { margin: 0; font-size: var(--size-title); line-height: 1.2; letter-spacing: -0.01em; overflow-wrap: anywhere; }
-h2 { margin: var(--space-xl) 0 var(--space-s); font-size: var(--size-section); overflow-wrap: anywhere; }
-header p { margin: 0.3rem 0 1rem; color: var(--quiet); }
-nav { display: flex; flex-wrap: wrap; gap: 0.3rem 1.2rem; padding: 0.6rem 0; border-block: 1px solid var(--line); }
-section > p { max-width: 46rem; white-space: pre-wrap; }
-@media (max-width: 34rem) {
-  body.pt { padding: 1.2rem 1rem 3rem; }
-  h1 { font-size: 1.4rem; }
-  .pt .facts tr { display: block; padding: 0.35rem 0; border-bottom: 1px solid var(--line); }
-  .pt .facts th, .pt .facts td { display: block; width: auto; padding: 0; border: 0; text-align: left; }
-}
-@media print {
-  body.pt { max-width: none; padding: 0; font-size: 10pt; }
-  nav { display: none; }
-  h2 { break-after: avoid; }
-  tr, img, svg, .cards div { break-inside: avoid; }
-}
-"""
+# Rules of the parts that reports and browser pages share (tables, charts …), inside an element of class `view`.
+PARTS = Path(__file__).with_name("parts.css").read_text(encoding="utf-8")
+# Rules of a page of its own: margins, headings, paper.
+PAGE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 CSS = TOKENS + PARTS + PAGE

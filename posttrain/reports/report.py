@@ -165,7 +165,7 @@ def _page(title: str, cards: str, sections: Sequence[Section]) -> str:
 <title>{_text(title)}</title>
 <style>{CSS}</style>
 </head>
-<body class="pt">
+<body class="view">
 <header><h1>{_text(title)}</h1><p>posttrain report, {written}</p><nav>{links}</nav></header>
 {cards}
 {body}
@@ -178,7 +178,7 @@ def _render(section: Section) -> str:
     if isinstance(section, Facts):
         facts = flat(section.facts)
         rows = "".join(f"<tr><th>{_text(name)}</th>{_cell(value)}</tr>" for name, value in facts.items())
-        return f'<table class="facts">{rows}</table>'
+        return f"<table>{rows}</table>"
     if isinstance(section, Table):
         head = "".join(f"<th>{_text(name)}</th>" for name in section.header)
         rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in section.rows)

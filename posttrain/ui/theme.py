@@ -6,12 +6,11 @@ from pathlib import Path
 
 import gradio as gr
 
-from posttrain.viewing.style import CSS, PALETTE
+from posttrain.viewing.style import CSS
 
 FAVICON = Path(__file__).with_name("favicon.svg")
 HEAD = (
-    f'<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">'
-    f"<style>{PALETTE}{CSS}</style>"
+    f'<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer"><style>{CSS}</style>'
 )
 
 SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif")

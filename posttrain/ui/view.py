@@ -6,10 +6,11 @@ from pathlib import Path
 
 import gradio as gr
 
+from posttrain.reports.chart import HOVER
 from posttrain.ui.place import Place
 from posttrain.viewing.viewer import Render, rendered
 
-SCRIPT = Path(__file__).with_name("view.js").read_text(encoding="utf-8")
+SCRIPT = HOVER + Path(__file__).with_name("view.js").read_text(encoding="utf-8")
 
 
 def view(place: Place, render: Render, seconds: float | None = None) -> gr.HTML:

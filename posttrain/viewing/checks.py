@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from posttrain.config.schema.methods import METHODS
+from posttrain.reports.series import Series
 from posttrain.viewing.runs import Row
-from posttrain.viewing.series import Series
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from posttrain.reports.markup import Child, Markup, el
 from posttrain.viewing.address import Query
-from posttrain.viewing.markup import Child, Markup, el
 
 
 def form(path: str, *fields: Child) -> Markup:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from posttrain.reports.markup import Markup, el, join, link, message, number, short, table
 from posttrain.store.stored_rollouts import StoredRun
 from posttrain.viewing.address import Query, address
-from posttrain.viewing.markup import Markup, el, join, link, message, number, short, table
 from posttrain.viewing.viewer import Viewer
 
 PATH = "/rollouts"

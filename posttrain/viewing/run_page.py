@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
 
-from posttrain.reports.curves import PANELS, Panel
+from posttrain.reports.advice import MESSAGES
+from posttrain.reports.chart import chart
 from posttrain.reports.listing import in_units
+from posttrain.reports.markup import Markup, el, join, message, number, table
+from posttrain.reports.panels import PANELS, lines_of
 from posttrain.reports.progress import duration
-from posttrain.training.alarms import MESSAGES
+from posttrain.reports.series import AXES, Series
 from posttrain.viewing.address import Query, address
-from posttrain.viewing.chart import Line, chart
 from posttrain.viewing.checks import checks_of
 from posttrain.viewing.forms import choice, form, hidden, slider
-from posttrain.viewing.markup import Markup, el, join, message, number, table
 from posttrain.viewing.runs import Row, log_tail
 from posttrain.viewing.runs_page import SMOOTH, badge
-from posttrain.viewing.series import AXES, Series
 from posttrain.viewing.viewer import Viewer
 from posttrain.words import counted
 
@@ -106,7 +105,7 @@ def _curves(row: Row, series: Series, query: Query) -> Markup:
     charts = [
         chart(lines, panel.title, x_label=axis, smooth=float(smooth), share=panel.share, go=go)
         for panel in PANELS
-        if (lines := list(_lines(panel, series, axis)))
+        if (lines := list(lines_of(panel, series, axis)))
     ]
     controls = form(
         PATH, choice("x", "Over", AXES, axis), slider("smooth", "Smoothing", SMOOTH, smooth), hidden(query, "run")
@@ -119,35 +118,6 @@ def _curves(row: Row, series: Series, query: Query) -> Markup:
     hint = el("p", "A click on a curve opens the rollouts of that step.", class_="quiet") if go and charts else None
     body = el("div", *charts, class_="charts") if charts else message("No metrics have been logged yet.")
     return el("section", el("h2", "Curves"), damaged, controls if charts else None, hint, body)
-
-
-def _lines(panel: Panel, series: Series, axis: str) -> Iterator[Line]:
-    """The panel's metrics of training, and the same of validation, dashed."""
-    several = len([name for name in panel.metrics if name in series.names]) > 1
-    colour = 0
-    for name in panel.metrics:
-        short = name.rpartition("/")[2].removesuffix("_reward")
-        for kind in [name, *_validations(name, series.names)]:
-            if kind in series.names:
-                whose = "" if kind == name else kind.removeprefix("eval_").removesuffix(name).strip("_") or "validation"
-                label = f"{short} {whose}".strip() if several else whose or "train"
-                yield Line(label, *series.points(kind, axis), colour=colour, dashed=kind != name)
-                colour += 1
-
-
-def _validations(name: str, names: Sequence[str]) -> list[str]:
-    return [
-        one
-        for one in names
-        if one.startswith("eval_") and (one == f"eval_{name}" or one.endswith(f"_{name}")) and _owner(one) == name
-    ]
-
-
-def _owner(metric: str) -> str:
-    """The known metric that a validation's name ends with, the longest: nll_loss before loss."""
-    from posttrain.reports.curves import KNOWN
-
-    return next((name for name in KNOWN if metric.endswith(f"_{name}")), "")
 
 
 def _checks(row: Row, series: Series) -> Markup:

@@ -16,10 +16,10 @@ import yaml
 from posttrain.errors import PosttrainError
 from posttrain.reports.headline import LABELS, OF_METHOD, headlines
 from posttrain.reports.listing import Summary, runs_below, summarise
+from posttrain.reports.series import sparkline
 from posttrain.store import metrics, rollouts
 from posttrain.store.files import flat
 from posttrain.store.lock import is_locked
-from posttrain.viewing.series import sparkline
 
 STATES = ("running", "finished", "interrupted", "failed", "killed", "damaged")
 WATCHED = ("run.json", "config.yaml", metrics.NAME)  # a change of one of them is a change of the run

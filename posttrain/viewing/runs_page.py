@@ -6,15 +6,15 @@ import json
 from collections.abc import Sequence
 from datetime import datetime
 
-from posttrain.reports.curves import PANELS
+from posttrain.reports.advice import MESSAGES
+from posttrain.reports.chart import COLOURS, Line, chart, spark
 from posttrain.reports.listing import in_units
-from posttrain.training.alarms import MESSAGES
+from posttrain.reports.markup import Markup, el, join, link, message, number, table
+from posttrain.reports.panels import PANELS
+from posttrain.reports.series import AXES
 from posttrain.viewing.address import Query, address
-from posttrain.viewing.chart import COLOURS, Line, chart, spark
 from posttrain.viewing.forms import choice, form, hidden, search, slider
-from posttrain.viewing.markup import Markup, el, join, link, message, number, table
 from posttrain.viewing.runs import STATES, Row, settings
-from posttrain.viewing.series import AXES
 from posttrain.viewing.viewer import Viewer
 from posttrain.words import counted
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from posttrain.caches import default_folder
 from posttrain.errors import PosttrainError, message_of
+from posttrain.reports.markup import Markup, el, message
+from posttrain.reports.series import Kept
 from posttrain.viewing.address import Query, parse
-from posttrain.viewing.markup import Markup, el, message
 from posttrain.viewing.runs import Runs
-from posttrain.viewing.series import Kept
 
 log = logging.getLogger("posttrain")
 

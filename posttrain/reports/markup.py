@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 
-from posttrain.terminal import visible
+from posttrain.store.logs import harmless
 
 LONGEST = 20_000  # maximum characters of one string on a page
 
@@ -18,16 +18,16 @@ class Markup(str):
 
 
 Child = object  # Markup, any other value (escaped), None (nothing), or an iterable of these
-VOID = ("input", "br")
+VOID = ("input", "br", "img", "meta")
 
 
 def text(value: object) -> Markup:
-    """Any value as HTML: markup escaped, control characters visible, very long strings cut with a count."""
+    """Any value as HTML: markup escaped, control characters visible, secrets hidden, long strings cut with a count."""
     if isinstance(value, Markup):
         return value
     whole = str(value)
     more = len(whole) - LONGEST
-    shown = html.escape(visible(whole[:LONGEST]))
+    shown = html.escape(harmless(whole[:LONGEST]))
     return Markup(f"{shown} … ({more:,} more characters)" if more > 0 else shown)
 
 
@@ -38,7 +38,7 @@ def join(children: Iterable[Child], between: str = "") -> Markup:
 def el(name: str, /, *children: Child, **attributes: object) -> Markup:
     """An element. Attributes: `class_`, `data_go` for data-go; True is an attribute without value, None is omitted."""
     written = "".join(
-        f" {_name(key)}" if value is True else f' {_name(key)}="{html.escape(visible(str(value)))}"'
+        f" {_name(key)}" if value is True else f' {_name(key)}="{html.escape(harmless(str(value)))}"'
         for key, value in attributes.items()
         if value is not None and value is not False
     )

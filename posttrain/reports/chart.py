@@ -6,11 +6,14 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from posttrain.viewing.markup import Markup, el
-from posttrain.viewing.series import smoothed, thinned
+from posttrain.reports.design import LIGHT
+from posttrain.reports.markup import Markup, el
+from posttrain.reports.series import smoothed, thinned
 
-COLOURS = 8  # classes c0 … of the style sheet
+HOVER = Path(__file__).with_name("hover.js").read_text(encoding="utf-8")  # for charts inside the variable `element`
+COLOURS = len(LIGHT.series)  # classes c0 … of the style sheet
 POINTS = 400  # of a line
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 8, 22
 
