@@ -15,9 +15,9 @@ from posttrain.data import prepare
 from posttrain.data.delimiter import delimiter_of
 from posttrain.data.explore import ASCII, nodes_of, tokens_text
 from posttrain.data.layouts import find_layout
-from posttrain.data.pieces import pieces
 from posttrain.data.readers import read_files
 from posttrain.errors import DataError
+from posttrain.pieces import pieces
 
 STORY = "Once upon a time\n\nZoë met 你好 👍\tand  so\n<think>"
 

@@ -65,7 +65,9 @@ def ui(runs):
 PAGES = {
     "/": "saved",
     "/run?run=saved": "Copy the command that replays this",
-    "/rollouts?run=saved": "completions",
+    "/rollouts?run=saved": "Find rollouts",
+    "/rollouts?run=saved&step=2&prompt=0&rollout=0": "The tokens that pushed most",
+    "/evaluations": "There are no evaluations",
 }
 
 

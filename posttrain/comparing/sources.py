@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 
 from posttrain.errors import DataError, RunError
-from posttrain.evaluation.items import pair_text
 from posttrain.evaluation.records import Answer, is_evaluation, read_answers, read_summary
 from posttrain.reports.listing import runs_below
 from posttrain.store.stored_rollouts import StoredRun
@@ -177,7 +176,7 @@ def _evaluation(folder: Path) -> dict[str, Scores]:
 
 def _validation(run: Path, step: int | None) -> dict[str, Scores]:
     """The rewards of a run's validation completions at a step, by default the last; a suite per validation set."""
-    with StoredRun(run) as stored:
+    with StoredRun(run, looking=True) as stored:
         every = stored.evaluations()
     by_step = read_validation(every)
     if step is not None and step not in by_step:
@@ -256,6 +255,8 @@ def read_rows(file: Path) -> dict[str, Scores]:
 
 def _pair(item: str, row: Mapping[str, Any]) -> list[Answer]:
     """A scored pair: right if chosen is above rejected. The prompt is the pair, which the two models share."""
+    from posttrain.evaluation.items import pair_text  # imports torch
+
     prompt = pair_text(row) if {"chosen", "rejected"} & row.keys() else ""
     for key in ("reward", "logprob"):
         chosen, rejected = _number(row.get(f"chosen_{key}")), _number(row.get(f"rejected_{key}"))

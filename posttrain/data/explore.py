@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.batch import Example, Node
 from posttrain.data.dataset import Dataset
-from posttrain.data.pieces import CHARACTER, pieces
 from posttrain.data.prepare import Prepared
+from posttrain.pieces import CHARACTER, pieces
 from posttrain.terminal import escaped, visible
 
 SHADES = ("black on bright_green", "black on green")  # neighbouring trained tokens have different shades

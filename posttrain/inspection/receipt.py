@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from posttrain import engines
 from posttrain.config import RunConfig, load
 from posttrain.config.schema.rewards import Reward
-from posttrain.data.pieces import pieces
 from posttrain.errors import PosttrainError, RunError
 from posttrain.models.load import load_tokenizer
+from posttrain.pieces import pieces
 from posttrain.recipes import REGRADED
 from posttrain.rewards.compose import RewardInput, Rewards
 from posttrain.rollout import end_of, to_reward

@@ -137,8 +137,8 @@ def sparkline(folder: Path, metrics: Sequence[str]) -> list[float]:
     except OSError:
         return []
     found: dict[str, list[float]] = {name: [] for name in metrics}
-    every = max(1, len(lines) // HEADLINE_POINTS)
-    for raw in [*lines[::every], *lines[-1:]]:
+    every = max(1, math.ceil(len(lines) / HEADLINE_POINTS))
+    for raw in lines[(len(lines) - 1) % every :: every]:  # the last among them
         line = _line_of(raw) or {}
         for name in metrics:
             if isinstance(line.get(name), int | float):

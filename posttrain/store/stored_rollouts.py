@@ -13,16 +13,19 @@ import numpy as np
 from posttrain.errors import RunError
 from posttrain.store.rollouts import ARRAYS, BUSY_S, NAME, TOKENS
 
+LOOKING_S = 2.0  # seconds to wait for a lock, of one who only looks
+
 
 class StoredRun:
     """The rollouts of a run, read-only; the run may still be active."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, looking: bool = False):
+        """With `looking` nothing is written to the folder, not even by SQLite, and a lock is not waited for."""
         path = folder / NAME
         if not path.is_file():
             raise RunError(f"{folder} has no {NAME}: only methods that sample completions have one, with rollout.save")
         self._path = path
-        self._connection = sqlite3.connect(path, timeout=BUSY_S)
+        self._connection = read_only(path) if looking else sqlite3.connect(path, timeout=BUSY_S)
         self._connection.row_factory = sqlite3.Row
 
     def __enter__(self) -> StoredRun:
@@ -45,6 +48,10 @@ class StoredRun:
             return [_read(row) for row in rows]
         except ValueError as error:  # half of a number, or no JSON
             raise RunError(f"{self._path} is damaged: {error}") from error
+
+    def query(self, query: str, values: Sequence[int] = ()) -> list[tuple[Any, ...]]:
+        """The rows of a query of your own. Raises RunError if the file cannot be read."""
+        return list(map(tuple, self._rows(query, values)))
 
     def steps(self) -> list[int]:
         return [row[0] for row in self._rows("SELECT DISTINCT step FROM prompts ORDER BY step")]
@@ -86,6 +93,19 @@ class StoredRun:
                 "FROM rollouts GROUP BY step ORDER BY step"
             ),
         )
+
+
+def read_only(path: Path) -> sqlite3.Connection:
+    """A connection that writes nothing. Raises RunError if the file cannot be opened.
+
+    SQLite would make files beside a database with a log of writes (-wal) even to read it. Without that log nobody
+    writes, so it is read as a file that does not change.
+    """
+    still = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
+    try:
+        return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{still}", timeout=LOOKING_S, uri=True)
+    except sqlite3.Error as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
 
 
 def _read(row: sqlite3.Row) -> dict[str, Any]:

@@ -13,7 +13,7 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 import gradio as gr
 
 from posttrain.ui.guard import Guard
-from posttrain.ui.pages import rollouts, run, runs
+from posttrain.ui.pages import evaluations, rollouts, run, runs
 from posttrain.ui.place import Place
 from posttrain.ui.report import add_report
 from posttrain.ui.theme import FAVICON, HEAD, THEME
@@ -23,6 +23,7 @@ PAGES = {
     "Runs": ("/", runs.page, True),
     "Run": ("/run", run.page, False),
     "Rollouts": ("/rollouts", rollouts.page, True),
+    "Evaluations": ("/evaluations", evaluations.page, True),
 }
 
 

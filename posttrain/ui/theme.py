@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gradio as gr
 
+from posttrain.reports import design
 from posttrain.viewing.style import CSS
 
 FAVICON = Path(__file__).with_name("favicon.svg")
@@ -13,8 +14,7 @@ HEAD = (
     f'<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer"><style>{CSS}</style>'
 )
 
-SANS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Helvetica Neue", "Arial", "sans-serif")
-MONO = ("ui-monospace", "SF Mono", "Menlo", "Consolas", "monospace")
+SANS, MONO = ([name.strip().strip('"') for name in font.split(",")] for font in (design.FONT, design.MONO))
 
 # Gradio's variables that take a colour of the palette, in light and dark alike: the palette itself changes.
 COLOURS = {

@@ -121,9 +121,8 @@ def _curves(row: Row, series: Series, query: Query) -> Markup:
 
 
 def _checks(row: Row, series: Series) -> Markup:
-    rows = [
-        [el("span", one.outcome, class_=f"badge {one.outcome}"), one.what, one.found] for one in checks_of(row, series)
-    ]
+    found = checks_of(row, series)
+    rows = [[el("span", one.outcome, class_=f"badge {one.outcome}"), one.what, one.found] for one in found]
     return join([el("h2", "Checks"), table(["", "check", "found"], rows)])
 
 

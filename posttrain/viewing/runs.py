@@ -100,7 +100,7 @@ def settings(folder: Path) -> dict[str, Any]:
         found = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), Loader=loader)
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return flat(found) if isinstance(found, dict) else {}
+    return flat(found, lists=True) if isinstance(found, dict) else {}
 
 
 def headline_metrics(method: str) -> list[str]:
@@ -149,7 +149,7 @@ def _read(folder: Path, name: str) -> Row:
     found = summarise(folder)
     values = headlines(found.method, found.metrics)
     label, value = next(iter(values.items()), ("", None))
-    total, eta = _progress(folder) if found.state == "running" else (None, "")
+    total, eta = (None, "") if found.state == "finished" else _progress(folder)
     info = found.info
     return Row(
         name=folder.name if name == "." else name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,11 @@ from posttrain.errors import PosttrainError, message_of
 from posttrain.reports.markup import Markup, el, message
 from posttrain.reports.series import Kept
 from posttrain.viewing.address import Query, parse
+from posttrain.viewing.evaluations import Evaluations
 from posttrain.viewing.runs import Runs
+from posttrain.viewing.search import Index
 
+PATIENCE_S = 0.2  # a small run is indexed in this time, and the page shows it at once
 log = logging.getLogger("posttrain")
 
 
@@ -24,6 +28,15 @@ class Viewer:
         self.cache = cache or default_folder() / "ui"
         self.runs = Runs(root)
         self.series = Kept()
+        self.evaluations = Evaluations(root)
+        self._indexes: dict[Path, Index] = {}
+        self._lock = threading.Lock()
+
+    def index(self, run: Path) -> Index:
+        """The index of a run's rollouts, which starts to read what is new."""
+        with self._lock:
+            index = self._indexes.setdefault(run, Index(run, self.cache))
+        return index.refresh(PATIENCE_S)
 
 
 Render = Callable[[Viewer, Query], Markup]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-
-from transformers import PreTrainedTokenizerBase
+from typing import Any, Protocol
 
 LOST = "\ufffd"  # how decoders write bytes that are not, or not yet, a character
 CHARACTER = 4  # maximum tokens of one character: UTF-8 has up to four bytes
 
 
-def pieces(
-    ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()
-) -> Iterator[tuple[int, str]]:
+class Decoder(Protocol):
+    """A tokenizer of transformers, or what decodes like one."""
+
+    def decode(self, token_ids: Any, /, *, clean_up_tokenization_spaces: bool) -> Any: ...
+
+
+def pieces(ids: Sequence[int], tokenizer: Decoder, before: Sequence[int] = ()) -> Iterator[tuple[int, str]]:
     """The text of `ids` in pieces, each with its number of tokens; concatenated, they continue the text of `before`.
 
     A piece is one token, or the tokens of one character's bytes. Each is decoded together with the previous piece,

@@ -1,0 +1,60 @@
+"""What a token did to the gradient, from the stored numbers of its completion.
+
+The policy loss of a token is -A r, with the ratio r = π_new / π_old. Its derivative with respect to the logit of the
+sampled token is -A r (1 - p), where p = π_new is the token's probability: the *push*. It is 0 where the ratio was
+clipped, and near 0 where the token was certain anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Per token; zeros where the method or an earlier version has no such number."""
+
+    advantage: np.ndarray
+    ratio: np.ndarray
+    push: np.ndarray
+    mismatch: np.ndarray  # log-probability of the sampler minus the trainer's
+    clipped: np.ndarray  # bool
+    entropy: np.ndarray | None
+    reference: np.ndarray | None  # log-probability of the policy minus the reference's
+
+    @classmethod
+    def of(cls, one: Mapping[str, Any]) -> Numbers:
+        """From a row of `StoredRun.rollouts`."""
+        count = len(one["tokens"])
+
+        def array(name: str) -> np.ndarray | None:
+            found = one.get(name)
+            return None if found is None or len(found) != count else np.asarray(found, dtype=np.float64)
+
+        zeros = np.zeros(count)
+        new, old, sampler = array("new_logprobs"), array("old_logprobs"), array("sampler_logprobs")
+        reference, advantage = array("ref_logprobs"), array("advantages")
+        flags = array("clipped")
+        clipped = zeros.astype(bool) if flags is None else flags != 0
+        ratio = np.ones(count) if new is None or old is None else np.exp(np.clip(new - old, -50, 50))
+        certain = zeros if new is None else np.exp(np.minimum(new, 0))
+        pushed = zeros if advantage is None else advantage * ratio * (1 - certain)
+        return cls(
+            advantage=zeros if advantage is None else advantage,
+            ratio=ratio,
+            push=np.where(clipped, 0.0, np.nan_to_num(pushed)),
+            mismatch=zeros if sampler is None or old is None else np.nan_to_num(sampler - old),
+            clipped=clipped,
+            entropy=array("entropies"),
+            reference=None if reference is None or new is None else new - reference,
+        )
+
+    @property
+    def largest_ratio(self) -> float:
+        """The ratio furthest from 1, above or below, as a factor of at least 1."""
+        logs = np.abs(np.log(np.maximum(self.ratio, 1e-30)))
+        return float(np.exp(min(logs.max(initial=0.0), 50.0)))
