@@ -104,9 +104,9 @@ def stamp(folder: Path) -> float:
 
 
 def _summary(place: Path, folder: Path) -> Evaluation:
-    parts: tuple[str, ...] = folder.relative_to(place).parts or (folder.name,)
+    parts = list(folder.relative_to(place).parts) or [folder.name]
     inside = len(parts) > 2 and parts[-2] == "evaluation"  # of a run: RUN/evaluation/MODEL
-    name = "/".join((*parts[:-2], parts[-1]) if inside else parts)
+    name = "/".join([*parts[:-2], parts[-1]] if inside else parts)
     try:
         summary = read_summary(folder)
         model, suites = summary.get("model"), summary["suites"]
