@@ -5,6 +5,7 @@ import errno
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,10 @@ from transformers import (
 
 from posttrain.batch import Example, Node
 from posttrain.cli import main
-from posttrain.config import DataConfig, DevicesConfig, ModelConfig
+from posttrain.config import DataConfig, DevicesConfig, ModelConfig, RunConfig
 from posttrain.data import prepare
 from posttrain.engines import Sampling, make_engine
-from posttrain.errors import ModelError, RunError
+from posttrain.errors import DataError, ModelError, RunError
 from posttrain.evaluation.records import read_summary
 from posttrain.export import quantize as quantising
 from posttrain.export.export import Asked as Exported
@@ -40,6 +41,7 @@ from posttrain.export.gate import (
     margins_of,
     verdict,
 )
+from posttrain.export.gate_data import Found, Rows, completions_for
 from posttrain.export.gate_table import cells
 from posttrain.export.quantize import Asked, quantize
 from posttrain.export.source import find_source
@@ -347,6 +349,27 @@ def test_a_model_of_a_run_and_the_exit_status(run, capsys):
     assert "more than the limits" in capsys.readouterr().out
     assert main(["score", str(made), "prompts.jsonl", "--format", "text"]) == 1  # no text in them
     assert "text" in capsys.readouterr().err
+
+
+def test_gates_of_another_format_than_the_runs(stories, tmp_path):
+    """Prompts for a run on pairs, pairs under the names of its columns, and rows that are neither."""
+    columns = {"prompt": "ask", "chosen": "good", "rejected": "bad"}
+    data = {"source": "gone.jsonl", "format": "preference", "columns": columns, "template": "none"}
+    config = RunConfig.model_validate({"models": [{"path": str(stories)}], "method": {"type": "dpo"}, "data": data})
+    model, tokenizer = loaded(stories), AutoTokenizer.from_pretrained(stories)
+    rollout = Asked("", "int8").rollout.model_copy(update={"max_completion_length": 2})
+
+    def gate(**row: str) -> Found:
+        (tmp_path / "gate.jsonl").write_text(json.dumps(row))
+        source = replace(find_source(str(stories)), config=config)
+        return completions_for(Rows((tmp_path / "gate.jsonl",)), source, model, tokenizer, rollout, DEVICES)
+
+    asked = tokenizer("Once upon a time")["input_ids"]
+    for row in ({"prompt": "Once upon a time"}, {"ask": "Once upon a time", "good": " x", "bad": " y"}):
+        found = gate(**row)
+        assert [one.trees[0].tokens for one in found.examples] == [asked] and found.origin == "gate.jsonl"
+    with pytest.raises(DataError, match=r"no column 'ask' .for prompt.; it has foo"):
+        gate(foo="1")
 
 
 @pytest.mark.slow

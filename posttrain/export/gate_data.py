@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,8 +20,9 @@ from posttrain.data import Dataset, prepare
 from posttrain.data.prepare import prepare_run
 from posttrain.data.prompts import Prompt, prompts_of
 from posttrain.data.readers import Record
+from posttrain.data.report import Malformed
 from posttrain.engines import make_engine, stop_token_ids
-from posttrain.errors import ConfigError, PosttrainError
+from posttrain.errors import ConfigError, DataError, PosttrainError
 from posttrain.export.prompts import BUILT_IN
 from posttrain.export.source import Source
 from posttrain.inspection.generate import generate_all
@@ -33,13 +34,15 @@ from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 
+T = TypeVar("T")
+
 PROMPTS, PAIRS = 128, 1_000  # rows that are used by default
 COMPLETIONS = 64  # of a few prompts, at least
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the gate's rows come from. `format` and `template` None: as in the run, or inferred."""
+    """Where the gate's rows come from. `format` and `template` None: as in the run if they have it, or inferred."""
 
     files: tuple[Path, ...] = ()
     format: str | None = None
@@ -65,7 +68,11 @@ def pairs_for(rows: Rows, source: Source, model: PreTrainedModel, tokenizer: Pre
     if rows.files:
         longest = min(positions_of(model.config) or LONGEST, LONGEST)
         limits = {"max_length": longest, "max_prompt_length": None, "overlong": "drop", "shuffle": False}
-        prepared = prepare(_settings(rows, source.config, tokenizer, limits), tokenizer, "pair", seed=rows.seed)
+        prepared = _read(
+            rows,
+            source.config,
+            lambda rows: prepare(_settings(rows, source.config, tokenizer, limits), tokenizer, "pair", seed=rows.seed),
+        )
         lost = prepared.report.read - len(prepared.train)
         dropped = f" ({lost:,} of {prepared.report.read:,} rows malformed or too long)" if lost else ""
         return Found(_spread([prepared.train], most), ", ".join(file.name for file in rows.files) + dropped)
@@ -139,15 +146,31 @@ def _prompts(
         found = [replace(one, tokens=one.tokens[:half]) for one in built_in if isinstance(one, Prompt)]
         return found, "built-in prompts (your own: --gate FILE)"
     unused = 0
+
+    def first(rows: Rows) -> tuple[list[Prompt], Sequence[Malformed]]:
+        data = _settings(rows, config, tokenizer, {})
+        return first_prompts(_setup(source, data, devices), model, tokenizer, most - len(found))
+
     for file in rows.files:
-        data = _settings(replace(rows, files=(file,)), config, tokenizer, {})
-        some, bad = first_prompts(_setup(source, data, devices), model, tokenizer, most - len(found))
+        some, bad = _read(replace(rows, files=(file,)), config, first)
         found += [replace(prompt, row=len(found) + place) for place, prompt in enumerate(some)]
         unused += len(bad)
         if len(found) == most:
             break
     names = ", ".join(file.name for file in rows.files)
     return found, names + (f" ({counted(unused, 'row')} without a usable prompt)" if unused else "")
+
+
+def _read(rows: Rows, config: RunConfig | None, read: Callable[[Rows], T]) -> T:
+    """`read(rows)` in the run's format, or in the inferred one if the files have another. Raises DataError."""
+    try:
+        return read(rows)
+    except DataError:
+        if rows.format is not None or config is None:
+            raise
+        with suppress(DataError):
+            return read(replace(rows, format="auto"))
+        raise
 
 
 def _setup(source: Source, data: DataConfig, devices: DevicesConfig) -> Setup:
