@@ -28,7 +28,7 @@ LAYERS = [
     ["evaluation"],
     ["training", "comparing"],
     ["recipes"],
-    ["planning", "inspection", "serving", "viewing"],
+    ["planning", "inspection", "managing", "serving", "viewing"],
     ["export"],
     ["runner"],
     ["doctor", "quickstart", "sweep", "verify"],

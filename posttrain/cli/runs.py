@@ -1,136 +1,215 @@
-"""`posttrain runs`: listing runs, showing one, deleting some. Imports no torch."""
+"""`posttrain runs`: looking at runs and naming them; keeping their disk in order is in runs_disk. Imports no torch."""
 
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import asdict
 from datetime import datetime
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from posttrain.console import PlainConsole
+from posttrain.cli import runs_disk
+from posttrain.cli.errors import UsageError
+from posttrain.cli.runs_disk import RUNS, Force, Name, OutputDir
 from posttrain.errors import RunError
-from posttrain.reports.listing import Summary, in_units, runs_below, summarise
-from posttrain.reports.progress import duration
-from posttrain.store.runs import remove_run
-from posttrain.terminal import say, visible
+from posttrain.managing.columns import Column, table_lines
+from posttrain.managing.places import named, short
+from posttrain.managing.rows import ORDERS, Row, filtered, ordered, rows_below
+from posttrain.reports.listing import in_units, summarise
+from posttrain.store.notes import NAME as NOTES
+from posttrain.store.notes import Notes, read_notes, write_notes
+from posttrain.terminal import say
 from posttrain.words import counted
 
-app = typer.Typer(help="List runs, show one, delete some.", no_args_is_help=True)
-OutputDir = Annotated[Path, typer.Option("--output-dir", help="Where the runs are, as in the settings.")]
-Name = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name below --output-dir.")]
-Names = Annotated[list[str], typer.Argument(metavar="RUN…", help="Run folders, or their names below --output-dir.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")]
-RUNS = Path("runs")
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HELP = """List runs, look at them, keep them in order. Alone, in a terminal: choose runs with the arrow keys.
+
+RUN is a run folder, or its name below --output-dir. A run in progress is never changed."""
+app = typer.Typer(help=HELP, invoke_without_command=True)
+Filters = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[FILTER]…", help="Words, or FIELD=VALUE as in state=failed, step>100, size>1GB, tag=keep."),
+]
+Sort = Annotated[str, typer.Option("--sort", help=f"One of {', '.join(ORDERS)}.")]
+Reverse = Annotated[bool, typer.Option("--reverse", "-r", help="Largest or last first.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object a line, for programs.")]
+Tags = Annotated[list[str], typer.Argument(metavar="TAG…", help="Tags to give the run; -TAG takes one away.")]
+Text = Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The note; without it, the note is shown.")]
+NewName = Annotated[str, typer.Argument(metavar="NAME", help="The new name of the folder.")]
+COLUMNS = (
+    Column("name", folds=True),
+    Column("method"),
+    Column("model", folds=True),
+    Column("state"),
+    Column("step", right=True),
+    Column("result", folds=True),
+    Column("size", right=True),
+    Column("started"),
+)
+
+
+@app.callback()
+def interactive(context: typer.Context, output_dir: OutputDir = RUNS) -> None:
+    """Without a command: the runs in a table that is worked with the arrow keys; without a terminal, their list."""
+    if context.invoked_subcommand is not None:
+        if output_dir != RUNS:
+            raise UsageError(f"give --output-dir after the command: posttrain runs {context.invoked_subcommand} …")
+        return
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        list_([], output_dir=output_dir)
+        return
+    from posttrain.managing.screen import RunsApp
+
+    RunsApp(output_dir.expanduser()).run()
 
 
 @app.command("list")
-def list_(output_dir: OutputDir = RUNS) -> None:
-    """List the runs, the latest last: state, main metric of the method, and size."""
-    folders = runs_below(output_dir.expanduser())
-    if not folders:
+def list_(
+    filters: Filters = None,
+    sort: Sort = "time",
+    reverse: Reverse = False,
+    as_json: AsJson = False,
+    output_dir: OutputDir = RUNS,
+) -> None:
+    """List the runs, the latest last: state, main metric of the method, tags and size.
+
+    Every FILTER must fit. A word occurs in any text of the run. FIELD=VALUE (or !=) compares name, state, method,
+    model, data, metric, tag or note, and * stands for anything; step, result, size and age also take < and >.
+
+        posttrain runs list state=failed 'age>30d'
+        posttrain runs list method=grpo --sort result --reverse
+    """
+    place = output_dir.expanduser()
+    rows = rows_below(place)
+    shown = ordered(filtered(rows, filters or []), sort, reverse)
+    if as_json:
+        for row in shown:
+            facts = asdict(row) | {"folder": str(row.folder)}
+            say(json.dumps(facts))
+        return
+    if not rows:
         say(f"there are no runs in {output_dir}")
         return
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("name", overflow="fold", style="bold", ratio=3)
-    table.add_column("method", no_wrap=True)
-    table.add_column("model", overflow="fold", ratio=2)
-    table.add_column("state", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("result", overflow="fold", ratio=2)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("started", no_wrap=True)
-    for folder in folders:
-        run = summarise(folder)
-        name = str(folder.relative_to(output_dir.expanduser()))
-        started = f"{_local(run.info.started):%m-%d %H:%M}" if run.info else ""
-        table.add_row(name, run.method, run.model, run.state, str(run.step), run.headline, in_units(run.size), started)
-    PlainConsole().print(table)
+    if shown:
+        say("\n".join(table_lines(COLUMNS, [cells_of(row) for row in shown], shutil.get_terminal_size().columns)))
+    of = f" of {len(rows):,}" if len(shown) < len(rows) else ""
+    say(f"\n{counted(len(shown), 'run')}{of}, {in_units(sum(row.size for row in shown))}")
+    for row in shown:
+        if row.problem:
+            say(f"{row.name}: {row.problem}", error=True)
+
+
+def cells_of(row: Row) -> list[str]:
+    """A run's cells in the list."""
+    started = f"{_local(row.started):%m-%d %H:%M}" if row.started else ""
+    name = " ".join([row.name, *(f"#{tag}" for tag in row.tags)])
+    return [name, row.method, row.model, row.state, str(row.step), row.headline, in_units(row.size), started]
 
 
 @app.command()
 def show(run: Name, output_dir: OutputDir = RUNS) -> None:
     """Show one run: state, main settings, last metrics, saved models, provenance."""
-    found = summarise(_folder(run, output_dir))
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    from posttrain.console import PlainConsole
+    from posttrain.managing.summary import facts_of
+
+    found = summarise(named(run, output_dir.expanduser()))
+    table = _grid()
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    for name, value in _facts(found):
+    for name, value in facts_of(found):
         table.add_row(name, value)
     PlainConsole().print(table)
 
 
 @app.command()
-def rm(runs: Names, yes: Yes = False, output_dir: OutputDir = RUNS) -> None:
-    """Delete runs with their checkpoints and models, for good. Asks first, unless --yes.
+def diff(
+    one: Annotated[str, typer.Argument(metavar="A", help="A run.")],
+    other: Annotated[str, typer.Argument(metavar="B", help="Another run.")],
+    output_dir: OutputDir = RUNS,
+) -> None:
+    """Show in what two runs differ: settings, versions and data, the latest value of each metric."""
+    from posttrain.console import PlainConsole
+    from posttrain.managing.differences import differences
 
-    Only run folders are deleted (there is a run.json), none in which a process runs, and links are not followed.
+    folders = [named(run, output_dir.expanduser()) for run in (one, other)]
+    found = differences(*folders)
+    table = _grid()
+    for title in ("", folders[0].name, folders[1].name):
+        table.add_column(title, overflow="fold")
+    table.add_column("B - A", justify="right", no_wrap=True)
+    table.show_header = True
+    for kind, differing in (
+        ("settings", found.settings),
+        ("versions", found.versions),
+        ("metrics", found.metrics),
+    ):
+        table.add_row(f"{kind}: {len(differing)} differ, {found.equal[kind]} are equal", "", "", "", style="bold")
+        for one_of in differing:
+            change = "" if one_of.change is None else f"{one_of.change:+.4g}"
+            table.add_row(f"  {one_of.name}", one_of.one, one_of.other, change)
+    PlainConsole().print(table)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def tag(run: Name, tags: Tags, output_dir: OutputDir = RUNS) -> None:
+    """Give a run tags, or take some away: posttrain runs tag RUN keep paper -draft
+
+    `posttrain runs list tag=keep` finds them. Tags lie in notes.json of the run folder, which no run reads.
     """
-    found = [summarise(_folder(run, output_dir)) for run in runs]  # all of them before the first deletion
-    for run in found:
-        what = f"{run.folder}: {run.method} of {run.model}, {run.state} at step {run.step}, {in_units(run.size)}"
-        if not yes:
-            try:
-                if not typer.confirm(visible(f"delete {what}?")):
-                    say(f"kept {run.folder}")
-                    continue
-            except typer.Abort:
-                raise RunError(f"not confirmed, so {run.folder} is kept: give --yes to delete it") from None
-        remove_run(run.folder)
-        say(f"deleted {what}")
+    folder = named(run, output_dir.expanduser())
+    before = read_notes(folder)
+    gone = {word.removeprefix("-") for word in tags if word.startswith("-")}
+    unknown = sorted(gone - set(before.tags))
+    if unknown:
+        raise RunError(f"{folder} has no tag {', '.join(unknown)}; it has {', '.join(before.tags) or 'none'}")
+    kept = [word for word in (*before.tags, *(word for word in tags if not word.startswith("-"))) if word not in gone]
+    write_notes(folder, Notes(tuple(dict.fromkeys(kept)), before.note))
+    say(f"{folder}: {' '.join(f'#{word}' for word in dict.fromkeys(kept)) or 'no tags'}")
 
 
-def _folder(run: str, output_dir: Path) -> Path:
-    """The run folder that the user names. Raises RunError, which lists the existing runs."""
-    places = [Path(run).expanduser(), output_dir.expanduser() / run]
-    for place in places:
-        if (place / "run.json").is_file():
-            return place
-    for place in places:
-        if place.is_dir() and (below := runs_below(place)):
-            raise RunError(f"{place} contains {counted(len(below), 'run')}: name one, such as {below[-1]}")
-    if places[0].is_dir():
-        raise RunError(f"{run} is not a run folder: it has no run.json")
-    known = [str(path.relative_to(output_dir.expanduser())) for path in runs_below(output_dir.expanduser())]
-    raise RunError(f"there is no run {run}; in {output_dir} there are {', '.join(known[-8:]) or 'none'}")
+@app.command()
+def note(run: Name, text: Text = None, output_dir: OutputDir = RUNS) -> None:
+    """Write a note about a run, or show it. An empty TEXT ('') deletes it."""
+    folder = named(run, output_dir.expanduser())
+    before = read_notes(folder)
+    if text is None:
+        say(before.note or f"{folder} has no note: write one with posttrain runs note {run} TEXT")
+        return
+    write_notes(folder, Notes(before.tags, text.strip()))
+    say(f"{folder / NOTES}: {'note written' if text.strip() else 'note deleted'}")
 
 
-def _facts(run: Summary) -> list[tuple[str, str]]:
-    """Names and values of one run, most important first."""
-    facts = [("run", str(run.folder)), ("state", run.state)]
-    if run.problem:
-        facts.append(("problem", run.problem))
-    facts += [("method", run.method), ("model", run.model), ("data", run.data)]
-    if run.info:
-        if run.info.reason:
-            facts.insert(2, ("reason", run.info.reason))
-        facts += _times(run.info.started, run.info.ended)
-    epoch = f", epoch {run.metrics['epoch']:.2f}" if "epoch" in run.metrics else ""
-    facts.append(("step", f"{run.step:,}{epoch}"))
-    for name, value in run.metrics.items():
-        if name not in ("step", "epoch", "time"):
-            facts.append((name, _number(value)))
-    facts.append(("size", in_units(run.size)))
-    facts += [(name, in_units(size)) for name, size in run.models.items()]
-    if run.info:
-        facts += [(name.replace("_", " "), _number(value)) for name, value in run.info.counters.items()]
-        came_from = run.info.provenance
-        facts += [(name, str(came_from[name])) for name in ("command", "folder", "host") if came_from.get(name)]
-        versions = came_from.get("versions") or {}
-        facts.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)))
-    return facts
+@app.command()
+def rename(run: Name, name: NewName, force: Force = False, output_dir: OutputDir = RUNS) -> None:
+    """Give a run another name. Settings of other runs that name its path are mended."""
+    from posttrain.managing.renaming import rename as rename_run
+
+    target = named(run, output_dir.expanduser(), whole=True)
+    done = rename_run(target, name, [output_dir.expanduser()], force)
+    say(f"{target} is now {done.folder}")
+    for path in done.mended:
+        say(f"mended: {short(path)}")
+    for what in done.left:
+        say(f"still has the old path: {what}", error=True)
 
 
-def _times(started: str, ended: str | None) -> list[tuple[str, str]]:
-    facts = [("started", f"{_local(started):%Y-%m-%d %H:%M:%S}")]
-    if ended:
-        seconds = (_local(ended) - _local(started)).total_seconds()
-        facts.append(("ended", f"{_local(ended):%Y-%m-%d %H:%M:%S}, {duration(seconds)} later"))
-    return facts
+def _grid() -> Table:
+    from rich.table import Table
+
+    return Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
 
 
 def _local(time: str) -> datetime:
     return datetime.fromisoformat(time).astimezone()
 
 
-def _number(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+for command in (runs_disk.rm, runs_disk.prune, runs_disk.free, runs_disk.snapshot, runs_disk.snapshots):
+    app.command()(command)
+app.command("delete", hidden=True)(runs_disk.rm)
+for command in (runs_disk.restore, runs_disk.export):
+    app.command()(command)

@@ -15,9 +15,10 @@ from posttrain.runner.comparison import compare
 from posttrain.runner.one import train_one
 from posttrain.runner.pipeline import Pipeline, Task
 from posttrain.store.checkpoint import named_checkpoint
+from posttrain.store.runs import is_whole_run
 from posttrain.store.tracking import require_trackers
 from posttrain.training.best import Watch
-from posttrain.training.inputs import is_whole_run, located
+from posttrain.training.inputs import located
 from posttrain.training.resume import memory_settings, run_folder_of, saved_settings, smaller_packs
 from posttrain.training.state import problems_of
 

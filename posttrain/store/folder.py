@@ -1,22 +1,40 @@
 """Checks of folders before a run starts in them: is it a run folder, is it worth keeping; and emptying one."""
 
+from __future__ import annotations
+
 import re
 import shutil
+from collections.abc import Collection
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.atomic import LEFTOVER
-from posttrain.config import Stage
 from posttrain.errors import RunError
 from posttrain.store.checkpoint import saved_step
 from posttrain.store.files import load_json
 from posttrain.store.lock import LOCK
 from posttrain.store.metrics import last_metrics
+from posttrain.store.notes import NAME as NOTES
+
+if TYPE_CHECKING:  # lists of runs need no settings
+    from posttrain.config import Stage
 
 FORMAT = 1
+# What run.json has, and of which type.
+FACTS = {
+    "state": str,
+    "reason": str | None,
+    "started": str,
+    "ended": str | None,
+    "resumes": list,
+    "provenance": dict,
+    "counters": dict,
+}
 # The files that a run may have before its first step.
 FIRST_FILES = (
     LOCK,
+    NOTES,
     "run.json",
     "config.yaml",
     "metrics.jsonl",
@@ -41,9 +59,18 @@ def check_run_folder(folder: Path) -> None:
 
 def read_facts(folder: Path) -> dict[str, Any]:
     facts = load_json(folder / "run.json")
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT or not _are_facts(facts):
         raise RunError(f"{folder / 'run.json'} is damaged or of another version of posttrain")
     return facts
+
+
+def _are_facts(facts: dict[str, Any]) -> bool:
+    if not all(name in facts and isinstance(facts[name], kind) for name, kind in FACTS.items()):
+        return False
+    try:
+        return all(datetime.fromisoformat(time) for time in (facts["started"], facts["ended"]) if time is not None)
+    except ValueError:
+        return False
 
 
 def never_stepped(folder: Path) -> bool:
@@ -104,12 +131,15 @@ def refuse_occupied(folder: Path, overwrite: bool) -> None:
         )
 
 
-def empty(folder: Path) -> None:
-    """Delete everything in a run folder, run.json last, so that after a crash it is still recognised."""
+def empty(folder: Path, keep: Collection[str] = ()) -> None:
+    """Delete everything in a run folder but its lock and the names to keep.
+
+    run.json goes last, so that after a crash the folder is still recognised.
+    """
     entries = sorted(folder.iterdir(), key=lambda path: path.name == "run.json")
     try:
         for path in entries:
-            if path.name == LOCK:
+            if path.name == LOCK or path.name in keep:
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

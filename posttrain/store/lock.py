@@ -49,11 +49,13 @@ class FolderLock:
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Whether a process (this one included) runs in the folder; None if locks are not supported."""
+    """Whether a process (this one included) runs in the folder; None if it cannot be known."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except FileNotFoundError:
         return False
+    except OSError:  # another user's
+        return None
     try:
         taken = _lock(descriptor)
     finally:

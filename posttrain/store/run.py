@@ -25,6 +25,7 @@ from posttrain.store.folder import FORMAT, check_run_folder, empty, never_steppe
 from posttrain.store.lock import FolderLock
 from posttrain.store.logs import RunLog
 from posttrain.store.metrics import MetricsFile, read_metrics
+from posttrain.store.notes import NAME as NOTES
 from posttrain.store.provenance import environment, redact
 
 State = Literal["running", "finished", "interrupted", "failed"]
@@ -70,7 +71,7 @@ class Run:
             refuse_occupied(folder, overwrite)  # again: another process may have come first
             restarted = never_stepped(folder)
             if overwrite or restarted:
-                empty(folder)
+                empty(folder, keep=() if overwrite else (NOTES,))
             recover(folder)
             facts = {
                 "format": FORMAT,

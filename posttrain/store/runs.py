@@ -1,6 +1,7 @@
 """Finding, reading and removing runs on disk, in any state."""
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,10 @@ from posttrain.errors import RunError
 from posttrain.store.folder import check_run_folder, empty, read_facts, refuse_occupied
 from posttrain.store.lock import LOCK, FolderLock, is_locked
 from posttrain.store.metrics import last_metrics
+
+RUN_FILE = "run.json"
+SNAPSHOTS = ".snapshots"  # next to the runs: whole copies of some
+LEVELS = 3  # of folders below the folder of runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +35,9 @@ def read_run(folder: Path | str) -> RunInfo:
     folder = Path(folder)
     check_run_folder(folder)
     facts = read_facts(folder)
-    state = facts["state"]
-    if state == "running" and is_locked(folder) is False:
-        state = "killed"
     return RunInfo(
         folder=folder,
-        state=state,
+        state=state_of(folder, facts["state"]),
         reason=facts["reason"],
         started=facts["started"],
         ended=facts["ended"],
@@ -45,16 +47,53 @@ def read_run(folder: Path | str) -> RunInfo:
     )
 
 
+def state_of(folder: Path, recorded: str) -> str:
+    """The state in run.json, or `killed` if that is running and no process holds the lock."""
+    return "killed" if recorded == "running" and is_locked(folder) is False else recorded
+
+
 def find_runs(output_dir: Path) -> list[Path]:
     """The run folders at `output_dir` or up to three levels below it ({name}/{model}/{stage}), sorted by path."""
-    found = []
-    for at, folders, files in os.walk(output_dir, followlinks=True):  # tolerates files that an active run removes
-        folder = Path(at)
-        if "run.json" in files:
-            found.append(folder)
-        if len(folder.relative_to(output_dir).parts) == 3:
-            folders.clear()
-    return sorted(found)
+    return sorted(Path(folder) for folder in measured_runs(output_dir))
+
+
+def measured_runs(output_dir: Path) -> dict[str, tuple[int, float]]:
+    """The run folders as in `find_runs`, each with its bytes and the time when its run.json last changed.
+
+    One pass over all files. A link counts as a link; runs behind linked folders are found. What cannot be read, or is
+    removed meanwhile, is passed over, and so are snapshots.
+    """
+    found: dict[str, tuple[int, float]] = {}
+    _measure(os.fspath(output_dir), 0, found)
+    return found
+
+
+def _measure(folder: str, depth: int, found: dict[str, tuple[int, float]]) -> int:
+    """The bytes below a folder; adds the runs in it down to LEVELS to `found`."""
+    size, changed = 0, None
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    if entry.name != SNAPSHOTS:
+                        size += _measure(entry.path, depth + 1, found)
+                    continue
+                try:
+                    facts = entry.stat(follow_symlinks=False)
+                except OSError:
+                    continue
+                size += facts.st_size
+                if depth > LEVELS:
+                    continue
+                if entry.name == RUN_FILE and entry.is_file():
+                    changed = facts.st_mtime
+                elif stat.S_ISLNK(facts.st_mode) and entry.is_dir():
+                    _measure(entry.path, depth + 1, found)
+    except OSError:
+        return size
+    if changed is not None and depth <= LEVELS:
+        found[folder] = size, changed
+    return size
 
 
 def remove_run(folder: Path) -> None:
@@ -75,3 +114,20 @@ def remove_run(folder: Path) -> None:
         raise RunError(f"cannot delete {folder}: {error.strerror}") from error
     finally:
         lock.release()
+
+
+def is_inside(place: Path, folder: Path) -> bool:
+    """Whether `place` is inside the whole run that the run folder `folder` belongs to."""
+    return place.is_dir() and place.resolve().is_relative_to(root_of(folder))
+
+
+def root_of(folder: Path) -> Path:
+    """The folder of the whole run, with all models and stages; or the run folder itself, for a single run."""
+    here = folder.resolve()
+    return next((at for at in here.parents[:2] if is_whole_run(at)), here)
+
+
+def is_whole_run(folder: Path) -> bool:
+    """Whether this is the folder of several runs, and not of a single run or of a checkpoint in one."""
+    inside_one = any((at / "run.json").exists() for at in (folder, folder.absolute().parent))
+    return (folder / "config.yaml").is_file() and not inside_one

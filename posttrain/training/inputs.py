@@ -25,6 +25,7 @@ from posttrain.errors import ModelError, RunError
 from posttrain.models.load import base_settings, load_config
 from posttrain.store.checkpoint import MANIFEST, file_hashes
 from posttrain.store.files import flat, load_json
+from posttrain.store.runs import is_inside
 
 START, REFERENCES = "models.0.path", ("method.ref_model", "method.teacher")
 # What transformers and PEFT load; a README may change.
@@ -79,23 +80,6 @@ def models_read(config: RunConfig, folder: Path) -> dict[str, dict[str, str]]:
         if is_inside(place, folder):
             found[setting]["from_here"] = os.path.relpath(place, here)
     return found
-
-
-def is_inside(place: Path, folder: Path) -> bool:
-    """Whether `place` is inside the whole run that the run folder `folder` belongs to."""
-    return place.is_dir() and place.resolve().is_relative_to(root_of(folder))
-
-
-def root_of(folder: Path) -> Path:
-    """The folder of the whole run, with all models and stages; or the run folder itself, for a single run."""
-    here = folder.resolve()
-    return next((at for at in here.parents[:2] if is_whole_run(at)), here)
-
-
-def is_whole_run(folder: Path) -> bool:
-    """Whether this is the folder of several runs, and not of a single run or of a checkpoint in one."""
-    inside_one = any((at / "run.json").exists() for at in (folder, folder.absolute().parent))
-    return (folder / "config.yaml").is_file() and not inside_one
 
 
 def recorded(folder: Path) -> dict[str, dict[str, str]]:

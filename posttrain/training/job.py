@@ -34,8 +34,8 @@ from posttrain.optim.adamw import AdamW
 from posttrain.optim.adamw_8bit import AdamW8bit
 from posttrain.optim.offload import AdamWCPUOffload
 from posttrain.store.run import Run
+from posttrain.store.runs import is_inside
 from posttrain.training.best import Watch
-from posttrain.training.inputs import is_inside
 
 log = logging.getLogger("posttrain")
 

@@ -1,0 +1,260 @@
+"""`posttrain runs`: deleting, pruning, snapshots and archives. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from posttrain.errors import RunError
+from posttrain.managing.places import named, short
+from posttrain.reports.listing import in_units
+from posttrain.terminal import say, visible
+from posttrain.words import counted
+
+RUNS = Path("runs")
+OutputDir = Annotated[Path, typer.Option("--output-dir", help="Where the runs are, as in the settings.")]
+Name = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or its name below --output-dir.")]
+Names = Annotated[list[str], typer.Argument(metavar="RUN…", help="Run folders, or their names below --output-dir.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")]
+Force = Annotated[bool, typer.Option("--force", help="Even if other runs need it.")]
+KeepLast = Annotated[int, typer.Option("--keep-last", min=0, help="Newest intact checkpoints of a run to keep.")]
+KeepBest = Annotated[bool, typer.Option("--keep-best", help="Also keep the checkpoint of the step of best/.")]
+OlderThan = Annotated[str | None, typer.Option("--older-than", help="Only of runs that ended so long ago: 30d, 12h.")]
+Filters = Annotated[
+    list[str] | None, typer.Argument(metavar="[FILTER]…", help="Only of these runs, as in `posttrain runs list`.")
+]
+SnapshotName = Annotated[str, typer.Option("--name", help="Name of the snapshot; by default the run's with the time.")]
+Note = Annotated[str, typer.Option("--note", help="A text that `snapshots` shows.")]
+SnapshotArgument = Annotated[str, typer.Argument(metavar="SNAPSHOT", help="A name that `runs snapshots` shows.")]
+To = Annotated[str | None, typer.Option("--to", help="Another name for the restored run, in the same folder.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Replace the run that is there; asks first, unless --yes.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="The archive; by default RUN.tar.gz here.")]
+NoCheckpoints = Annotated[bool, typer.Option("--no-checkpoints", help="Leave out what only a resume reads.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing archive.")]
+
+
+def rm(runs: Names, yes: Yes = False, force: Force = False, output_dir: OutputDir = RUNS) -> None:
+    """Delete runs with their checkpoints and models, for good. Asks first, unless --yes.
+
+    Only run folders are deleted (there is a run.json), or those of whole runs with all their models and stages; none in
+    which a process runs, none that another run needs (unless --force), and links are not followed. Snapshots stay;
+    `posttrain runs rm .snapshots/NAME` deletes one.
+    """
+    from posttrain.managing.needs import refuse_needed
+    from posttrain.managing.removing import delete
+    from posttrain.managing.snapshots import drop
+
+    root = output_dir.expanduser()
+    found = [_snapshot(run, root) or named(run, root, whole=True) for run in runs]
+    if not force:  # all of them together, and before the first deletion: one may need another
+        refuse_needed(found, [root], f"{', '.join(map(str, found))}: not deleted")
+    for target in found:
+        what = described(target)
+        if not yes and not _confirmed(f"delete {what}?", f"{target} is kept: give --yes to delete it"):
+            say(f"kept {target}")
+            continue
+        if _snapshot(str(target), root):
+            drop(target)
+        else:
+            delete(target, force=True)  # what others need was looked at above
+        say(f"deleted {what}")
+
+
+def prune(
+    runs: Names,
+    keep_last: KeepLast = 1,
+    keep_best: KeepBest = False,
+    yes: Yes = False,
+    force: Force = False,
+    output_dir: OutputDir = RUNS,
+) -> None:
+    """Delete old checkpoints of runs: all but the newest intact one, which a resume needs. Asks first, unless --yes.
+
+    best/ and final/ stay. Folders that a resume set aside and leftovers of crashes go, too. With --keep-last 0 a run
+    can no longer be resumed.
+    """
+    from posttrain.managing.removing import Rule, plan_prune
+
+    root, rule = output_dir.expanduser(), Rule(keep_last, keep_best)
+    found = [named(run, root) for run in runs]
+    plans = [plan_prune(run, rule, [root], force, stop_needed=True) for run in found]
+    _carry_out(plans, yes)
+
+
+def free(
+    filters: Filters = None,
+    keep_last: KeepLast = 1,
+    keep_best: KeepBest = False,
+    older_than: OlderThan = None,
+    yes: Yes = False,
+    force: Force = False,
+    output_dir: OutputDir = RUNS,
+) -> None:
+    """Free disk space by a rule: prune the checkpoints of all runs, or of those that fit. Shows what goes, then asks.
+
+    Runs in progress are passed over; a checkpoint that another run needs is kept, unless --force.
+
+        posttrain runs free --keep-last 1 --keep-best --older-than 30d
+        posttrain runs free state=failed --keep-last 0
+    """
+    from posttrain.managing.removing import Plan, Rule, plan_prune
+    from posttrain.managing.rows import filtered, rows_below, seconds_of
+
+    root, rule = output_dir.expanduser(), Rule(keep_last, keep_best)
+    terms = [*(filters or []), *([f"age>{older_than}"] if older_than is not None else [])]
+    if older_than is not None:
+        seconds_of(older_than)
+    plans: list[Plan] = []
+    for row in filtered(rows_below(root), terms):
+        if row.state == "running":
+            say(f"in progress: {row.folder}", error=True)
+            continue
+        try:
+            plans.append(plan_prune(row.folder, rule, [root], force))
+        except (RunError, OSError) as error:
+            say(f"passed over: {error}", error=True)
+    _carry_out(plans, yes)
+
+
+def _carry_out(plans: Sequence, yes: bool) -> None:
+    """Show what the plans delete, ask, and do it; a run that fails does not stop the others."""
+    from posttrain.managing.removing import prune as prune_run
+
+    for plan in plans:
+        for need in plan.needs:
+            say(f"kept: {short(need.place)}, needed by {need}", error=True)
+    plans = [plan for plan in plans if plan.items]
+    items = [item for plan in plans for item in plan.items]
+    if not items:
+        say("there is nothing to delete")
+        return
+    for item in items:
+        say(f"{in_units(item.size):>7}  {item.path}  ({item.why})")
+    what = f"{counted(len(items), 'folder or file', 'folders and files')} of {counted(len(plans), 'run')}, "
+    what += in_units(sum(item.size for item in items))
+    if not yes and not _confirmed(f"delete {what}?", "nothing is deleted: give --yes to delete it"):
+        say("nothing is deleted")
+        return
+    freed, failed = 0, 0
+    for plan in plans:
+        try:
+            freed += prune_run(plan)
+        except RunError as error:
+            failed += 1
+            say(f"not pruned: {error}", error=True)
+    say(f"freed {in_units(freed)}")
+    if failed:
+        raise RunError(f"{counted(failed, 'run')} of {len(plans)} could not be pruned (see above)")
+
+
+def snapshot(run: Name, name: SnapshotName = "", note: Note = "", output_dir: OutputDir = RUNS) -> None:
+    """Copy a run as a whole to .snapshots next to it, where pruning and deleting do not reach it.
+
+    RUN may be the folder of a whole run with its models and stages.
+    """
+    from posttrain.managing.snapshots import take
+
+    folder = take(named(run, output_dir.expanduser(), whole=True), name, note)
+    say(f"{short(folder)}: restore it with posttrain runs restore {folder.name}")
+
+
+def snapshots(output_dir: OutputDir = RUNS) -> None:
+    """List the snapshots, the latest last."""
+    import shutil
+
+    from posttrain.managing.columns import Column, table_lines
+    from posttrain.managing.snapshots import read_snapshot, snapshots_of
+
+    found = [read_snapshot(path) for path in snapshots_of(output_dir.expanduser())]
+    if not found:
+        say(f"there are no snapshots in {output_dir}")
+        return
+    columns = [Column("snapshot", folds=True), Column("run", folds=True), Column("made"), Column("size", right=True)]
+    rows = [[one.folder.name, one.run.name, _local(one.made), in_units(one.size)] for one in found]
+    notes = [one.problem or one.note for one in found]
+    rows = [[*row, note] for row, note in zip(rows, notes, strict=True)]
+    say("\n".join(table_lines([*columns, Column("note", folds=True)], rows, shutil.get_terminal_size().columns)))
+
+
+def restore(
+    snapshot: SnapshotArgument, to: To = None, replace: Replace = False, yes: Yes = False, output_dir: OutputDir = RUNS
+) -> None:
+    """Copy a snapshot back to where its run was. Every file is verified before.
+
+    A run that is there now is kept, unless --replace.
+    """
+    from posttrain.managing.places import checked_name
+    from posttrain.managing.snapshots import read_snapshot
+    from posttrain.managing.snapshots import restore as restore_run
+
+    root = output_dir.expanduser()
+    folder = _snapshot(snapshot, root)
+    if folder is None:
+        raise RunError(f"there is no snapshot {snapshot} in {output_dir}: posttrain runs snapshots lists them")
+    place = read_snapshot(folder).run
+    place = place.with_name(checked_name(to)) if to else place
+    asked = replace and place.exists() and not yes
+    if asked and not _confirmed(f"replace {described(place)}?", f"{place} is kept: give --yes to replace it"):
+        say(f"kept {place}")
+        return
+    say(f"verified and restored: {short(restore_run(folder, place, replace))}")
+
+
+def export(
+    run: Name,
+    output: Output = None,
+    no_checkpoints: NoCheckpoints = False,
+    overwrite: Overwrite = False,
+    output_dir: OutputDir = RUNS,
+) -> None:
+    """Write a run as one archive (.tar.gz, .tar), for another machine. `posttrain export` is for models.
+
+    tar -xzf unpacks it; the run is then listed, resumed and read like any other.
+    """
+    from posttrain.managing.archive import pack_run
+
+    target = named(run, output_dir.expanduser(), whole=True)
+    path = output or Path(f"{target.resolve().name}.tar.gz")
+    done = pack_run(target, path.expanduser(), not no_checkpoints, overwrite)
+    packed = in_units(done.path.stat().st_size)
+    say(f"{done.path}: {counted(done.files, 'file')}, {in_units(done.size)}, packed {packed}")
+
+
+def described(target: Path) -> str:
+    """A run, a whole run or a snapshot in a line."""
+    from posttrain.managing.places import folders_of
+    from posttrain.managing.snapshots import COPY
+    from posttrain.reports.listing import size_of, summarise
+
+    if (target / COPY).is_dir():
+        return f"{target}: snapshot, {in_units(size_of(target))}"
+    runs = folders_of(target)
+    if runs != [target]:
+        return f"{target}: {counted(len(runs), 'run')}, {in_units(size_of(target))}"
+    run = summarise(target)
+    return f"{target}: {run.method} of {run.model}, {run.state} at step {run.step}, {in_units(run.size)}"
+
+
+def _local(time: str) -> str:
+    return f"{datetime.fromisoformat(time).astimezone():%Y-%m-%d %H:%M}" if time else ""
+
+
+def _snapshot(name: str, root: Path) -> Path | None:
+    """The snapshot folder of a name or a path."""
+    from posttrain.managing.snapshots import COPY
+    from posttrain.store.runs import SNAPSHOTS
+
+    places = [Path(name), root / name, root / SNAPSHOTS / name]
+    return next((place for place in places if place.parent.name == SNAPSHOTS and (place / COPY).is_dir()), None)
+
+
+def _confirmed(question: str, otherwise: str) -> bool:
+    """The answer to a question. Raises RunError if no one can answer."""
+    try:
+        return typer.confirm(visible(question))
+    except typer.Abort:
+        raise RunError(f"not confirmed, so {otherwise}") from None

@@ -1,0 +1,166 @@
+"""Deleting runs, and what a run no longer needs: checkpoints by rule, folders set aside, leftovers of crashes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from posttrain.errors import RunError
+from posttrain.managing.needs import Need, needed, refuse_needed
+from posttrain.managing.places import folders_of, held, is_garbage
+from posttrain.reports.listing import size_of
+from posttrain.store.atomic import remove_folder
+from posttrain.store.checkpoint import list_checkpoints, saved_step, verify
+from posttrain.store.runs import remove_run
+
+ASIDE = ".set-aside"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A folder or file that goes, and why."""
+
+    path: Path
+    size: int
+    why: str
+
+
+@dataclass(slots=True)
+class Plan:
+    """What pruning removes from a run, and what other runs need of what the rule would remove."""
+
+    run: Path
+    items: list[Item] = field(default_factory=list)
+    needs: list[Need] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return sum(item.size for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Which checkpoints stay: the newest intact ones, and with `keep_best` that of the step of `best/`."""
+
+    keep_last: int = 1
+    keep_best: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 0:
+            raise RunError(f"--keep-last {self.keep_last}: give 0 or more")
+
+
+def delete(target: Path, beside: Iterable[Path] = (), force: bool = False) -> None:
+    """Delete a run folder, or that of a whole run, with its content; links are removed, not followed.
+
+    Raises RunError if a process runs in it, it is a link or no run, or, without `force`, if other runs need it.
+    """
+    if target.is_symlink():
+        raise RunError(f"{target} is a link to {target.resolve()}: give that folder, or remove the link yourself")
+    runs = folders_of(target)
+    if not force:
+        refuse_needed([target], beside, f"{target} is not deleted")
+    if runs == [target]:
+        remove_run(target)
+        return
+    with held(runs):
+        remove_folder(target)
+
+
+def plan_prune(
+    run: Path, rule: Rule, beside: Iterable[Path] = (), force: bool = False, stop_needed: bool = False
+) -> Plan:
+    """What the rule removes from a run. Deletes nothing.
+
+    A checkpoint that another run needs is kept, and listed; with `stop_needed` it raises RunError; with `force` it is
+    removed like the others. Kept checkpoints are verified: a damaged one does not count as one that is kept. Raises
+    RunError if no checkpoint is intact.
+    """
+    with held([run]):
+        plan = Plan(run, _items(run, rule))
+    if plan.items and not force:
+        plan.needs = needed([item.path for item in plan.items], beside)
+        if plan.needs and stop_needed:
+            refuse_needed([item.path for item in plan.items], beside, f"{run} is not pruned")
+        places = {need.place for need in plan.needs}
+        plan.items = [item for item in plan.items if not any(_has(item.path.resolve(), place) for place in places)]
+    return plan
+
+
+def _has(folder: Path, place: Path) -> bool:
+    return place == folder or folder in place.parents
+
+
+def _items(run: Path, rule: Rule) -> list[Item]:
+    """What the rule removes from a run, needed by others or not."""
+    checkpoints = list_checkpoints(run)
+    kept, damaged = _kept(run, checkpoints, rule)
+    older = {0: "a checkpoint", 1: "older than the newest"}.get(
+        rule.keep_last, f"older than the {rule.keep_last} newest"
+    )
+    items = [
+        Item(path, size_of(path), f"damaged: {damaged[path]}" if path in damaged else older)
+        for path in checkpoints
+        if path not in kept
+    ]
+    for path in sorted(run.iterdir()):
+        if path.name.endswith(ASIDE) and path.is_dir() and not path.is_symlink():
+            items.append(Item(path, size_of(path), "set aside by a resume, never read again"))
+        elif is_garbage(path):
+            items.append(Item(path, _size(path), "left by a crash"))
+    return items
+
+
+def _kept(run: Path, checkpoints: Sequence[Path], rule: Rule) -> tuple[set[Path], dict[Path, str]]:
+    """The checkpoints that the rule keeps, and the damaged ones that were found on the way."""
+    kept: set[Path] = set()
+    damaged: dict[Path, str] = {}
+    if len(checkpoints) <= rule.keep_last:
+        return set(checkpoints), damaged
+    for path in reversed(checkpoints):
+        if len(kept) == rule.keep_last:
+            break
+        if problems := verify(path):
+            damaged[path] = "; ".join(problems)
+        else:
+            kept.add(path)
+    if rule.keep_last and not kept:
+        raise RunError(
+            f"{run} has no intact checkpoint ({checkpoints[-1].name}: {damaged[checkpoints[-1]]}), so none is deleted; "
+            "--keep-last 0 deletes all"
+        )
+    if rule.keep_best and (run / "best").is_dir():
+        try:
+            step = saved_step(run / "best")
+        except RunError:  # best/ is damaged: the checkpoints are all there is of it
+            return set(checkpoints), {}
+        kept |= {path for path in checkpoints if path.name == f"checkpoint-{step}"}
+    return kept, damaged
+
+
+def prune(plan: Plan) -> int:
+    """Delete what a plan lists; returns the bytes. Raises RunError, and deletes nothing, if the run is in progress."""
+    freed = 0
+    with held([plan.run]):
+        for item in plan.items:
+            if not os.path.lexists(item.path):
+                continue
+            if item.path.is_dir() and not item.path.is_symlink():
+                remove_folder(item.path)
+            else:
+                _unlink(item.path)
+            freed += item.size
+    return freed
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError as error:
+        raise RunError(f"cannot delete {path}: {error.strerror}") from error
+
+
+def _size(path: Path) -> int:
+    return size_of(path) if path.is_dir() and not path.is_symlink() else path.lstat().st_size

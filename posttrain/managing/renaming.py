@@ -1,0 +1,134 @@
+"""Renaming a run, and mending the paths that it and others have saved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import PosttrainError, RunError
+from posttrain.managing.needs import OWN, needed
+from posttrain.managing.places import checked_name, folders_of, held, short
+from posttrain.managing.snapshots import COPY, FACTS
+from posttrain.store.atomic import write_file
+from posttrain.store.files import load_json, save_json
+from posttrain.store.runs import find_runs, root_of
+
+
+@dataclass(slots=True)
+class Renamed:
+    """The new folder, the files in which the old path was replaced, and those that still have it, with the reason."""
+
+    folder: Path
+    mended: list[Path] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+
+def rename(target: Path, name: str, beside: Iterable[Path] = (), force: bool = False) -> Renamed:
+    """Give a run, or a whole run, another name in the same folder.
+
+    Settings and provenance of all runs next to it that name its path get the new one, its own settings the new name;
+    checkpoints are sealed and stay as they are: a resume compares models by content. Raises RunError for an invalid or
+    taken name, for a model or stage of a whole run, if a process runs in it or in a run that needs it, and, without
+    `force`, if an adapter of another run names it as its base.
+    """
+    checked_name(name)
+    runs, old = folders_of(target), target.resolve()
+    if target.is_symlink():
+        raise RunError(f"{target} is a link to {old}: give that folder")
+    if root_of(target) != old:
+        raise RunError(f"{target} is named by the model or stage of {root_of(target).name}: rename that instead")
+    new = old.with_name(name)
+    if os.path.lexists(new):
+        raise RunError(f"{target.with_name(name)} exists: choose another name")
+    needs = needed([target], beside)
+    sealed = [need for need in needs if need.what.endswith("adapter_config.json") or _is_copy(need.run)]
+    if sealed and not force:
+        raise RunError(
+            f"{target} is not renamed: {', '.join(map(str, dict.fromkeys(sealed)))} would lose it, since files with "
+            "checksums are not changed. Keep the name, or give --force"
+        )
+    others = [run for run in dict.fromkeys(need.run for need in needs) if not _is_copy(run)]
+    with held([*runs, *(run for other in others for run in _runs_in(other))]):
+        try:
+            os.rename(old, new)
+        except OSError as error:
+            raise RunError(f"cannot rename {target}: {error.strerror}") from error
+        done = Renamed(target.with_name(name))
+        own = [done.folder, *(done.folder / run.resolve().relative_to(old) for run in runs if run.resolve() != old)]
+        for folder in [*own, *others]:
+            _mend(folder, old, new, folder in own, done)
+    done.left += [f"{short(need.run)}: {need.what}" for need in sealed]
+    return done
+
+
+def _is_copy(folder: Path) -> bool:
+    """Whether a folder is a snapshot's copy, whose files are sealed."""
+    return folder.name == COPY and (folder.parent / FACTS).is_file()
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    return [folder] if (folder / "run.json").is_file() else find_runs(folder)
+
+
+def _mend(folder: Path, old: Path, new: Path, own: bool, done: Renamed) -> None:
+    """Replace the old path in a run's settings and provenance, and its own name."""
+    config, facts = folder / "config.yaml", folder / "run.json"
+    try:
+        read = load_json(facts) if facts.is_file() else {}
+        provenance = (read.get("provenance") if isinstance(read, dict) else None) or {}
+        replaced = _replacer(old, new, Path(str(provenance.get("folder") or ".")))
+        _mend_settings(config, new.name if own else None, replaced, done)
+        if isinstance(models := provenance.get("models"), dict):
+            provenance["models"] = {name: _with_path(named, replaced) for name, named in models.items()}
+            if provenance["models"] != models:
+                save_json(facts, read)
+                done.mended.append(facts)
+    except (PosttrainError, OSError, ValueError) as error:
+        done.left.append(f"{short(folder)}: {error}")
+
+
+def _mend_settings(config: Path, name: str | None, replaced: Callable[[str], str], done: Renamed) -> None:
+    from posttrain.config.reading.files import read_settings, write_yaml  # the settings' schema takes a while to import
+
+    if not config.is_file():
+        return
+    settings = read_settings(config).values
+    changed = _mapped(settings, replaced)
+    if name is not None and "name" in changed:
+        changed["name"] = name
+    if changed != settings:
+        write_file(config, write_yaml(changed))
+        done.mended.append(config)
+
+
+def _with_path(named: Any, replaced: Callable[[str], str]) -> Any:
+    known = isinstance(named, dict) and isinstance(named.get("path"), str)
+    return {**named, "path": replaced(named["path"])} if known else named
+
+
+def _replacer(old: Path, new: Path, started_in: Path) -> Callable[[str], str]:
+    """Replaces a path at or below `old`, absolute or relative to where the run was started or to here."""
+
+    def replaced(value: str) -> str:
+        if old.name not in value or "/" not in value:  # a bare word is no model in a run
+            return value
+        path = Path(value).expanduser()
+        for start in (started_in, Path()):
+            place = (start / path).resolve()
+            if place == old or old in place.parents:
+                moved = new / place.relative_to(old)
+                return str(moved) if path.is_absolute() else os.path.relpath(moved, start.resolve())
+        return value
+
+    return replaced
+
+
+def _mapped(node: Any, replaced: Callable[[str], str]) -> Any:
+    if isinstance(node, str):
+        return replaced(node)
+    if isinstance(node, dict):
+        return {key: value if key in OWN else _mapped(value, replaced) for key, value in node.items()}
+    return [_mapped(value, replaced) for value in node] if isinstance(node, list) else node

@@ -1,0 +1,187 @@
+"""The interactive mode of `posttrain runs`, driven by its keys."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from test_cli_runs import make
+from test_managing import checkpoints, settings, with_checkpoints
+from textual.widgets import DataTable, Input, Static
+
+from posttrain.managing import screen
+from posttrain.managing.screen import Asked, Confirmed, RunsApp, Shown
+from posttrain.managing.snapshots import snapshots_of
+from posttrain.store import lock
+from posttrain.store.notes import Notes, read_notes, write_notes
+from posttrain.store.run import Run
+from posttrain.store.runs import find_runs
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.05)
+    with_checkpoints(Path("runs/judge"), 5, 7)
+    rewards = {"method": {"type": "grpo"}, "rewards": [{"type": "model", "path": "runs/judge/final"}]}
+    make(Path("runs/policy"), 4, settings(**rewards))
+    make(Path("runs/evil\x1b[31m[red]x[/red]"), 1)
+    return Path("runs")
+
+
+def drive(folder: Path, steps) -> RunsApp:
+    """Run the screen, and `steps(app, pilot)` on it."""
+    app = RunsApp(folder)
+
+    async def session() -> None:
+        async with app.run_test(size=(100, 30)) as pilot:
+            await steps(app, pilot)
+
+    asyncio.run(session())
+    return app
+
+
+def seen(app: RunsApp) -> list[str]:
+    return [row.name for row in app.shown]
+
+
+def told(app: RunsApp) -> str:
+    return " | ".join(notice.message for notice in app._notifications)
+
+
+async def typed(pilot, text: str, *keys: str) -> None:
+    """Type over what the field has."""
+    pilot.app.screen.query_one(Input).value = text
+    await pilot.press(*keys, "enter")
+    await pilot.pause()
+
+
+async def on(app: RunsApp, pilot, name: str) -> None:
+    app.table.move_cursor(row=seen(app).index(name))
+    await pilot.pause()
+
+
+def test_order_filter_and_show(folder):
+    async def steps(app, pilot):
+        assert len(app.shown) == 3 and isinstance(app.focused, DataTable)
+        names = " ".join(str(cell) for row in range(3) for cell in app.table.get_row_at(row))
+        assert r"evil\x1b[31m[red]x[/red]" in names and "\x1b" not in names
+        await pilot.press("o")
+        assert app.order == "name" and seen(app)[-1] == "policy"
+        await pilot.press("O")
+        assert seen(app)[0] == "policy"
+        await pilot.press("slash", *"method=grpo")
+        assert seen(app) == ["policy"] and "1 run of 3" in str(app.query_one("#status", Static).render())
+        app.query_one("#filter", Input).value += " step>"  # half typed
+        await pilot.pause()
+        assert "no number" in str(app.query_one("#status", Static).render()) and seen(app) == ["policy"]
+        await pilot.press("enter")
+        assert isinstance(app.focused, DataTable)
+        await pilot.press("enter")
+        await pilot.pause()
+        assert isinstance(app.screen, Shown) and "grpo" in app.screen._text
+        await pilot.press("escape")
+        await pilot.press("escape")
+        assert len(app.shown) == 3 and app.terms == ""
+        await pilot.press("question_mark")
+        assert isinstance(app.screen, Shown) and "snapshot" in app.screen._text
+        await pilot.press("q")
+        assert not isinstance(app.screen, Shown)
+        await pilot.press("q")
+
+    assert drive(folder, steps).return_code == 0
+
+
+def test_tags_note_and_name(folder):
+    async def steps(app, pilot):
+        await on(app, pilot, "judge")
+        await pilot.press("t")
+        await pilot.pause()
+        assert isinstance(app.screen, Asked)
+        await typed(pilot, "keep #paper")
+        await pilot.press("n")
+        await pilot.pause()
+        await typed(pilot, "the <b>one</b>")
+        assert read_notes(folder / "judge") == Notes(("keep", "paper"), "the <b>one</b>")
+        assert app.current.name == "judge" and app.current.tags == ("keep", "paper")
+        await pilot.press("n")
+        await pilot.pause()
+        await pilot.press("x", "escape")  # cancelled
+        assert read_notes(folder / "judge").note == "the <b>one</b>"
+        await pilot.press("t")
+        await pilot.pause()
+        await typed(pilot, "no/good\x1b")
+        assert "is no tag" in told(app) and read_notes(folder / "judge").tags == ("keep", "paper")
+        for name, message in (("../x", "cannot name a run"), ("policy", "exists"), ("critic", "mended 2 files")):
+            await pilot.press("r")
+            await pilot.pause()
+            await typed(pilot, name)
+            assert message in told(app), name
+        assert seen(app).count("critic") == 1 and "runs/critic/final" in (folder / "policy/config.yaml").read_text()
+
+    drive(folder, steps)
+
+
+def test_delete_prune_and_snapshot(folder):
+    async def steps(app, pilot):
+        await on(app, pilot, "judge")
+        await pilot.press("s")
+        await pilot.pause()
+        assert len(snapshots_of(folder)) == 1 and "snapshot: judge-" in told(app)
+        await pilot.press("d")
+        await pilot.pause()
+        assert "needed by 1 other run" in told(app) and not isinstance(app.screen, Confirmed)
+        for answer, left in (("n", 3), ("y", 1)):
+            await pilot.press("p")
+            await pilot.pause()
+            assert isinstance(app.screen, Confirmed) and "checkpoint-5" in app.screen._question
+            await pilot.press(answer)
+            await pilot.pause()
+            assert len(checkpoints(folder / "judge")) == left
+        await pilot.press("p")
+        await pilot.pause()
+        assert "nothing to prune" in told(app)
+        await on(app, pilot, "policy")
+        for answer, left in (("enter", 3), ("escape", 3), ("y", 2)):
+            await pilot.press("d")
+            await pilot.pause()
+            await pilot.press(answer)
+            await pilot.pause()
+            assert len(find_runs(folder)) == left and len(app.shown) == left
+        assert "deleted policy" in told(app)
+
+    drive(folder, steps)
+
+
+def test_a_run_in_progress_is_not_touched(folder):
+    async def steps(app, pilot):
+        with Run.open(folder / "policy"):
+            await pilot.press("R")
+            await on(app, pilot, "policy")
+            assert app.current.state == "running"
+            for key in "sd":
+                await pilot.press(key)
+                await pilot.pause()
+                if key == "d":
+                    await pilot.press("y")
+                    await pilot.pause()
+            assert told(app).count("is in use by process") == 2 and not snapshots_of(folder)
+        assert (folder / "policy/final").is_dir()
+
+    drive(folder, steps)
+
+
+def test_an_empty_and_a_damaged_folder(tmp_path):
+    async def keys(app, pilot):
+        assert not app.shown or app.shown[0].state == "damaged"
+        for key in ("enter", "escape", "t", "escape", "n", "escape", "d", "n", "p", "n", "r", "escape", "s", "o", "R"):
+            await pilot.press(key)
+            await pilot.pause()
+
+    drive(tmp_path / "nothing", keys)
+    (tmp_path / "runs/x").mkdir(parents=True)
+    (tmp_path / "runs/x/run.json").write_text('{"st')
+    write_notes(tmp_path / "runs/x", Notes(("a",)))
+    assert seen(drive(tmp_path / "runs", keys)) == ["x"]
+    assert json.loads((tmp_path / "runs/x/notes.json").read_text())["tags"] == ["a"]
+    assert screen.HELP
