@@ -7,12 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +17,6 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 INSTALL = "no Chromium: set $CHROMIUM, or install one: sudo apt-get install chromium"
 SIZES = {"light": (1280, 900), "dark": (1280, 900), "phone": (390, 844)}
-WAIT_S = 60.0
 
 
 def chromium() -> str | None:
@@ -75,43 +68,6 @@ def photograph(page: Page, path: Path, whole: bool = False) -> Path:
 def fits(page: Page) -> bool:
     """Whether the page is no wider than its window: only tables scroll sideways, inside."""
     return page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-@contextmanager
-def served(*arguments: str | Path, path: str = "/", folder: Path | None = None) -> Iterator[tuple[str, int]]:
-    """`posttrain ARGUMENTS --port PORT` as a process of its own; its address and process id, once it answers."""
-    port = free_port()
-    command = [sys.executable, "-m", "posttrain", *map(str, arguments), "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + WAIT_S
-        while not _answers(address + path):
-            if process.poll() is not None or time.monotonic() > deadline:
-                process.kill()
-                pytest.fail(f"{' '.join(command)} does not answer:\n{process.communicate()[0]}")
-            time.sleep(0.1)
-        yield address, process.pid
-    finally:
-        process.terminate()
-        said = process.communicate(timeout=20)[0]
-    assert "Traceback" not in said, said
-
-
-def _answers(address: str) -> bool:
-    try:
-        urllib.request.urlopen(address, timeout=5).close()
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
-    return True
 
 
 def _foreign(url: str) -> bool:

@@ -1,6 +1,5 @@
 """`posttrain ui` over HTTP: every page answers, what guards it, and what its process does not load."""
 
-import json
 import re
 import shutil
 import urllib.error
@@ -8,43 +7,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from browser import free_port, served
+from pages import fetch, free_port, served, shown
 
 from posttrain.cli import main
 
 SAVED = Path(__file__).parent / "saved_run/run"
 MOST_MB = 600
-
-
-def fetch(address: str, body: dict | None = None, **headers: str) -> str:
-    data = None if body is None else json.dumps(body).encode()
-    asked = urllib.request.Request(address, data, {"Content-Type": "application/json", **headers})
-    with urllib.request.urlopen(asked, timeout=30) as reply:
-        return reply.read().decode()
-
-
-def config(page: str) -> dict:
-    """Gradio's description of a page, with the calls that the page makes."""
-    start = page.index("window.gradio_config = ") + len("window.gradio_config = ")
-    return json.JSONDecoder().raw_decode(page[start:])[0]
-
-
-def shown(address: str, path: str) -> str:
-    """The HTML that a page gets when it is opened in a browser."""
-    page = fetch(address + path)
-    name = path.partition("?")[0].strip("/")
-    call = next(
-        one["id"]
-        for one in config(page)["dependencies"]
-        if any(event == "load" for _, event in one["targets"])
-        and (one.get("rendered_in") or name) == name
-        and one["id"] in config(page)["page"][name]["dependencies"]
-    )
-    query = path.partition("?")[2]
-    fetch(f"{address}/gradio_api/queue/join?{query}", {"data": [], "fn_index": call, "session_hash": "test"})
-    events = fetch(f"{address}/gradio_api/queue/data?session_hash=test")
-    found = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: ")]
-    return next(one["output"]["data"][0] for one in found if one["msg"] == "process_completed")
 
 
 @pytest.fixture(scope="module")

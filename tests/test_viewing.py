@@ -128,7 +128,7 @@ def test_runs_are_rows_also_damaged_ones(viewer):
         "saved": "finished", "cut": "damaged", "odd": "damaged", "gone": "killed",
     }  # fmt: skip
     assert "damaged" in rows["cut"].problem and "near the end is damaged" in rows["odd"].problem
-    assert rows["saved"].metric == "reward" and len(rows["saved"].spark) > 1 and rows["gone"].total == 9
+    assert rows["saved"].metric == "reward" and len(viewer.runs.spark(rows["saved"])) > 1 and rows["gone"].total == 9
     for name in rows:
         for page in (runs_page, run_page):
             assert "cannot be shown" not in rendered(page, viewer, f"?run={name}&chosen={name}")

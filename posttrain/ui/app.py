@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import fastapi
 
@@ -55,9 +54,3 @@ def application(place: Place, token: str | None = None, local: bool = True) -> f
 
 def _bar(first: str) -> None:
     gr.Navbar(main_page_name=first)
-
-
-def place_of(root: Path) -> Place:
-    from posttrain.viewing.viewer import Viewer
-
-    return Place(root, Viewer(root))

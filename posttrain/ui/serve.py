@@ -13,7 +13,10 @@ from posttrain.errors import ConfigError
 from posttrain.serving.guard import is_loopback
 from posttrain.serving.listening import listen
 from posttrain.terminal import say
+from posttrain.ui.place import Place
+from posttrain.viewing.viewer import Viewer
 
+READING_S = 10.0  # then the first page waits for the rest
 SHORTEST = 8  # characters of a token
 
 
@@ -22,9 +25,13 @@ def serve(root: Path, host: str, port: int, token: str | None, browser: bool) ->
     local = is_loopback(host)
     check(root, host, token)
     listening = listen(host, port)
-    from posttrain.ui.app import application, place_of  # imports Gradio: only once the port is ours
+    viewer = Viewer(root)
+    reading = threading.Thread(target=viewer.runs.rows, daemon=True)  # meanwhile, so that the first page is quick
+    reading.start()
+    from posttrain.ui.app import application  # imports Gradio: only once the port is ours
 
-    app = application(place_of(root), token or None, local)
+    app = application(Place(root, viewer), token or None, local)
+    reading.join(READING_S)
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     say(f"The runs of {root}: {address}   (Ctrl-C ends this)")
     if browser:

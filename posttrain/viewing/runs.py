@@ -48,7 +48,6 @@ class Row:
     started: datetime | None
     ended: datetime | None
     alarms: dict[str, int] = field(default_factory=dict)
-    spark: tuple[float, ...] = ()
 
     @property
     def has_rollouts(self) -> bool:
@@ -63,6 +62,14 @@ class Runs:
         self._lock = threading.Lock()
         self._rows: dict[Path, tuple[object, Row]] = {}
         self._listed: tuple[float, list[Row]] = (-AGE_S, [])
+        self._sparks: dict[Path, tuple[object, list[float]]] = {}
+
+    def spark(self, row: Row) -> list[float]:
+        """The curve of a run's headline, for the rows that are shown."""
+        now, kept = _stamp(row.folder), self._sparks.get(row.folder)
+        if kept is None or kept[0] != now:
+            kept = self._sparks[row.folder] = now, sparkline(row.folder, headline_metrics(row.method))
+        return kept[1]
 
     def rows(self) -> list[Row]:
         """All runs, the latest first."""
@@ -168,7 +175,6 @@ def _read(folder: Path, name: str) -> Row:
         started=_when(info.started) if info else None,
         ended=_when(info.ended) if info else None,
         alarms=_alarms(found),
-        spark=tuple(sparkline(folder, headline_metrics(found.method))),
     )
 
 

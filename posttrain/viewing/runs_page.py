@@ -31,7 +31,9 @@ def runs_page(viewer: Viewer, query: Query) -> Markup:
         return message(f"There are no runs in {viewer.root} yet. `posttrain train` makes one; this page finds it.")
     found = arranged(rows, query)
     chosen = [row for name in query.many("chosen") if (row := viewer.runs.find(name)) is not None][:CHOSEN]
-    return join([_controls(rows, query), _overlay(viewer, chosen, query), _table(found, len(rows), chosen, query)])
+    return join(
+        [_controls(rows, query), _overlay(viewer, chosen, query), _table(viewer, found, len(rows), chosen, query)]
+    )
 
 
 def arranged(rows: Sequence[Row], query: Query) -> list[Row]:
@@ -71,12 +73,12 @@ def _controls(rows: Sequence[Row], query: Query) -> Markup:
     )
 
 
-def _table(found: Sequence[Row], total: int, chosen: Sequence[Row], query: Query) -> Markup:
+def _table(viewer: Viewer, found: Sequence[Row], total: int, chosen: Sequence[Row], query: Query) -> Markup:
     shown = found if query.one("all") else found[:SHOWN]
     names = [row.name for row in chosen]
     columns = ("", "name", "state", "method", "model", "result", "", "steps", "ETA", "disk", "started")
     header = [_sorter(name, query) if name in SORTS else name for name in columns]
-    body = [_cells(row, names, query) for row in shown]
+    body = [_cells(row, viewer.runs.spark(row), names, query) for row in shown]
     count = counted(len(found), "run") if len(found) == total else f"{len(found):,} of {counted(total, 'run')}"
     more = link(f"show all {len(found):,}", query.but(PATH, all=1)) if len(shown) < len(found) else None
     said = el(
@@ -97,7 +99,7 @@ def _sorter(name: str, query: Query) -> Markup:
     return link(f"{name}{arrow}", query.but(PATH, sort=name, reverse=1 if now and not reversed_ else None))
 
 
-def _cells(row: Row, chosen: Sequence[str], query: Query) -> list[object]:
+def _cells(row: Row, curve: Sequence[float], chosen: Sequence[str], query: Query) -> list[object]:
     at = chosen.index(row.name) if row.name in chosen else None
     others = [name for name in chosen if name != row.name]
     full = at is None and len(chosen) >= CHOSEN
@@ -120,7 +122,7 @@ def _cells(row: Row, chosen: Sequence[str], query: Query) -> list[object]:
         row.method,
         model,
         result,
-        spark(row.spark),
+        spark(curve),
         steps,
         row.eta,
         in_units(row.size),
