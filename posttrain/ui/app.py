@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+from pathlib import Path
 
 import fastapi
 
@@ -43,14 +45,23 @@ def application(place: Place, token: str | None = None, local: bool = True) -> f
     """The ASGI application: the pages, the reports of runs, and what guards them."""
     app = fastapi.FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     add_report(app, place)
-    app = gr.mount_gradio_app(
-        app, pages(place), path="/", footer_links=[], run_history=False, show_error=False, ssr_mode=False, pwa=False,
-        mcp_server=False, enable_monitoring=False, theme=THEME, head=HEAD, favicon_path=str(FAVICON),
-        max_file_size="16mb", app_kwargs={"openapi_url": None, "docs_url": None, "redoc_url": None},
-    )  # fmt: skip
+    blocks = pages(place)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that several pages are not rendered by a Node server, unasked
+        app = gr.mount_gradio_app(
+            app, blocks, path="/", footer_links=[], run_history=False, show_error=False, ssr_mode=False, pwa=False,
+            mcp_server=False, enable_monitoring=False, theme=THEME, head=HEAD, favicon_path=str(FAVICON),
+            max_file_size="16mb", app_kwargs={"openapi_url": None, "docs_url": None, "redoc_url": None},
+        )  # fmt: skip
     app.add_middleware(Guard, token=token, local=local)
     return app
 
 
 def _bar(first: str) -> None:
     gr.Navbar(main_page_name=first)
+
+
+def place_of(root: Path) -> Place:
+    from posttrain.viewing.viewer import Viewer
+
+    return Place(root, Viewer(root))

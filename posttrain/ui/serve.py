@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import socket
 import threading
 import webbrowser
 from pathlib import Path
@@ -13,11 +15,16 @@ from posttrain.errors import ConfigError
 from posttrain.serving.guard import is_loopback
 from posttrain.serving.listening import listen
 from posttrain.terminal import say
-from posttrain.ui.place import Place
-from posttrain.viewing.viewer import Viewer
 
 READING_S = 10.0  # then the first page waits for the rest
 SHORTEST = 8  # characters of a token
+
+
+class Server(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open pages wait for events without an end: that they are cut off is no error to print."""
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        await super().shutdown(sockets)
 
 
 def serve(root: Path, host: str, port: int, token: str | None, browser: bool) -> None:
@@ -25,18 +32,18 @@ def serve(root: Path, host: str, port: int, token: str | None, browser: bool) ->
     local = is_loopback(host)
     check(root, host, token)
     listening = listen(host, port)
-    viewer = Viewer(root)
-    reading = threading.Thread(target=viewer.runs.rows, daemon=True)  # meanwhile, so that the first page is quick
-    reading.start()
-    from posttrain.ui.app import application  # imports Gradio: only once the port is ours
+    from posttrain.ui.app import application, place_of  # imports Gradio: only once the port is ours
 
-    app = application(Place(root, viewer), token or None, local)
+    place = place_of(root)
+    reading = threading.Thread(target=place.viewer.runs.rows, daemon=True)  # so that the first page is quick
+    reading.start()
+    app = application(place, token or None, local)
     reading.join(READING_S)
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     say(f"The runs of {root}: {address}   (Ctrl-C ends this)")
     if browser:
         threading.Timer(0.5, webbrowser.open, [address]).start()
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
 
