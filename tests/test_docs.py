@@ -11,14 +11,6 @@ How a command of a fenced block is run:
   ones. All else stays as it is written.
 - `posttrain serve` starts a server of a small model, whose address takes the place of SERVED.
 - A preset without further settings is trained by tests/test_presets.py; here it has to be among those.
-        elif (
-            verb in ("quickstart", "ui")
-            or "--push-to-hub" in rest
-            or (verb == "doctor" and (not rest or rest[0].startswith("-")))
-        ):
-            flags_exist(arguments, self.run)
-        else:
-            assert verb in ("config", "data", "runs", "export", "doctor") or "--help" in arguments, (
 A line that none of this covers fails the test.
 """
 
@@ -161,7 +153,7 @@ class Reader:
             self.evaluations(rest)
             self.run(arguments)
         elif (
-            verb in ("quickstart", "ui")
+            verb in ("quickstart", "ui", "chat")
             or "--push-to-hub" in rest
             or (verb == "doctor" and (not rest or rest[0].startswith("-")))
         ):

@@ -379,7 +379,7 @@ BAD = [
     ({"prompt": "a", "temperature": -1}, "temperature: Input should be greater than or equal to 0"),
     ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty is not supported"),
     ({"prompt": "a", "n": 1000}, "n: Input should be less than or equal to 64"),
-    ({"prompt": "a", "max_tokens": 100_000}, "max_tokens is 100,000; the server has room for 513 in all"),
+    ({"prompt": "a", "max_tokens": 100_000}, "max_tokens is 100,000; the server has room for 513 with the prompt"),
     ({"prompt": "a " * 600}, "shorten it, or start the server with a larger --context"),
     ({"prompt": [999_999]}, "token id 999999"),
     ({"prompt": []}, "prompt"),

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import typer
 
 from posttrain.cli.errors import UsageError
-from posttrain.cli.score import Dtype, Template
-from posttrain.cli.settings import Device
+from posttrain.cli.score import Template
 from posttrain.errors import PosttrainError
 from posttrain.extras import need
 from posttrain.terminal import say
@@ -21,17 +21,29 @@ from posttrain.terminal import say
 Model = Annotated[str, typer.Argument(help="Hub id or folder: a causal model, a LoRA adapter, a checkpoint, a run.")]
 Terminal = Annotated[bool, typer.Option("--terminal", help="Talk here instead of in a browser.")]
 System = Annotated[str | None, typer.Option("--system-prompt", help="What is said before the conversation.")]
-Temperature = Annotated[float, typer.Option("--temperature", min=0, help="Sampling temperature; 0: greedy.")]
-TopP = Annotated[float, typer.Option("--top-p", min=0, max=1, help="Probability of the tokens that are sampled from.")]
-Tokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest reply in tokens.")]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", min=0, help="Sampling temperature; 0: greedy. [default: 0.7]")
+]
+TopP = Annotated[
+    float | None, typer.Option("--top-p", min=0, max=1, help="Probability of the tokens that are sampled from.")
+]
+Tokens = Annotated[int | None, typer.Option("--max-tokens", min=1, help="Longest reply in tokens. [default: 512]")]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="The same seed gives the same replies.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32 or bfloat16.")]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, a GPU by number (cuda:1), or mps.")]
+Folder = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder of runs that the page offers, too.")]
+Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="Port of the page.")]
+NoBrowser = Annotated[bool, typer.Option("--no-browser", help="Print the page's address only.")]
 
+DEFAULTS: dict[str, Any] = {"temperature": 0.7, "max_tokens": 512}
+SERVER = ("--template", "--dtype", "--device")  # options of the model's server
 HELP = """/again           another reply to the last question
 /back            forget the last question with its reply
 /system TEXT     set the system prompt; without TEXT, none
-/set NAME VALUE  change temperature, top_p, top_k, min_p, max_tokens or seed; without VALUE, its default
+/set NAME VALUE  change temperature, top_p, top_k, min_p, max_tokens or seed;
+                 without VALUE, to its default
 /prompt          show what the model reads
-/save FILE       append the conversation to FILE as a row of `messages`, which posttrain train reads
+/save FILE       append the conversation to FILE, as a row for posttrain train
 /quit            leave (also Ctrl-D); Ctrl-C stops a reply"""
 
 
@@ -39,33 +51,62 @@ def chat(
     model: Model,
     terminal: Terminal = False,
     system_prompt: System = None,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 1.0,
-    max_tokens: Tokens = 512,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    max_tokens: Tokens = None,
     seed: Seed = None,
     template: Template = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    dtype: Dtype = None,
+    device: Device = None,
+    folder: Folder = Path("runs"),
+    port: Port = 7860,
+    no_browser: NoBrowser = False,
 ) -> None:
-    """Talk to a model: in the terminal, with the conversation so far as its context.
+    """Talk to a model: on a page, or with --terminal here, with the conversation so far as its context.
 
-    Lines from a pipe are questions, too. /help lists what else can be typed.
+    The page (the extra `ui`) also has two models side by side, rewards, votes, and each token's log-probability; its
+    controls have the settings. In the terminal, lines from a pipe are questions, too, and /help lists what else can be
+    typed.
 
+        posttrain chat runs/sft
         posttrain chat runs/sft --terminal
         echo "What is 7 times 8?" | posttrain chat runs/sft --terminal --temperature 0
     """
+    for package in ("uvicorn", "fastapi"):
+        need(package, "serve", "posttrain chat")
+    given = {
+        "--system-prompt": system_prompt,
+        "--temperature": temperature,
+        "--top-p": top_p,
+        "--max-tokens": max_tokens,
+        "--seed": seed,
+        "--template": template,
+        "--dtype": dtype,
+        "--device": device,
+    }
+    if terminal:
+        _in_terminal(model, {name: value for name, value in given.items() if value is not None})
+        return
+    if unread := next((name for name, value in given.items() if value is not None), None):
+        raise UsageError(f"{unread} is for --terminal: the page has its own settings")
+    need("gradio", "ui", "posttrain chat without --terminal")
+    from posttrain.ui.serve import serve
+
+    root = folder.expanduser()
+    root.mkdir(parents=True, exist_ok=True)
+    serve(root, "127.0.0.1", port, None, not no_browser, f"/chat?{urlencode({'a': model})}")
+
+
+def _in_terminal(model: str, given: dict[str, Any]) -> None:
     from posttrain.serving.process import ModelServer
     from posttrain.serving.talk import Talk
 
-    need("uvicorn", "serve", "posttrain chat")
-    need("fastapi", "serve", "posttrain chat")
-    options = ["--dtype", dtype, "--device", device, *(["--template", template] if template else [])]
+    options = [word for name in SERVER if name in given for word in (name, given[name])]
+    names = {name: name.removeprefix("--").replace("-", "_") for name in given if name not in SERVER}
+    settings = DEFAULTS | {key: given[name] for name, key in names.items() if key != "system_prompt"}
     say(f"loading {model} …", error=True)
     with contextlib.closing(ModelServer(model, options)) as server:
-        settings: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
-        settings |= {} if seed is None else {"seed": seed}
-        client = server.client
-        _converse(Talk(client, settings | {"max_tokens": max_tokens}, system_prompt), sys.stdin.isatty())
+        _converse(Talk(server.client, settings, given.get("--system-prompt")), sys.stdin.isatty())
 
 
 def _converse(talk: Any, asks: bool) -> None:

@@ -100,7 +100,7 @@ def _add_scores(app: FastAPI) -> None:
             turns = [message.turn() for message in body.messages]
             if turns[-1]["role"] != "assistant":
                 raise DataError("the last message, which is scored, must be the assistant's")
-            prompt, whole = policy.chat_tokens(turns[:-1], False), policy.chat_tokens(turns, True)
+            prompt, whole = policy.chat_tokens(turns[:-1]), policy.chat_tokens(turns, go_on=True)
         else:
             prompt, whole = policy.text_tokens(body.prompt), policy.text_tokens(body.prompt + body.completion)
         if not whole:
@@ -159,14 +159,18 @@ def _to_reward(body: RewardRequest) -> tuple[list[str | Turns], list[str]]:
 
 
 def _job(policy: Policy, body: Sampled, tokens: list[int], limit: int | None) -> Job:
-    room = policy.live.context - len(tokens)
-    if room < 1 or (limit is not None and limit > room):
+    """A prompt's completions: of `limit` tokens, or as many as there is room for."""
+    context = policy.live.context
+    room = context - len(tokens)
+    if limit is not None and limit > context:
+        raise DataError(f"max_tokens is {limit:,}; the server has room for {context:,} with the prompt")
+    if room < 1:
         raise DataError(
-            f"the prompt has {len(tokens):,} tokens{f' and max_tokens is {limit:,}' if limit else ''}; the server has "
-            f"room for {policy.live.context:,} in all: shorten it, or start the server with a larger --context"
+            f"the prompt has {len(tokens):,} tokens; the server has room for {context:,} with the completion: shorten "
+            "it, or start the server with a larger --context"
         )
     seed = new_seed() if body.seed is None else body.seed
-    sampling = body.sampling(seed, limit or room, policy.stops)
+    sampling = body.sampling(seed, min(limit or room, room), policy.stops)
     return Job(tokens, sampling, policy.adapter(body.model), body.alternatives or 0, body.stream)
 
 

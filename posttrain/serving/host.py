@@ -118,14 +118,18 @@ class Policy:
         """The adapter that a request's `model` names; any other name is the model itself."""
         return model if model in self.live.adapters else None
 
-    def chat_tokens(self, turns: Sequence[dict[str, str]], go_on: bool) -> list[int]:
-        """The prompt of a conversation, as in training: rendered by the template, then tokenised as it is."""
+    def chat_tokens(self, turns: Sequence[dict[str, str]], go_on: bool = False) -> list[int]:
+        """The prompt of a conversation, as in training: rendered by the template, then tokenised as it is.
+
+        `go_on`: with the last message as the beginning of the reply.
+        """
+        if go_on:
+            begun = self.tokenizer(turns[-1]["content"], add_special_tokens=False).input_ids
+            return self.chat_tokens(turns[:-1]) + begun
         if not self.template.turns:
             return self.text_tokens("".join(turn["content"] for turn in turns))
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(turns), tokenize=False, add_generation_prompt=not go_on, continue_final_message=go_on
-            )
+            text = self.tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template raises what it likes, such as for roles that do not alternate
             raise DataError(f"the chat template refuses the messages: {error}") from error
         return self.tokenizer(str(text), add_special_tokens=False).input_ids

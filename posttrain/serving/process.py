@@ -35,7 +35,7 @@ class ModelServer:
         self.model, key = model, secrets.token_urlsafe(24)
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "posttrain", "serve", model, "--port", "0", "--attached", *options],
+            [sys.executable, "-m", "posttrain", "serve", "--port", "0", "--attached", *options, "--", model],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

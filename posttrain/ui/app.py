@@ -13,18 +13,21 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 import gradio as gr
 
+from posttrain.serving.process import ModelServers
 from posttrain.ui.guard import Guard
-from posttrain.ui.pages import evaluations, rollouts, run, runs
+from posttrain.ui.pages import chat, evaluations, rollouts, run, runs
 from posttrain.ui.place import Place
 from posttrain.ui.report import add_report
 from posttrain.ui.theme import FAVICON, HEAD, THEME
 
+MODELS = 3  # in memory at a time: two that answer, and one that scores
 # Title -> address, page, whether the bar at the top has it. The first is the front page.
 PAGES = {
     "Runs": ("/", runs.page, True),
     "Run": ("/run", run.page, False),
     "Rollouts": ("/rollouts", rollouts.page, True),
     "Evaluations": ("/evaluations", evaluations.page, True),
+    "Chat": ("/chat", chat.page, True),
 }
 
 
@@ -64,4 +67,4 @@ def _bar(first: str) -> None:
 def place_of(root: Path) -> Place:
     from posttrain.viewing.viewer import Viewer
 
-    return Place(root, Viewer(root))
+    return Place(root, Viewer(root), ModelServers(MODELS))

@@ -27,8 +27,9 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(root: Path, host: str, port: int, token: str | None, browser: bool) -> None:
-    """Serve the pages until Ctrl-C. Raises ConfigError if the address cannot be used, or needs a token."""
+def serve(root: Path, host: str, port: int, token: str | None, browser: bool, page: str = "") -> None:
+    """Serve the pages until Ctrl-C; a browser opens the address `page` of them. Raises ConfigError if the address
+    cannot be used, or needs a token."""
     local = is_loopback(host)
     check(root, host, token)
     listening = listen(host, port)
@@ -39,7 +40,7 @@ def serve(root: Path, host: str, port: int, token: str | None, browser: bool) ->
     reading.start()
     app = application(place, token or None, local)
     reading.join(READING_S)
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}{page}"
     say(f"The runs of {root}: {address}   (Ctrl-C ends this)")
     if browser:
         threading.Timer(0.5, webbrowser.open, [address]).start()

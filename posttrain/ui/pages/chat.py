@@ -1,0 +1,289 @@
+"""Chat: one model, or two that answer the same questions; rewards, votes, and each token of a reply."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import gradio as gr
+
+from posttrain.errors import PosttrainError, message_of
+from posttrain.reports.markup import el, message, text
+from posttrain.serving.client import Client
+from posttrain.serving.talk import Talk
+from posttrain.serving.together import together
+from posttrain.ui.place import Place
+from posttrain.viewing.models import models_below
+from posttrain.viewing.token_map import COLOURS, cells, token_map
+from posttrain.viewing.votes import write_vote
+
+VOTES = "votes.jsonl"  # in the folder of runs
+ALTERNATIVES = 5
+TEMPLATES = ("auto", "none", "alpaca", "tags", "r1_zero", "question_only")
+JOINER = "\u2060"
+OPENING, OPENED = re.compile(r"(<)(?=[a-zA-Z/!?])|(&)(?=[a-zA-Z#])"), re.compile(f"([<&]){JOINER}")
+History = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The values of the page's controls."""
+
+    model_a: str
+    model_b: str
+    reward: str
+    system: str
+    template: str
+    temperature: float
+    top_p: float
+    max_tokens: float
+    seed: float | None
+
+    @property
+    def models(self) -> list[str]:
+        return [model for model in (self.model_a, self.model_b) if model]
+
+    def talks(self, place: Place, histories: Sequence[History], seed: int) -> list[Talk]:
+        settings = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_tokens": int(self.max_tokens),
+            "seed": seed,
+        }
+        clients = [_client(place, model, self.template) for model in self.models]
+        return [
+            Talk(client, dict(settings), self.system or None, turns_of(history))
+            for client, history in zip(clients, histories, strict=False)
+        ]
+
+
+def page(place: Place) -> None:
+    with gr.Row(equal_height=True):
+        model_a = _models("Model A", "of a run, a folder, or a hub id")
+        model_b = _models("Model B", "to compare with, or none")
+        reward = _models("Reward model", "scores each reply, or none")
+    with gr.Accordion("Settings", open=False), gr.Row():
+        system = gr.Textbox(label="System prompt", lines=1)
+        template = gr.Dropdown(TEMPLATES, value="auto", label="Template")
+        temperature = gr.Slider(0, 2, 0.7, step=0.05, label="Temperature")
+        top_p = gr.Slider(0.05, 1, 1, step=0.05, label="top_p")
+        max_tokens = gr.Number(256, label="Longest reply (tokens)", precision=0, minimum=1)
+        seed = gr.Number(None, label="Seed", precision=0, minimum=0, placeholder="new each time")
+    controls = [model_a, model_b, reward, system, template, temperature, top_p, max_tokens, seed]
+    with gr.Row():
+        sides = [_chatbot("Model A"), _chatbot("Model B", visible=False)]
+    status = gr.HTML(apply_default_css=False, elem_classes=["view"])
+    with gr.Row():
+        question = gr.Textbox(
+            label="Question",
+            show_label=False,
+            placeholder="Ask something",
+            lines=1,
+            max_lines=8,
+            scale=12,
+            autofocus=True,
+        )
+        send = gr.Button("Send", variant="primary", scale=1, min_width=90)
+        stop = gr.Button("Stop", scale=1, min_width=90)
+    with gr.Row():
+        again, back, clear = (gr.Button(name, size="sm", min_width=90) for name in ("Again", "Take back", "Clear"))
+        better = [gr.Button(f"{name} is better", size="sm", min_width=90, visible=False) for name in "AB"]
+    with gr.Accordion("Tokens of the last reply", open=False):
+        with gr.Row():
+            whose = gr.Radio(["A", "B"], value="A", label="Reply of")
+            colour = gr.Radio(list(COLOURS), value="difference", label="Colour")
+            show = gr.Button("Show tokens", size="sm")
+        tokens = gr.HTML(apply_default_css=False, elem_classes=["view"])
+    with gr.Accordion("What the model reads", open=False):
+        read = gr.Button("Show the prompt", size="sm")
+        prompt = gr.HTML(apply_default_css=False, elem_classes=["view"])
+
+    def ask(*values: Any) -> Iterator[Any]:
+        *given, a, b, said = values
+        yield from _answered(place, Asked(*given), [a, b], str(said or "").strip())
+
+    def once_more(*values: Any) -> Iterator[Any]:
+        *given, a, b = values
+        yield from _answered(place, Asked(*given), [without_reply(a), without_reply(b)], None)
+
+    def vote(better: int, *values: Any) -> str:
+        *given, a, b = values
+        return _voted(place, Asked(*given), [a, b], better)
+
+    def explain(whose: str, colour: str, *values: Any) -> str:
+        *given, a, b = values
+        return _guarded(lambda: _explained(place, Asked(*given), [a, b], 1 if whose == "B" else 0, str(colour)))
+
+    def rendered(*values: Any) -> str:
+        *given, a, b = values
+        return _guarded(lambda: _prompts(place, Asked(*given), [a, b]))
+
+    def listed(request: gr.Request) -> list[Any]:
+        return _choices(place, request)
+
+    def selected(request: gr.Request) -> list[str]:
+        return _named(place, request)[1]
+
+    def chosen(name: str | None) -> list[Any]:
+        return [gr.update(visible=bool(name))] * 3
+
+    quiet: Any = {"show_progress": "hidden", "api_visibility": "private"}
+    changed = [*sides, question, status]
+    asking = gr.on([send.click, question.submit], ask, [*controls, *sides, question], changed, **quiet)
+    repeating = again.click(once_more, [*controls, *sides], changed, **quiet)
+    stop.click(lambda: message("Stopped."), None, status, cancels=[asking, repeating], **quiet)
+    back.click(lambda a, b: (taken_back(a), taken_back(b)), sides, sides, **quiet)
+    clear.click(lambda: ([], [], ""), None, [*sides, status], **quiet)
+    for number, button in enumerate(better):
+        button.click(partial(vote, number), [*controls, *sides], status, **quiet)
+    show.click(explain, [whose, colour, *controls, *sides], tokens, **quiet)
+    read.click(rendered, [*controls, *sides], prompt, **quiet)
+    model_b.change(chosen, model_b, [sides[1], *better], **quiet)
+    chosen_models = [model_a, model_b, reward]
+    gr.on(None, listed, None, chosen_models, **quiet).then(selected, None, chosen_models, **quiet)
+
+
+def _models(label: str, info: str) -> gr.Dropdown:
+    return gr.Dropdown([""], value="", label=label, info=info, allow_custom_value=True)
+
+
+def _named(place: Place, request: gr.Request) -> tuple[list[str], list[str]]:
+    """The models there are now, and the values of A, B and the reward model that the address names: /chat?a=MODEL."""
+    choices = list(models_below(place.viewer))
+    named = [str(request.query_params.get(name, "")) for name in "abr"]
+    named[0] = named[0] or (choices[0] if choices else "")
+    return choices, named
+
+
+def _choices(place: Place, request: gr.Request) -> list[Any]:
+    """The lists, with the values in them: Gradio shows a value that its list lacks, and sends another."""
+    choices, named = _named(place, request)
+    return [gr.update(choices=list(dict.fromkeys(["", value, *choices]))) for value in named]
+
+
+def _chatbot(label: str, visible: bool = True) -> gr.Chatbot:
+    return gr.Chatbot(
+        label=label, height=460, min_width=320, visible=visible, editable="all", buttons=["copy"], placeholder="",
+        render_markdown=False, sanitize_html=True, latex_delimiters=[], allow_tags=False, feedback_options=None,
+    )  # fmt: skip
+
+
+def _answered(place: Place, asked: Asked, histories: list[History], said: str | None) -> Iterator[Any]:
+    """The chatbots, the question and the status, as the replies to `said`, or to the last question, come."""
+    histories = [list(history or []) for history in histories]
+    if not asked.models:
+        yield *histories, said, message("Choose model A first.", "warning")
+        return
+    if said == "" or (said is None and not any(histories)):
+        yield *histories, "", message("Type a question first.", "warning")
+        return
+    seed = int(asked.seed) if asked.seed is not None else random.getrandbits(31)
+    yield *histories, gr.skip(), message(f"Loading {' and '.join(asked.models)} …")
+    try:
+        talks = asked.talks(place, histories, seed)
+        replies = [talk.again() if said is None else talk.ask(said) for talk in talks]
+        asks = [] if said is None else [{"role": "user", "content": shown(said)}]
+        now: list[History] = [[*history, *asks, {"role": "assistant", "content": ""}] for history in histories]
+        said_so_far = [""] * len(talks)
+        yield *_sides(now, len(talks)), "", ""
+        for side, piece in together(replies):
+            said_so_far[side] += piece
+            now[side][-1]["content"] = shown(said_so_far[side])
+            yield *_sides(now, len(talks)), gr.skip(), gr.skip()
+        yield *_sides(now, len(talks)), gr.skip(), _facts(place, asked, talks, seed)
+    except PosttrainError as error:
+        yield *histories, said or "", message(message_of(error), "error")
+
+
+def _sides(now: Sequence[History], count: int) -> list[Any]:
+    return [now[side] if side < count else gr.skip() for side in range(2)]
+
+
+def _facts(place: Place, asked: Asked, talks: Sequence[Talk], seed: int) -> str:
+    """What is known of the last replies: their rewards, and the seed."""
+    said = [f"seed {seed}"]
+    if asked.reward:
+        client = _client(place, asked.reward, "auto")
+        rewards = client.rewards([talk.messages for talk in talks])
+        said += [f"reward of {name} {value:.3f}" for name, value in zip("AB", rewards, strict=False)]
+    return el("p", " · ".join(said), class_="quiet")
+
+
+def _voted(place: Place, asked: Asked, histories: Sequence[History], better: int) -> str:
+    def write() -> str:
+        a, b = ([*map(dict, turns_of(history))] for history in histories)
+        if len(asked.models) < 2 or not a or not b or a[-1]["role"] != "assistant" or b[-1]["role"] != "assistant":
+            return message("Ask two models first: a vote is between their last replies.", "warning")
+        if a[:-1] != b[:-1]:
+            return message("The conversations differ before the last replies, so they cannot be compared.", "warning")
+        system = [{"role": "system", "content": asked.system}] if asked.system else []
+        replies, models = (a[-1]["content"], b[-1]["content"]), asked.models
+        facts = {"chosen_model": models[better], "rejected_model": models[1 - better]}
+        file = place.root / VOTES
+        count = write_vote(file, [*system, *a[:-1]], replies[better], replies[1 - better], facts)
+        return message(f"Written to {file}: {count:,} preferences, training data for `posttrain train --method dpo`.")
+
+    return _guarded(write)
+
+
+def _explained(place: Place, asked: Asked, histories: Sequence[History], side: int, colour: str) -> str:
+    turns = turns_of(histories[side] or [])
+    if not turns or turns[-1]["role"] != "assistant":
+        return message("There is no reply yet.", "warning")
+    system = [{"role": "system", "content": asked.system}] if asked.system else []
+    scored = [_client(place, one, asked.template).score([*system, *turns], ALTERNATIVES) for one in asked.models]
+    second = scored[1].completion if len(scored) > 1 else None
+    found = cells(scored[0].completion, second)
+    return token_map(found, colour if colour in COLOURS else "difference", asked.models)
+
+
+def _prompts(place: Place, asked: Asked, histories: Sequence[History]) -> str:
+    parts = []
+    for model, history in zip(asked.models, histories, strict=False):
+        talk = Talk(_client(place, model, asked.template), {}, asked.system or None, turns_of(history or []))
+        parts.append(el("div", el("p", model, class_="quiet"), el("pre", text(talk.prompt())), class_="side"))
+    return el("div", *parts, class_="sides") if parts else message("Choose model A first.", "warning")
+
+
+def _guarded(work: Any) -> str:
+    try:
+        return work()
+    except PosttrainError as error:
+        return message(message_of(error), "error")
+
+
+def _client(place: Place, model: str, template: str) -> Client:
+    path = models_below(place.viewer).get(model, model)
+    options = ["--template", template] if template in TEMPLATES[1:] else []
+    return place.servers.client(path, options)
+
+
+def turns_of(history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """The turns of a chatbot's messages, whose contents are strings or lists of parts, without what `shown` adds."""
+    found = []
+    for entry in history:
+        content = entry.get("content")
+        parts = content if isinstance(content, list) else [content]
+        said = "".join(str(part.get("text", "")) if isinstance(part, Mapping) else str(part or "") for part in parts)
+        if entry.get("role") in ("user", "assistant"):
+            found.append({"role": str(entry["role"]), "content": OPENED.sub(r"\1", said)})
+    return found
+
+
+def shown(said: str) -> str:
+    """A text for the chatbot, which reads HTML: with an invisible character where a tag or an entity would begin."""
+    return OPENING.sub(rf"\g<0>{JOINER}", said)
+
+
+def without_reply(history: History | None) -> History:
+    turns: History = [{**turn, "content": shown(turn["content"])} for turn in turns_of(history or [])]
+    return turns[:-1] if turns and turns[-1]["role"] == "assistant" else turns
+
+
+def taken_back(history: History | None) -> History:
+    turns = without_reply(history)
+    return turns[:-1] if turns else turns

@@ -1,0 +1,84 @@
+"""A reply with its tokens in colour: what one model, or one against another, says of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.reports.markup import Child, Markup, el, join, number
+from posttrain.serving.client import ScoredToken
+
+COLOURS = {  # of a token: by what, and the value at which the colour is full
+    "difference": ("log-probability, B minus A (nats)", 2.0),
+    "logprob": ("log-probability of A (nats)", 5.0),
+    "entropy": ("entropy of A (nats)", 3.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A token of a reply as model A and, if its tokens are the same, model B see it."""
+
+    a: ScoredToken
+    b: ScoredToken | None
+
+    def value(self, colour: str) -> float | None:
+        if colour == "entropy":
+            return self.a.entropy
+        if colour == "logprob" or self.a.logprob is None:
+            return self.a.logprob
+        return None if self.b is None or self.b.logprob is None else self.b.logprob - self.a.logprob
+
+
+def cells(a: Sequence[ScoredToken], b: Sequence[ScoredToken] | None) -> list[Cell]:
+    """The tokens of both; B's are left out if they are others, for then there is nothing to compare token by token."""
+    same = b is not None and [token.id for token in a] == [token.id for token in b]
+    return [Cell(token, b[place] if same and b is not None else None) for place, token in enumerate(a)]
+
+
+def token_map(found: Sequence[Cell], colour: str, names: Sequence[str]) -> Markup:
+    """The reply with a coloured background for each token; its numbers show under the cursor and the focus."""
+    if colour == "difference" and not any(cell.b for cell in found):
+        colour = "logprob"
+    title, full = COLOURS[colour]
+    total = [cell.value(colour) for cell in found]
+    known = [value for value in total if value is not None]
+    mean = f"mean {sum(known) / len(known):+.3f}" if known else ""
+    tokens = [_token(cell, colour, full, names) for cell in found]
+    head = el(
+        "p", f"Colour: {title}. {mean} over {len(known):,} tokens. ", el("small", _legend(colour)), class_="quiet"
+    )
+    hint = el("span", "Point at a token: its numbers, and what else could have come.", class_="card hint")
+    return join([head, el("div", hint, *tokens, class_="tokens map")])
+
+
+def _legend(colour: str) -> str:
+    if colour == "difference":
+        return "Blue: likelier under B. Orange: likelier under A."
+    return "Stronger: less likely." if colour == "logprob" else "Stronger: less certain."
+
+
+def _token(cell: Cell, colour: str, full: float, names: Sequence[str]) -> Markup:
+    value = cell.value(colour)
+    tone = "--for" if colour == "difference" and value is not None and value > 0 else "--against"
+    much = 0 if value is None else round(min(1.0, abs(value) / full) * 70)
+    said = [el("b", _shown(cell.a.text)), *_lines(cell, names)]
+    tip = el("span", *said, class_="card", role="tooltip")
+    style = f"--tone: var({tone}); --much: {much}"
+    return el("span", _shown(cell.a.text), tip, class_="piece", tabindex="0", style=style)
+
+
+def _lines(cell: Cell, names: Sequence[str]) -> list[Child]:
+    lines: list[Child] = []
+    for name, token in zip(names, (cell.a, cell.b), strict=False):
+        if token is None:
+            continue
+        facts = f"log-probability {number(token.logprob)}, entropy {number(token.entropy)}"
+        others = ", ".join(f"{_shown(text).replace(chr(10), '')} {value:.2f}" for text, value in token.alternatives)
+        lines += [el("span", f"{name}: {facts}"), el("span", others, class_="quiet") if others else None]
+    return lines
+
+
+def _shown(text: str) -> str:
+    """A token's text, with white space that one sees."""
+    return text.replace("\n", "⏎\n") if text.strip() else text.replace("\n", "⏎\n").replace(" ", "␣") or "∅"

@@ -1,0 +1,114 @@
+"""What the chat page reads and writes: models, two replies at once, tokens in colour, votes."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from transformers import AutoTokenizer
+
+from posttrain.config import DataConfig
+from posttrain.data import prepare
+from posttrain.errors import EngineError, RunError
+from posttrain.serving.client import ScoredToken
+from posttrain.serving.together import together
+from posttrain.viewing.models import models_below
+from posttrain.viewing.token_map import cells, token_map
+from posttrain.viewing.viewer import Viewer
+from posttrain.viewing.votes import write_vote
+
+
+def test_models_of_runs(tmp_path):
+    run = tmp_path / "a/sft"
+    for name in ("final", "best", *(f"checkpoint-{step}" for step in (9, 10, 100, 1)), "quantized_int8/final", "empty"):
+        (run / name).mkdir(parents=True)
+        (
+            run / name / ("adapter_config.json" if name == "best" else "config.json" if name != "empty" else "x")
+        ).write_text("{}")
+    (run / "run.json").write_text("{}")
+    (tmp_path / "quantized_models/gpt2").mkdir(parents=True)
+    (tmp_path / "quantized_models/gpt2/config.json").write_text("{}")
+    found = models_below(Viewer(tmp_path, tmp_path / "cache"))
+    of_run = ["final", "best", "checkpoint-100", "checkpoint-10", "checkpoint-9", "quantized_int8/final"]
+    assert list(found) == [*(f"a/sft/{name}" for name in of_run), "quantized_models/gpt2"]
+    assert found["a/sft/best"] == str(run / "best")
+
+
+def test_replies_come_together():
+    closed = []
+
+    def reply(name: str, pause: float, fail: bool = False):
+        try:
+            for number in range(3):
+                time.sleep(pause)
+                yield f"{name}{number}"
+            if fail:
+                raise EngineError(name)
+        finally:
+            closed.append(name)
+
+    found = list(together([reply("a", 0.02), reply("b", 0.0)]))
+    assert [piece for side, piece in found if side == 0] == ["a0", "a1", "a2"]
+    assert [piece for side, piece in found if side == 1] == ["b0", "b1", "b2"]
+    assert found[0][0] == 1 and sorted(closed) == ["a", "b"], "the quick one does not wait"
+    several = together([reply("c", 0.01, fail=True), reply("d", 0.03)])
+    got = []
+    with pytest.raises(EngineError, match="c"):
+        got += several
+    left = together([reply("e", 0.01), reply("f", 0.01)])
+    next(left)
+    left.close()
+    until = time.monotonic() + 5
+    while len(closed) < 6 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert {"e", "f"} <= set(closed), "leaving closes all"
+
+
+def token(id: int, text: str, logprob: float | None, entropy: float = 1.0) -> ScoredToken:
+    return ScoredToken(id, text, logprob, entropy, ((" <b>x", -0.5),))
+
+
+def test_tokens_in_colour():
+    a = [token(1, "<script>", -1.0), token(2, "\n", -2.0, 3.0), token(3, " ", None)]
+    b = [token(1, "<script>", -0.5), token(2, "\n", -4.0), token(3, " ", None)]
+    found = cells(a, b)
+    assert [cell.value("difference") for cell in found] == [0.5, -2.0, None]
+    assert [cell.value("entropy") for cell in found] == [1.0, 3.0, 1.0]
+    shown = token_map(found, "difference", ["<i>A", "B"])
+    assert "<script>" not in shown and "<i>" not in shown and "<b>x" not in shown and "&lt;script&gt;" in shown
+    assert "mean -0.750" in shown and "over 2 tokens" in shown
+    assert "--tone: var(--for); --much: 18" in shown and "--tone: var(--against); --much: 70" in shown
+    other = cells(a, [token(9, "x", -1.0)])
+    assert all(cell.b is None for cell in other), "other tokens cannot be compared one by one"
+    assert "log-probability of A" in token_map(other, "difference", ["A", "B"])
+    assert "tokens map" in token_map([], "entropy", ["A"])
+
+
+def test_votes_are_training_data(shared, tmp_path):
+    file = tmp_path / "new/votes.jsonl"
+    prompt = [{"role": "user", "content": "Who?"}]
+    assert write_vote(file, prompt, "Tim", "Tom \udcff", {"chosen_model": "a", "rejected_model": "b"}) == 1
+    assert write_vote(file, prompt, "Lily", "Lil", {}) == 2
+    row = json.loads(file.read_text().splitlines()[0])
+    assert row["prompt"] == prompt and row["chosen"] == [{"role": "assistant", "content": "Tim"}]
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models/stories260K")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    data = prepare(DataConfig(source=str(file), template="chat"), tokenizer, "pair")
+    assert len(data.train) == 2 and not data.report.malformed
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(RunError, match="cannot write"):
+        write_vote(tmp_path / "folder", prompt, "a", "b", {})
+
+
+def test_texts_of_a_chatbot_are_those_of_the_model():
+    chat = pytest.importorskip("posttrain.ui.pages.chat")
+    said = "<b>bold</b> &amp; 1 < 2 <SOLUTION>4</SOLUTION> <!-- x --> a&b"
+    assert "<b" not in chat.shown(said) and "&amp" not in chat.shown(said)
+    history = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [{"type": "text", "text": chat.shown(said)}]},
+    ]
+    assert chat.turns_of(history)[1] == {"role": "assistant", "content": said}
+    assert [turn["role"] for turn in chat.without_reply(history)] == ["user"]
+    assert chat.taken_back(history) == [] and chat.taken_back([]) == []
