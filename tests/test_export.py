@@ -236,6 +236,9 @@ def test_a_missing_base_and_a_damaged_checkpoint_are_named(adapters, run, tmp_pa
     shutil.copytree(adapters["policy"], lone)
     config = json.loads((lone / "adapter_config.json").read_text())
     (lone / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/no/such/base"}))
+    (tmp_path / "rows.jsonl").write_text("{}")
+    with pytest.raises(ModelError, match=r"rows.jsonl is a file: name the folder of a model"):
+        asked(tmp_path / "rows.jsonl", tmp_path / "out")
     with pytest.raises(ModelError, match=r"lone is an adapter, and its base model cannot be read: .*/no/such/base"):
         asked(lone, tmp_path / "out")
     copy = tmp_path / "run"

@@ -59,6 +59,8 @@ def find_source(given: str) -> Source:
     Raises RunError for a damaged or empty folder, ModelError if the base model of an adapter is missing.
     """
     folder = Path(given).expanduser()
+    if folder.is_file():
+        raise ModelError(f"{given} is a file: name the folder of a model, a run, or a model on the hub")
     if folder.is_dir():
         folder = _saved_model(folder)
         if (folder / MANIFEST).exists() and (problems := verify(folder)):

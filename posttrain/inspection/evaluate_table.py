@@ -153,6 +153,7 @@ def write_sweep(summary: Mapping[str, Any], folder: Path) -> Path | None:
     axis = "temperature" if len({suite["sampling"]["temperature"] for suite in swept}) > 1 else "top_p"
     other = "top_p" if axis == "temperature" else "temperature"
     several = len({suite["sampling"][other] for suite in swept}) > 1
+    highest = 1.0
     lines = dict.fromkeys((suite["suite"], suite["sampling"][other]) for suite in swept)
     for number, (name, value) in enumerate(lines):
         colour = LIGHT.series[number % len(LIGHT.series)]
@@ -167,11 +168,13 @@ def write_sweep(summary: Mapping[str, Any], folder: Path) -> Path | None:
             [max(high - score, 0.0) for score, (_, high) in zip(scores, ends, strict=True)],
         ]
         above.errorbar(at, scores, yerr=errors, marker="o", capsize=3, color=colour, label=label)
-        below.plot(at, [suite["tokens"] / max(suite["answers"], 1) for suite in line], marker="o", color=colour)
+        costs = [suite["tokens"] / max(suite["answers"], 1) for suite in line]
+        highest = max([highest, *costs])
+        below.plot(at, costs, marker="o", color=colour)
     above.set_ylabel("score, 95 % interval", color=LIGHT.ink)
     above.legend(frameon=False, labelcolor=LIGHT.ink)
     below.set_ylabel("tokens an answer", color=LIGHT.ink)
-    below.set_ylim(bottom=0)
+    below.set_ylim(0, 1.1 * highest)
     below.set_xlabel(axis, color=LIGHT.ink)
     for axes in (above, below):
         plain_axes(axes)
