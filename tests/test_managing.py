@@ -287,6 +287,10 @@ def test_runs_that_go_together_need_no_force(family, runs):
     assert "not deleted" in runs("rm", "-y", "judge", "policy", status=1)
     runs("rm", "-y", "judge", "policy", "adapted")
     runs("rm", "-y", "whole")
+    make(Path("runs/swept/1-a"))
+    assert "contains 1 run" in runs("rm", "-y", "swept", status=1)
+    Path("runs/swept/sweep.json").write_text("{}")
+    runs("rm", "-y", "swept")
     assert find_runs(Path("runs")) == [] and not Path("runs/whole").exists()
 
 
@@ -456,6 +460,9 @@ def test_renaming_refuses_taken_names_and_stages(family, runs):
     assert "exists: choose another name" in runs("rename", "free", "policy", status=1)
     assert "named by the model or stage of whole" in runs("rename", "whole/sft", "x", status=1)
     assert "cannot name a run" in runs("rename", "free", "../free", status=1)
+    make(Path("runs/swept/1-a"))
+    Path("runs/swept/sweep.json").write_text("{}")
+    assert "is a trial of the sweep swept" in runs("rename", "swept/1-a", "x", status=1)
     Path("runs/link").symlink_to(family / "runs/free")
     assert "is a link to" in runs("rename", "link", "x", status=1)
 
@@ -506,3 +513,13 @@ def test_differences(runs):
     assert rows["versions.torch"][-1] == "9.9" and rows["loss"] == ["0.333333", "0.25", "-0.08333"]
     assert "eval_loss" not in rows and "2 differ" in shown and all(len(line) <= 80 for line in shown.splitlines())
     assert "0 differ" in runs("diff", "a", "a") and "there is no run c" in runs("diff", "a", "c", status=1)
+
+
+def test_what_is_needed_elsewhere_counts_when_a_run_is_named_by_path(family, runs, monkeypatch):
+    """--output-dir is another folder then: the runs beside the pruned one are looked at."""
+    monkeypatch.chdir(family / "runs/whole")
+    assert "is not pruned: needed by" in runs("prune", "-y", "../policy", status=1)
+    monkeypatch.chdir(family)
+    shown = runs("free", "-y")
+    assert "kept: runs/policy/checkpoint-5, needed by runs/adapted" in shown and "freed" in shown
+    assert checkpoints(Path("runs/policy")) == ["checkpoint-5", "checkpoint-9"]

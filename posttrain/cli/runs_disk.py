@@ -77,11 +77,17 @@ def prune(
     best/ and final/ stay. Folders that a resume set aside and leftovers of crashes go, too. With --keep-last 0 a run
     can no longer be resumed.
     """
-    from posttrain.managing.removing import Rule, plan_prune
+    from posttrain.managing.needs import described as needed_by
+    from posttrain.managing.removing import Rule, plan_prune, spare_needed
 
     root, rule = output_dir.expanduser(), Rule(keep_last, keep_best)
-    found = [named(run, root) for run in runs]
-    plans = [plan_prune(run, rule, [root], force, stop_needed=True) for run in found]
+    plans = [plan_prune(run, rule) for run in [named(run, root) for run in runs]]
+    if not force:
+        spare_needed(plans, [root])
+        for plan in plans:
+            if plan.needs:
+                what = needed_by(plan.needs)
+                raise RunError(f"{plan.run} is not pruned: {what}. Keep it, remove those first, or give --force")
     _carry_out(plans, yes)
 
 
@@ -101,7 +107,7 @@ def free(
         posttrain runs free --keep-last 1 --keep-best --older-than 30d
         posttrain runs free state=failed --keep-last 0
     """
-    from posttrain.managing.removing import Plan, Rule, plan_prune
+    from posttrain.managing.removing import Plan, Rule, plan_prune, spare_needed
     from posttrain.managing.rows import filtered, rows_below, seconds_of
 
     root, rule = output_dir.expanduser(), Rule(keep_last, keep_best)
@@ -114,9 +120,11 @@ def free(
             say(f"in progress: {row.folder}", error=True)
             continue
         try:
-            plans.append(plan_prune(row.folder, rule, [root], force))
+            plans.append(plan_prune(row.folder, rule))
         except (RunError, OSError) as error:
             say(f"passed over: {error}", error=True)
+    if not force:
+        spare_needed(plans, [root])
     _carry_out(plans, yes)
 
 

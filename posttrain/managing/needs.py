@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,36 +40,37 @@ def needed(targets: Sequence[Path], beside: Iterable[Path] = ()) -> list[Need]:
     Looks at the runs and snapshots next to each target's whole run, and in the folders `beside`. Runs elsewhere are not
     known here.
     """
-    places = [target.resolve() for target in targets]
+    places = {target.resolve() for target in targets}
     names = {place.name for place in places}
     found: list[Need] = []
     for folder in _others(places, beside):
-        for need in _needs(folder, names):
-            if _within(need.place, places) and not _within(folder.resolve(), places):
-                found.append(need)
+        if not within(folder.resolve(), places):
+            found += [need for need in _needs(folder, names) if within(need.place, places)]
     return list(dict.fromkeys(found))
 
 
-def _within(place: Path, folders: Iterable[Path]) -> bool:
-    return any(place == folder or folder in place.parents for folder in folders)
+def within(place: Path, folders: Set[Path]) -> bool:
+    """Whether a path is one of these folders or lies in one."""
+    return place in folders or not folders.isdisjoint(place.parents)
 
 
 def refuse_needed(targets: Sequence[Path], beside: Iterable[Path], what: str) -> None:
     """Raise RunError, which names them, if other runs need one of these folders."""
-    found = needed(targets, beside)
-    if found:
-        by_run: dict[Path, list[str]] = {}
-        for need in found:
-            by_run.setdefault(need.run, []).append(need.what)
-        listed = [f"{short(run)} ({', '.join(dict.fromkeys(settings))})" for run, settings in by_run.items()]
-        more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
-        raise RunError(
-            f"{what}: needed by {counted(len(by_run), 'other run')}: {', '.join(listed[:8])}{more}. "
-            "Keep it, remove those first, or give --force"
-        )
+    if found := needed(targets, beside):
+        raise RunError(f"{what}: {described(found)}. Keep it, remove those first, or give --force")
 
 
-def _others(places: Sequence[Path], beside: Iterable[Path]) -> Iterator[Path]:
+def described(needs: Sequence[Need]) -> str:
+    """Needs by run: needed by 1 other run: runs/x (models.0.path)."""
+    by_run: dict[Path, list[str]] = {}
+    for need in needs:
+        by_run.setdefault(need.run, []).append(need.what)
+    listed = [f"{short(run)} ({', '.join(dict.fromkeys(settings))})" for run, settings in by_run.items()]
+    more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+    return f"needed by {counted(len(by_run), 'other run')}: {', '.join(listed[:8])}{more}"
+
+
+def _others(places: Iterable[Path], beside: Iterable[Path]) -> Iterator[Path]:
     """The folders whose needs count: runs, whole runs and snapshots, each once."""
     roots = dict.fromkeys([*(root_of(place).parent for place in places), *(path.resolve() for path in beside)])
     seen: set[Path] = set()

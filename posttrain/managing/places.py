@@ -18,6 +18,7 @@ from posttrain.words import SAVED, counted
 
 NAME = re.compile(rf"(?![.-])[^/\\{CONTROLS}\ud800-\udfff]+")
 NAME_BYTES = 200
+SWEEP = "sweep.json"
 
 
 @contextmanager
@@ -30,12 +31,17 @@ def held(runs: Iterable[Path]) -> Iterator[None]:
 
 
 def folders_of(target: Path) -> list[Path]:
-    """The runs that a folder stands for: itself, or those of a whole run. Raises RunError if it is neither."""
-    if (target / "run.json").is_file():
+    """The runs that a folder stands for: itself, or those of a whole run or a sweep. Else RunError."""
+    if (target / RUN_FILE).is_file():
         return [target]
-    if is_whole_run(target) and (runs := find_runs(target)):
+    if is_group(target) and (runs := find_runs(target)):
         return runs
     raise RunError(f"{target} is not a run folder: it has no run.json")
+
+
+def is_group(target: Path) -> bool:
+    """Whether this is the folder of a whole run, with its models and stages, or of a sweep, with its trials."""
+    return is_whole_run(target) or (target / SWEEP).is_file()
 
 
 def checked_name(name: str) -> str:
@@ -70,7 +76,7 @@ def named(run: str, output_dir: Path, whole: bool = False) -> Path:
     """
     places = [Path(run).expanduser(), output_dir / run]
     for place in places:
-        if (place / RUN_FILE).is_file() or (whole and is_whole_run(place) and find_runs(place)):
+        if (place / RUN_FILE).is_file() or (whole and is_group(place) and find_runs(place)):
             return place
     for place in places:
         if place.is_dir() and (below := runs_below(place)):

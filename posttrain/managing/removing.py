@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from posttrain.errors import RunError
-from posttrain.managing.needs import Need, needed, refuse_needed
+from posttrain.managing.needs import Need, needed, refuse_needed, within
 from posttrain.managing.places import folders_of, held, is_garbage
 from posttrain.reports.listing import size_of
 from posttrain.store.atomic import remove_folder
 from posttrain.store.checkpoint import list_checkpoints, saved_step, verify
-from posttrain.store.runs import remove_run
+from posttrain.store.runs import remove_run, root_of
 
 ASIDE = ".set-aside"
 
@@ -69,32 +69,31 @@ def delete(target: Path, beside: Iterable[Path] = (), force: bool = False) -> No
         remove_folder(target)
 
 
-def plan_prune(
-    run: Path, rule: Rule, beside: Iterable[Path] = (), force: bool = False, stop_needed: bool = False
-) -> Plan:
-    """What the rule removes from a run. Deletes nothing.
+def plan_prune(run: Path, rule: Rule) -> Plan:
+    """What the rule removes from a run, needed by others or not. Deletes nothing.
 
-    A checkpoint that another run needs is kept, and listed; with `stop_needed` it raises RunError; with `force` it is
-    removed like the others. Kept checkpoints are verified: a damaged one does not count as one that is kept. Raises
-    RunError if no checkpoint is intact.
+    Kept checkpoints are verified: a damaged one does not count as one that is kept. Raises RunError if no checkpoint is
+    intact, or a process runs in the run.
     """
     with held([run]):
-        plan = Plan(run, _items(run, rule))
-    if plan.items and not force:
-        plan.needs = needed([item.path for item in plan.items], beside)
-        if plan.needs and stop_needed:
-            refuse_needed([item.path for item in plan.items], beside, f"{run} is not pruned")
-        places = {need.place for need in plan.needs}
-        plan.items = [item for item in plan.items if not any(_has(item.path.resolve(), place) for place in places)]
-    return plan
+        return Plan(run, _items(run, rule))
 
 
-def _has(folder: Path, place: Path) -> bool:
-    return place == folder or folder in place.parents
+def spare_needed(plans: Sequence[Plan], beside: Iterable[Path] = ()) -> None:
+    """Take out of the plans what other runs need, and list it in their `needs`."""
+    items = [item.path for plan in plans for item in plan.items]
+    places = [*beside, *dict.fromkeys(root_of(plan.run).parent for plan in plans)]
+    needs = needed(items, places) if items else []
+    for plan in plans:
+        kept = []
+        for item in plan.items:
+            wanted = [need for need in needs if within(need.place, {item.path.resolve()})]
+            plan.needs += wanted
+            kept += [] if wanted else [item]
+        plan.items = kept
 
 
 def _items(run: Path, rule: Rule) -> list[Item]:
-    """What the rule removes from a run, needed by others or not."""
     checkpoints = list_checkpoints(run)
     kept, damaged = _kept(run, checkpoints, rule)
     older = {0: "a checkpoint", 1: "older than the newest"}.get(

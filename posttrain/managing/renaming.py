@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain.errors import PosttrainError, RunError
 from posttrain.managing.needs import OWN, needed
-from posttrain.managing.places import checked_name, folders_of, held, short
+from posttrain.managing.places import SWEEP, checked_name, folders_of, held, short
 from posttrain.managing.snapshots import COPY, FACTS
 from posttrain.store.atomic import write_file
 from posttrain.store.files import load_json, save_json
@@ -40,6 +40,8 @@ def rename(target: Path, name: str, beside: Iterable[Path] = (), force: bool = F
         raise RunError(f"{target} is a link to {old}: give that folder")
     if root_of(target) != old:
         raise RunError(f"{target} is named by the model or stage of {root_of(target).name}: rename that instead")
+    if (old.parent / SWEEP).is_file():
+        raise RunError(f"{target} is not renamed: it is a trial of the sweep {old.parent.name}, which names it")
     new = old.with_name(name)
     if os.path.lexists(new):
         raise RunError(f"{target.with_name(name)} exists: choose another name")

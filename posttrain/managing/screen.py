@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from rich.text import Text
 from textual import work
@@ -16,8 +17,8 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Label, Static
 
 from posttrain.errors import PosttrainError, RunError
-from posttrain.managing.needs import refuse_needed
-from posttrain.managing.removing import Rule, delete, plan_prune, prune
+from posttrain.managing.needs import described, refuse_needed
+from posttrain.managing.removing import Plan, Rule, delete, plan_prune, prune, spare_needed
 from posttrain.managing.renaming import rename
 from posttrain.managing.rows import DAMAGED, ORDERS, Row, filtered, ordered, rows_below
 from posttrain.managing.snapshots import take
@@ -27,6 +28,7 @@ from posttrain.store.notes import Notes, read_notes, write_notes
 from posttrain.terminal import visible
 from posttrain.words import counted
 
+T = TypeVar("T")
 TITLES = ("name", "state", "step", "result", "method", "model", "size", "started")  # the last ones may need scrolling
 STYLES = {"running": "bold cyan", "finished": "green", "failed": "bold red", "killed": "red", DAMAGED: "bold red"}
 HELP = """↑ ↓ Page Home End   choose a run          enter   show it
@@ -265,10 +267,8 @@ class RunsApp(App[None]):
     async def action_prune(self) -> None:
         if not (row := self.current):
             return
-        try:
-            plan = plan_prune(row.folder, Rule(), [self.root], stop_needed=True)
-        except (PosttrainError, OSError) as error:
-            self._say(str(error), "error")
+        plan = await self._later(lambda: self._prunable(row.folder))
+        if plan is None:
             return
         if not plan.items:
             self._say(f"{row.name} has nothing to prune")
@@ -278,11 +278,29 @@ class RunsApp(App[None]):
         if await self.push_screen_wait(Confirmed(visible(question))):
             self._changed(lambda: self._say(f"freed {in_units(prune(plan))}"))
 
-    def action_snapshot(self) -> None:
+    def _prunable(self, run: Path) -> Plan:
+        plan = plan_prune(run, Rule())
+        spare_needed([plan], [self.root])
+        if plan.needs:
+            raise RunError(f"{run} is not pruned: {described(plan.needs)}")
+        return plan
+
+    @work
+    async def action_snapshot(self) -> None:
         if row := self.current:
-            self._changed(lambda: self._say(f"snapshot: {take(row.folder).name}"))
+            self._say(f"copying {row.name}, {in_units(row.size)} …")
+            if (folder := await self._later(lambda: take(row.folder))) is not None:
+                self._say(f"snapshot: {folder.name}")
 
     # Outcomes
+
+    async def _later(self, act: Callable[[], T]) -> T | None:
+        """Do what takes long while the screen stays alive; an error becomes a message, and the result None."""
+        try:
+            return await asyncio.to_thread(act)
+        except (PosttrainError, OSError) as error:
+            self._say(str(error), "error")
+            return None
 
     def _tried(self, act: Callable[[], object]) -> bool:
         """Do something; an error becomes a message. Returns whether it was done."""
