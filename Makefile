@@ -78,6 +78,7 @@ bench: .venv/.installed-dev build/trl-1.12 build/vllm/.installed
 	$(BIN)/python -m benchmarks.bf16
 	$(BIN)/python -m benchmarks.beside
 	$(BIN)/python -m benchmarks.evaluate
+	$(BIN)/python -m benchmarks.serve
 
 # How fast the pages answer with 500 runs and 100,000 rollouts, made by a script (1 GB under build/).
 bench-ui: .venv/.installed-dev

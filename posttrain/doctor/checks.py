@@ -41,6 +41,8 @@ def all_checks(output_dir: Path) -> list[Check]:
         _library("vllm", "vllm", required=False, deadline=TORCH_S),
         Check("hub", f"{HERE}.services:hub", light),
         Check("hub token", f"{HERE}.services:hub_token", light),
+        Check("server", f"{HERE}.serving:server", services),
+        Check("pages", f"{HERE}.serving:pages", services),
         Check("tensorboard", f"{HERE}.services:tensorboard", torch),
         Check("wandb", f"{HERE}.services:wandb", services),
         Check("trackio", f"{HERE}.services:trackio", services),
