@@ -40,8 +40,11 @@ def a_browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def watched(browser: Browser, mode: str = "light", forgiven: Sequence[str] = ()) -> Iterator[Page]:
-    """A page in light, dark or phone size. At its end: no console error but `forgiven`, no request to another host."""
+def watched(browser: Browser, mode: str = "light", forgiven: Sequence[str] = (), file: str = "") -> Iterator[Page]:
+    """A page in light, dark or phone size. At its end: no console error but `forgiven`, no request to another host.
+
+    `file`: the address of a file that may be opened, and nothing besides it.
+    """
     width, height = SIZES[mode]
     context = browser.new_context(
         viewport={"width": width, "height": height}, color_scheme="dark" if mode == "dark" else "light"
@@ -50,7 +53,7 @@ def watched(browser: Browser, mode: str = "light", forgiven: Sequence[str] = ())
     page, errors, elsewhere = context.new_page(), [], []
     page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("request", lambda asked: elsewhere.append(asked.url) if _foreign(asked.url) else None)
+    page.on("request", lambda asked: elsewhere.append(asked.url) if _foreign(asked.url) and asked.url != file else None)
     yield page
     context.close()
     assert [error for error in errors if not any(words in error for words in forgiven)] == [], "console errors"

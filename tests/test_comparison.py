@@ -67,6 +67,7 @@ def test_all_methods_that_the_data_can_serve(settings, capsys):
         shown = f"{names[0]} is better than {other} by", f"No difference shown between {names[0]} and {other}"
         assert sum(sentence in said for sentence in shown) == 1
     page = (root / "comparison/comparison.html").read_text()
+    assert page.count("<figure") >= 4 and (root / "report.html").is_file()
     assert f"{names[0]} above {names[-1]}" in page and f"{names[1]} above {names[2]}" not in page
 
 

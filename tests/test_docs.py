@@ -134,6 +134,10 @@ class Reader:
             flags_exist(arguments, self.run)
             if self.url == SERVED:
                 self.url = self.resources.enter_context(serving(self.shared / "models/stories260K"))
+        elif verb == "report":
+            for name in itertools.takewhile(lambda word: not word.startswith("-"), rest):
+                self.stored([name])
+            self.run(arguments)
         elif verb == "losses":
             self.run([verb, *self.stored(rest)])
         elif verb == "quantize" and "--suite" in rest:

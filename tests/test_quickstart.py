@@ -51,7 +51,7 @@ def check_that_the_folder_is_whole(folder):
         assert json.loads((folder / stage / "run.json").read_text())["state"] == "finished"
         assert read_metrics(folder / stage)[-1]["step"] == load(folder / f"{stage}.yaml").config.training.max_steps
     page = (folder / "report.html").read_text()
-    assert "http" not in page.replace("http-equiv", "") and page.count("data:image/png") == 1
+    assert "http" not in page.replace("http-equiv", "") and page.count("<figure") == 6
     for model in ("model", "sft/final", "dpo/final", "ppo/final", "grpo/final"):
         assert AutoModelForCausalLM.from_pretrained(folder / model).num_parameters() < 1_000_000
     assert AutoModelForSequenceClassification.from_pretrained(folder / "reward/final").num_labels == 1

@@ -1,23 +1,17 @@
-"""What people see: progress, curves, the report."""
+"""What people see: progress, curves."""
 
 import io
-import os
 import re
 import struct
 import warnings
-from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from posttrain.errors import RunError
 from posttrain.progress import progress
-from posttrain.reports.curves import _series, curves_png, write_curves
+from posttrain.reports.curves import _series, write_curves
 from posttrain.reports.headline import headlines
 from posttrain.reports.progress import TrainingProgress, duration
-from posttrain.reports.report import Facts, Picture, Table, Text, write_report
-from posttrain.store.run import Run
 from posttrain.words import counted, model_name
 
 # Progress
@@ -162,95 +156,6 @@ def test_curves_put_every_name_where_it_belongs():
         "accuracy": {"train": [0.3], "validation": [0.5]},
         "rewards/margins": {"my_data": [0.4]},
     }
-
-
-# The report
-
-
-class Page(HTMLParser):
-    """Collects the tags, their addresses and the text of a page, and checks that tags close in order."""
-
-    VOID = ("meta", "source", "img")
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags: list[str] = []
-        self.addresses: list[str] = []
-        self.open: list[str] = []
-        self.text = ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "srcset", "href")]
-        assert not [name for name, _ in attrs if name.startswith("on")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-
-
-HOSTILE = "</td></table><script>alert('x')</script><img src=http://evil/x onerror=go()>\x00\x1b[31m\ud800&amp;"
-
-
-def test_a_report_of_a_run(tmp_path):
-    config = "method: {type: dpo}\nmodel: {path: toy/model, lora: {r: 8}}\ndata: {source: hh}\n"
-    with Run.create(tmp_path / "x", config, {"seed": 1, "note": HOSTILE[:60]}) as run:
-        for line in measured(30):
-            run.log(line["step"], line)
-        run.write_results({"train_runtime": 7500.0, "best": {"step": 30, "eval_loss": 0.6}})
-        run.set_counters({"dropped": 3})
-        run.set_state("finished")
-        samples = Table("Before <and> after", ["prompt", HOSTILE], [["2+2?", HOSTILE], ["3+3?", "y" * 30_000]], HOSTILE)
-        path = write_report(run.folder, HOSTILE, [Facts("Data", {"rows": {"kept": 1234567}}), samples])
-    page = Page(path.read_text(encoding="utf-8"))
-    assert page.open == []
-    assert not {"script", "link", "iframe", "object", "form"} & set(page.tags)
-    assert page.tags.count("img") == 1
-    assert all(address.startswith(("#", "data:image/png;base64,")) for address in page.addresses)
-    for expected in ("dpo", "toy/model", "r 8", "finished", "2h 05m", "best.eval_loss", "1,234,567", "rows.kept"):
-        assert expected in page.text, expected
-    assert page.text.count("<script>alert('x')</script>") == 6  # title, heading, header, cell, note, provenance
-    assert "(10,000 more characters)" in page.text and "\x00" not in page.text and "\x1b" not in page.text
-    assert "validation loss0.6" in page.text  # the card
-
-
-def test_a_report_shows_the_curves_that_are_drawn_already(tmp_path, monkeypatch):
-    with Run.create(tmp_path / "x", "name: x\n", {}) as run:
-        run.log(1, {"loss": 1.0})
-    drawn = []
-    monkeypatch.setattr("posttrain.reports.report.curves_png", lambda metrics, title: drawn.append(title) or b"")
-    write_report(run.folder, "x")
-    assert len(drawn) == 1  # there is no curves.png
-    write_curves(run.read_metrics(), run.folder / "curves.png", "x")
-    write_report(run.folder, "x")
-    assert len(drawn) == 1
-    os.utime(run.folder / "curves.png", (0, 0))  # drawn before what was measured last
-    write_report(run.folder, "x")
-    assert len(drawn) == 2
-
-
-def test_a_report_without_a_run(tmp_path):
-    sections = [
-        Picture("Reward model", curves_png(measured(5), "")),
-        Picture("Plain", curves_png([], "")),
-        Text("Next", "posttrain train dpo"),
-        Text("Code", "a:\n  b", code=True),
-        Table("Nothing", ["x"], []),
-    ]
-    page = Page(write_report(tmp_path, "Quickstart", sections).read_text(encoding="utf-8"))
-    assert page.tags.count("img") == 2 and "pre" in page.tags
-    assert "Nothing" not in page.text and "Provenance" not in page.text
-
-
-def test_a_report_that_cannot_be_written(tmp_path):
-    with pytest.raises(RunError, match="cannot write"):
-        write_report(Path(tmp_path / "none"), "x", [])
 
 
 def test_each_method_is_judged_by_its_own_number():

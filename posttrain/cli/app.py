@@ -28,6 +28,7 @@ VERBS = {
     "rollouts": "rollouts",
     "why": "rollouts",
     "regrade": "rollouts",
+    "report": "report",
     "compare": "compare",
     "losses": "losses",
     "serve": "serve",

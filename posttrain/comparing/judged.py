@@ -18,7 +18,8 @@ from posttrain.errors import RunError
 from posttrain.evaluation.records import Answer
 from posttrain.evaluation.statistics import mean_by_prompt
 from posttrain.judging.pairs import Pair, PairJudge, Preference, Summary, summarise
-from posttrain.reports import report
+from posttrain.reports.page import Section
+from posttrain.reports.page import Table as PageTable
 from posttrain.words import counted
 
 SHOWN = 50  # preferences on the page
@@ -178,10 +179,10 @@ def _item_facts(one: Asked) -> dict[str, Any]:
     }
 
 
-def judged_sections(judged: Sequence[Judged], percent: str) -> Iterator[report.Section]:
+def judged_sections(judged: Sequence[Judged], percent: str) -> Iterator[Section]:
     """The table and the sentences, and what the judge said of every pair."""
     if judged:
-        yield report.Table("Judged", *cells_of(judged_table(judged, percent)), "\n".join(sentences(judged)))
+        yield PageTable("Judged", *cells_of(judged_table(judged, percent)), "\n".join(sentences(judged)))
     for one in judged:
         rows = [
             [each.item, each.a.prompt, each.a.completion, each.b.completion, _words(each.preference, one)]
@@ -189,7 +190,7 @@ def judged_sections(judged: Sequence[Judged], percent: str) -> Iterator[report.S
         ]
         more = f" The first {SHOWN}; compare.json has all." if len(one.asked) > SHOWN else ""
         header = ["item", "prompt", one.a, one.b, f"verdict on {one.b}, replies"]
-        yield report.Table(
+        yield PageTable(
             f"{one.suite}: {one.b} judged against {one.a}", header, rows, f"{counted(len(one.asked), 'item')}.{more}"
         )
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from posttrain.comparing.differences import Comparison, Options, compare, verdict
 from posttrain.comparing.page import as_facts, differences_table, interval, sections
-from posttrain.comparing.picture import interval_bar, picture
+from posttrain.comparing.picture import interval_bar
 from posttrain.comparing.sides import Side
 from posttrain.comparing.sources import Scores, Source, read_validation
 from posttrain.console import cells_of, numbers_table
@@ -24,9 +24,12 @@ from posttrain.errors import RunError
 from posttrain.evaluation.paired import Paired, paired_difference
 from posttrain.evaluation.records import Answer
 from posttrain.evaluation.statistics import Estimate, mean_by_prompt
-from posttrain.reports import report
+from posttrain.reports import page as pages
+from posttrain.reports.chart import COLOURS, Line, chart
 from posttrain.reports.curves import plain_axes, png_of
 from posttrain.reports.design import LIGHT
+from posttrain.reports.intervals import Interval, intervals
+from posttrain.reports.markup import Markup
 from posttrain.reports.progress import duration
 from posttrain.store.atomic import write_file
 from posttrain.store.files import load_json, save_json
@@ -151,6 +154,21 @@ def methods_picture(entries: Sequence[Entry], start: Estimate | None) -> bytes:
     return png_of(figure)
 
 
+def methods_figures(entries: Sequence[Entry], start: Estimate | None) -> list[Markup]:
+    """For the page: reward on the validation prompts over the steps, and at the end with 95 % intervals."""
+    lines = [
+        Line(entry.name, *zip(*entry.curve, strict=True), colour=at % COLOURS, dashed=at >= COLOURS)
+        for at, entry in enumerate(entries)
+    ]
+    rows = [
+        Interval(entry.name, entry.reward.value, entry.reward.low, entry.reward.high, at % COLOURS)
+        for at, entry in enumerate(entries)
+    ]
+    if start is not None:
+        rows.append(Interval("before training", start.value, start.low, start.high))
+    return [chart(lines, "Reward on held-out prompts", ends=True), intervals("Reward at the end, 95 % interval", rows)]
+
+
 def write_comparison(folder: Path, folders: Mapping[str, Path], console: Console) -> None:
     """Write `comparison.json`, `.png` and `.html` of these finished runs to the folder, and print the tables.
 
@@ -162,7 +180,8 @@ def write_comparison(folder: Path, folders: Mapping[str, Path], console: Console
     entries, start = [run.entry for run in runs], runs[0].start
     table, png = methods_table(entries, start), methods_picture(entries, start)
     console.print(table)
-    page: list[report.Section] = [report.Table("Methods", *cells_of(table)), report.Picture("Curves", png)]
+    figures = methods_figures(entries, start)
+    page: list[pages.Section] = [pages.Table("Methods", *cells_of(table)), pages.charts("Curves", figures)]
     pairs = []
     if len(runs) > 1:
         found = against_each_other(runs)
@@ -170,10 +189,10 @@ def write_comparison(folder: Path, folders: Mapping[str, Path], console: Console
         console.print(differences_table(best.suites[0], "95 %"))
         for one in best.suites[0].differences:
             console.print(verdict(one))
-        page += sections(best, picture(best))
+        page += sections(best)
         pairs = [as_facts(one, flips=False) for one in found.suites[0].differences]
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"start": start and asdict(start), "methods": [asdict(entry) for entry in entries], "pairs": pairs}
     save_json(folder / "comparison.json", facts)
     write_file(folder / "comparison.png", png)
-    report.write_page(folder / "comparison.html", "Comparison of methods", page)
+    pages.write_page(folder / "comparison.html", "Comparison of methods", page)

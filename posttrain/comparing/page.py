@@ -19,7 +19,10 @@ from posttrain.comparing.picture import picture
 from posttrain.comparing.sides import Side
 from posttrain.console import cells_of, numbers_table
 from posttrain.evaluation.records import Answer
-from posttrain.reports import report
+from posttrain.reports import page as pages
+from posttrain.reports.chart import COLOURS
+from posttrain.reports.intervals import Interval, intervals
+from posttrain.reports.markup import Markup
 from posttrain.store.atomic import cannot_write, write_file
 from posttrain.store.files import save_json
 from posttrain.words import counted
@@ -31,6 +34,8 @@ HOW = """\
 A difference is that of the mean scores of the items that both sides answered, item by item. It is shown if its test, \
 adjusted for the number of differences (Holm), and, where several seeds were run, the noise over seeds, leave no other \
 explanation. Detectable: the difference that would have been detected in 80 % of cases."""
+
+INTERVALS = "Ticks: single runs. A coloured difference is shown; the grey band is what seeds alone make."
 
 
 def show(comparison: Comparison, console: Console, judged: Sequence[Judged] = ()) -> None:
@@ -181,31 +186,49 @@ def write(comparison: Comparison, folder: Path, judged: Sequence[Judged] = ()) -
     else:  # an earlier comparison's
         (folder / "compare.png").unlink(missing_ok=True)
     title = "Comparison of " + ", ".join(side.name for side in comparison.sides)
-    page = [*sections(comparison, png), *judged_sections(judged, _percent(comparison))]
-    report.write_page(folder / "compare.html", title, page)
+    page = [*sections(comparison), *judged_sections(judged, _percent(comparison))]
+    pages.write_page(folder / "compare.html", title, page)
 
 
-def sections(comparison: Comparison, png: bytes) -> Iterator[report.Section]:
+def sections(comparison: Comparison) -> Iterator[pages.Section]:
     percent = _percent(comparison)
     said = [f"{suite.key}: {verdict(one)}" for suite in comparison.suites for one in suite.differences]
     if said:
-        yield report.Text("In short", "\n".join(said))
-        yield report.Picture("Picture", png)
+        yield pages.Text("In short", "\n".join(said))
+        figures = (figure for suite in comparison.suites for figure in intervals_of(suite))
+        yield pages.charts("Means and differences", figures, INTERVALS)
     for suite in comparison.suites:
         for title, table in (
             ("means", values_table(suite, percent)),
             ("differences", differences_table(suite, percent)),
         ):
             note = HOW if title == "differences" else suite.metric
-            yield report.Table(f"{suite.key}: {title}", *cells_of(table), note)
-        yield report.Text(f"{suite.key}: notes", "\n".join(notes(suite)))
+            yield pages.Table(f"{suite.key}: {title}", *cells_of(table), note)
+        yield pages.Text(f"{suite.key}: notes", "\n".join(notes(suite)))
         for one in suite.differences:
             yield from _flipped(suite, one)
     paths = {side.name: ", ".join(source.path for source in side.sources) for side in comparison.sides}
-    yield report.Facts("Compared", {name: path for name, path in paths.items() if path})
+    yield pages.Facts("Compared", {name: path for name, path in paths.items() if path})
 
 
-def _flipped(suite: Suite, one: Difference) -> Iterator[report.Table]:
+def intervals_of(suite: Suite) -> Iterator[Markup]:
+    """The means and the differences of a suite, with their intervals."""
+    means = [
+        Interval(name, value.estimate.value, value.estimate.low, value.estimate.high, at % COLOURS, dots=value.by_run)
+        for at, (name, value) in enumerate(suite.values.items())
+        if value.estimate
+    ]
+    differences = [
+        Interval(
+            f"{one.b} − {one.a}", one.paired.value, one.paired.low, one.paired.high, 1 if one.shown else None, one.floor
+        )
+        for one in suite.differences
+    ]
+    yield intervals(f"{suite.key}: {suite.metric}", means)
+    yield intervals(f"{suite.key}: difference", differences, zero=True)
+
+
+def _flipped(suite: Suite, one: Difference) -> Iterator[pages.Table]:
     """The items that one of the two answered better, each way, with both answers."""
     for better, worse, wins in ((one.b, one.a, True), (one.a, one.b, False)):
         found = [flip for flip in one.flips if (flip.b_score > flip.a_score) == wins]
@@ -221,9 +244,7 @@ def _flipped(suite: Suite, one: Difference) -> Iterator[report.Table]:
             ]
             for flip in some
         ]
-        yield report.Table(
-            f"{suite.key}: {better} above {worse}", header, rows, f"{counted(len(found), 'item')}{more}."
-        )
+        yield pages.Table(f"{suite.key}: {better} above {worse}", header, rows, f"{counted(len(found), 'item')}{more}.")
 
 
 def _said(answer: Answer, score: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,14 @@ from rich.table import Table
 from posttrain.quickstart.measure import COLUMNS, Measured, paired, rows, telling
 from posttrain.quickstart.picture import STAGES, picture
 from posttrain.quickstart.replies import TAGS, Problem, Reply
-from posttrain.reports import report
+from posttrain.reports import page
+from posttrain.reports.chart import chart
+from posttrain.reports.intervals import Interval, intervals
+from posttrain.reports.markup import Markup
+from posttrain.reports.panels import Panel, lines_of
 from posttrain.reports.progress import duration
+from posttrain.reports.report import SIZE, smoothing
+from posttrain.reports.series import Series
 from posttrain.store.atomic import write_file
 from posttrain.store.files import load_json, save_json, save_rows
 from posttrain.store.metrics import read_metrics
@@ -57,19 +63,30 @@ def write(outcome: Outcome, settings: Mapping[str, str]) -> None:
     results = {stage: load_json(folder / stage / "results.json") for stage in STAGES}
     save_json(folder / "results.json", summary(outcome, results))
     metrics = {stage: read_metrics(folder / stage) for stage in STAGES}
-    curves = picture(metrics, outcome.measured)
-    write_file(folder / "curves.png", curves)
+    write_file(folder / "curves.png", picture(metrics, outcome.measured))
     sections = [
-        report.Text("What happened", WHAT),
-        report.Table("Results", ["", *COLUMNS], rows(outcome.measured), HOW),
-        report.Text("In short", in_short(outcome)),
-        report.Picture("Curves", curves),
-        report.Table("Examples", ["problem", "answer", *SHOWN], examples(outcome), "Working, then solution."),
-        report.Text("What to try next", "\n".join(f"{step}\n    {why}" for step, why in next_steps(folder)), True),
-        *(report.Text(f"{stage}.yaml", text, code=True) for stage, text in settings.items()),
-        report.Facts("Made with", made_with(outcome)),
+        page.Text("What happened", WHAT),
+        page.Table("Results", ["", *COLUMNS], rows(outcome.measured), HOW),
+        page.Text("In short", in_short(outcome)),
+        page.charts("Curves", figures(outcome)),
+        page.Table("Examples", ["problem", "answer", *SHOWN], examples(outcome), "Working, then solution."),
+        page.Text("What to try next", "\n".join(f"{step}\n    {why}" for step, why in next_steps(folder)), True),
+        *(page.Text(f"{stage}.yaml", text, code=True) for stage, text in settings.items()),
+        page.Facts("Made with", made_with(outcome)),
     ]
-    report.write_report(folder, "posttrain quickstart", sections)
+    page.write_page(folder / "report.html", "posttrain quickstart", sections)
+
+
+def figures(outcome: Outcome) -> Iterator[Markup]:
+    """The main metric of every stage over its steps, then right answers with 95 % intervals."""
+    for stage, (title, metric) in STAGES.items():
+        lines = list(lines_of(Panel(title, (metric,)), Series(outcome.folder / stage).refresh(), "step"))
+        share = metric.endswith(("accuracy", "accuracies"))
+        yield chart(lines, title, smooth=smoothing(lines), share=share, ends=True, size=SIZE)
+    rows = [
+        Interval(name, model.right.value, *model.right.interval, colour=0) for name, model in outcome.measured.items()
+    ]
+    yield intervals("Right answers, held-out problems", rows)
 
 
 def tell(outcome: Outcome, console: Console) -> None:
@@ -92,8 +109,8 @@ def tell(outcome: Outcome, console: Console) -> None:
     for problem, _, *said in examples(outcome):
         table.add_row(problem, *said)
     console.print(table)
-    page = outcome.folder / "report.html"
-    console.print(f"Done in {duration(outcome.seconds)}. See {page}", soft_wrap=True, markup=False)
+    written = outcome.folder / "report.html"
+    console.print(f"Done in {duration(outcome.seconds)}. See {written}", soft_wrap=True, markup=False)
     console.print("\nWhat to try next", style="bold")
     for command, why in next_steps(outcome.folder):
         console.print(f"  {command}", highlight=False, soft_wrap=True, style="cyan", markup=False)

@@ -15,7 +15,7 @@ from posttrain.reports.series import smoothed, thinned
 HOVER = Path(__file__).with_name("hover.js").read_text(encoding="utf-8")  # for charts inside the variable `element`
 COLOURS = len(LIGHT.series)  # classes c0 … of the style sheet
 POINTS = 400  # of a line
-LEFT, RIGHT, TOP, BOTTOM = 52, 10, 8, 22
+LEFT, RIGHT, TOP, BOTTOM = 52, 14, 8, 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,36 +49,51 @@ def chart(
     go: str | None = None,
     share: bool = False,
     keys: bool = True,
+    ends: bool = False,
+    most: int = POINTS,
     size: tuple[int, int] = (460, 200),
 ) -> Markup:
     """A figure with its lines, raw ones faint under smoothed ones. `go`: an address that a point's x is appended to.
 
-    `share`: the values lie between 0 and 1. `keys`: name the lines.
+    `share`: the values lie between 0 and 1. `keys`: name the lines; with `ends` also their last values. `most`: points
+    of a line.
     """
     shown = [line for line in lines if any(map(math.isfinite, line.ys))]
-    caption = el("figcaption", el("span", title, class_="title"), _legend(shown) if keys and len(shown) > 1 else None)
+    caption = el(
+        "figcaption",
+        el("span", title, class_="title"),
+        _legend(shown, ends) if keys and (ends or len(shown) > 1) else None,
+    )
     if not shown:
         return el("figure", caption, el("p", "no values yet", class_="quiet"), class_="chart")
     width, height = size
     drawn = [(line, smoothed(line.ys, smooth)) for line in shown]
-    x = _scale([value for line in shown for value in line.xs], LEFT, width - RIGHT, pad=0.0)
-    y = _scale(_usual([v for _, ys in drawn for v in ys]), height - BOTTOM, TOP, pad=0.06, share=share)
+    x = scale_of([value for line in shown for value in line.xs], LEFT, width - RIGHT, pad=0.0)
+    y = scale_of(_usual([v for _, ys in drawn for v in ys]), height - BOTTOM, TOP, pad=0.06, share=share)
     parts = _axes(x, y, width, height, whole=x_label == "step")
     points = []
     for line, ys in drawn:
         style = f"line c{line.colour % COLOURS}{' dashed' if line.dashed else ''}"
         if smooth and not line.dashed:
-            parts.append(_path(line.xs, line.ys, x, y, f"{style} raw"))
-        parts.append(_path(line.xs, ys, x, y, style))
-        xs, ys = thinned(line.xs, ys, POINTS)
+            parts.append(_path(*thinned(line.xs, line.ys, most), x, y, f"{style} raw"))
+        xs, ys = thinned(line.xs, ys, most)
+        parts.append(_path(xs, ys, x, y, style))
         values = [None if not math.isfinite(value) else float(f"{value:.5g}") for value in ys]
         points.append(
             {"label": line.label, "c": line.colour % COLOURS, "x": [float(f"{v:.7g}") for v in xs], "y": values}
         )
-    facts = json.dumps({"scale": [x.low, x.high, x.start, x.end], "width": width, "label": x_label, "lines": points})
+    facts = json.dumps(
+        {
+            "scale": [x.low, x.high, x.start, x.end],
+            "width": width,
+            "label": x_label,
+            "lines": points,
+            "smooth": smooth > 0,
+        }
+    )
     picture = el(
         "svg", *parts, el("line", class_="cross", y1=TOP, y2=height - BOTTOM, x1=-9, x2=-9),
-        viewBox=f"0 0 {width} {height}", role="img", aria_label=_described(title, shown),
+        viewBox=f"0 0 {width} {height}", role="img", tabindex="0", aria_label=_described(title, shown),
     )  # fmt: skip
     return el("figure", caption, picture, class_="chart", data_points=facts, data_at=go)
 
@@ -88,7 +103,7 @@ def spark(values: Sequence[float], width: int = 96, height: int = 22) -> Markup:
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
         return Markup("")
-    x, y = Scale(0, len(finite) - 1, 2, width - 3), _scale(finite, height - 3, 3, pad=0.0)
+    x, y = Scale(0, len(finite) - 1, 2, width - 3), scale_of(finite, height - 3, 3, pad=0.0)
     path = _path(range(len(finite)), finite, x, y, "line c0")
     end = el("circle", cx=f"{x(len(finite) - 1):.1f}", cy=f"{y(finite[-1]):.1f}", r=2, class_="end")
     said = f"from {finite[0]:.3g} to {finite[-1]:.3g}"
@@ -106,7 +121,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _scale(values: Sequence[float], start: float, end: float, pad: float, share: bool = False) -> Scale:
+def scale_of(values: Sequence[float], start: float, end: float, pad: float, share: bool = False) -> Scale:
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     if share and low >= 0 and high <= 1:
@@ -157,7 +172,6 @@ def labels(values: Sequence[float]) -> list[str]:
 
 def _path(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale, style: str) -> Markup:
     """The line, broken where a value is not finite; a point of its own is a dot."""
-    xs, ys = thinned(xs, ys, POINTS)
     top, bottom = min(y.start, y.end) - 40, max(y.start, y.end) + 40
     runs: list[list[str]] = [[]]
     for at, value in zip(xs, ys, strict=True):
@@ -169,12 +183,15 @@ def _path(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale, style: s
     return el("path", d="".join(steps), class_=style)
 
 
-def _legend(lines: Sequence[Line]) -> Markup:
-    keys = (
-        el("span", line.label, class_=f"key c{line.colour % COLOURS}{' dashed' if line.dashed else ''}")
-        for line in lines
-    )
-    return el("span", *keys, class_="legend")
+def _legend(lines: Sequence[Line], ends: bool) -> Markup:
+    return el("span", *(_key(line, ends, len(lines) > 1 or line.label != "train") for line in lines), class_="legend")
+
+
+def _key(line: Line, ends: bool, named: bool) -> Markup:
+    last = next((value for value in reversed(line.ys) if math.isfinite(value)), math.nan)
+    parts = [line.label] if named else []
+    parts += [" " if named else "", el("b", f"{last:.4g}")] if ends else []
+    return el("span", *parts, class_=f"key c{line.colour % COLOURS}{' dashed' if line.dashed else ''}")
 
 
 def _described(title: str, lines: Sequence[Line]) -> str:

@@ -1,211 +1,149 @@
-"""`report.html`: a self-contained page about a run, without scripts or requests, with all strings escaped."""
+"""`report.html`: a run, a pipeline of runs, or several runs side by side, on one self-contained page.
 
-import base64
-import html
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+What is missing or damaged is said on the page; everything else is shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from posttrain.reports.curves import curves_png
-from posttrain.reports.design import CSS
-from posttrain.reports.headline import headlines
+from posttrain.reports.advice import MESSAGES
+from posttrain.reports.chart import Line, chart
+from posttrain.reports.completions import completions
+from posttrain.reports.page import Drawn, Facts, Section, Table, Text, charts, messages, write_page
+from posttrain.reports.panels import PANELS, lines_of
 from posttrain.reports.progress import duration
-from posttrain.store.atomic import write_file
-from posttrain.store.files import flat, load_json
-from posttrain.store.logs import harmless
-from posttrain.store.metrics import NAME, read_metrics
-from posttrain.store.runs import RunInfo, read_run
+from posttrain.reports.reading import Run, read
+from posttrain.reports.series import FACTS, Series
+from posttrain.words import counted
 
-LONGEST = 20_000  # maximum characters of one string
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Names and values; nested mappings become dotted names."""
-
-    title: str
-    facts: Mapping[str, Any]
+REPORT = "report.html"
+POINTS = 40_000  # of all curves of a page; a curve has 60 to 400
+SMOOTH_FROM = 60  # points of a line
+SMOOTHED = "Faint: as logged; in front of it smoothed (moving average)."
+SIZE = (380, 180)  # of a chart, in its own units: as wide as a column of three, or a phone
+LOG_HEAD = 1 << 16  # bytes of training.log that are searched for what was said of the data
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of strings and numbers; strings may have many lines."""
+def write_report(folder: Path, title: str = "", path: Path | None = None) -> Path:
+    """Write a report about the run in `folder`, to its report.html or to `path`, atomically; returns the path.
 
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A paragraph, or with `code` a preformatted block."""
-
-    title: str
-    text: str
-    code: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A PNG on white; on a dark page its lightness is inverted."""
-
-    title: str
-    png: bytes
-
-
-Section = Facts | Table | Text | Picture
-
-
-def write_report(folder: Path, title: str, sections: Sequence[Section] = ()) -> Path:
-    """Write `folder/report.html` atomically and return its path.
-
-    In a run folder the page holds summary, metrics, curves and results, then `sections` (data report, samples …), then
-    settings and provenance; record the run's state before. In another folder it holds the sections alone.
-    Raises RunError when a file of the run is damaged or the page cannot be written.
+    Raises RunError if the page cannot be written.
     """
-    cards, before, after = "", [], []
-    if (folder / "run.json").is_file():
-        info, metrics = read_run(folder), read_metrics(folder)
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {}
-        results = load_json(folder / "results.json") if (folder / "results.json").is_file() else {}
-        cards = _cards(info, metrics, results, (config.get("method") or {}).get("type", ""))
-        before = [_summary(info, config), _metrics_table(metrics), _curves(folder, metrics)]
-        before += [Facts("Results", results)] if results else []
-        settings = (folder / "config.yaml").read_text(encoding="utf-8")
-        after = [Text("Settings", settings, code=True), Facts("Provenance", info.provenance)]
-        after += [Facts("Counters", info.counters)] if info.counters else []
-    path = folder / "report.html"
-    write_page(path, title, (*before, *sections, *after), cards)
+    run, path = read(folder), path or folder / REPORT
+    write_page(path, title or " of ".join(filter(None, (run.method, run.model))) or run.name, run_page(run), cards(run))
     return path
 
 
-def write_page(path: Path, title: str, sections: Sequence[Section], cards: str = "") -> None:
-    """Write a page with these sections, those without content omitted, atomically. Raises RunError if it cannot."""
-    write_file(path, _page(title, cards, [section for section in sections if not _is_empty(section)]))
+def run_page(run: Run) -> list[Section]:
+    """The sections about one run, most important first."""
+    data = run.config.get("data") or {}
+    provenance = run.info.provenance if run.info else {}
+    after = [
+        Text("Data", data_said(run.folder), code=True),
+        Table("Metrics", *metrics_table(run.series), folded=True),
+        Facts("Results", run.results, folded=True),
+        Text("Settings", run.settings, code=True, folded=True),
+        Facts("Provenance", provenance, folded=True),
+    ]
+    middle = [alarms([run]), curves(run), *completions(run.folder, run.config, run.missing)]
+    return [Facts("Summary", summary(run, data)), messages("Not complete", run.missing), *middle, *after]
 
 
-def _curves(folder: Path, metrics: Sequence[dict[str, Any]]) -> Picture:
-    """The curves of a run: `curves.png` if it is up to date."""
-    picture, measured = folder / "curves.png", folder / NAME
-    fresh = picture.is_file() and (not measured.is_file() or picture.stat().st_mtime >= measured.stat().st_mtime)
-    return Picture("Curves", picture.read_bytes() if fresh else curves_png(metrics, ""))
-
-
-def _is_empty(section: Section) -> bool:
-    return (isinstance(section, Facts) and not section.facts) or (isinstance(section, Table) and not section.rows)
-
-
-def _cards(info: RunInfo, metrics: list[dict[str, Any]], results: dict[str, Any], method: str) -> str:
+def cards(run: Run) -> dict[str, str]:
     """The most important numbers."""
-    cards = {"state": info.state, "steps": str(max((line["step"] for line in metrics), default=0))}
-    cards["time"] = duration(results.get("train_runtime") or _seconds(info))
-    last = {name: value for line in metrics for name, value in line.items() if value is not None}
-    cards |= {label: _number(value) for label, value in headlines(method, last).items()}
-    shown = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in cards.items())
-    return f'<dl class="cards">{shown}</dl>'
+    time = {} if run.seconds is None else {"time": duration(run.seconds)}
+    return {"state": run.state, "steps": f"{run.step:,}", **time, **run.headlines}
 
 
-def _summary(info: RunInfo, config: dict[str, Any]) -> Facts:
-    models = config.get("models") or [config.get("model") or {}]
-    data = config.get("data") or {}
-    source = data.get("source")
-    return Facts(
-        "Summary",
-        {
-            "method": (config.get("method") or {}).get("type"),
-            "model": ", ".join(str(model.get("path")) for model in models if model),
-            "LoRA": ", ".join("no" if not model.get("lora") else f"r {model['lora'].get('r')}" for model in models),
-            "data": source if isinstance(source, str) else json.dumps(source, ensure_ascii=False),
-            "state": info.state + (f": {info.reason}" if info.reason else ""),
-            "started": info.started,
-            "ended": info.ended or "not yet",
-        },
+def summary(run: Run, data: Any) -> dict[str, Any]:
+    source = data.get("source") if isinstance(data, dict) else None
+    entries = source if isinstance(source, list) else [source]
+    sources = [one.get("source") if isinstance(one, dict) else one for one in entries if one is not None]
+    lora = [(model.get("lora") or {}) for model in run.models]
+    facts: dict[str, Any] = {
+        "method": run.method,
+        "model": ", ".join(str(model.get("path")) for model in run.models),
+        "LoRA": ", ".join(f"r {one.get('r')}" for one in lora if isinstance(one, dict) and one),
+        "data": ", ".join(map(str, sources)),
+    }
+    if run.info:
+        facts["state"] = run.info.state + (f": {run.info.reason}" if run.info.reason else "")
+        facts |= {"started": _when(run.info.started), "ended": _when(run.info.ended) if run.info.ended else "not yet"}
+        facts |= {name.replace("_", " "): count for name, count in run.info.counters.items()}
+    return {name: value for name, value in facts.items() if value}
+
+
+def _when(time: str) -> str:
+    return f"{datetime.fromisoformat(time).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def alarms(runs: Sequence[Run]) -> Drawn:
+    """Every alarm that was raised, how often and since when, with what helps."""
+    found = []
+    for run in runs:
+        of = f"{run.name}: " if len(runs) > 1 else ""
+        for name in (name for name in run.series.names if name.startswith("alarms/")):
+            steps, counts = run.series.points(name)
+            seen = [(step, count) for step, count in zip(steps, counts, strict=True) if math.isfinite(count) and count]
+            if seen:
+                short = name.removeprefix("alarms/")
+                advice = MESSAGES.get(short, "an alarm of another version")
+                raised = f"in {counted(int(seen[-1][1]), 'step')}, first seen at step {seen[0][0]:,.0f}"
+                found.append(f"{of}{short}, {raised}: {advice}.")
+    return messages("Alarms", found)
+
+
+def curves(run: Run, title: str = "Curves", most: int = 0) -> Drawn:
+    drawn = [(panel, list(lines_of(panel, run.series, "step"))) for panel in PANELS]
+    drawn = [(panel, lines) for panel, lines in drawn if lines]
+    most = most or points_of(sum(len(lines) for _, lines in drawn))
+    smooth = [smoothing(lines, panel.small) for panel, lines in drawn]
+    made = (
+        chart(lines, panel.title, smooth=weight, share=panel.share, ends=True, most=most, size=SIZE)
+        for (panel, lines), weight in zip(drawn, smooth, strict=True)
     )
+    return charts(title, made, SMOOTHED if any(smooth) else "")
 
 
-def _metrics_table(metrics: list[dict[str, Any]]) -> Table:
+def points_of(lines: int) -> int:
+    """Points of a line, so that the curves of a page stay within its size."""
+    return max(60, min(400, POINTS // max(1, lines)))
+
+
+def smoothing(lines: Sequence[Line], small: bool = False) -> float:
+    """The weight of the moving average: over about a fifteenth of the points, none for few points."""
+    longest = max((len(line.xs) for line in lines if not line.dashed), default=0)
+    return 0.0 if small or longest < SMOOTH_FROM else 1 - 15 / longest
+
+
+def metrics_table(series: Series) -> tuple[list[str], list[list[Any]]]:
     """First and last value of every metric, of training and validation."""
-    first: dict[str, Any] = {}
-    last: dict[str, Any] = {}
-    for line in metrics:
-        for name, value in line.items():
-            first.setdefault(name, value)
-            last[name] = value
-    names = [name for name in last if name not in ("step", "epoch", "time") and not name.startswith("eval_")]
-    names += [name[5:] for name in last if name.startswith("eval_") and name[5:] not in names]
-    rows = [[name, *(of.get(prefix + name, "") for prefix in ("", "eval_") for of in (first, last))] for name in names]
-    return Table("Metrics", ["", "training: first", "last", "validation: first", "last"], rows)
+    ends = {}
+    for name in series.names:
+        values = [value for value in series.points(name)[1] if math.isfinite(value)]
+        ends[name] = (values[0], values[-1]) if values else ("", "")
+    names = [name for name in ends if name not in FACTS and not name.startswith("eval_")]
+    names += [name[5:] for name in ends if name.startswith("eval_") and name[5:] not in names]
+    rows = [[name, *ends.get(name, ("", "")), *ends.get(f"eval_{name}", ("", ""))] for name in names]
+    return ["", "training: first", "last", "validation: first", "last"], rows
 
 
-def _seconds(info: RunInfo) -> float:
-    ended = datetime.fromisoformat(info.ended) if info.ended else datetime.now(UTC)
-    return (ended - datetime.fromisoformat(info.started)).total_seconds()
-
-
-def _page(title: str, cards: str, sections: Sequence[Section]) -> str:
-    links = " ".join(f'<a href="#s{n}">{_text(section.title)}</a>' for n, section in enumerate(sections))
-    body = "\n".join(
-        f'<section id="s{n}"><h2>{_text(section.title)}</h2>{_render(section)}</section>'
-        for n, section in enumerate(sections)
-    )
-    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="color-scheme" content="light dark">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<title>{_text(title)}</title>
-<style>{CSS}</style>
-</head>
-<body class="view">
-<header><h1>{_text(title)}</h1><p>posttrain report, {written}</p><nav>{links}</nav></header>
-{cards}
-{body}
-</body>
-</html>
-"""
-
-
-def _render(section: Section) -> str:
-    if isinstance(section, Facts):
-        facts = flat(section.facts)
-        rows = "".join(f"<tr><th>{_text(name)}</th>{_cell(value)}</tr>" for name, value in facts.items())
-        return f"<table>{rows}</table>"
-    if isinstance(section, Table):
-        head = "".join(f"<th>{_text(name)}</th>" for name in section.header)
-        rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in section.rows)
-        note = f"<p>{_text(section.note)}</p>" if section.note else ""
-        return f'{note}<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-    if isinstance(section, Text):
-        return f"<pre>{_text(section.text)}</pre>" if section.code else f"<p>{_text(section.text)}</p>"
-    return f'<img src="{_data(section.png)}" alt="{_text(section.title)}">'
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return f'<td class="number">{_number(value)}</td>'
-    if isinstance(value, list | tuple):
-        value = ", ".join(map(str, value))
-    return f"<td>{_text('' if value is None else str(value))}</td>"
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def _text(text: str) -> str:
-    """Any string as HTML: markup escaped, control characters replaced, truncated if very long."""
-    more = len(text) - LONGEST
-    return html.escape(harmless(text[:LONGEST])) + (f" … ({more:,} more characters)" if more > 0 else "")
-
-
-def _data(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
+def data_said(folder: Path) -> str:
+    """What the run said of its data at its start: rows read, lengths, what was dropped."""
+    try:
+        with (folder / "training.log").open("rb") as file:
+            head = file.read(LOG_HEAD).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    said = []
+    for line in head.splitlines():
+        *_, level, message = line.split(" ", 3) if line.count(" ") >= 3 else ("", "")
+        if message.startswith(("step ", "validation at step ")) or level not in ("INFO", "WARNING"):
+            break
+        said.append(message)
+    return "\n".join(said)

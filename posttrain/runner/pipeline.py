@@ -24,6 +24,7 @@ from posttrain.console import PlainConsole
 from posttrain.errors import ConfigError, PosttrainError, RunError, is_out_of_memory, message_of
 from posttrain.reports.headline import headlines
 from posttrain.reports.progress import duration
+from posttrain.reports.several import write_pipeline_report
 from posttrain.store.atomic import write_file
 from posttrain.store.checkpoint import verify
 from posttrain.store.files import load_json
@@ -147,7 +148,7 @@ class Pipeline:
         write_file(self.root / "config.yaml", redact(dump(stages)))
 
     def run(self, train_one: Callable[[Task, bool, bool], None], resume: bool, overwrite: bool) -> int:
-        """Train every run with `train_one(task, resume, overwrite)`; prints a table of the outcomes at the end.
+        """Train every run with `train_one(task, resume, overwrite)`; at the end a table of the outcomes and a report.
 
         After a failure, other models and independent stages are still trained. Raises PosttrainError at the end if any
         failed; with a single run, its own error.
@@ -163,6 +164,8 @@ class Pipeline:
         finally:
             if len(self.tasks) > 1:
                 PlainConsole(stderr=True).print(self.table())
+        if len(self.tasks) > 1:
+            log.info("report: %s", write_pipeline_report(self.root))
         failed = [task for task in self.active if task.outcome == FAILED]
         if failed:
             waiting = [task.title for task in self.active if task.outcome == NOT_RUN]

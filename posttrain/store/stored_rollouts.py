@@ -14,6 +14,7 @@ from posttrain.errors import RunError
 from posttrain.store.rollouts import ARRAYS, BUSY_S, NAME, TOKENS
 
 LOOKING_S = 2.0  # seconds to wait for a lock, of one who only looks
+NEAR_ENDS = 200  # completions among which the best and worst of different prompts are looked for
 
 
 class StoredRun:
@@ -34,14 +35,14 @@ class StoredRun:
     def __exit__(self, *exception: object) -> None:
         self._connection.close()
 
-    def _rows(self, query: str, values: Sequence[int] = ()) -> list[sqlite3.Row]:
+    def _rows(self, query: str, values: Sequence[int | str] = ()) -> list[sqlite3.Row]:
         """The rows of a query. Raises RunError if the file cannot be read."""
         try:
             return self._connection.execute(query, values).fetchall()
         except sqlite3.Error as error:
             raise RunError(f"{self._path} cannot be read: {error}") from error
 
-    def _read_rows(self, query: str, values: Sequence[int] = ()) -> list[dict[str, Any]]:
+    def _read_rows(self, query: str, values: Sequence[int | str] = ()) -> list[dict[str, Any]]:
         """The rows with their arrays and JSON read. Raises RunError for one that is damaged."""
         rows = self._rows(query, values)
         try:
@@ -76,6 +77,46 @@ class StoredRun:
         where, values = ("", (step,)) if prompt_index is None else (" AND prompt_index = ?", (step, prompt_index))
         query = f"SELECT * FROM rollouts WHERE step = ?{where} ORDER BY prompt_index, rollout_index"
         return [dict.fromkeys(ARRAYS) | row for row in self._read_rows(query, values)]
+
+    def extremes(self, step: int, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The best and the worst completions of a step by reward, of different prompts, with prompt and facts."""
+        return self._extremes(
+            "rollouts.completion, reward, advantage, finish_reason, parts, length(rollouts.tokens) / 4 AS length, "
+            "rollout_index, prompt_index AS which, prompt, facts "
+            "FROM rollouts JOIN prompts USING (step, prompt_index) WHERE step = ?",
+            (step,),
+            count,
+        )
+
+    def last_evaluations(self) -> list[tuple[int, str]]:
+        """Each data set's last step with rewarded completions."""
+        found = self._rows("SELECT MAX(step), dataset FROM evaluations WHERE reward IS NOT NULL GROUP BY dataset")
+        return [(row[0], row[1]) for row in found]
+
+    def evaluated_extremes(
+        self, step: int, dataset: str, count: int
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The best and the worst completions of an evaluation, of different prompts."""
+        return self._extremes(
+            "completion, reward, finish_reason, parts, length(tokens) / 4 AS length, row AS which, prompt "
+            "FROM evaluations WHERE step = ? AND dataset = ?",
+            (step, dataset),
+            count,
+        )
+
+    def _extremes(
+        self, query: str, values: Sequence[int | str], count: int
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        best, worst = (
+            self._read_rows(f"SELECT {query} AND reward IS NOT NULL ORDER BY reward {order} LIMIT {NEAR_ENDS}", values)
+            for order in ("DESC", "ASC")
+        )
+        found = ({one["which"]: one for one in reversed(rows)} for rows in (best, worst))  # one of each prompt
+        first, last = (
+            sorted(of.values(), key=lambda one: one["reward"], reverse=down)
+            for of, down in zip(found, (True, False), strict=True)
+        )
+        return first[:count], last[:count]
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The completions of every evaluation, in the order of sampling."""

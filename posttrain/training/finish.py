@@ -8,7 +8,7 @@ from typing import Any
 from posttrain.memory import peak_memory
 from posttrain.reports.curves import write_curves
 from posttrain.reports.progress import duration
-from posttrain.reports.report import Text, write_report
+from posttrain.reports.report import write_report
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 from posttrain.words import counted
@@ -42,8 +42,7 @@ def finish(job: Job, loop: Loop) -> None:
     run.set_state("finished")
     title = f"{job.config.method.type} of {job.model.folder_name}"
     write_curves(lines, run.folder / "curves.png", title)
-    reports = [Text(f"Data: {name}", "\n".join(r.lines()), code=True) for name, r in loop.data.reports.items()]
-    write_report(run.folder, title, reports)
+    write_report(run.folder, title)
     log.info("done, %s in %s: %s", counted(state.step, "step"), duration(state.seconds), run.folder)
 
 

@@ -1,0 +1,139 @@
+"""The best and the worst completions of a run, with every part of their rewards and what the rules matched in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import PosttrainError
+from posttrain.reports.markup import Markup, el, join, number
+from posttrain.reports.page import Drawn, cut
+from posttrain.store.logs import harmless
+from posttrain.store.rollouts import NAME
+from posttrain.store.stored_rollouts import StoredRun
+from posttrain.words import counted
+
+SHOWN = 3  # completions at each end
+LONGEST, LONGEST_PROMPT = 4_000, 1_500  # characters of a completion, of a prompt
+# The defaults of `data.tags`, and the tags of r1_zero.
+TAGS = {"reasoning_end": "<end_working_out>", "solution_start": "<SOLUTION>", "solution_end": "</SOLUTION>"}
+TAGGED = ("match_format_exactly", "match_format_approximately", "check_answer", "check_numbers")
+R1_ZERO = ("</think>", "<answer>", "</answer>")
+NOTE = " Marked: the tags that a format reward counts, and (underlined) the answer that a rule read."
+
+Span = tuple[int, int, str]  # from, to, class
+
+
+def completions(folder: Path, config: Mapping[str, Any], missing: list[str], count: int = SHOWN) -> Iterator[Drawn]:
+    """A section each with the best and the worst completions: of the last stored step, and of the last evaluation.
+
+    What cannot be read is added to `missing`. Nothing for a run without rollouts.
+    """
+    if not (folder / NAME).is_file():
+        return
+    try:
+        with StoredRun(folder, looking=True) as stored:
+            found = list(_extremes(stored, count))
+    except (PosttrainError, OSError) as error:
+        missing.append(f"Completions are not shown: {error}")
+        return
+    tags = _tags_of(config)
+    for when, ends in found:
+        sides = [
+            el("div", el("h3", name), *(_item(row, tags) for row in rows))
+            for name, rows in zip(("Best", "Worst"), ends, strict=True)
+        ]
+        body = el("div", *sides, class_="columns")
+        yield Drawn(f"Completions, {when}", body, f"By reward, of different prompts.{NOTE if '<mark' in body else ''}")
+
+
+def _extremes(stored: StoredRun, count: int) -> Iterator[tuple[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]]]:
+    steps = stored.steps()
+    if steps:
+        yield f"step {steps[-1]:,}", stored.extremes(steps[-1], count)
+    for step, dataset in stored.last_evaluations():
+        yield f"{dataset} at step {step:,}", stored.evaluated_extremes(step, dataset, count)
+
+
+def _tags_of(config: Mapping[str, Any]) -> dict[str, Sequence[str]]:
+    """The tags that each reward of the run looks for, by the name of the reward."""
+    data = config.get("data")
+    own = data.get("tags") if isinstance(data, Mapping) else None
+    tags = [str((own if isinstance(own, Mapping) else {}).get(name) or tag) for name, tag in TAGS.items()]
+    found: dict[str, Sequence[str]] = {}
+    for reward in config.get("rewards") or []:
+        kind = reward.get("type") if isinstance(reward, Mapping) else reward
+        name = (reward.get("name") if isinstance(reward, Mapping) else None) or kind
+        if kind in TAGGED or kind == "r1_zero":
+            found[str(name)] = R1_ZERO if kind == "r1_zero" else tags
+    return found
+
+
+def _item(row: Mapping[str, Any], tags: Mapping[str, Sequence[str]]) -> Markup:
+    parts: Mapping[str, Any] = row["parts"] if isinstance(row["parts"], Mapping) else {}
+    facts: Mapping[str, Any] = row["facts"] if isinstance(row.get("facts"), Mapping) else {}
+    about = [counted(row["length"], "token")] if row["length"] is not None else []
+    if row.get("advantage") is not None:
+        about.append(f"advantage {row['advantage']:+.3g}")
+    if isinstance(facts.get("answer"), str):
+        about.append(f"right answer {facts['answer'][:80]}")
+    text = harmless(str(row["completion"]))  # before it is cut in pieces, one of which could be half a secret
+    head = [
+        el("span", "reward ", el("span", number(row["reward"]), class_="reward")),
+        el("span", " · ".join(about), class_="quiet"),
+        el("span", "truncated", class_="badge alarm") if row["finish_reason"] == "length" else None,
+    ]
+    return el(
+        "article",
+        el("p", *head, class_="head"),
+        el("p", cut(str(row["prompt"]), LONGEST_PROMPT), class_="prompt"),
+        el("pre", marked(text, spans(text, parts, tags))),
+        el("ul", *(_part(name, part) for name, part in parts.items()), class_="parts"),
+        class_="item",
+    )
+
+
+def _part(name: str, part: object) -> Markup:
+    """A part of the reward: its name, its value, its weight if that is not 1, and a rule's verdict."""
+    facts = part if isinstance(part, Mapping) else {}
+    value, weight, verdict = facts.get("value"), facts.get("weight", 1.0), facts.get("verdict")
+    said = f"{name} {'none' if value is None else f'{value:+.3g}'}"
+    said += "" if weight in (1.0, None) else f" × {weight:g}"
+    said += f", {verdict}" if verdict else ""
+    said += f": {facts['reason']}" if facts.get("reason") else ""
+    sign = None if not isinstance(value, int | float) else "plus" if value > 0 else "minus" if value < 0 else None
+    return el("li", said, class_=sign)
+
+
+def spans(text: str, parts: Mapping[str, Any], tags: Mapping[str, Sequence[str]]) -> list[Span]:
+    """What the rules matched: each tag that is there exactly once, and the last place of each answer that was read."""
+    found: list[Span] = []
+    for tag in dict.fromkeys(tag for name in parts for tag in tags.get(name, ())):
+        if tag and text.count(tag) == 1:
+            at = text.index(tag)
+            found.append((at, at + len(tag), "tag"))
+    for part in parts.values():
+        read = part.get("extracted") if isinstance(part, Mapping) else None
+        read = read.strip() if isinstance(read, str) else ""
+        at = text.rfind(read) if read else -1
+        if at >= 0:
+            found.append((at, at + len(read), "answer"))
+    return found
+
+
+def marked(text: str, found: Sequence[Span]) -> Markup:
+    """The string with its spans marked, cut between them where it is long. Of overlapping spans the first is marked."""
+    pieces: list[object] = []
+    done, room = 0, LONGEST
+    for start, end, kind in sorted(set(found)):
+        if start < done:
+            continue
+        pieces += [_plain(text[done:start], room), el("mark", text[start:end], class_=kind)]
+        room = max(200, room - (start - done))
+        done = end
+    return join([*pieces, _plain(text[done:], room)])
+
+
+def _plain(text: str, room: int) -> Markup:
+    return join([cut(text, room)])

@@ -1,0 +1,211 @@
+"""The builder of every page that we write to a file: sections in, one self-contained HTML file out.
+
+A page needs no network and no script: its curves are inline SVG, and a small script, named by its hash in the page's
+policy, adds the values under the pointer. All strings are escaped; control characters are shown, secrets hidden.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from posttrain.reports.chart import HOVER
+from posttrain.reports.design import CSS
+from posttrain.reports.markup import Markup, el, join, number
+from posttrain.store.atomic import cannot_write, write_file
+from posttrain.store.files import flat
+
+MOST_BYTES = 2_000_000
+# Characters of one string; a smaller limit is tried where a page would exceed MOST_BYTES. A table has a tenth as many
+# rows.
+LIMITS = (20_000, 5_000, 1_000, 200)
+NUMBER = re.compile(r"[-+−]?\d[\d,.]*(e[-+]?\d+)?( ?%|k|M)?")  # in a cell
+SCRIPT = f"(() => {{\nconst element = document.body;\n{HOVER}}})();\n"
+DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{DIGEST}'"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names and values; nested mappings become dotted names. `folded`: only the title is shown at first."""
+
+    title: str
+    facts: Mapping[str, Any]
+    folded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of strings and numbers; strings may have many lines."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    note: str = ""
+    folded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A paragraph, or with `code` a preformatted block."""
+
+    title: str
+    text: str
+    code: bool = False
+    folded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What is HTML already: charts, completions, messages."""
+
+    title: str
+    body: Markup
+    note: str = ""
+    folded: bool = False
+
+
+Section = Facts | Table | Text | Drawn
+
+
+def charts(title: str, figures: Iterable[Markup], note: str = "") -> Drawn:
+    """Figures side by side; those of one section point at the same step together."""
+    return Drawn(title, el("div", *figures, class_="charts") if (figures := list(figures)) else Markup(""), note)
+
+
+def messages(title: str, said: Iterable[str]) -> Drawn:
+    """Warnings, each in a frame of its own."""
+    return Drawn(title, join(el("p", one, class_="message warning") for one in said))
+
+
+def write_page(path: Path, title: str, sections: Iterable[Section], cards: Mapping[str, str] | None = None) -> None:
+    """Write a page with these sections, those without content omitted, atomically.
+
+    `cards`: the most important numbers, at the top. Long strings and tables are cut, with a count of what was cut, so
+    that the page stays under 2 MB. Raises RunError if the file cannot be written.
+    """
+    shown = [section for section in sections if not _is_empty(section)]
+    html = ""
+    for limit in LIMITS:
+        html = _page(title, cards or {}, shown, limit)
+        if len(html.encode(errors="backslashreplace")) < MOST_BYTES:
+            break
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    write_file(path, html.encode(errors="backslashreplace"))
+
+
+def cut(text: str, limit: int) -> str | list[Markup | str]:
+    """The string, or its beginning and end around the number of characters that were cut."""
+    more = len(text) - limit
+    if more <= 0:
+        return text
+    end = limit // 4
+    gap = el("span", f" … {more:,} characters cut … ", class_="cut")
+    return [text[: limit - end], gap, text[len(text) - end :]]
+
+
+def _is_empty(section: Section) -> bool:
+    content = {Facts: "facts", Table: "rows", Text: "text", Drawn: "body"}
+    return not getattr(section, content[type(section)])
+
+
+def _page(title: str, cards: Mapping[str, str], sections: Sequence[Section], limit: int) -> str:
+    links = [el("a", section.title, href=f"#s{place}") for place, section in enumerate(sections)]
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    head = el("header", el("h1", title), el("p", f"posttrain report, {written}"))
+    top = [el("div", el("dt", name), el("dd", value)) for name, value in cards.items()]
+    less = f"This page would be large: strings are cut to {limit:,} characters, tables to {limit // 10:,} rows."
+    body = [
+        head,
+        el("p", less, class_="note") if limit < LIMITS[0] else None,
+        el("dl", *top, class_="cards") if top else None,
+        el("nav", *links) if len(links) > 1 else None,
+        *(_section(f"s{place}", section, limit) for place, section in enumerate(sections)),
+    ]
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+{el("title", title)}
+<style>{CSS}</style>
+</head>
+<body class="view">
+{join(body, chr(10))}
+<script>{SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def _section(name: str, section: Section, limit: int) -> Markup:
+    heading, note = el("h2", section.title), getattr(section, "note", "")
+    body = [el("p", cut(note, limit), class_="note") if note else None, _body(section, limit)]
+    if section.folded:
+        return el("section", el("details", el("summary", heading), *body), id=name)
+    return el("section", heading, *body, id=name)
+
+
+def _body(section: Section, limit: int) -> Markup:
+    match section:
+        case Facts():
+            facts = list(flat(section.facts).items())
+            rows = [
+                part for name, value in facts[: limit // 10] for part in (el("dt", name), el("dd", _cell(value, limit)))
+            ]
+            return join([el("dl", *rows, class_="facts"), _more(len(facts), limit)])
+        case Table():
+            return _table(section, limit)
+        case Text():
+            return el(
+                "pre" if section.code else "p", cut(section.text, limit), class_=None if section.code else "prose"
+            )
+        case Drawn():
+            return section.body
+
+
+def _table(table: Table, limit: int) -> Markup:
+    """Columns of numbers are aligned to the right."""
+    rows = table.rows[: limit // 10]
+    right = ["number" if _are_numbers(column) else None for column in zip(*rows, strict=True)]
+    head = [el("th", name, class_=align, scope="col") for name, align in zip(table.header, right, strict=True)]
+    body = [
+        el("tr", *(el("td", _cell(one, limit), class_=align) for one, align in zip(row, right, strict=True)))
+        for row in rows
+    ]
+    made = el("table", el("thead", el("tr", *head)), el("tbody", *body))
+    return join([el("div", made, class_="wide", tabindex="0"), _more(len(table.rows), limit)])
+
+
+def _more(count: int, limit: int) -> Markup | None:
+    more = count - limit // 10
+    return el("p", f"{more:,} more rows are not shown.", class_="note") if more > 0 else None
+
+
+def _cell(value: Any, limit: int) -> object:
+    if isinstance(value, Markup):
+        return value
+    if isinstance(value, int | float):
+        return number(value)
+    if isinstance(value, list | tuple):
+        value = ", ".join(map(str, value))
+    return cut("" if value is None else str(value), limit)
+
+
+def _are_numbers(column: Iterable[object]) -> bool:
+    """Whether a column has numbers, or strings that are, and else only cells without one."""
+    cells = [one for one in column if one not in ("", "-", None)]
+    return bool(cells) and all(
+        NUMBER.fullmatch(one) if isinstance(one, str) else isinstance(one, int | float) for one in cells
+    )

@@ -1,0 +1,146 @@
+"""Reports about several runs: the stages of a pipeline, or runs side by side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.reports.chart import COLOURS, Line, chart
+from posttrain.reports.completions import completions
+from posttrain.reports.headline import LABELS, OF_METHOD
+from posttrain.reports.markup import Markup, el, join
+from posttrain.reports.page import Drawn, Facts, Section, Table, Text, charts, messages, write_page
+from posttrain.reports.panels import PANELS
+from posttrain.reports.progress import duration
+from posttrain.reports.reading import Run, read
+from posttrain.reports.report import REPORT, SIZE, SMOOTH_FROM, SMOOTHED, alarms, curves, points_of, smoothing
+from posttrain.store.files import flat
+from posttrain.store.runs import find_runs
+
+INCIDENTAL = ("name", "output_dir")  # settings that differ between any two runs
+
+
+def below(root: Path) -> list[Run]:
+    """The runs below the folder of a pipeline, its stages and models, in the order in which they started."""
+    found = [read(folder, str(folder.relative_to(root))) for folder in find_runs(root) if folder != root]
+    return sorted(found, key=lambda run: (run.info is None, run.info.started if run.info else "", run.name))
+
+
+def write_pipeline_report(root: Path, path: Path | None = None) -> Path:
+    """Write a report about all runs below `root`, to its report.html or to `path`; returns the path.
+
+    It has their results, curves, alarms and completions. Raises RunError if the page cannot be written.
+    """
+    path = path or root / REPORT
+    write_page(path, root.resolve().name, _pipeline_page(root, below(root), path))
+    return path
+
+
+def _pipeline_page(root: Path, runs: Sequence[Run], path: Path) -> list[Section]:
+    most = points_of(12 * len(runs))
+    each = [_of_run(run, most) for run in runs]
+    settings = root / "config.yaml"
+    written = settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else ""
+    first = [runs_table(runs, path), not_complete(runs), alarms(runs)]
+    return [*first, *each, Text("Settings", written, code=True, folded=True), *_provenance(runs)]
+
+
+def _of_run(run: Run, most: int) -> Drawn:
+    """The curves of a run, and its best and worst completion."""
+    drawn = curves(run, run.name, most)
+    said = (
+        [el("h3", one.title), el("p", one.note, class_="note"), one.body]
+        for one in completions(run.folder, run.config, run.missing, count=1)
+    )
+    return Drawn(run.name, join([drawn.body, *said]), drawn.note)
+
+
+def not_complete(runs: Sequence[Run]) -> Drawn:
+    return messages("Not complete", [f"{run.name}: {said}" for run in runs for said in run.missing])
+
+
+def write_runs_report(folders: Mapping[str, Path], path: Path) -> None:
+    """Write a page about these runs side by side: results, settings that differ, curves over one another, alarms."""
+    runs = [read(folder, name) for name, folder in folders.items()]
+    sections: list[Section] = [
+        runs_table(runs, path),
+        not_complete(runs),
+        alarms(runs),
+        charts("Curves", overlaid(runs), SMOOTHED if max(map(_longest, runs)) >= SMOOTH_FROM else ""),
+        Table("Settings that differ", ["", *(run.name for run in runs)], differing([run.config for run in runs])),
+    ]
+    write_page(path, "Comparison of " + ", ".join(run.name for run in runs), [*sections, *_provenance(runs)])
+
+
+def runs_table(runs: Sequence[Run], path: Path) -> Table:
+    """A line for each run; a link where it has a report of its own."""
+    metrics = list(dict.fromkeys(name for run in runs for name in run.headlines))
+    rows = [
+        [
+            _linked(run, path),
+            el("span", run.state, class_=f"badge {run.state}"),
+            run.method,
+            run.model,
+            run.step,
+            "" if run.seconds is None else duration(run.seconds),
+            *(run.headlines.get(name, "") for name in metrics),
+        ]
+        for run in runs
+    ]
+    return Table("Runs", ["run", "state", "method", "model", "steps", "time", *metrics], rows)
+
+
+def _linked(run: Run, path: Path) -> str | Markup:
+    own = run.folder / REPORT
+    if not own.is_file() or own == path:
+        return run.name
+    return el("a", run.name, href=Path(os.path.relpath(own, path.parent)).as_posix())
+
+
+def differing(configs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """The settings that are not the same in all runs, with their values."""
+    settings = [flat(config, lists=True) for config in configs]
+    names = dict.fromkeys(name for one in settings for name in one if name not in INCIDENTAL)
+    rows = [[name, *("" if one.get(name) is None else one[name] for one in settings)] for name in names]
+    return [row for row in rows if any(value != row[1] for value in row[2:])]
+
+
+def _longest(run: Run) -> int:
+    """Points of the longest curve of training."""
+    return max((len(run.series.points(name)[0]) for name in run.series.names if name[:5] != "eval_"), default=0)
+
+
+def overlaid(runs: Sequence[Run]) -> Iterator[Markup]:
+    """A chart for each metric that at least two runs have, with a line for each of them."""
+    first = [name for run in runs for name in OF_METHOD.get(run.method, ())]
+    names = list(dict.fromkeys([*first, "loss", *(name for panel in PANELS for name in panel.metrics)]))
+    shown = [
+        (kind, [run for run in runs if kind in run.series.names]) for name in names for kind in (name, f"eval_{name}")
+    ]
+    shown = [(kind, having) for kind, having in shown if len(having) > 1]
+    most = points_of(sum(len(having) for _, having in shown))
+    shares = {name for panel in PANELS if panel.share for name in panel.metrics}
+    for kind, having in shown:
+        bare = kind.removeprefix("eval_")
+        title = LABELS.get(bare, bare) + (", validation" if kind != bare else "")
+        lines = [
+            Line(run.name, *run.series.points(kind), runs.index(run) % COLOURS, runs.index(run) >= COLOURS)
+            for run in having
+        ]
+        smooth = smoothing(lines, bare == "learning_rate")
+        yield chart(lines, title, smooth=smooth, share=bare in shares, ends=True, most=most, size=SIZE)
+
+
+def _provenance(runs: Sequence[Run]) -> list[Section]:
+    """Where each run comes from: all facts of one, of several a table."""
+    facts = [flat(run.info.provenance) if run.info else {} for run in runs]
+    names = list(dict.fromkeys(name for one in facts for name in one))
+    rows = [[name, *(one.get(name, "") for one in facts)] for name in names]
+    same = {row[0]: row[1] for row in rows if all(value == row[1] for value in row[2:])}
+    others = [row for row in rows if row[0] not in same]
+    return [
+        Table("Provenance", ["", *(run.name for run in runs)], others, folded=True),
+        Facts("Provenance, the same in all", same, folded=True),
+    ]
