@@ -24,10 +24,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
 from posttrain.config import DevicesConfig, ModelConfig
+from posttrain.config.schema.judge import ScoreSettings
 from posttrain.engines import EmbeddedEngine, Sampling, text_of
 from posttrain.engines.joining import Ended, Failed, Job, Token
 from posttrain.engines.live import Busy, Live
 from posttrain.errors import ConfigError, DataError, ModelError, VitalSignError
+from posttrain.judging.single import JudgeInput, SingleJudge
 from posttrain.models.load import load_model, load_tokenizer, with_adapter
 from posttrain.rewards.learned import LearnedReward
 from posttrain.scoring import Scorer
@@ -356,6 +358,15 @@ def test_scores_and_rewards(url, stories, reward_model):
     found = httpx.post(f"{url}/reward", json={"prompt": prompts, "completion": completions}).json()
     exact = LearnedReward(str(reward_model), DevicesConfig())(prompts, completions, [False, False])
     assert found["rewards"] == pytest.approx(exact, abs=1e-6)
+
+
+def test_our_own_judges_may_ask_it(url, tmp_path):
+    """Twice, as a story is no score; what they need is in the interface."""
+    settings = ScoreSettings(base_url=f"{url}/v1", model="m", cache=str(tmp_path), timeout=30)
+    with SingleJudge(settings.model_copy(update={"max_tokens": 6})) as judge:
+        [judged] = judge([JudgeInput("a question", "an answer")])
+    assert judged.unreadable and judged.requests == 2 and judged.completion_tokens == 12
+    assert judged.prompt_tokens > 100
 
 
 def test_a_client_that_leaves_frees_its_row(url):
