@@ -475,6 +475,7 @@ def test_an_archive_is_the_run(runs, here):
     shown = runs("export", "toy")
     assert shown.startswith("toy.tar.gz: 10 files") and "packed" in shown
     with tarfile.open("toy.tar.gz") as archive:
+        assert {(member.uid, member.uname) for member in archive} == {(0, "")}
         archive.extractall(here / "other", filter="data")
     for path in Path("runs/toy").rglob("*"):
         if path.is_file() and path.name != ".lock":
@@ -523,3 +524,34 @@ def test_what_is_needed_elsewhere_counts_when_a_run_is_named_by_path(family, run
     shown = runs("free", "-y")
     assert "kept: runs/policy/checkpoint-5, needed by runs/adapted" in shown and "freed" in shown
     assert checkpoints(Path("runs/policy")) == ["checkpoint-5", "checkpoint-9"]
+
+
+@pytest.mark.slow
+def test_a_renamed_restored_and_unpacked_run_is_resumed(runs, shared, here):
+    """Real runs: DPO from another run's model, and an adapter on that."""
+
+    def train(*words: object) -> None:
+        assert main(["train", *map(str, words)]) == 0
+
+    data = {"source": shared / "data/hh-harmless/train.jsonl.gz", "format": "hh", "template": "none", "max_rows": 20}
+    few = [*(f"data.{name}={value}" for name, value in data.items()), "data.max_length=400", "training.batch_size=2"]
+    few += ["training.max_steps=1", "checkpoint.save_steps=1", "devices.type=cpu", "method=dpo"]
+    train("name=first", f"model={shared / 'models/stories260K'}", *few)
+    train("name=second", "model=runs/first/final", *few)
+    train("name=adapted", "model.path=runs/first/final", "model.lora={r: 4}", *few)
+    assert "would lose it" in runs("rename", "first", "start", status=1)
+    runs("rename", "first", "start", "--force")
+    for name in ("second", "adapted"):
+        train("--resume", f"runs/{name}", "--max-steps", 2)
+    runs("snapshot", "second", "--name", "s")
+    runs("export", "second")
+    runs("rm", "-y", "second")
+    runs("restore", "s")
+    train("--resume", "runs/second", "--max-steps", 3)
+    with tarfile.open("second.tar.gz") as archive:
+        archive.extractall("elsewhere", filter="data")
+    train("--resume", "elsewhere/second", "--max-steps", 3)
+    lines = [Path(folder, "second/metrics.jsonl").read_text().splitlines()[-1] for folder in ("runs", "elsewhere")]
+    losses = [json.loads(line)["loss"] for line in lines]
+    print(losses)
+    assert losses[0] == losses[1]

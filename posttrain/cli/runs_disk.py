@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,9 @@ from posttrain.managing.places import named, short
 from posttrain.reports.listing import in_units
 from posttrain.terminal import say, visible
 from posttrain.words import counted
+
+if TYPE_CHECKING:
+    from posttrain.managing.removing import Plan
 
 RUNS = Path("runs")
 OutputDir = Annotated[Path, typer.Option("--output-dir", help="Where the runs are, as in the settings.")]
@@ -40,8 +43,8 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existin
 def rm(runs: Names, yes: Yes = False, force: Force = False, output_dir: OutputDir = RUNS) -> None:
     """Delete runs with their checkpoints and models, for good. Asks first, unless --yes.
 
-    Only run folders are deleted (there is a run.json), or those of whole runs with all their models and stages; none in
-    which a process runs, none that another run needs (unless --force), and links are not followed. Snapshots stay;
+    Only run folders are deleted (there is a run.json), or those of whole runs and sweeps with all that is in them; none
+    in which a process runs, none that another run needs (unless --force), and links are not followed. Snapshots stay;
     `posttrain runs rm .snapshots/NAME` deletes one.
     """
     from posttrain.managing.needs import refuse_needed
@@ -107,7 +110,7 @@ def free(
         posttrain runs free --keep-last 1 --keep-best --older-than 30d
         posttrain runs free state=failed --keep-last 0
     """
-    from posttrain.managing.removing import Plan, Rule, plan_prune, spare_needed
+    from posttrain.managing.removing import Rule, plan_prune, spare_needed
     from posttrain.managing.rows import filtered, rows_below, seconds_of
 
     root, rule = output_dir.expanduser(), Rule(keep_last, keep_best)
@@ -128,7 +131,7 @@ def free(
     _carry_out(plans, yes)
 
 
-def _carry_out(plans: Sequence, yes: bool) -> None:
+def _carry_out(plans: Sequence[Plan], yes: bool) -> None:
     """Show what the plans delete, ask, and do it; a run that fails does not stop the others."""
     from posttrain.managing.removing import prune as prune_run
 

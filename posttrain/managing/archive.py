@@ -64,16 +64,23 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, root: Path, checkpoint
     """Add a path under a name, folders with their content in the order of names."""
     outside = path.is_symlink() and path.name == BASE and path.is_dir() and not path.resolve().is_relative_to(root)
     if path.is_symlink() and not outside:
-        archive.add(path, name, recursive=False)
+        archive.add(path, name, recursive=False, filter=_nobodys)
     elif path.is_dir():
-        archive.addfile(archive.gettarinfo(str(path.resolve()), name))
+        archive.addfile(_nobodys(archive.gettarinfo(str(path.resolve()), name)))
         for entry in sorted(path.iterdir()):
             if entry.name != LOCK and not is_garbage(entry) and (checkpoints or not _is_for_resume(entry)):
                 _add(archive, entry, f"{name}/{entry.name}", root, checkpoints, done)
     elif path.is_file():
-        archive.add(path, name, recursive=False)
+        archive.add(path, name, recursive=False, filter=_nobodys)
         done.files += 1
         done.size += path.stat().st_size
+
+
+def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Without the name and number of its owner here, which mean nothing elsewhere."""
+    info.uid = info.gid = 0
+    info.uname = info.gname = ""
+    return info
 
 
 def _is_for_resume(path: Path) -> bool:

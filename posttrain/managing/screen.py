@@ -59,7 +59,7 @@ class Shown(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="page"):
             yield Static(Text(self._text))
-        yield Footer()
+        yield Footer(compact=True)
 
 
 class Asked(ModalScreen[str | None]):
@@ -75,7 +75,7 @@ class Asked(ModalScreen[str | None]):
         with Vertical(classes="dialog"):
             yield Label(Text(self._question))
             yield Input(self._value, select_on_focus=False)
-        yield Footer()
+        yield Footer(compact=True)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         self.dismiss(event.value)
@@ -93,7 +93,7 @@ class Confirmed(ModalScreen[bool]):
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="dialog"):
             yield Static(Text(f"{self._question}\n\ny: yes     n: no"))
-        yield Footer()
+        yield Footer(compact=True)
 
 
 class RunsApp(App[None]):
@@ -140,7 +140,7 @@ class RunsApp(App[None]):
         yield DataTable(cursor_type="row", zebra_stripes=True)
         yield Input(placeholder="words, or state=failed, step>100, size>1GB, tag=keep, age>30d", id="filter")
         yield Static(id="status")
-        yield Footer()
+        yield Footer(compact=True)
 
     @property
     def table(self) -> DataTable[Text]:
