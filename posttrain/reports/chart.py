@@ -127,7 +127,7 @@ def scale_of(values: Sequence[float], start: float, end: float, pad: float, shar
     if share and low >= 0 and high <= 1:
         low, high = 0.0, 1.0
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
-        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+        low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
     margin = pad * (high - low)
     return Scale(low - margin, high + margin, start, end)
 
