@@ -165,6 +165,7 @@ def test_a_long_run_stays_small_and_keeps_its_extremes(tmp_path):
     drawn = [json.loads(unescape(found)) for found in re.findall(r'data-points="([^"]*)"', page.html)]
     (train, validation) = drawn[0]["lines"]
     assert (validation["x"][0], validation["x"][-1]) == (1, 10_000) and 60 <= len(validation["x"]) <= 402
+    assert set(validation["y"]) == {0.12346, 77.5}  # not smoothed
     assert 5_000 in train["x"] and max(train["y"]) > 0.13  # smoothed, the spike is still seen
 
 

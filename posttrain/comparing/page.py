@@ -35,7 +35,7 @@ A difference is that of the mean scores of the items that both sides answered, i
 adjusted for the number of differences (Holm), and, where several seeds were run, the noise over seeds, leave no other \
 explanation. Detectable: the difference that would have been detected in 80 % of cases."""
 
-INTERVALS = "Ticks: single runs. A coloured difference is shown; the grey band is what seeds alone make."
+INTERVALS = "Coloured: a difference is shown. Ticks: single runs. Grey band: what seeds alone make."
 
 
 def show(comparison: Comparison, console: Console, judged: Sequence[Judged] = ()) -> None:

@@ -15,6 +15,7 @@ from posttrain.reports.series import smoothed, thinned
 HOVER = Path(__file__).with_name("hover.js").read_text(encoding="utf-8")  # for charts inside the variable `element`
 COLOURS = len(LIGHT.series)  # classes c0 … of the style sheet
 POINTS = 400  # of a line
+UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))  # of labels from ten of them
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 8, 22
 
 
@@ -53,9 +54,9 @@ def chart(
     most: int = POINTS,
     size: tuple[int, int] = (460, 200),
 ) -> Markup:
-    """A figure with its lines, raw ones faint under smoothed ones. `go`: an address that a point's x is appended to.
+    """A figure with its lines, raw ones faint under smoothed ones; dashed lines, which have few points, as they are.
 
-    `share`: the values lie between 0 and 1. `keys`: name the lines; with `ends` also their last values. `most`: points
+    `go`: an address that a point's x is appended to. `share`: the values lie between 0 and 1. `keys`: name the lines; with `ends` also their last values. `most`: points
     of a line.
     """
     shown = [line for line in lines if any(map(math.isfinite, line.ys))]
@@ -67,9 +68,10 @@ def chart(
     if not shown:
         return el("figure", caption, el("p", "no values yet", class_="quiet"), class_="chart")
     width, height = size
-    drawn = [(line, smoothed(line.ys, smooth)) for line in shown]
+    drawn = [(line, smoothed(line.ys, 0.0 if line.dashed else smooth)) for line in shown]
     x = scale_of([value for line in shown for value in line.xs], LEFT, width - RIGHT, pad=0.0)
-    y = scale_of(_usual([v for _, ys in drawn for v in ys]), height - BOTTOM, TOP, pad=0.06, share=share)
+    values = [_usual([*ys, *_middle(line.ys)] if smooth else ys) for line, ys in drawn]
+    y = scale_of([value for of in values for value in of], height - BOTTOM, TOP, pad=0.06, share=share)
     parts = _axes(x, y, width, height, whole=x_label == "step")
     points = []
     for line, ys in drawn:
@@ -143,6 +145,13 @@ def _usual(values: Sequence[float]) -> list[float]:
     return finite
 
 
+def _middle(values: Sequence[float]) -> list[float]:
+    """The values between the 2nd and the 98th percentile: the usual noise around a smoothed line."""
+    finite = sorted(value for value in values if math.isfinite(value))
+    rare = len(finite) // 50
+    return finite[rare : len(finite) - rare]
+
+
 def _axes(x: Scale, y: Scale, width: int, height: int, whole: bool) -> list[Markup]:
     parts = []
     levels = ticks(y.low, y.high, 4)
@@ -161,18 +170,20 @@ def _axes(x: Scale, y: Scale, width: int, height: int, whole: bool) -> list[Mark
 def labels(values: Sequence[float]) -> list[str]:
     """Short labels that tell the values apart."""
     largest = max(map(abs, values), default=0.0)
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if largest >= size:
-            return [f"{value / size:.4g}{unit}" if value else "0" for value in values]
-    clean = [0.0 if abs(value) < 1e-9 * largest else value for value in values]
-    if 0 < largest < 2e-3:
-        return [f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-") if value else "0" for value in clean]
-    return [f"{value:.4g}" for value in clean]
+    size, unit = next(((size, unit) for size, unit in UNITS if largest >= 10 * size), (1.0, ""))
+    clean = [0.0 if abs(value) < 1e-9 * largest else value / size for value in values]
+    made = [f"{value:.4g}{unit}" if value else "0" for value in clean]
+    if 0 < largest < 1e-2:
+        for digits in range(4):
+            made = [f"{value:.{digits}e}".replace("e-0", "e-") if value else "0" for value in clean]
+            if len(set(made)) == len(set(clean)):
+                break
+    return made
 
 
 def _path(xs: Sequence[float], ys: Sequence[float], x: Scale, y: Scale, style: str) -> Markup:
     """The line, broken where a value is not finite; a point of its own is a dot."""
-    top, bottom = min(y.start, y.end) - 40, max(y.start, y.end) + 40
+    top, bottom = min(y.start, y.end), max(y.start, y.end)
     runs: list[list[str]] = [[]]
     for at, value in zip(xs, ys, strict=True):
         if math.isfinite(value):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from posttrain.reports.chart import Scale, labels, scale_of, ticks
 from posttrain.reports.markup import Markup, el, short
 
-WIDTH, ROW, EDGE = 460, 38, 8
-LONGEST = 48  # characters of a label
+WIDTH, ROW, EDGE = 380, 38, 8
+LONGEST = 34  # characters of a label
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ class Markup(str):
 
 
 Child = object  # Markup, any other value (escaped), None (nothing), or an iterable of these
-VOID = ("input", "br", "img", "meta")
+VOID = ("input", "br")
 
 
 def text(value: object) -> Markup:
