@@ -56,8 +56,8 @@ def chart(
 ) -> Markup:
     """A figure with its lines, raw ones faint under smoothed ones; dashed lines, which have few points, as they are.
 
-    `go`: an address that a point's x is appended to. `share`: the values lie between 0 and 1. `keys`: name the lines; with `ends` also their last values. `most`: points
-    of a line.
+    `go`: an address that a point's x is appended to. `share`: the values lie between 0 and 1. `keys`: name the lines;
+    with `ends` also their last values. `most`: points of a line.
     """
     shown = [line for line in lines if any(map(math.isfinite, line.ys))]
     caption = el(
