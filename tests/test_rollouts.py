@@ -77,12 +77,12 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_a_file_of_an_earlier_version_is_read_and_gone_on_with(tmp_path):
-    """It has no values and returns; a resumed run adds the columns."""
+    """It has no values, returns and entropies; a resumed run adds the columns."""
     store = RolloutStore(tmp_path, GIB, after=-1)
     store.add(1, 0.0, *step_of(1))
     store.close()
     with sqlite3.connect(tmp_path / rollouts.NAME) as connection:
-        for name in ("old_values", "returns"):
+        for name in ("old_values", "returns", "entropies"):
             connection.execute(f"ALTER TABLE rollouts DROP COLUMN {name}")
     with StoredRun(tmp_path) as stored:
         one = stored.rollouts(1)[3]
@@ -262,6 +262,9 @@ def test_from_a_metric_down_to_the_tokens(sums_home, tmp_path, capsys, monkeypat
             np.testing.assert_allclose(one["sampler_logprobs"], one["old_logprobs"], atol=1e-4)
             np.testing.assert_allclose(one["ref_logprobs"], one["old_logprobs"], atol=1e-5)
             assert one["parts"]["exact"]["value"] == one["reward"]
+        entropy = np.concatenate([one["entropies"] for one in first]).mean()
+        logged = [line["entropy"] for line in read_metrics(tmp_path / "run") if "loss" in line]
+        assert entropy == pytest.approx(logged[0], rel=1e-4)
     capsys.readouterr()
     seen = {}
     for arguments in (

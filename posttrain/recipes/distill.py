@@ -77,7 +77,7 @@ def objective_of(
             divergence,
             job.config.rollout.temperature,
         )
-        one.step.record(part.token_N, found.logprob_N, found.teacher_logprob_N, -found.divergence_N)
+        one.step.record(part.token_N, found.logprob_N, found.teacher_logprob_N, -found.divergence_N, found.entropy_N)
         metrics = {"entropy": found.entropy_N.sum() / tokens}
         if one.step is step:
             metrics["kl"] = (found.logprob_N - found.teacher_logprob_N).sum() / sampled

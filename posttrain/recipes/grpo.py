@@ -135,6 +135,7 @@ class Surrogate:
             epsilon_high=method.epsilon_high,
         )
         step.new_R[at_N], step.clipped_R[at_N] = new_N, clipped_N
+        step.entropy_R[at_N] = scores.entropy_N.detach()
         if method.importance_sampling_cap is not None:
             loss_N = loss_N * truncated_weights(old_N, step.sampler_R[at_N], cap=method.importance_sampling_cap)
         metrics = {

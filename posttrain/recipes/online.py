@@ -51,6 +51,7 @@ class Step:
         self.trainer_R = torch.zeros(rollout.num_tokens, device=job.device)
         self.new_R = torch.zeros(rollout.num_tokens, device=job.device)  # under the policy at the step's last update
         self.clipped_R = torch.zeros(rollout.num_tokens, dtype=torch.bool, device=job.device)  # at the last update
+        self.entropy_R = torch.zeros(rollout.num_tokens, device=job.device)  # of the policy at the step's last update
         self.reference_R: Tensor | None = None  # under the reference or teacher, if any
         self.advantage_R = torch.zeros(rollout.num_tokens, device=job.device)
         self.mismatch: dict[str, float] | None = None  # between engine and trainer, once measured
@@ -60,12 +61,15 @@ class Step:
         """Tokens in the loss."""
         return int(self.rollout.length_S[self.in_loss_S].sum())
 
-    def record(self, at_N: Tensor, logprob_N: Tensor, reference_N: Tensor, advantage_N: Tensor) -> None:
+    def record(
+        self, at_N: Tensor, logprob_N: Tensor, reference_N: Tensor, advantage_N: Tensor, entropy_N: Tensor
+    ) -> None:
         """Record the numbers of these tokens in the step's only update, for the store."""
         if self.reference_R is None:
             self.reference_R = torch.zeros_like(self.new_R)
         self.trainer_R[at_N] = self.new_R[at_N] = logprob_N
         self.reference_R[at_N], self.advantage_R[at_N] = reference_N, advantage_N
+        self.entropy_R[at_N] = entropy_N
 
     def sums(self, value_R: Tensor) -> Tensor:
         """The sums over each completion of a value per token: (R) to (S)."""
@@ -80,6 +84,7 @@ class Step:
             "ref_logprobs": self.reference_R,
             "advantages": self.advantage_R,
             "clipped": self.clipped_R,
+            "entropies": self.entropy_R,
         }
 
     def stored(self) -> tuple[list[StoredPrompt], list[StoredRollout]]:

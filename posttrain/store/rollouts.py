@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS prompts (
 CREATE TABLE IF NOT EXISTS rollouts (
     step INTEGER, prompt_index INTEGER, rollout_index INTEGER, completion TEXT, reward REAL, advantage REAL,
     finish_reason TEXT, version INTEGER, parts TEXT, tokens BLOB, sampler_logprobs BLOB, old_logprobs BLOB,
-    new_logprobs BLOB, ref_logprobs BLOB, advantages BLOB, clipped BLOB, old_values BLOB, returns BLOB,
+    new_logprobs BLOB, ref_logprobs BLOB, advantages BLOB, clipped BLOB, old_values BLOB, returns BLOB, entropies BLOB,
     PRIMARY KEY (step, prompt_index, rollout_index)
 );
 CREATE TABLE IF NOT EXISTS evaluations (
@@ -49,7 +49,7 @@ TABLES = ("prompts", "rollouts", "evaluations")
 TOKENS = {"tokens": np.dtype("<i4"), "clipped": np.dtype("u1")}  # all other arrays are float32
 ARRAYS = (
     "tokens", "sampler_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "advantages", "clipped", "old_values",
-    "returns",
+    "returns", "entropies",
 )  # fmt: skip
 BUSY_S = 30.0  # seconds to wait for another program's lock on the file
 WAITING = 4  # maximum length of the writing queue; then training waits for the disk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import sys
 import threading
 import webbrowser
 from pathlib import Path
@@ -16,6 +17,7 @@ from posttrain.serving.guard import is_loopback
 from posttrain.serving.listening import listen
 from posttrain.terminal import say
 
+SWITCH_S = 0.0005  # an answer of hundreds of database rows must not wait for the index's thread at each of them
 READING_S = 10.0  # then the first page waits for the rest
 SHORTEST = 8  # characters of a token
 
@@ -35,8 +37,9 @@ def serve(root: Path, host: str, port: int, token: str | None, browser: bool, pa
     listening = listen(host, port)
     from posttrain.ui.app import application, place_of  # imports Gradio: only once the port is ours
 
+    sys.setswitchinterval(SWITCH_S)
     place = place_of(root)
-    reading = threading.Thread(target=place.viewer.runs.rows, daemon=True)  # so that the first page is quick
+    reading = threading.Thread(target=place.viewer.warm, daemon=True)  # so that the first page is quick
     reading.start()
     app = application(place, token or None, local)
     reading.join(READING_S)

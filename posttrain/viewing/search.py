@@ -27,6 +27,7 @@ from posttrain.viewing.gradient import Numbers
 log = logging.getLogger("posttrain")
 
 VERSION = 1
+REST_S = 0.003  # after every step, for the pages that are asked for meanwhile
 AGE_S = 2.0  # the run's database is looked at again after this time
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT);
@@ -96,14 +97,15 @@ class Index:
         self._thread: threading.Thread | None = None
 
     def refresh(self, wait: float = 0.0) -> Index:
-        """Start to read what is new, unless that is being done, or was just now; wait that many seconds for it."""
+        """Start to read what is new, unless that is being done, or was just now; wait so many seconds for it."""
+        started = None
         with self._lock:
             busy = self._thread is not None and self._thread.is_alive()
             if not busy and time.monotonic() - self._looked >= AGE_S:
-                self._thread = threading.Thread(target=self._work, name="index", daemon=True)
-                self._thread.start()
-        if wait and self._thread is not None:
-            self._thread.join(wait)
+                self._thread = started = threading.Thread(target=self._work, name="index", daemon=True)
+                started.start()
+        if wait and started is not None:
+            started.join(wait)
         return self
 
     def search(self, wanted: Wanted, limit: int = 50, offset: int = 0) -> Found:
@@ -174,6 +176,7 @@ class Index:
                 prompts = {one["prompt_index"]: one for one in stored.prompts(step)}
                 with connection:  # a step is there with all its rollouts, or not
                     _add(connection, step, there[step], prompts, rollouts)
+                time.sleep(REST_S)
 
 
 def _fingerprints(stored: StoredRun) -> dict[int, str]:

@@ -16,6 +16,7 @@ from posttrain.viewing.evaluations import Evaluations
 from posttrain.viewing.runs import Runs
 from posttrain.viewing.search import Index
 
+WARM = 100  # runs whose curves are read before they are asked for
 PATIENCE_S = 0.2  # a small run is indexed in this time, and the page shows it at once
 log = logging.getLogger("posttrain")
 
@@ -31,6 +32,11 @@ class Viewer:
         self.evaluations = Evaluations(root)
         self._indexes: dict[Path, Index] = {}
         self._lock = threading.Lock()
+
+    def warm(self) -> None:
+        """Read what the first page shows."""
+        for row in self.runs.rows()[:WARM]:
+            self.runs.spark(row)
 
     def index(self, run: Path) -> Index:
         """The index of a run's rollouts, which starts to read what is new."""
