@@ -33,7 +33,6 @@ class Evaluation:
 
     name: str
     folder: Path
-    model: str
     suites: dict[str, dict[str, Any]]
     problem: str  # why it cannot be read
 
@@ -109,12 +108,10 @@ def _summary(place: Path, folder: Path) -> Evaluation:
     name = "/".join([*parts[:-2], parts[-1]] if inside else parts)
     try:
         summary = read_summary(folder)
-        model, suites = summary.get("model"), summary["suites"]
-        shown = str(model.get("name") or name) if isinstance(model, dict) else name
-        kept = {str(key): facts for key, facts in suites.items() if isinstance(facts, dict)}
-        return Evaluation(name, folder, shown, kept, "")
+        kept = {str(key): facts for key, facts in summary["suites"].items() if isinstance(facts, dict)}
+        return Evaluation(name, folder, kept, "")
     except (PosttrainError, OSError) as error:
-        return Evaluation(name, folder, name, {}, str(error))
+        return Evaluation(name, folder, {}, str(error))
 
 
 def _below(place: Path) -> list[Path]:

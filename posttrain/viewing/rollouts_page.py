@@ -33,10 +33,10 @@ def rollouts_page(viewer: Viewer, query: Query) -> Markup:
     step, prompt, rollout = (query.integer(name) for name in ("step", "prompt", "rollout"))
     series = viewer.series.of(row.folder)
     if step is None:
-        return join([_head(row, query), _overview(row, series), _search(viewer, row, query)])
+        return join([_head(row), _overview(row, series), _search(viewer, row, query)])
     with StoredRun(row.folder, looking=True) as stored:
         stored.require(step)
-        head = [_head(row, query), _path(row, step, prompt, rollout), _beside(stored, step, prompt, query)]
+        head = [_head(row), _path(row, step, prompt, rollout), _beside(stored, step, prompt, query)]
         if prompt is None:
             return join([*head, step_view(stored, series, row, step)])
         if rollout is None:
@@ -56,7 +56,7 @@ def _choice(viewer: Viewer, name: str, row: Row | None) -> Markup:
     return join([message(said), table(["run", "method", "model", "steps"], rows, numbers=(3,)) if rows else None])
 
 
-def _head(row: Row, query: Query) -> Markup:
+def _head(row: Row) -> Markup:
     return el("h1", el("a", row.name, href=address("/run", run=row.name)), " ", el("small", "rollouts"))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from posttrain.errors import PosttrainError
-from posttrain.reports.headline import LABELS, OF_METHOD, headlines
+from posttrain.reports.headline import OF_METHOD, headlines
 from posttrain.reports.listing import Summary, runs_below, summarise
 from posttrain.reports.series import sparkline
 from posttrain.store import metrics, rollouts
@@ -114,12 +114,6 @@ def headline_metrics(method: str) -> list[str]:
     """The metrics of the headline's curve, the first that a run has counts."""
     names = [*OF_METHOD.get(method, ()), "loss"]
     return [kind for name in names for kind in (name, f"eval_{name}")]
-
-
-def metric_of(label: str) -> str:
-    """The metric behind a label of the headline: "validation accuracy" -> "rewards/accuracies"."""
-    bare = label.removeprefix("validation ")
-    return next((name for name, shown in LABELS.items() if shown == bare), bare)
 
 
 def log_tail(folder: Path, size: int = TAIL) -> str:
