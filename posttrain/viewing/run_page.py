@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 
 from posttrain.reports.advice import MESSAGES
@@ -11,6 +10,7 @@ from posttrain.reports.listing import in_units
 from posttrain.reports.markup import Markup, el, join, message, number, table
 from posttrain.reports.panels import PANELS, lines_of
 from posttrain.reports.progress import duration
+from posttrain.reports.report import data_said
 from posttrain.reports.series import AXES, Series
 from posttrain.viewing.address import Query, address
 from posttrain.viewing.checks import checks_of
@@ -22,7 +22,6 @@ from posttrain.words import counted
 
 PATH = "/run"
 LOG_LINES = 60
-PROGRESS = re.compile(r"^\S+ \S+ INFO (step \d+/\d+|validation at step \d+)  ")
 
 
 def run_page(viewer: Viewer, query: Query) -> Markup:
@@ -127,13 +126,8 @@ def _checks(row: Row, series: Series) -> Markup:
 
 
 def _data(row: Row) -> Markup | None:
-    """What the run said of its data at its start: rows read, lengths, what was dropped."""
-    said = []
-    for line in log_tail(row.folder, 1 << 18).splitlines():
-        if PROGRESS.match(line) or "Traceback" in line:
-            break
-        said.append(line.partition(" INFO ")[2] or line.partition(" WARNING ")[2] or line)
-    return join([el("h2", "Data"), el("pre", "\n".join(said))]) if said else None
+    said = data_said(row.folder)
+    return join([el("h2", "Data"), el("pre", said)]) if said else None
 
 
 def _log(row: Row) -> Markup:
