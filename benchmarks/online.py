@@ -121,7 +121,9 @@ def run_posttrain(
             "ppo": {"type": "ppo", "num_generations": n, "num_ppo_epochs": 4, "num_minibatches": 1, "kl_coef": 0.05},
             "distill": {"type": "distill", "num_generations": n, "teacher": str(models.get("teacher"))},
         }[method],
-        "rewards": {"grpo": [reward], "ppo": [{"type": "model", "path": str(models["reward"])}], "distill": []}[method],
+        "rewards": {"grpo": [reward], "ppo": [{"type": "model", "path": str(models.get("reward"))}], "distill": []}[
+            method
+        ],
         "data": {
             "source": str(write_rows(folder / "rows.jsonl", [{"prompt": text} for text in prompts_of(method)])),
             "template": "chat" if method == "distill" else "none",  # GKD takes conversations alone
