@@ -71,6 +71,7 @@ def serve(
     need("fastapi", "serve", "posttrain serve")
     socket = listen(host, port)  # a port in use is an error before the model is loaded
     path, name, _ = located(model)
+    say(f"loading {name} …", error=True)
     reward = None if reward_model is None else located(reward_model)[0]
     settings = from_flags(ModelConfig, {"path": path, "dtype": dtype})
     with quick_imports():

@@ -47,7 +47,10 @@ def run(
     """
     import uvicorn
 
+    serving = False
+
     async def serve() -> None:
+        nonlocal serving
         started = await start()
         try:
             config = uvicorn.Config(
@@ -59,6 +62,7 @@ def run(
                 timeout_graceful_shutdown=GRACE_S,
             )
             host, port = listening.getsockname()[:2]
+            serving = True
             ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
             await uvicorn.Server(config).serve([listening])
         finally:
@@ -66,6 +70,9 @@ def run(
 
     try:
         asyncio.run(serve())
+    except KeyboardInterrupt:
+        if not serving:  # else it is how one ends it
+            raise
     finally:
         listening.close()
 
