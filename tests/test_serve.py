@@ -231,14 +231,14 @@ def serving(model: Path, key: str | None = None, **settings) -> Iterator[str]:
 
     async def serve() -> None:
         try:
-            box["host"] = host = await Host.start(served)
+            host = await Host.start(served)
+            config = uvicorn.Config(Guard(make_app(host), key), log_level="warning", lifespan="off")
+            box["server"] = uvicorn.Server(config)
         except Exception as error:
             box["error"] = error
             return
         finally:
             started.set()
-        config = uvicorn.Config(Guard(make_app(host), key), log_level="warning", lifespan="off")
-        box["server"] = uvicorn.Server(config)
         await box["server"].serve([socket])
         host.close()
 

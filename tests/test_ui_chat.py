@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from browser import SIZES, a_browser, fits, photograph, served, watched
+from browser import SIZES, a_browser, fits, photograph, watched
+from pages import served
 from test_ui_pages import PICTURES, SAVED
 
 pytestmark = pytest.mark.ui
