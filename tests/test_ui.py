@@ -36,6 +36,7 @@ PAGES = {
     "/rollouts?run=saved": "Find rollouts",
     "/rollouts?run=saved&step=2&prompt=0&rollout=0": "The tokens that pushed most",
     "/evaluations": "There are no evaluations",
+    "/new": "Still needed: model.path, data.source",
 }
 
 

@@ -14,31 +14,54 @@ element.addEventListener('click', (event) => {
     });
     return;
   }
+  const act = event.target.closest('[data-act]')?.dataset.act;
+  if (act) {
+    const form = element.querySelector('form[data-go]');
+    clearTimeout(typing);
+    if (form) history.replaceState(null, '', addressOf(form));
+    element.classList.add('waiting');
+    trigger('submit', { address: location.search, act });
+    return;
+  }
   if (event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
   const link = event.target.closest('a[data-go]');
   const url = link && new URL(link.href);
   if (!url || url.origin !== location.origin || url.pathname !== location.pathname) return;
   event.preventDefault();
+  typed = null;
   show(url.href, true);
 });
-const submit = (form) => {
+const addressOf = (form) => {
   const values = [...new FormData(form)].filter(([, value]) => value !== '');
-  show(`${location.pathname}?${new URLSearchParams(values)}`, true);
+  return `${location.pathname}?${new URLSearchParams(values)}`;
 };
+const submit = (form) => show(addressOf(form), true);
 element.addEventListener('submit', (event) => { event.preventDefault(); submit(event.target); });
-element.addEventListener('change', (event) => { if (event.target.form) submit(event.target.form); });
-let typing = 0;
+// A field to type in is read as one types: its change is no news, and would replace a button that is being pressed.
+element.addEventListener('change', (event) => {
+  if (event.target.form && event.target.type !== 'search') submit(event.target.form);
+});
+let typing = 0, typed = null;
 element.addEventListener('input', (event) => {
   if (event.target.type !== 'search') return;
+  typed = event.target.value;
+  caret = event.target.selectionStart;
   clearTimeout(typing);
-  typing = setTimeout(() => { if (event.target.isConnected) submit(event.target.form); }, 400);
+  const name = event.target.name; // by then the field may have been replaced
+  typing = setTimeout(() => {
+    const form = element.querySelector(`[name="${CSS.escape(name)}"]`)?.form;
+    if (form) submit(form);
+  }, 400);
 });
-window.addEventListener('popstate', () => show(location.href, false));
+window.addEventListener('popstate', () => { typed = null; show(location.href, false); });
 
 // What had the keyboard's focus, and what was open, is so again after the content was replaced.
 const nameOf = (one) => one.id || (one.name && `${one.name}=${one.type === 'radio' ? one.value : ''}`) || one.getAttribute?.('href');
 let focus = null, caret = null, open = [];
-element.addEventListener('focusin', (event) => { focus = nameOf(event.target); });
+element.addEventListener('focusin', (event) => {
+  if (nameOf(event.target) !== focus) typed = caret = null;
+  focus = nameOf(event.target);
+});
 element.addEventListener('keyup', (event) => { caret = event.target.selectionStart ?? null; });
 element.addEventListener('focusout', (event) => { if (event.target.isConnected && event.relatedTarget) focus = null; });
 element.addEventListener('toggle', () => {
@@ -46,15 +69,28 @@ element.addEventListener('toggle', () => {
 }, true);
 watch('value', () => {
   element.classList.remove('waiting');
+  const opened = open;
+  setTimeout(() => restore(opened)); // Gradio changes the elements right after this
+});
+const restore = (opened) => {
   for (const one of element.querySelectorAll('details > summary')) {
-    if (open.includes(one.textContent)) one.parentElement.open = true;
+    if (opened.includes(one.textContent)) one.parentElement.open = true;
   }
   const again = focus && [...element.querySelectorAll('a, input, select, button')].find((one) => nameOf(one) === focus);
   if (again && document.activeElement !== again) {
     again.focus({ preventScroll: true });
     if (again.type === 'search') again.setSelectionRange(caret ?? again.value.length, caret ?? again.value.length);
   }
-});
+};
+// Gradio changes elements in place: a choice follows its new options, and what was typed since it was sent stays.
+new MutationObserver(() => {
+  for (const one of element.querySelectorAll('option[selected]')) one.parentElement.value = one.value;
+  for (const one of element.querySelectorAll('input[type=radio][checked]')) one.checked = true;
+  const field = document.activeElement;
+  if (typed === null || !element.contains(field) || nameOf(field) !== focus || field.value === typed) return;
+  field.value = typed;
+  field.setSelectionRange(caret, caret);
+}).observe(element, { subtree: true, childList: true, attributes: true, attributeFilter: ['name', 'value', 'selected', 'checked'] });
 
 // A click on a point of a curve follows the figure's address; posttrain/reports/hover.js has `nearest`.
 element.addEventListener('click', (event) => {

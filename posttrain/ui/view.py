@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gradio as gr
 
 from posttrain.reports.chart import HOVER
 from posttrain.ui.place import Place
-from posttrain.viewing.viewer import Render, rendered
+from posttrain.viewing.viewer import Act, Render, rendered
 
 SCRIPT = HOVER + Path(__file__).with_name("view.js").read_text(encoding="utf-8")
 
 
-def view(place: Place, render: Render, seconds: float | None = None) -> gr.HTML:
-    """Show `render(viewer, query)`, for the address of the page now; every `seconds`, if it has changed meanwhile."""
+def view(place: Place, render: Render, seconds: float | None = None, acts: Mapping[str, Act] | None = None) -> gr.HTML:
+    """Show `render(viewer, query)`, for the address of the page now; every `seconds`, if it has changed meanwhile.
+
+    `acts` are what buttons do that change something: `data-act` names one, which is asked for by POST.
+    """
     address, digest = gr.State(""), gr.State(0)
     shown = gr.HTML(js_on_load=SCRIPT, apply_default_css=False, elem_classes=["view"])
 
@@ -23,6 +28,11 @@ def view(place: Place, render: Render, seconds: float | None = None) -> gr.HTML:
 
     def follow(event: gr.EventData):
         return go(str(getattr(event, "address", "")))
+
+    def do(event: gr.EventData):
+        at, act = str(getattr(event, "address", "")), (acts or {}).get(str(getattr(event, "act", "")))
+        made = rendered(render, place.viewer, at, act)
+        return made, at, hash(rendered(render, place.viewer, at))  # what was refused stays until the page changes
 
     def go(at: str):
         made = rendered(render, place.viewer, at)
@@ -34,7 +44,11 @@ def view(place: Place, render: Render, seconds: float | None = None) -> gr.HTML:
 
     outputs = [shown, address, digest]
     gr.on(None, load, None, outputs, show_progress="hidden", api_visibility="private")
-    shown.click(follow, None, outputs, show_progress="hidden", api_visibility="private")
+    # One after another, none dropped while another is at work: the last one shows the page's own address.
+    quiet: Any = {"show_progress": "hidden", "api_visibility": "private", "trigger_mode": "multiple"}
+    shown.click(follow, None, outputs, **quiet)
+    if acts:
+        shown.submit(do, None, outputs, **quiet)
     if seconds is not None:
         timer, changed = gr.Timer(seconds), [shown, digest]
         timer.tick(renew, [address, digest], changed, show_progress="hidden", api_visibility="private")

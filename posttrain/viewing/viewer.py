@@ -12,6 +12,7 @@ from posttrain.errors import PosttrainError, message_of
 from posttrain.reports.markup import Markup, el, message
 from posttrain.reports.series import Kept
 from posttrain.viewing.address import Query, parse
+from posttrain.viewing.commands import Commands, Launches
 from posttrain.viewing.evaluations import Evaluations
 from posttrain.viewing.runs import Runs
 from posttrain.viewing.search import Index
@@ -30,6 +31,8 @@ class Viewer:
         self.runs = Runs(root)
         self.series = Kept()
         self.evaluations = Evaluations(root)
+        self.commands = Commands(self.cache / "asked")
+        self.launches = Launches(root)
         self._indexes: dict[Path, Index] = {}
         self._lock = threading.Lock()
 
@@ -46,12 +49,20 @@ class Viewer:
 
 
 Render = Callable[[Viewer, Query], Markup]
+Act = Callable[[Viewer, Query], None]  # of a button: raises an error that the page shows
 
 
-def rendered(render: Render, viewer: Viewer, address: object) -> Markup:
-    """What a page shows at an address; an error becomes a message on it, and its stack trace goes to the log."""
+def rendered(render: Render, viewer: Viewer, address: object, act: Act | None = None) -> Markup:
+    """What a page shows at an address, after an act; an error becomes a message on it, its stack trace goes to the
+    log."""
     try:
-        return el("div", render(viewer, parse(address)), class_="shown")
+        query, refused = parse(address), None
+        try:
+            if act is not None:
+                act(viewer, query)
+        except PosttrainError as error:
+            refused = message(message_of(error), "error")
+        return el("div", refused, render(viewer, query), class_="shown")
     except PosttrainError as error:
         return el("div", message(message_of(error), "error"), class_="shown")
     except Exception as error:  # the page must stay usable whatever a damaged run makes of it

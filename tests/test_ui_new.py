@@ -1,0 +1,115 @@
+"""The page New run in a real browser (`make test-ui`): filled in, wrong values, planned, and a run started on it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from browser import SIZES, a_browser, fits, photograph, watched
+from pages import served
+from test_ui_pages import PICTURES
+
+pytestmark = pytest.mark.ui
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with a_browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("new") / "runs"
+    folder.mkdir()
+    rows = [{"prompt": f"Once there were {n} cats.", "completion": " They slept all day."} for n in range(8)]
+    (folder.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(runs):
+    with served("ui", "runs", "--no-browser", folder=runs.parent) as (found, _):
+        yield found
+
+
+def fill(page, setting: str, value: str) -> None:
+    field = page.locator(f'input[name="{setting}"]')
+    field.click()
+    page.keyboard.type(value, delay=25)
+
+
+def test_a_run_is_filled_in_planned_and_started(browser, address, runs, shared):
+    with watched(browser) as page:
+        page.goto(f"{address}/new")
+        page.get_by_text("Still needed: model.path, data.source.").wait_for()
+        fill(page, "model.path", str(shared / "models/stories260K"))
+        fill(page, "data.source", "rows.jsonl")
+        fill(page, "training.max_steps", "two")
+        page.get_by_text("training.max_steps is 'two'; it must be a whole number of 1 or more or null").first.wait_for()
+        assert page.get_by_role("button", name="Start").count() == 0
+        page.locator('input[name="training.max_steps"]').fill("2")
+        page.get_by_role("button", name="Start").wait_for()
+        fill(page, "name", "first")
+        page.locator("aside pre", has_text="name: first").wait_for()
+        page.get_by_role("button", name="Plan").click()
+        page.get_by_text("the tokenizer has no chat template").wait_for(timeout=60_000)
+        page.locator("summary", has_text=re.compile("^Data$")).click()
+        fill(page, "data.template", "none")
+        page.locator("aside pre", has_text="template: none").wait_for()
+        page.get_by_role("button", name="Plan").click()
+        page.get_by_text("total tokens").wait_for(timeout=60_000)
+        photograph(page, PICTURES / "new-planned.png")
+        page.get_by_role("button", name="Start").click()
+        page.get_by_text("first is starting").wait_for()
+        page.get_by_role("link", name="first", exact=True).click(timeout=60_000)
+        page.get_by_role("heading", name=re.compile("^first ")).wait_for()
+        page.get_by_text("finished").wait_for(timeout=60_000)
+    assert (runs / "configs/first.yaml").read_text().startswith("name: first\n")
+    with watched(browser) as page:  # a second tab: the name is taken now
+        page.goto(f"{address}/new?model.path=a/b&data.source=gsm8k&name=first")
+        page.get_by_text("There is a run first already").wait_for()
+        assert page.get_by_role("button", name="Start").count() == 0
+
+
+def test_a_run_that_fails_says_why(browser, address):
+    with watched(browser) as page:
+        page.goto(f"{address}/new?model.path=/no/such/model&data.source=nowhere.jsonl&name=lost")
+        page.get_by_role("button", name="Start").click()
+        page.get_by_text("lost failed").wait_for(timeout=60_000)
+        page.get_by_text("model /no/such/model: no such folder").first.wait_for()
+
+
+def test_what_is_typed_while_the_page_answers_is_kept(browser, address):
+    """Slow fingers: the page is replaced several times within the word."""
+    with watched(browser) as page:
+        page.goto(f"{address}/new")
+        page.locator('input[name="name"]').click()
+        page.keyboard.type("a name in pieces", delay=230)
+        page.keyboard.type(" and more", delay=480)
+        page.wait_for_url("**name=a+name+in+pieces+and+more**")
+        assert page.locator('input[name="name"]').input_value() == "a name in pieces and more"
+
+
+def test_another_method_has_its_own_choices(browser, address):
+    """Elements are changed in place: a choice of one setting must not become one of its successor."""
+    with watched(browser) as page:
+        page.goto(f"{address}/new?method.type=dpo")
+        page.locator('select[name="model.lora"]').select_option("true")
+        page.wait_for_url("**model.lora=true**")
+        page.locator('select[name="method.type"]').select_option("grpo")
+        page.locator('[name="method.scale_rewards"]').wait_for()
+        chosen = page.locator("form select").evaluate_all("all => all.filter(one => one.value).map(one => one.name)")
+        assert chosen == ["method.type", "model.lora"]
+        page.go_back()
+        page.wait_for_function("document.querySelector('select[name=\"method.type\"]').value === 'dpo'")
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_the_form_in_light_dark_and_on_a_phone(browser, address, method):
+    for mode in SIZES:
+        with watched(browser, mode) as page:
+            page.goto(f"{address}/new?method.type={method}&model.path=a%2Fb&data.source=gsm8k&data.max_length=none")
+            page.get_by_text("data.max_length is 'none'").first.wait_for()
+            assert fits(page)
+            photograph(page, PICTURES / f"new-{method}-{mode}.png", whole=mode == "phone")

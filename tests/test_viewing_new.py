@@ -1,0 +1,120 @@
+"""What the page New run makes of an address: fields, messages, the settings file, and the processes it starts."""
+
+import sys
+import time
+
+import pytest
+
+from posttrain.config import load
+from posttrain.config.schema.methods import METHOD_NAMES
+from posttrain.errors import ConfigError
+from posttrain.viewing.address import Query, address, parse
+from posttrain.viewing.commands import Answer, Commands, Launches
+from posttrain.viewing.draft import draft, fields_of
+from posttrain.viewing.new_page import new_page, start
+from posttrain.viewing.viewer import Viewer, rendered
+
+WHOLE = {
+    "model.path": "a/b", "data.source": "rows.jsonl", "training.max_steps": "20", "training.learning_rate": "3e-4",
+    "model.lora": "true", "model.lora.r": "4", "data.columns": "{prompt: a, completion: '1'}",
+    "data.system_prompt": "a: b", "checkpoint.best_metric": "null", "data.validation.ratio": "0.1",
+    "training.optimizer": "adamw_8bit",
+}  # fmt: skip
+
+
+def asked(**values: str) -> Query:
+    return parse(address("/new", **values))
+
+
+def test_the_file_reads_back_as_what_was_typed(tmp_path):
+    root = tmp_path / "12 ${HOME}: runs"  # a folder that YAML would read as something else
+    for method, own in {"sft": {}, "ipo": {}, "ppo": {"rewards": "[{type: math}]", "method.kl_coef": "0.01"}}.items():
+        made = draft(asked(**WHOLE, **own, **{"method.type": method}), root)
+        file = tmp_path / f"{method}.yaml"
+        file.write_text(made.text)
+        assert made.config is not None and made.config == load(file).config, method
+        assert made.config.output_dir == str(root) and made.config.name == made.name == f"{made.config.method.type}-b"
+
+
+def test_messages_are_those_of_the_command_line_at_their_fields(tmp_path):
+    wrong = {
+        **WHOLE,
+        "training.max_steps": "ten",
+        "training.optimizer": "adam",
+        "data.max_length": "9000",
+        "seed": "[1",
+    }
+    given = {path: text for path, text in wrong.items() if path != "seed"}
+    made = draft(asked(**given), tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        load(None, [f"{path}={text}" for path, text in {"method": "sft", **given}.items()])
+    lines = str(refused.value).splitlines()[1:]
+    said = [line.strip().removeprefix("override ").partition(": ")[2] for line in lines]
+    assert sorted(made.problems.values()) == sorted(said) and len(said) == 2
+    assert made.config is None and not made.elsewhere
+    assert "does not close its bracket" in draft(asked(**wrong), tmp_path).problems["seed"]
+    conflict = draft(asked(**{**WHOLE, "data.max_length": "9000"}), tmp_path)
+    assert list(conflict.problems) == ["training.tokens_per_pack"]
+
+
+def test_every_method_has_a_form_of_its_settings(tmp_path):
+    viewer = Viewer(tmp_path, tmp_path / "cache")
+    for method in METHOD_NAMES:
+        page = new_page(viewer, asked(**{"method.type": method}))
+        for setting in fields_of(method):
+            assert page.count(f'name="{setting.path}"') == 1, setting.path
+        assert "Still needed: model.path, data.source" in page.replace(", method.teacher", "") or "rewards" in page
+    hostile = new_page(viewer, asked(**{"name": '"><script>x</script>', "model.path": "<img src=x>", "evil": "1"}))
+    assert "<script" not in hostile and "<img" not in hostile and "evil" not in hostile
+
+
+def test_a_name_that_is_taken_gets_a_number_or_is_refused(tmp_path):
+    viewer = Viewer(tmp_path, tmp_path / "cache")
+    (tmp_path / "sft-b").mkdir()
+    assert draft(asked(**WHOLE), tmp_path).name == "sft-b-2"
+    taken = address("/new", **WHOLE, name="sft-b")
+    assert "There is a run sft-b already" in rendered(new_page, viewer, taken)
+    assert "there is a run sft-b already" in rendered(new_page, viewer, taken, start)
+    assert "are not whole yet" in rendered(new_page, viewer, "?name=x", start)
+    assert not (tmp_path / "configs").exists()
+
+
+def test_a_run_is_a_process_of_its_own_and_starts_once(tmp_path, monkeypatch):
+    program = "import os, sys, time; print(sys.argv[1:], os.getsid(0) == os.getpid(), flush=True); time.sleep(30)"
+    monkeypatch.setattr("posttrain.viewing.commands.command", lambda given: [sys.executable, "-c", program, *given])
+    launches = Launches(tmp_path)
+    launch = launches.start("one", "method: sft\n")
+    with pytest.raises(ConfigError, match="there is a run one already"):
+        launches.start("one", "method: sft\n")
+    try:
+        assert launch.file.read_text() == "method: sft\n" and not launch.ended
+        _until(lambda: launch.log.read_text() == f"['train', '{launch.file}'] True\n")
+    finally:
+        launch.process.kill()
+        launch.process.wait()
+    assert launch.ended and launches.find("one") is launch
+
+
+def test_a_command_is_asked_once_and_its_error_is_said(tmp_path, monkeypatch):
+    program = (
+        "import pathlib, sys; text = pathlib.Path(sys.argv[2]).read_text()\n"
+        "sys.exit('note: x\\nerror: it is wrong') if 'bad' in text else print(text)"
+    )
+    monkeypatch.setattr("posttrain.viewing.commands.command", lambda given: [sys.executable, "-c", program, *given])
+    commands = Commands(tmp_path / "asked")
+    for text in ("good", "bad"):
+        assert commands.find("plan", text) is None
+        commands.ask("plan", text)
+    _until(lambda: all((commands.find("plan", text) or Answer()).code is not None for text in ("good", "bad")))
+    good, bad = commands.find("plan", "good"), commands.find("plan", "bad")
+    assert good is not None and bad is not None
+    assert (good.said, good.code) == ("good\n", 0) and (bad.said, bad.code) == ("it is wrong", 1)
+    commands.ask("plan", "good")
+    assert commands.find("plan", "good") is good and not list((tmp_path / "asked").iterdir())
+
+
+def _until(holds, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
