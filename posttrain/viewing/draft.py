@@ -70,7 +70,7 @@ def draft(query: Query, root: Path) -> Draft:
         text=_as_file(values),
         config=found,
         problems=problems,
-        missing=tuple(path for path, said in problems.items() if " is missing" in said),
+        missing=tuple(path for path, said in problems.items() if " is missing;" in said),
         elsewhere=tuple(elsewhere),
         notes=tuple(notes),
     )
@@ -92,11 +92,12 @@ def _by_setting(lines: list[str], known: list[str]) -> tuple[dict[str, str], lis
     rest: list[str] = []
     for line in lines:
         where, _, said = line.partition(": ")
-        if where not in known:
-            where, said = "", line
+        if where not in (*known, METHOD, OUTPUT):
+            said = line
         named = said.partition(" ")[0]
         named = SHOWN_AT.get(named, named)
-        path = named if named in known else where  # `where` may be of the heading that the message's setting is under
+        # A message about several settings begins with one of them; its place may be another's of the same heading.
+        path = next((one for one in (named, where) if one in known), "")
         if path:
             inside = named == path or named.startswith(f"{path}.")
             found.setdefault(path, said if inside else f"{path}: {said}")

@@ -154,10 +154,10 @@ def _made(viewer: Viewer, made: Draft) -> Markup:
 def _state(viewer: Viewer, made: Draft) -> Markup:
     """What is wrong or missing; else the button that starts the run."""
     wrong = [path for path in made.problems if path not in made.missing]
-    if wrong or made.elsewhere:
-        return join(message(line, "error") for line in (*(made.problems[path] for path in wrong), *made.elsewhere))
-    if made.missing:
-        return message(f"Still needed: {', '.join(made.missing)}.")
+    lines = [*(made.problems[path] for path in wrong), *made.elsewhere]
+    if lines or made.missing:
+        needed = message(f"Still needed: {', '.join(made.missing)}.") if made.missing else None
+        return join([*(message(line, "error") for line in lines), needed])
     if (viewer.root / made.name).exists():
         return message(f"There is a run {made.name} already: give another name.", "error")
     return el("p", el("button", "Start", type="button", data_act="start", class_="primary"), " ", el("b", made.name))
