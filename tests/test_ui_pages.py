@@ -75,6 +75,7 @@ def test_runs_are_filtered_sorted_and_compared(browser, address):
         assert "find=oth" in page.url and page.get_by_label("Find").evaluate("one => one === document.activeElement")
         page.go_back()
         page.get_by_role("link", name="choose saved").click()
+        page.get_by_role("link", name="remove saved").first.wait_for()
         page.get_by_role("link", name="choose other").click()
         page.get_by_role("heading", name="2 runs over step").wait_for()
         page.get_by_label("Over").select_option("tokens")
