@@ -29,14 +29,14 @@ def names():
 numbers = torch.ones(1 << 17)
 work()
 watch = Watch(_libgomp(), team_beside(2))
-found = {"spinning": work()}
+found = {"spinning": min(work() for _ in range(5))}  # beside other work the system takes a core away at times
 watch.look(1.0)
 while work() < 1000:  # until the team is there
     pass
 found["sleeping"] = work()
 for _ in range(CALM_LOOKS):
     watch.look(0.0)
-found["spinning again"] = work()
+found["spinning again"] = min(work() for _ in range(5))
 
 busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
 try:
