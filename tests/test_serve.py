@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import httpx
@@ -32,7 +32,7 @@ from posttrain.errors import ConfigError, DataError, ModelError, VitalSignError
 from posttrain.judging.single import JudgeInput, SingleJudge
 from posttrain.models.load import load_model, load_tokenizer, with_adapter
 from posttrain.rewards.learned import LearnedReward
-from posttrain.scoring import Scorer
+from posttrain.scoring import CHUNK_ELEMENTS, Scorer
 from posttrain.serving.app import make_app
 from posttrain.serving.guard import Guard
 from posttrain.serving.host import Host, Served
@@ -171,6 +171,19 @@ def test_requests_that_leave_or_are_too_many(stories):
             seen.append(events.get(timeout=10))
         assert isinstance(seen[-1], Ended) and {event.job for event in seen[:-1]} <= {first}
         assert live.load == (0, 0)
+
+
+def test_rows_that_are_idle_have_a_chunk_of_logits_of_their_own(stories, monkeypatch):
+    """Of 5 live rows, padded to 8, the logits come 5 at a time."""
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 5 * 512)
+    monkeypatch.setattr("posttrain.engines.live.packed_weights", lambda policy, head: nullcontext(4))
+    model = ModelConfig(path=str(stories))
+    policy, tokenizer = load_model(model, "lm", torch.float32, CPU), load_tokenizer(model)
+    with living(policy, tokenizer) as (live, events):
+        job = Job([5], Sampling(temperature=0, max_completion_length=4, num_generations=5), alternatives=1)
+        live.submit(job)
+        found = collect(events, [job])
+    assert len({tuple(ended.completion.tokens) for ended in found.values()}) == 1
 
 
 def test_a_model_that_is_damaged_fails_its_requests_and_goes_on(stories):

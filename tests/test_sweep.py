@@ -207,7 +207,7 @@ def test_a_sweep_ranks_its_trials_and_goes_on(home, capsys, monkeypatch):
     monkeypatch.setattr(trials.runner, "train", interrupted)
     assert swept(home, "rates", f"{RATE}=1e-2,1e-3,1e-9,1e-4,1e-5", "--resume")[0] == 130
     out, err = capsys.readouterr()
-    assert "go on with --resume: finished trials" in err and f"best: {root / found.best.name}" in out.replace("\n", "")
+    assert "resume with --resume: finished trials" in err and f"best: {root / found.best.name}" in out.replace("\n", "")
     states = [trial.state for trial in read_sweep(root).trials]
     assert states == ["finished"] * 3 + ["interrupted", "waiting"]
     assert swept(home, "rates", f"{RATE}=1e-3,1e-4", "--overwrite")[0] == 130

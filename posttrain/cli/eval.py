@@ -119,7 +119,7 @@ def eval(
 ) -> None:
     """Evaluate models on suites of questions, with intervals.
 
-    Answers are graded as in training and stored as they come, so that a stopped evaluation goes on where it was. A
+    Answers are graded as in training and stored as they come, so that a stopped evaluation is resumed. A
     folder per model gets `evaluation.sqlite`, `answers.jsonl` (every answer with its verdict) and `summary.json`. What
     could not be graded is counted, never scored.
 
@@ -204,7 +204,7 @@ def eval(
             found[str(folder)] = {**summary, "suites": kept}
     except KeyboardInterrupt as interrupt:
         raise Interrupted(
-            "interrupted: answers so far are stored, and the same command without --overwrite goes on after them"
+            "interrupted: answers so far are stored, and the same command without --overwrite resumes after them"
         ) from interrupt
     show(found)
     for folder, summary in found.items():

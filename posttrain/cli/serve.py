@@ -26,7 +26,9 @@ Adapter = Annotated[
 ]
 RewardModel = Annotated[str | None, typer.Option("--reward-model", help="Reward model for POST /reward.")]
 MaxRows = Annotated[int, typer.Option("--max-rows", min=1, max=512, help="Completions that are generated together.")]
-MaxWaiting = Annotated[int, typer.Option("--max-waiting", min=1, help="Prompts that wait; more are told to come back.")]
+MaxWaiting = Annotated[
+    int, typer.Option("--max-waiting", min=1, help="Prompts in the queue; further requests get status 429.")
+]
 Context = Annotated[
     int | None, typer.Option("--context", min=2, help="Longest prompt with its completion, in tokens. [default: 4096]")
 ]

@@ -53,11 +53,11 @@ def sweep(
     Values are listed, method.beta=0.05,0.1,0.5, or are a range: seed=0..4 (whole numbers), or with --random N
     training.learning_rate=1e-6..1e-4 (log-uniform). Other overrides and flags are the same for all trials.
 
-    Each trial is an ordinary run in {output_dir}/{name}/. Interrupted at any time, a sweep goes on with --resume, also
-    with further values. --dry-run lists the trials.
+    Each trial is an ordinary run in {output_dir}/{name}/. --resume resumes a sweep that was interrupted
+    at any time, also with further values. --dry-run lists the trials.
     """
     if resume and overwrite:
-        raise UsageError("--resume goes on with a sweep and --overwrite deletes it; give one of them")
+        raise UsageError("--resume continues a sweep and --overwrite deletes it; give one of them")
     from posttrain.sweep.space import names_of, read_space
 
     config, given = split_arguments(config, overrides)
@@ -102,7 +102,7 @@ def sweep(
             overwrite,
         )
     except KeyboardInterrupt as interrupt:
-        raise Interrupted(f"interrupted; go on with --resume: finished trials in {root} are kept") from interrupt
+        raise Interrupted(f"interrupted; resume with --resume: finished trials in {root} are kept") from interrupt
 
 
 def _refuse(swept: Mapping[str, object], flags: Mapping[str, str]) -> None:

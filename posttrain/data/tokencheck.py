@@ -44,8 +44,8 @@ def stop_faults(
         known = ", ".join(repr(tokenizer.convert_ids_to_tokens(id)) for id in stop_token_ids if id < len(tokenizer))
         found.append(
             f"The chat template ends a turn with {end[1]!r}, which is not a stop token ({known or 'there is none'}): "
-            f"completions go on after their turn. Add {end[0]:,} to eos_token_id in generation_config.json, or stop at "
-            "its text (rollout.stop, --stop)."
+            f"completions continue after their turn. Add {end[0]:,} to eos_token_id in generation_config.json, or stop "
+            "at its text (rollout.stop, --stop)."
         )
     return found
 

@@ -84,7 +84,8 @@ class JoiningStepper(Stepper):
         for part in row_chunks(self.policy, len(hidden_R)):
             start = first + (part.start or 0)
             some = jobs[start - first : start - first + len(hidden_R[part])]
-            self._record(state, start, some, next_token_logits(self.policy, hidden_R[part])[: len(some)])
+            if some:
+                self._record(state, start, some, next_token_logits(self.policy, hidden_R[part][: len(some)]))
 
     def _record(self, state: State, start: int, jobs: Sequence[Job], logits: Tensor) -> None:
         rows = slice(start, start + len(jobs))
@@ -154,7 +155,7 @@ class Joining(Generation):
         self._remove_waiting()
         begin = len(self.rows)
         if not begin:
-            self.since = time.perf_counter()  # nobody's time was spent before
+            self.since = time.perf_counter()  # idle time is no completion's
         if self.admit():
             self._tell(begin)
             self.retire()

@@ -136,16 +136,18 @@ class Live:
         ):
             generation = self._fresh(step)
             while self._next(generation):
+                failed = False
                 try:
                     events = generation.turn()
                 except Exception as error:
                     log.exception("the engine failed, and with it %d requests", len(generation.jobs))
-                    events = generation.events + [Failed(job, error) for job in generation.jobs.values()]
+                    failed, events = True, generation.events + [Failed(job, error) for job in generation.jobs.values()]
+                if events:
+                    self.deliver(events)
+                if failed:  # after its requests have their answer: the new memory may not fit either
                     generation = self._fresh(step)
                 with self._wake:
                     self._waiting, self._live = len(generation.waiting) + len(self._queued), len(generation.rows)
-                if events:
-                    self.deliver(events)
             error = EngineError("the server was stopped")
             self.deliver([Failed(job, error) for job in generation.jobs.values()])
 

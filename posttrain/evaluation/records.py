@@ -1,6 +1,6 @@
 """The records of an evaluation: `evaluation.sqlite` as it goes, then `answers.jsonl` and `summary.json` (docs/eval.md).
 
-An item's answers are stored in one transaction, so a killed evaluation has whole items and goes on with the others.
+An item's answers are stored in one transaction, so a killed evaluation has whole items and resumes with the others.
 """
 
 from __future__ import annotations

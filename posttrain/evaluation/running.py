@@ -1,4 +1,4 @@
-"""Runs one suite with one setting: asks, grades and stores, and goes on where it was stopped."""
+"""Runs one suite with one setting: asks, grades and stores, and resumes where it was stopped."""
 
 from __future__ import annotations
 

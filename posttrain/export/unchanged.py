@@ -31,7 +31,7 @@ class Adapter:
         self._source, self._base = source, origin(source.base)
         if self._base is None:
             raise ModelError(
-                f"--no-merge: the base of {source.model.path} is the folder {source.base.path}, which nobody else "
+                f"--no-merge: the base of {source.model.path} is the folder {source.base.path}, which no one else "
                 "has: leave out --no-merge, or put the base's hub id in adapter_config.json (base_model_name_or_path)"
             )
         check_adapter_weights(Path(source.model.path), source.model.path, allow_pickle=False)

@@ -71,22 +71,22 @@ def _add_completions(app: FastAPI) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         policy = _policy(request)
         tokens = policy.chat_tokens(body.turns(), body.continue_final_message)
-        job = _job(policy, body, tokens, body.limit)
-        form = Form(True, body.model or policy.name, body.alternatives)
+        form = Form(True, body.model or policy.name, body.top_logprobs if body.logprobs else None)
+        job = _job(policy, body, form, tokens, body.max_completion_tokens or body.max_tokens)
         return await _replied(request, body, policy, Replies(form, policy.tokenizer, [job], policy.stops))
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
         policy = _policy(request)
         if body.echo and body.stream:
-            raise DataError("echo is not streamed: leave out one of the two")
+            raise DataError("echo is not streamed: give one of the two")
         if not body.max_tokens and not body.echo:
             raise DataError("max_tokens: 0 gives nothing; with echo, the prompt's log-probabilities")
         prompts = [policy.text_tokens(one) if isinstance(one, str) else one for one in body.prompts()]
-        form = Form(False, body.model or policy.name, body.alternatives)
+        form = Form(False, body.model or policy.name, body.logprobs)
         if body.echo:
             return await _while_there(request, _echoed(policy, body, prompts, form))
-        jobs = [_job(policy, body, tokens, body.limit) for tokens in prompts]
+        jobs = [_job(policy, body, form, tokens, body.max_tokens) for tokens in prompts]
         return await _replied(request, body, policy, Replies(form, policy.tokenizer, jobs, policy.stops))
 
 
@@ -100,7 +100,7 @@ def _add_scores(app: FastAPI) -> None:
             turns = [message.turn() for message in body.messages]
             if turns[-1]["role"] != "assistant":
                 raise DataError("the last message, which is scored, must be the assistant's")
-            prompt, whole = policy.chat_tokens(turns[:-1]), policy.chat_tokens(turns, go_on=True)
+            prompt, whole = policy.chat_tokens(turns[:-1]), policy.chat_tokens(turns, continued=True)
         else:
             prompt, whole = policy.text_tokens(body.prompt), policy.text_tokens(body.prompt + body.completion)
         if not whole:
@@ -158,7 +158,7 @@ def _to_reward(body: RewardRequest) -> tuple[list[str | Turns], list[str]]:
     return [*prompts], completions
 
 
-def _job(policy: Policy, body: Sampled, tokens: list[int], limit: int | None) -> Job:
+def _job(policy: Policy, body: Sampled, form: Form, tokens: list[int], limit: int | None) -> Job:
     """A prompt's completions: of `limit` tokens, or as many as there is room for."""
     context = policy.live.context
     room = context - len(tokens)
@@ -171,7 +171,7 @@ def _job(policy: Policy, body: Sampled, tokens: list[int], limit: int | None) ->
         )
     seed = new_seed() if body.seed is None else body.seed
     sampling = body.sampling(seed, min(limit or room, room), policy.stops)
-    return Job(tokens, sampling, policy.adapter(body.model), body.alternatives or 0, body.stream)
+    return Job(tokens, sampling, policy.adapter(body.model), form.alternatives or 0, body.stream)
 
 
 async def _replied(request: Request, body: Sampled, policy: Policy, replies: Replies) -> Response:
@@ -214,14 +214,14 @@ async def _while_there(request: Request, work: Awaitable[Json]) -> Response:
 
 async def _echoed(policy: Policy, body: CompletionRequest, prompts: list[list[int]], form: Form) -> Json:
     """The object of completions that begin with their prompts."""
-    jobs = [_job(policy, body, tokens, body.limit) for tokens in prompts] if body.max_tokens else []
+    jobs = [_job(policy, body, form, tokens, body.max_tokens) for tokens in prompts] if body.max_tokens else []
     replies = Replies(form, policy.tokenizer, jobs, policy.stops)
     whole = await replies.whole(policy.events(jobs))
     choices: list[Json] = []
     for tokens in prompts:
-        scores = await policy.scores(tokens, body.alternatives or 0, body.model)
+        scores = await policy.scores(tokens, form.alternatives or 0, body.model)
         text = str(policy.tokenizer.decode(tokens, skip_special_tokens=True))
-        before = replies.prompt_logprobs(scores) if body.alternatives is not None else None
+        before = replies.prompt_logprobs(scores) if form.alternatives is not None else None
         for _ in range(body.n):
             one = whole["choices"][len(choices)] if jobs else {"text": "", "logprobs": None, "finish_reason": "length"}
             after = one["logprobs"]

@@ -20,7 +20,7 @@ from posttrain.config import DataConfig, DevicesConfig, ModelConfig
 from posttrain.data.rows import Turns
 from posttrain.data.templates import choose_template
 from posttrain.engines import Sampling, stop_token_ids
-from posttrain.engines.joining import Alternatives, Event, Job
+from posttrain.engines.joining import Alternatives, Ended, Event, Job
 from posttrain.engines.live import Live
 from posttrain.errors import ConfigError, DataError, ModelError, PosttrainError
 from posttrain.models.devices import compute_dtype, take_device
@@ -100,7 +100,7 @@ class Policy:
                 self.live.submit(job)
             while left:
                 event = await queue.get()
-                left -= hasattr(event, "completion")
+                left -= isinstance(event, Ended)
                 yield event
         finally:
             for job in jobs:
@@ -118,14 +118,14 @@ class Policy:
         """The adapter that a request's `model` names; any other name is the model itself."""
         return model if model in self.live.adapters else None
 
-    def chat_tokens(self, turns: Sequence[dict[str, str]], go_on: bool = False) -> list[int]:
+    def chat_tokens(self, turns: Sequence[dict[str, str]], continued: bool = False) -> list[int]:
         """The prompt of a conversation, as in training: rendered by the template, then tokenised as it is.
 
-        `go_on`: with the last message as the beginning of the reply.
+        `continued`: with the last message as the start of the reply.
         """
-        if go_on:
-            begun = self.tokenizer(turns[-1]["content"], add_special_tokens=False).input_ids
-            return self.chat_tokens(turns[:-1]) + begun
+        if continued:
+            started = self.tokenizer(turns[-1]["content"], add_special_tokens=False).input_ids
+            return self.chat_tokens(turns[:-1]) + started
         if not self.template.turns:
             return self.text_tokens("".join(turn["content"] for turn in turns))
         try:
@@ -146,7 +146,7 @@ class Policy:
         return [TokenScore(token, piece, *of) for token, piece, of in zip(tokens, pieces, found, strict=True)]
 
     def _deliver(self, events: Sequence[Event]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no client is left
             self._loop.call_soon_threadsafe(self._dispatch, events)
 
     def _dispatch(self, events: Sequence[Event]) -> None:

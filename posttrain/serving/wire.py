@@ -90,15 +90,6 @@ class Sampled(Body):
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    @property
-    def limit(self) -> int | None:
-        raise NotImplementedError
-
-    @property
-    def alternatives(self) -> int | None:
-        """How many alternatives of each token are reported; None: not even its log-probability."""
-        raise NotImplementedError
-
 
 class Part(BaseModel):
     type: Literal["text"]
@@ -123,15 +114,7 @@ class ChatRequest(Sampled):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_ALTERNATIVES)
-    continue_final_message: bool = False  # ours: the last message is the assistant's, and goes on
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def alternatives(self) -> int | None:
-        return self.top_logprobs if self.logprobs else None
+    continue_final_message: bool = False  # ours: the last message, the assistant's, is continued
 
     def turns(self) -> list[dict[str, str]]:
         if self.continue_final_message and self.messages[-1].role != "assistant":
@@ -144,14 +127,6 @@ class CompletionRequest(Sampled):
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
     echo: bool = False
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_tokens
-
-    @property
-    def alternatives(self) -> int | None:
-        return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
         given: Any = self.prompt

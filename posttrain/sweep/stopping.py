@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-FEWEST = 3  # trials to compare with; fewer stop nobody
+FEWEST = 3  # trials to compare with; fewer stop none
 PATIENCE = 2  # evaluations after step 0 before a trial may be stopped: one may be bad luck
 
 Curve = Sequence[tuple[int, float | None]]  # (step, value) of every evaluation in order; None: not finite

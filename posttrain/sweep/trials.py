@@ -142,7 +142,7 @@ def _run(sweep: Sweep, trial: Trial, config: RunConfig) -> None:
 
 
 def _is_finished(folder: Path, config: RunConfig) -> bool:
-    """Whether the run has ended with these settings. Raises RunError for others; a longer training goes on."""
+    """Whether the run has ended with these settings. Raises RunError for others; a longer training continues."""
     if read_run(folder).state != "finished":
         return False
     refuse_changes(folder, config)
@@ -186,7 +186,7 @@ def _folder(root: Path, resume: bool, overwrite: bool) -> Iterator[None]:
                 _empty(root)
             elif not resume:
                 raise RunError(
-                    f"{root} has a sweep already: go on with it (--resume), replace it (--overwrite), or choose "
+                    f"{root} has a sweep already: resume it (--resume), replace it (--overwrite), or choose "
                     "another name"
                 )
         elif any(path.name != LOCK for path in root.iterdir()):

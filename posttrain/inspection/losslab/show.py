@@ -42,7 +42,7 @@ def show(lab: Lab, console: Console) -> None:
     if any(row[0] is None for row in lab.cosines):
         console.print("-: no cosine, the gradient is 0 or not finite")
     for reason, names in _by_reason(lab).items():
-        console.print(f"left out: {', '.join(names)}: {reason}", soft_wrap=True)
+        console.print(f"not computed: {', '.join(names)}: {reason}", soft_wrap=True)
 
 
 def _by_reason(lab: Lab) -> dict[str, list[str]]:

@@ -37,7 +37,7 @@ FIXED = {
     *("num_generations", "completion_only_loss", "assistant_only_loss", "target_kl", "kl_horizon"),
 }
 ALIAS = "grpo_clip"  # another name of the loss grpo: no row of its own unless it is the run's
-EXTRAS = {"scale_rewards", "center_rewards_coefficient"}  # rows of one loss that are left out with `--set`
+EXTRAS = {"scale_rewards", "center_rewards_coefficient"}  # rows of one loss that are not computed with `--set`
 EXO_SMOOTHING = 0.001  # the paper's, for a run whose label_smoothing is 0
 
 

@@ -11,7 +11,7 @@ the maximum of the likelihood; the interval is that of the profile likelihood (2
 Assumptions: the model was not trained on these labels (it would have learned the wrong ones), turned labels do not
 depend on the margin, and T > 0, that is, the model is better than chance. A model that is confidently wrong about a
 kind of reply adds to ε. Where it is nowhere sure, or sure of all pairs alike, errors of the model and of labels cannot
-be told apart, and the interval is wide.
+be distinguished, and the interval is wide.
 """
 
 from __future__ import annotations

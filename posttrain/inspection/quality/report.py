@@ -220,7 +220,7 @@ def _bias_lines(bias: LengthBias) -> Iterator[str]:
     says = "which length alone does not predict"
     if longer.low is not None and longer.high is not None and not longer.low <= 0.5 <= longer.high:
         says = f"so {'longer' if longer.value > 0.5 else 'shorter'} replies tend to be preferred"
-    equal = f", {bias.equal:,} of equal length left out" if bias.equal else ""
+    equal = f", {bias.equal:,} of equal length not counted" if bias.equal else ""
     yield (
         f"length bias: the longer reply is chosen in {longer.value:.1%} of {longer.answers:,} pairs{bounds}{equal}, "
         f"{says}; AUC {bias.auc:.3f}, {means}"

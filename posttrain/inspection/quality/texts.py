@@ -88,7 +88,7 @@ def read_corpus(
 
 
 def strings_of(row: Row) -> tuple[str, tuple[str, ...]]:
-    """The prompt of a row, "" if it has none, and its replies. System messages, which rows share, are left out."""
+    """The prompt of a row, "" if it has none, and its replies. System messages, which rows share, are dropped."""
     prompt, chosen = row.prompt, row.chosen
     if prompt is None and not isinstance(chosen, str) and len(chosen) > 1 and chosen[-1]["role"] == "assistant":
         prompt, chosen = chosen[:-1], chosen[-1:]
