@@ -18,7 +18,7 @@ from posttrain.batch import pack, sequences
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.evaluation import EvaluationDataset
-from posttrain.data import arithmetic_problems, cache, explore, prepare, reading
+from posttrain.data import Selection, arithmetic_problems, cache, explore, prepare, reading
 from posttrain.data.lengths import Room
 from posttrain.data.report import Reading
 from posttrain.errors import DataError
@@ -418,7 +418,7 @@ def test_explore_fits_eighty_columns_and_marks_what_is_trained(tmp_path, pairs, 
     prepared = run(tmp_path, kind, byte_tokenizer(CHATML), source=pairs, template="chat", validation={"rows": 2})
     out = StringIO()
     console = Console(file=out, width=80, force_terminal=colour, color_system="truecolor" if colour else None)
-    explore(prepared, byte_tokenizer(CHATML), 2, console)
+    explore(prepared, byte_tokenizer(CHATML), Selection(2), console)
     text = out.getvalue()
     assert ("\x1b[" in text) == colour
     if not colour:
@@ -430,7 +430,7 @@ def test_explore_fits_eighty_columns_and_marks_what_is_trained(tmp_path, pairs, 
 def test_explore_shows_characters_of_several_tokens(tmp_path):
     source = write(tmp_path / "rows.jsonl", [{"prompt": "é ✓", "completion": "日本\t\u0007"}])
     out = StringIO()
-    explore(run(tmp_path, source=source), byte_tokenizer(), 1, Console(file=out, width=80))
+    explore(run(tmp_path, source=source), byte_tokenizer(), Selection(1), Console(file=out, width=80))
     assert "é ✓⟦日本→\\x07<|im_end|>⟧" in out.getvalue()
 
 

@@ -54,7 +54,7 @@ DATA = {
 }
 SMALL = {"max-steps": 2, "batch-size": 2, "max-rows": 12, "save-steps": 1, "logging-steps": 1}
 SERVED = "http://127.0.0.1:8000"  # in a page, where `posttrain serve` listens: here a stand-in's address
-TRAINING_ONLY = {"--resume", "--overwrite", "--dry-run", "--probe", "--no-quality"}
+TRAINING_ONLY = {"--resume", "--overwrite", "--dry-run", "--probe", "--no-quality", "--json"}
 
 
 def blocks(page: Path) -> list[tuple[str, str, str]]:
@@ -242,6 +242,10 @@ def settings_only(rest: list[str]) -> list[str]:
     for word in words:
         if word in (
             "--rows",
+            "--first",
+            "--row",
+            "--sort",
+            "--set",
             "--against",
             "--ngram",
             "--report",

@@ -35,6 +35,7 @@ PAGES = {
     "/run?run=saved": "Copy the command that replays this",
     "/rollouts?run=saved": "Find rollouts",
     "/rollouts?run=saved&step=2&prompt=0&rollout=0": "The tokens that pushed most",
+    "/data": "The data of which run?",
     "/evaluations": "There are no evaluations",
     "/new": "Still needed: model.path, data.source",
 }

@@ -2,12 +2,13 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from browser import SIZES, a_browser, fits, photograph, watched
 from pages import served
-from test_ui_pages import PICTURES
+from test_ui_pages import PICTURES, SAVED
 
 pytestmark = pytest.mark.ui
 
@@ -70,6 +71,35 @@ def test_a_run_is_filled_in_planned_and_started(browser, address, runs, shared):
         page.goto(f"{address}/new?model.path=a/b&data.source=gsm8k&name=first")
         page.get_by_text("There is a run first already").wait_for()
         assert page.get_by_role("button", name="Start").count() == 0
+
+
+def test_the_rows_of_settings_and_of_a_run(browser, address, runs, shared):
+    """From a form to its rows; the run's page has them too. Light, dark and on a phone."""
+    with watched(browser) as page:
+        model = shared / "models/stories260K"
+        page.goto(f"{address}/new?model.path={model}&data.source=rows.jsonl&data.template=none&training.max_steps=2")
+        page.get_by_role("link", name="The data").click()
+        page.get_by_role("button", name="Read the data").click()
+        page.get_by_role("heading", name="Rows", exact=True).wait_for(timeout=60_000)
+        assert page.locator(".tokens.masked").count() == 8 and page.locator(".tokens .trained").count() > 40
+        page.locator('select[name="sort"]').select_option("longest")
+        page.wait_for_url("**sort=longest**")
+        page.get_by_role("heading", name="Rows", exact=True).wait_for(timeout=60_000)  # read without being asked again
+        page.get_by_role("button", name="Check", exact=True).click()
+        page.get_by_text("row, exact duplicate").wait_for(timeout=60_000)
+    shutil.copytree(SAVED, runs / "saved")
+    (runs / "saved/config.yaml").write_text(
+        f"model: {model}\nmethod: sft\nname: saved\ndata: {{source: rows.jsonl, template: none}}\n"
+        "training: {max_steps: 1}\n"
+    )
+    for mode in SIZES:
+        with watched(browser, mode) as page:
+            page.goto(f"{address}/run?run=saved")
+            page.locator(".view").get_by_role("link", name="Data", exact=True).click()
+            page.wait_for_url("**/data?run=saved")
+            page.get_by_text("examples 1 to 8 of 8").first.wait_for(timeout=60_000)
+            assert fits(page)
+            photograph(page, PICTURES / f"data-{mode}.png")
 
 
 def test_a_run_that_fails_says_why(browser, address):

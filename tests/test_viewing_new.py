@@ -103,13 +103,14 @@ def test_a_command_is_asked_once_and_its_error_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("posttrain.viewing.commands.command", lambda given: [sys.executable, "-c", program, *given])
     commands = Commands(tmp_path / "asked")
     for text in ("good", "bad"):
-        assert commands.find("plan", text) is None
+        assert commands.find("plan", text) is None and not commands.has_asked("plan", text)
         commands.ask("plan", text)
     _until(lambda: all((commands.find("plan", text) or Answer()).code is not None for text in ("good", "bad")))
     good, bad = commands.find("plan", "good"), commands.find("plan", "bad")
     assert good is not None and bad is not None
     assert (good.said, good.code) == ("good\n", 0) and (bad.said, bad.code) == ("it is wrong", 1)
     commands.ask("plan", "good")
+    assert commands.has_asked("plan", "good") and commands.find("plan", "good", ["--x"]) is None
     assert commands.find("plan", "good") is good and not list((tmp_path / "asked").iterdir())
 
 

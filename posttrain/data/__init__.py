@@ -1,7 +1,8 @@
 """Data: sources, formats, templates and tokenisation. `prepare` does it all; `explore` shows the result."""
 
 from posttrain.data.dataset import Dataset
-from posttrain.data.explore import explore
+from posttrain.data.explore import Selection, explore
+from posttrain.data.overview import overview
 from posttrain.data.prepare import Prepared, longest_sequence, prepare, prepare_run
 from posttrain.data.report import Lengths, Malformed, Report
 from posttrain.data.tasks import arithmetic_problems
@@ -12,9 +13,11 @@ __all__ = [
     "Malformed",
     "Prepared",
     "Report",
+    "Selection",
     "arithmetic_problems",
     "explore",
     "longest_sequence",
+    "overview",
     "prepare",
     "prepare_run",
 ]

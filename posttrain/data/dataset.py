@@ -58,11 +58,12 @@ class Fitted:
 
     `view` has a row per example. Sequences: table row, start, stop. Pairs: table row, start of the prompt, start of the
     rejected prompt, tokens of chosen, tokens of rejected. `lengths` are physical tokens, shared prompts counted once.
+    `dropped` has the rows over the limits that are not used: row number, tokens, prompt tokens.
     """
 
     view: Array
     lengths: Array
-    dropped: int
+    dropped: Array
     truncated: int
     split: int
     tokens: Lengths
@@ -130,7 +131,7 @@ class Table:
         return Fitted(
             view,
             view[:, 2] - view[:, 1],
-            int((among & ~keep).sum()),
+            np.stack([self.row, length, prompt], axis=1)[among & ~keep],
             truncated,
             int(split.sum()),
             Lengths.of(length),
@@ -162,7 +163,7 @@ class Table:
         return Fitted(
             view,
             lengths[keep],
-            int((~keep).sum()),
+            np.stack([self.row, longest, longest_prompt], axis=1)[~keep],
             int((over & keep).sum()),
             0,
             Lengths.of(np.concatenate([prompt + chosen, other + rejected])),

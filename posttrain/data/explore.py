@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from rich.console import Console
@@ -14,12 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.batch import Example, Node
 from posttrain.data.dataset import Dataset
 from posttrain.data.prepare import Prepared
+from posttrain.data.report import Lengths
+from posttrain.errors import DataError
 from posttrain.pieces import CHARACTER, pieces
 from posttrain.terminal import escaped, visible
 
 SHADES = ("black on bright_green", "black on green")  # neighbouring trained tokens have different shades
 PLAIN = ("dim", "default")
 MOST_TOKENS = 400  # per node; the middle of a longer one is omitted
+Sort = Literal["row", "longest", "shortest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,41 @@ class Marks:
 UNICODE, ASCII = Marks("⟦", "⟧", "↵", "→"), Marks("[[", "]]", "\\n", "\\t")
 
 
-def explore(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, rows: int, console: Console) -> None:
-    """Print counts and lengths, then the first `rows` training examples token by token.
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which examples are shown: `count` of a set, from number `first` in this order; of the data's `row` alone."""
+
+    count: int = 3
+    first: int = 0
+    of: str = "train"
+    sort: Sort = "row"
+    row: int | None = None
+
+    def indices(self, data: Dataset) -> list[int]:
+        """Positions in the set; equal lengths in the set's order."""
+        if self.row is not None:
+            return np.flatnonzero(data.rows == self.row)[: self.count].tolist()
+        order = np.arange(len(data))
+        if self.sort != "row":
+            order = np.argsort(data.lengths if self.sort == "shortest" else -data.lengths, kind="stable")
+        return order[self.first : self.first + self.count].tolist()
+
+
+def sets_of(prepared: Prepared) -> dict[str, Dataset]:
+    return {"train": prepared.train, **prepared.validation}
+
+
+def selected(prepared: Prepared, selection: Selection) -> list[Example]:
+    """Raises DataError for a set that there is not."""
+    sets = sets_of(prepared)
+    if selection.of not in sets:
+        raise DataError(f"there is no set {selection.of!r}: it is one of {', '.join(sets)}")
+    data = sets[selection.of]
+    return [data[index] for index in selection.indices(data)]
+
+
+def explore(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, selection: Selection, console: Console) -> None:
+    """Print counts and lengths, then the selected examples token by token.
 
     Trained tokens are marked by ⟦ and ⟧ ([[ and ]] if the output is not UTF-8); with colour they have a background, in
     alternating shades.
@@ -47,12 +84,14 @@ def explore(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, rows: int, c
             console.print(Text(visible(line)), soft_wrap=False)
         console.print()
     console.print(_sizes(prepared))
-    if rows:
+    examples = selected(prepared, selection)
+    if selection.row is not None and selection.count and not examples:
+        console.print(f"{selection.of} has no example of row {selection.row}: it was dropped, or is in another set")
+    if examples:
         console.print()
         trained = (f"{marks.opening}trained{marks.closing}", SHADES[0])
         console.print(Text.assemble("Tokens: ", trained, f", the rest is context; {marks.line} is a line break."))
-    for index in range(min(rows, len(prepared.train))):
-        example = prepared.train[index]
+    for example in examples:
         console.print()
         console.rule(f"row {example.row}", align="left", characters="-")
         for node in nodes_of(example):
@@ -70,18 +109,9 @@ def _sizes(prepared: Prepared) -> Table:
     table = Table(title="examples (a pair's prompt counted once)", title_justify="left", title_style="bold")
     for name in ("set", "rows", "tokens", "mean", "P50", "P90", "P99", "max"):
         table.add_column(name, justify="left" if name == "set" else "right")
-    sets: dict[str, Dataset] = {"train": prepared.train, **prepared.validation}
-    for name, data in sets.items():
-        p50, p90, p99 = np.percentile(data.lengths, [50, 90, 99], method="higher")
-        values: Sequence[float] = (
-            len(data),
-            data.lengths.sum(),
-            data.lengths.mean(),
-            p50,
-            p90,
-            p99,
-            data.lengths.max(),
-        )
+    for name, data in sets_of(prepared).items():
+        one = Lengths.of(data.lengths)
+        values = (len(data), one.total, one.mean, one.p50, one.p90, one.p99, one.max)
         table.add_row(name, *(f"{value:,.0f}" for value in values))
     return table
 
@@ -115,12 +145,17 @@ def _node(title: str, node: Node, before: list[int]) -> Branch:
     return Branch(title, tokens, trained, before)
 
 
+def parts_shown(count: int) -> list[tuple[int, int]]:
+    """Which of a node's tokens are shown: all, or the beginning and the end."""
+    half = MOST_TOKENS // 2
+    return [(0, count)] if count <= MOST_TOKENS else [(0, half), (count - half, count)]
+
+
 def tokens_text(node: Branch, tokenizer: PreTrainedTokenizerBase, marks: Marks = UNICODE) -> Text:
     """A node's tokens as text, with marks around the trained ones."""
-    count, half = len(node.tokens), MOST_TOKENS // 2
-    parts = [(0, count)] if count <= MOST_TOKENS else [(0, half), (count - half, count)]
+    count = len(node.tokens)
     text, inside, number = Text(), False, 0
-    for start, end in parts:
+    for start, end in parts_shown(count):
         if start:
             text.append((marks.closing if inside else "") + f" ... {count - MOST_TOKENS:,} tokens ... ")
             inside = False

@@ -22,7 +22,7 @@ from posttrain.data.dataset import Fitted, Limits, Table
 from posttrain.data.layouts import Layout, find_layout
 from posttrain.data.readers import Record
 from posttrain.data.render import rendering
-from posttrain.data.report import MALFORMED_SHARE, Malformed, Reading, Report, list_malformed
+from posttrain.data.report import MALFORMED_SHARE, Malformed, Overlong, Reading, Report, list_malformed
 from posttrain.data.reshaping import (
     answer_beside,
     as_prompt,
@@ -38,6 +38,7 @@ from posttrain.errors import DataError
 from posttrain.progress import progress
 
 BATCH = 256  # rows tokenised at a time
+MOST_LISTED = 1_000  # rows over the limits that a report names
 SAMPLE = 100  # rows from which the format is inferred
 
 
@@ -337,7 +338,7 @@ def _report(name: str, readings: Sequence[Reading], fitted: Fitted, limits: Limi
         malformed=tuple(row for reading in readings for row in reading.malformed),
         duplicates=sum(reading.duplicates for reading in readings),
         shifted=sum(reading.shifted for reading in readings),
-        overlong_dropped=fitted.dropped,
+        overlong_dropped=len(fitted.dropped),
         overlong_truncated=fitted.truncated,
         overlong_split=fitted.split,
         tokens=fitted.tokens,
@@ -345,4 +346,5 @@ def _report(name: str, readings: Sequence[Reading], fitted: Fitted, limits: Limi
         max_length=limits.max_length,
         max_prompt_length=limits.max_prompt_length,
         notes=tuple(notes),
+        dropped=tuple(Overlong(*row) for row in fitted.dropped[:MOST_LISTED].tolist()),
     )

@@ -27,6 +27,15 @@ class Malformed:
 
 
 @dataclass(frozen=True, slots=True)
+class Overlong:
+    """A row over the length limits that was dropped. Of a pair, the longer sequence and the longer prompt."""
+
+    row: int  # counted from 0 over all sources
+    tokens: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lengths:
     """Numbers of tokens of sequences."""
 
@@ -83,6 +92,7 @@ class Report:
     max_length: int
     max_prompt_length: int | None
     notes: tuple[str, ...] = field(default=())
+    dropped: tuple[Overlong, ...] = field(default=())  # the first of `overlong_dropped`
 
     def lines(self) -> list[str]:
         """The report in words, one fact per line, without counts of zero."""

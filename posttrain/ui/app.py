@@ -15,7 +15,7 @@ import gradio as gr
 
 from posttrain.serving.process import ModelServers
 from posttrain.ui.guard import Guard
-from posttrain.ui.pages import chat, evaluations, new, rollouts, run, runs
+from posttrain.ui.pages import chat, data, evaluations, new, rollouts, run, runs
 from posttrain.ui.place import Place
 from posttrain.ui.report import add_report
 from posttrain.ui.theme import FAVICON, HEAD, THEME
@@ -27,6 +27,7 @@ PAGES = {
     "Run": ("/run", run.page, False),
     "Rollouts": ("/rollouts", rollouts.page, True),
     "Evaluations": ("/evaluations", evaluations.page, True),
+    "Data": ("/data", data.page, True),
     "Chat": ("/chat", chat.page, True),
     "New run": ("/new", new.page, True),
 }

@@ -19,8 +19,9 @@ from posttrain.atomic import put_file
 from posttrain.errors import ConfigError
 
 DEADLINE_S = 600.0  # data may have to be downloaded
-KEPT = 50  # answers
-SAID = 20_000  # characters of an answer
+KEPT, KEPT_SIZE = 50, 32_000_000  # answers, and characters of all together
+LONGEST = 4_000_000  # characters of an answer
+SAID = 20_000  # characters of an error
 COLUMNS = 58  # of its lines
 SECRETS = ("POSTTRAIN_UI_TOKEN",)  # of the pages, which no other process needs
 CONFIGS = "configs"  # in the folder of runs: settings and output of what the pages started
@@ -40,22 +41,29 @@ class Commands:
     def __init__(self, folder: Path):
         self._folder = folder
         self._answers: OrderedDict[str, Answer] = OrderedDict()
+        self._asked: set[str] = set()  # about which settings
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.close)
 
-    def find(self, verb: str, text: str) -> Answer | None:
-        return self._answers.get(_key(verb, text))
+    def find(self, verb: str, text: str, arguments: Sequence[str] = ()) -> Answer | None:
+        return self._answers.get(_key(verb, text, arguments))
+
+    def has_asked(self, verb: str, text: str) -> bool:
+        """Whether it was asked about these settings, with any arguments."""
+        return _key(verb, text) in self._asked
 
     def ask(self, verb: str, text: str, arguments: Sequence[str] = ()) -> None:
         """Start `posttrain VERB FILE ARGUMENTS`, FILE with these settings, unless it is at work or has succeeded."""
-        key = _key(verb, text)
+        key = _key(verb, text, arguments)
         with self._lock:
             before = self._answers.get(key)
             if before is not None and before.code in (None, 0):
                 return
+            self._asked.add(_key(verb, text))
             self._answers[key] = Answer()
-            while len(self._answers) > KEPT:
+            self._answers.move_to_end(key)
+            while len(self._answers) > KEPT or sum(len(one.said) for one in self._answers.values()) > KEPT_SIZE:
                 self._answers.popitem(last=False)
         threading.Thread(target=self._work, args=[key, verb, text, arguments], daemon=True).start()
 
@@ -90,7 +98,7 @@ class Commands:
         finally:
             self._process = None
         if process.returncode == 0:
-            return Answer(said.decode(errors="replace")[:SAID], 0)
+            return Answer(said.decode(errors="replace")[:LONGEST], 0)
         return Answer(wrong.decode(errors="replace")[-SAID:].rpartition("error: ")[2].strip(), process.returncode)
 
 
@@ -149,8 +157,8 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in SECRETS}
 
 
-def _key(verb: str, text: str) -> str:
-    return hashlib.sha256(f"{verb}\n{text}".encode()).hexdigest()[:24]
+def _key(verb: str, text: str, arguments: Sequence[str] = ()) -> str:
+    return hashlib.sha256("\n".join([verb, *arguments, text]).encode()).hexdigest()[:24]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -147,7 +147,8 @@ def _made(viewer: Viewer, made: Draft) -> Markup:
     parts = [_launched(viewer, made.name, launch) if launch is not None and mine else _state(viewer, made)]
     parts += [message(note) for note in made.notes]
     if made.config is not None:
-        parts += [_plan(viewer, made), *yaml]
+        rows = address("/data", **{METHOD: made.method, **made.given})
+        parts += [_plan(viewer, made), el("p", el("a", "The data", href=rows), " as it will be trained"), *yaml]
     return el("aside", *parts, aria_label="What the settings make")
 
 

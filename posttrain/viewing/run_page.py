@@ -56,6 +56,7 @@ def _head(row: Row) -> Markup:
         links.append(el("a", "Report", href=address("/report", run=row.name)))
     if row.has_rollouts:
         links.append(el("a", "Rollouts", href=address("/rollouts", run=row.name)))
+    links.append(el("a", "Data", href=address("/data", run=row.name)))
     links.append(el("a", "Compare", href=address("/", chosen=row.name)))
     command = replay_command(row)
     copy = el("button", "Copy the command that replays this", type="button", data_copy=command, title=command)

@@ -62,10 +62,10 @@ def _token(cell: Cell, colour: str, full: float, names: Sequence[str]) -> Markup
     value = cell.value(colour)
     tone = "--for" if colour == "difference" and value is not None and value > 0 else "--against"
     much = 0 if value is None else round(min(1.0, abs(value) / full) * 70)
-    said = [el("b", _shown(cell.a.text)), *_lines(cell, names)]
+    said = [el("b", seen(cell.a.text)), *_lines(cell, names)]
     tip = el("span", *said, class_="card", role="tooltip")
     style = f"--tone: var({tone}); --much: {much}"
-    return el("span", _shown(cell.a.text), tip, class_="piece", tabindex="0", style=style)
+    return el("span", seen(cell.a.text), tip, class_="piece", tabindex="0", style=style)
 
 
 def _lines(cell: Cell, names: Sequence[str]) -> list[Child]:
@@ -74,11 +74,11 @@ def _lines(cell: Cell, names: Sequence[str]) -> list[Child]:
         if token is None:
             continue
         facts = f"log-probability {number(token.logprob)}, entropy {number(token.entropy)}"
-        others = ", ".join(f"{_shown(text).replace(chr(10), '')} {value:.2f}" for text, value in token.alternatives)
+        others = ", ".join(f"{seen(text).replace(chr(10), '')} {value:.2f}" for text, value in token.alternatives)
         lines += [el("span", f"{name}: {facts}"), el("span", others, class_="quiet") if others else None]
     return lines
 
 
-def _shown(text: str) -> str:
+def seen(text: str) -> str:
     """A token's text, with white space that one sees."""
     return text.replace("\n", "⏎\n") if text.strip() else text.replace("\n", "⏎\n").replace(" ", "␣") or "∅"

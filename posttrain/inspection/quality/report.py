@@ -138,6 +138,7 @@ class Quality:
             },
             "ngram": self.n,
             "suites_not_checked": dict(self.missing),
+            "notes": list(self.notes()),
             "length_bias": None if self.bias is None else asdict(self.bias),
             "label_noise": None
             if noise is None
