@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+SAVED = Path(__file__).parent / "saved_run/run"  # a run that trained
+PICTURES = Path(os.environ.get("UI_PICTURES", Path(__file__).parent.parent / "build/ui"))
 INSTALL = "no Chromium: set $CHROMIUM, or install one: sudo apt-get install chromium"
 SIZES = {"light": (1280, 900), "dark": (1280, 900), "phone": (390, 844)}
 

@@ -66,6 +66,15 @@ def pictures(request, monkeypatch) -> None:
         monkeypatch.setattr(import_module("posttrain.training.finish"), "write_curves", drawn)
 
 
+@pytest.fixture(scope="module")
+def browser():
+    """A real browser, for tests marked `ui`."""
+    from browser import a_browser
+
+    with a_browser() as found:
+        yield found
+
+
 @pytest.fixture
 def power_cut(monkeypatch):
     """`with power_cut(step=5):` a run in it ends in an error after that step, as if the machine had gone off."""

@@ -413,7 +413,7 @@ def tokenizer_with(template: str, shared: Path):
     elif template == "inst":
         tokenizer.chat_template = INST
     else:
-        trl = pytest.importorskip("trl")
+        trl = pytest.importorskip("trl", reason="its collection of templates is compared: pip install trl")
         tokenizer.chat_template = (Path(trl.__file__).parent / f"chat_templates/{template}.jinja").read_text()
     return tokenizer
 

@@ -65,7 +65,7 @@ def test_nothing_outside_the_list_is_read(ui, runs):
 
 def test_foreign_pages_are_refused(ui):
     address, _ = ui
-    for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+    for headers in ({"Origin": "http://evil.example"}, {"Origin": "http://["}, {"Host": "evil.example"}):
         with pytest.raises(urllib.error.HTTPError, match="403"):
             fetch(f"{address}/", **headers)
 

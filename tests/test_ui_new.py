@@ -6,17 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from browser import SIZES, a_browser, fits, photograph, watched
+from browser import PICTURES, SAVED, SIZES, fits, photograph, watched
 from pages import served
-from test_ui_pages import PICTURES, SAVED
 
 pytestmark = pytest.mark.ui
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with a_browser() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The pages in a real browser (`make test-ui`): opened, used, photographed in light, dark and 390 px."""
 
 import json
-import os
 import re
 import shutil
 import time
@@ -9,21 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from browser import SIZES, a_browser, fits, photograph, watched
+from browser import PICTURES, SAVED, SIZES, fits, photograph, watched
 from pages import served
 from test_compare import answered, evaluation
 
 pytestmark = pytest.mark.ui
-SAVED = Path(__file__).parent / "saved_run/run"
-PICTURES = Path(os.environ.get("UI_PICTURES", Path(__file__).parent.parent / "build/ui"))
 OWN = "document.title='owned'"
 HOSTILE = f'<img src=x onerror="{OWN}"><script>{OWN}</script>\x1b[2J ${{{OWN}}} {{{{value}}}}'
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with a_browser() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +149,7 @@ def test_a_run_is_followed_and_its_end_is_said(browser, address, runs):
             one.get_by_text("the task is too hard or too easy").wait_for()
         fcntl.flock(held, fcntl.LOCK_UN)
         for one in (page, second):
-            one.get_by_text("was killed, or the machine went off").wait_for()
+            one.get_by_text("was killed, or the machine was switched off").wait_for()
         page.goto(f"{address}/rollouts?run=live&step=1")
         page.locator(".message.error").wait_for()
         shutil.rmtree(live)

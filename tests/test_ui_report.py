@@ -1,16 +1,12 @@
 """The report in a browser: no request, no error, values under the pointer and by keys, three sizes, no script."""
 
-import os
-from pathlib import Path
-
 import pytest
-from browser import a_browser, fits, photograph, watched
+from browser import PICTURES, a_browser, fits, photograph, watched
 from test_report import HOSTILE, make
 
 from posttrain.reports.report import write_report
 
 pytestmark = pytest.mark.ui
-PICTURES = os.environ.get("POSTTRAIN_PICTURES")  # a folder to photograph into
 
 
 def test_the_report_in_a_browser(tmp_path):
@@ -25,8 +21,7 @@ def test_the_report_in_a_browser(tmp_path):
                     "rgb(21, 24, 29)" if mode == "dark" else "rgb(255, 255, 255)"
                 )
                 _point(page)
-                if PICTURES:
-                    photograph(page, Path(PICTURES) / f"report-{mode}.png", whole=True)
+                photograph(page, PICTURES / f"report-{mode}.png", whole=True)
         context = browser.new_context(java_script_enabled=False)
         page = context.new_page()
         page.goto(path)

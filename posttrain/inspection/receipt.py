@@ -35,7 +35,7 @@ def show_rollouts(folder: Path, step: int | None, console: Console) -> None:
     """All steps of a run, one per line, or the completions of one step."""
     with StoredRun(folder) as stored:
         if step is None:
-            table = _table("step", "prompts", "completions", "reward", "lowest", "highest", "left out", "truncated")
+            table = _table("step", "prompts", "completions", "reward", "lowest", "highest", "no reward", "truncated")
             for line in stored.summary():
                 numbers = [line[name] for name in ("reward", "lowest", "highest")]
                 counts = [line[name] for name in ("step", "prompts", "completions")]

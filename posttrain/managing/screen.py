@@ -321,7 +321,7 @@ class RunsApp(App[None]):
 
 
 def _cells(row: Row) -> list[Text]:
-    """A run's cells: names and settings are nobody's markup."""
+    """A run's cells; markup in names and settings is shown as it is."""
     started = f"{datetime.fromisoformat(row.started).astimezone():%m-%d %H:%M}" if row.started else ""
     name = Text(_line(row.name), "bold")
     name.append("".join(f" #{_line(tag)}" for tag in row.tags), "not bold magenta")

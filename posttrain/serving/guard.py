@@ -32,6 +32,22 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def host_name(host: str) -> str:
+    """The name in a `Host` header, without its port."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def is_foreign(origin: str | None, host: str) -> bool:
+    """Whether a request comes from a page of another site, by its headers `Origin` and `Host`."""
+    try:
+        return origin is not None and urlsplit(origin).netloc != host
+    except ValueError:
+        return True
+
+
 class Guard:
     """ASGI middleware. Without a key only requests to a loopback host are taken."""
 
@@ -64,11 +80,10 @@ class Guard:
             await _answer(send, 413, f"the body has more than {self.most_bytes:,} bytes", "invalid_request_error")
 
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str, str] | None:
-        host = _name(headers.get("host", ""))
+        host = host_name(headers.get("host", ""))
         if self.key is None and not is_loopback(host):
             return 403, f"the host {host!r} is not this machine's: start the server with --api-key", "forbidden"
-        origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+        if is_foreign(headers.get("origin"), headers.get("host", "")):
             return 403, "requests of web pages of other sites are refused", "forbidden"
         given = headers.get("authorization", "").removeprefix("Bearer ").encode()
         if self.key is not None and scope["path"] not in OPEN and not hmac.compare_digest(given, self.key.encode()):
@@ -80,14 +95,6 @@ class Guard:
         if not size.isdecimal() or int(size) > self.most_bytes:
             return 413, f"the body has more than {self.most_bytes:,} bytes", "invalid_request_error"
         return None
-
-
-def _name(host: str) -> str:
-    """The host without its port."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
 
 
 async def _answer(send: Send, status: int, message: str, code: str) -> None:

@@ -139,8 +139,8 @@ class StoredRun:
 def read_only(path: Path) -> sqlite3.Connection:
     """A connection that writes nothing. Raises RunError if the file cannot be opened.
 
-    SQLite would make files beside a database with a log of writes (-wal) even to read it. Without that log nobody
-    writes, so it is read as a file that does not change.
+    SQLite would make files beside a database with a log of writes (-wal) even to read it. Without that log no
+    process writes, so it is read as a file that does not change.
     """
     still = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
     try:

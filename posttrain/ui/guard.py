@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hmac
 import html
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, urlencode
 
 from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from posttrain.serving.guard import is_loopback
+from posttrain.serving.guard import host_name, is_foreign, is_loopback
 
 COOKIE = "posttrain_ui"
 # Gradio compiles the templates of its components (unsafe-eval); nothing is loaded from, or sent to, another host.
@@ -51,10 +51,9 @@ class Guard:
 
     def _refusal(self, asked: HTTPConnection) -> Response | None:
         host = asked.headers.get("host", "")
-        if self.local and not is_loopback(_name(host)):
+        if self.local and not is_loopback(host_name(host)):
             return PlainTextResponse("This address is not the machine's own: open http://127.0.0.1.", 403)
-        origin = asked.headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if is_foreign(asked.headers.get("origin"), host):
             return PlainTextResponse("Requests of other web pages are refused.", 403)
         if self.token is None or _same(asked.cookies.get(COOKIE, ""), self.token):
             return None
@@ -65,14 +64,6 @@ class Guard:
             response.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
             return response
         return HTMLResponse(_login(bool(given)), 401)
-
-
-def _name(host: str) -> str:
-    """The host without its port."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
 
 
 def _same(given: str, token: str) -> bool:

@@ -21,7 +21,7 @@ class Check:
 @dataclass(frozen=True, slots=True)
 class _Known:
     what: str
-    fails: str  # how the reason of a failed run begins, or goes on
+    fails: str  # how the reason of a failed run starts, or continues
     when: str
     is_of: Callable[[str], bool] = lambda method: True
 

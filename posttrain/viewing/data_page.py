@@ -125,7 +125,7 @@ def _answer(answer: Answer | None) -> tuple[dict[str, Any] | None, Markup]:
     if answer.code:
         again = el("p", el("button", "Read again", type="button", data_act="read"))
         where = "Relative paths in the settings are looked up in the folder where posttrain ui was started."
-        said = message(answer.said or "Reading the data failed without a word.", "error")
+        said = message(answer.said or "Reading the data failed without a message.", "error")
         return None, join([said, el("p", where, class_="quiet"), again])
     return _parsed(answer.said), Markup("")
 
@@ -208,7 +208,7 @@ def _checks(viewer: Viewer, found: Settings) -> Markup:
         said = " duplicates, validation rows in training, questions of evaluation suites, length bias"
         return join([title, el("p", button, el("span", said, class_="quiet"))])
     if answer.code:
-        return join([title, message(answer.said or "The checks failed without a word.", "error"), el("p", button)])
+        return join([title, message(answer.said or "The checks failed without a message.", "error"), el("p", button)])
     findings = _parsed(answer.said)["findings"]
     rows = [
         [what, f"{len(one['rows']):,}", f"{len(one['rows']) / one['of']:.1%}" if one["of"] else "–",

@@ -141,7 +141,7 @@ def _made(viewer: Viewer, made: Draft) -> Markup:
         el("pre", made.text),
         el("h2", "Command ", _copy("Copy", command)),
         el("pre", command),
-        el("p", f"Start writes the file to {file}. The run goes on when this page, or posttrain ui, ends.",
+        el("p", f"Start writes the file to {file}. The run continues when this page is closed or posttrain ui ends.",
            class_="quiet"),
     ]  # fmt: skip
     parts = [_launched(viewer, made.name, launch) if launch is not None and mine else _state(viewer, made)]
@@ -193,7 +193,7 @@ def _plan(viewer: Viewer, made: Draft) -> Markup:
         return message("Planning: the data is read and tokenised …")
     if answer.code:
         again = el("p", el("button", "Plan again", type="button", data_act="plan"))
-        return join([message(answer.said or "The plan failed without a word.", "error"), again])
+        return join([message(answer.said or "The plan failed without a message.", "error"), again])
     return join([el("h2", "Plan"), el("pre", answer.said)])
 
 

@@ -221,7 +221,7 @@ def _responsible(
     said = (
         "The tokens that pushed most"
         if pushed
-        else "This completion pushed nothing: its advantage is 0, or it was left out"
+        else "This completion pushed nothing: its advantage is 0, or it is not in the loss"
     )
     about = el(
         "p",

@@ -68,8 +68,8 @@ def _head(row: Row) -> Markup:
 
 
 KILLED = (
-    "Its process ended without a word: it was killed, or the machine went off. Nothing that was logged is lost; "
-    "`posttrain train` with --resume goes on from the last checkpoint."
+    "Its process ended without recording why: it was killed, or the machine was switched off. Nothing that was logged "
+    "is lost; `posttrain train --resume` continues from the last checkpoint."
 )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from posttrain.errors import PosttrainError
-from posttrain.reports.headline import OF_METHOD, headlines
+from posttrain.reports.headline import headline_metrics, headlines
 from posttrain.reports.listing import Summary, runs_below, summarise
 from posttrain.reports.series import sparkline
 from posttrain.store import metrics, rollouts
@@ -68,7 +68,7 @@ class Runs:
         """The curve of a run's headline, for the rows that are shown."""
         now, kept = _stamp(row.folder), self._sparks.get(row.folder)
         if kept is None or kept[0] != now:
-            kept = self._sparks[row.folder] = now, sparkline(row.folder, headline_metrics(row.method))
+            kept = self._sparks[row.folder] = now, sparkline(row.folder, curve_metrics(row.method))
         return kept[1]
 
     def rows(self) -> list[Row]:
@@ -110,10 +110,10 @@ def settings(folder: Path) -> dict[str, Any]:
     return flat(found, lists=True) if isinstance(found, dict) else {}
 
 
-def headline_metrics(method: str) -> list[str]:
-    """The metrics of the headline's curve, the first that a run has counts."""
-    names = [*OF_METHOD.get(method, ()), "loss"]
-    return [kind for name in names for kind in (name, f"eval_{name}")]
+def curve_metrics(method: str) -> list[str]:
+    """The metrics of which the first that a run has is the headline's curve: that of the training has more points."""
+    names = list(headline_metrics(method))  # each of the validation, then of the training
+    return [name for pair in zip(names[1::2], names[::2], strict=True) for name in pair]
 
 
 def log_tail(folder: Path, size: int = TAIL) -> str:

@@ -153,7 +153,7 @@ class Index:
             self.problem = ""
         except (PosttrainError, sqlite3.Error, OSError) as error:
             self.problem = str(error)
-        except Exception as error:  # a row of another version, say: the pages go on without the index
+        except Exception as error:  # such as a row of another version: the pages work without the index
             log.exception("the rollouts of %s cannot be indexed", self.run)
             self.problem = f"the rollouts cannot be indexed: {type(error).__name__}"
         finally:

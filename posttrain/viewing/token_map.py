@@ -31,7 +31,7 @@ class Cell:
 
 
 def cells(a: Sequence[ScoredToken], b: Sequence[ScoredToken] | None) -> list[Cell]:
-    """The tokens of both; B's are left out if they are others, for then there is nothing to compare token by token."""
+    """The tokens of both; without B's if they differ from A's: there is nothing to compare token by token then."""
     same = b is not None and [token.id for token in a] == [token.id for token in b]
     return [Cell(token, b[place] if same and b is not None else None) for place, token in enumerate(a)]
 
