@@ -410,7 +410,8 @@ BAD = [
     ({}, "prompt: Field required"),
     ({"prompt": "a", "max_tokens": 0}, "gives nothing"),
     ({"prompt": "a", "echo": True, "stream": True}, "echo is not streamed"),
-    ({"prompt": "a", "stop": [str(n) for n in range(20)]}, "stop"),
+    ({"prompt": "a", "stop": [str(n) for n in range(20)]}, "stop: List should have at most"),
+    ({"prompt": "a", "stop": ["b", ""]}, "stop.1: String should have at least 1 character"),
 ]
 
 
@@ -432,6 +433,8 @@ def test_what_is_not_taken(url, client, stories, reward_model):
     assert post(at, content=b"x" * (5 << 20), headers=kind).status_code == 413
     assert post(at, content=(b"x" * (1 << 20) for _ in range(5)), headers=kind).status_code == 413
     assert "not JSON" in post(at, content=b"{", headers=kind).json()["error"]["message"]
+    for answer in (post(at, content=b'{"prompt": "\xff"}', headers=kind), httpx.get(f"{url}/v2"), httpx.delete(at)):
+        assert answer.status_code in (400, 404, 405) and answer.json()["error"]["message"]
     with pytest.raises(openai.BadRequestError, match="role"):
         client.chat.completions.create(model="m", messages=[{"role": "wizard", "content": "a"}])
     message = post(f"{url}/reward", json={"messages": QUESTION}).json()["error"]["message"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from posttrain import __version__
 from posttrain.data.rows import Turns
@@ -31,6 +33,7 @@ from posttrain.serving.wire import (
 )
 
 log = logging.getLogger("posttrain")
+TYPE = re.compile(r"^(constrained-)?str$|^list\[")  # pydantic's name of a type in the place of an error
 
 GONE_EVERY_S = 0.2  # how often a waiting request asks whether its client is still there
 
@@ -265,8 +268,11 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        errors = error.errors()
+        # A value of several types has an error for each; those of types that it does not have say little.
+        same = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
+        first = next((one for one in same if not one["type"].endswith("_type")), same[0])
+        where = ".".join(str(part) for part in first["loc"] if part != "body" and not TYPE.search(str(part)))
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             message = "there is no such parameter"
@@ -274,6 +280,11 @@ def _add_errors(app: FastAPI) -> None:
             where, message = "", f"the body is not JSON: {first['ctx']['error']}"
         body = {"message": f"{where}: {message}" if where else message, "type": "invalid_request_error"}
         return JSONResponse({"error": body | {"param": where or None, "code": "invalid_request_error"}}, 400)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        body = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}
+        return JSONResponse({"error": body}, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def unknown(request: Request, error: Exception) -> Response:
