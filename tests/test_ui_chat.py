@@ -30,6 +30,29 @@ def ask(page, said: str) -> None:
     page.get_by_role("button", name="Send").click()
 
 
+def first_token(page, said: str) -> float:
+    """Seconds from Send to the first character of the reply on the page; the reply is waited for."""
+    page.get_by_placeholder("Ask something").fill(said)
+    page.evaluate("""() => {
+      const size = () => [...document.querySelectorAll('.bot')].map((one) => one.innerText.trim()).join('').length;
+      const before = size();
+      let start = null;
+      window.first = null;
+      document.addEventListener('click', () => { start ??= performance.now(); }, true);
+      const look = () => {
+        if (start !== null && size() > before) window.first = performance.now() - start;
+        else requestAnimationFrame(look);
+      };
+      look();
+    }""")
+    page.get_by_role("button", name="Send").click()
+    page.wait_for_function("window.first !== null")
+    page.wait_for_timeout(2_000)
+    seconds = page.evaluate("window.first") / 1000
+    print(f"the first token is on the page after {seconds:.3f} s")
+    return seconds
+
+
 def test_one_model(browser, address, shared):
     story = shared / "models/stories260K"
     with watched(browser) as page:
@@ -38,6 +61,7 @@ def test_one_model(browser, address, shared):
         page.get_by_text("seed ").wait_for(timeout=90_000)
         assert page.locator(".message b").count() == 0, "HTML is shown, not rendered"
         assert page.get_by_text("<\u2060b>Once<\u2060/b> upon a time").count()
+        assert first_token(page, "One day") < 1.0, "seconds, on a busy machine"
         page.get_by_role("button", name="Settings").click()
         page.get_by_label("Longest reply (tokens)").fill("480")
         ask(page, "A cat")
