@@ -151,7 +151,11 @@ def physical_length(tree: Node, keep_last: bool = False) -> int:
 
 
 def pack(
-    examples: Sequence[Example], tokens_per_pack: int, keep_last: bool = False, pad_to: int | None = None
+    examples: Sequence[Example],
+    tokens_per_pack: int,
+    keep_last: bool = False,
+    pad_to: int | None = None,
+    ranks: int = 1,
 ) -> list[Pack]:
     """Lay examples into as few packs of at most `tokens_per_pack` physical tokens as first-fit-decreasing finds.
 
@@ -161,36 +165,56 @@ def pack(
     Examples of one tree whose roots are the same (a prompt that has several rows) share it where they share a pack.
     The last token of a sequence predicts nothing and is not fed, unless `keep_last` asks for its hidden state (reward
     models). `pad_to` fills every pack to a multiple of it with tokens that see only themselves, so that a compiled
-    kernel meets few shapes. The order of examples within a pack is theirs in the list, but that those with a
+    kernel meets few shapes. For several `ranks`, they are equally full and a multiple of `ranks`, so that every
+    `ranks`-th one is an equal share. The order of examples within a pack is theirs in the list, but that those with a
     common root lie side by side.
 
     Raises ValueError when one example is longer than `tokens_per_pack`: its loss needs all of it at once.
     """
     lengths = [sum(physical_length(tree, keep_last) for tree in example.trees) for example in examples]
-    roots = [_root(example, index) for index, example in enumerate(examples)]
-    bins: list[dict[Root, list[int]]] = []  # examples by what they share
-    room: list[int] = []
-    for index in sorted(range(len(examples)), key=lambda i: -lengths[i]):
-        if lengths[index] > tokens_per_pack:
+    for example, length in zip(examples, lengths, strict=True):
+        if length > tokens_per_pack:
             raise ValueError(
-                f"row {examples[index].row} takes {lengths[index]} tokens, more than tokens_per_pack "
-                f"{tokens_per_pack}: raise training.tokens_per_pack or lower data.max_length"
+                f"row {example.row} takes {length} tokens, more than tokens_per_pack {tokens_per_pack}: raise "
+                "training.tokens_per_pack or lower data.max_length"
             )
-        root, shared = roots[index], len(examples[index].trees[0].tokens)
-        needed = [lengths[index] - shared * (root in held) for held in bins]
-        fitting = [b for b, free in enumerate(room) if needed[b] <= free]
-        if fitting:
-            b = min(fitting, key=needed.__getitem__)  # the first that has the root, else the first
-            bins[b].setdefault(root, []).append(index)
-            room[b] -= needed[b]
-        else:
-            bins.append({root: [index]})
-            room.append(tokens_per_pack - lengths[index])
+    bins, room = _filled(examples, lengths, tokens_per_pack)
+    if ranks > 1:
+        bins, room = _filled(examples, lengths, tokens_per_pack, -(-len(bins) // ranks) * ranks)
     fullest_first = sorted(zip(room, bins, strict=True), key=itemgetter(0))
     return [_Layout(keep_last).build(_in_order(held, examples), pad_to or 1) for _, held in fullest_first]
 
 
 Root = tuple[bytes, bytes] | int
+# The examples of each pack by what they share, and its free tokens.
+Bins = tuple[list[dict[Root, list[int]]], list[int]]
+
+
+def _filled(examples: Sequence[Example], lengths: Sequence[int], tokens_per_pack: int, count: int = 0) -> Bins:
+    """The longest example first, each into the first pack that has its root, else the first with room, else a new one.
+
+    With a `count`, that many packs are there from the start, and each example goes into the emptiest.
+    """
+    roots = [_root(example, index) for index, example in enumerate(examples)]
+    bins: list[dict[Root, list[int]]] = [{} for _ in range(count)]
+    room = [tokens_per_pack] * count
+    for index in sorted(range(len(examples)), key=lambda i: -lengths[i]):
+        root, shared = roots[index], len(examples[index].trees[0].tokens)
+        needed = [lengths[index] - shared * (root in held) for held in bins]
+        fitting = [b for b, free in enumerate(room) if needed[b] <= free]
+        if not fitting:
+            b = len(bins)
+            bins.append({})
+            room.append(tokens_per_pack)
+            needed.append(lengths[index])
+        elif count:
+            b = max(fitting, key=lambda b: room[b] - needed[b])
+        else:
+            b = min(fitting, key=needed.__getitem__)  # the first that has the root, else the first
+        bins[b].setdefault(root, []).append(index)
+        room[b] -= needed[b]
+    used = [b for b, held in enumerate(bins) if held]
+    return [bins[b] for b in used], [room[b] for b in used]
 
 
 def _root(example: Example, index: int) -> Root:

@@ -38,6 +38,10 @@ class DamagedError(RunError):
     """A checkpoint cannot be loaded, or its parts do not belong together: no run can be resumed from it."""
 
 
+class RankError(RunError):
+    """Another process of a run on several ranks has failed, ended, or does not answer."""
+
+
 class VitalSignError(PosttrainError):
     """A check that holds in every healthy run fails: training would be wrong, so it stops."""
 

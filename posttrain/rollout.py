@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,8 +24,10 @@ from posttrain.config import RolloutConfig
 from posttrain.engines import Completion, Engine, Sampling, seed_of, text_of
 from posttrain.errors import DataError, VitalSignError
 from posttrain.grading.extract import THINK
+from posttrain.ranks import ALONE, Ranks
 from posttrain.rewards.compose import Rewarded, RewardInput, Rewards, picked
 
+T = TypeVar("T")
 PackOf = Callable[[Sequence[Example]], list[Pack]]
 
 
@@ -202,8 +204,9 @@ class Sampler:
         stop_token_ids: tuple[int, ...],
         seed: int,
         keeps: bool = True,
+        ranks: Ranks = ALONE,
     ):
-        self.keeps = keeps
+        self.keeps, self.ranks = keeps, ranks
         self.engine, self.rewards, self.tokenizer, self.seed = engine, rewards, tokenizer, seed
         self.sampling = sampling_of(settings, 1, stop_token_ids, seed)
         self.evaluation: Mapping[str, Sampler] = {}
@@ -234,10 +237,25 @@ class Sampler:
 
     def _sample(self, stream: str, prompts: Sequence[Example], n: int, version: int) -> Rollout:
         seeds = [seed_of(self.seed, stream, place, prompt.row) for place, prompt in enumerate(prompts)]
+        # Each rank completes some of the prompts, with the seeds that they have in the step.
+        asked = list(zip(prompts, seeds, strict=True))
+        made = self.ranks.together(lambda: self._generate(self.ranks.mine(asked), n, version))
+        places = [(p % len(made), p // len(made) * n + member) for p in range(len(prompts)) for member in range(n)]
+        completions, texts, rewarded = zip(*made, strict=True)
+        group_S = torch.arange(len(prompts)).repeat_interleave(n)
+        return Rollout(prompts, _at(completions, places), _at(texts, places), picked(rewarded, places), group_S)
+
+    def _generate(
+        self, asked: Sequence[tuple[Example, int]], n: int, version: int
+    ) -> tuple[tuple[Completion, ...], tuple[str, ...], Rewarded]:
+        """The completions of prompts with these seeds, their texts and rewards."""
+        prompts = [prompt for prompt, _ in asked]
+        if not prompts:
+            return (), (), Rewarded((), ())
         groups = self.engine.generate(
             [np.asarray(prompt.trees[0].tokens).tolist() for prompt in prompts],
             replace(self.sampling, num_generations=n),
-            seeds=seeds,
+            seeds=[seed for _, seed in asked],
         )
         completions = tuple(completion for group in groups for completion in group)
         stale = {completion.version for completion in completions} - {version}
@@ -246,17 +264,21 @@ class Sampler:
                 f"the engine samples from weights of version {min(stale)}, but the policy is at version {version}: the "
                 "engine did not get the new weights after the last step"
             )
-        group_S = torch.arange(len(prompts)).repeat_interleave(n)
         stops = self.sampling.stop_token_ids
         texts = tuple(text_of(completion, stops, self.tokenizer) for completion in completions)
         ends = [end_of(np.asarray(prompt.trees[0].tokens), self.tokenizer) for prompt in prompts]
         rewarded = self.rewards(
             [
-                to_reward(completion, text, ends[group], _facts(prompts[group]))
-                for text, completion, group in zip(texts, completions, group_S.tolist(), strict=True)
+                to_reward(completion, text, ends[number // n], _facts(prompts[number // n]))
+                for number, (text, completion) in enumerate(zip(texts, completions, strict=True))
             ]
         )
-        return Rollout(prompts, completions, texts, rewarded, group_S)
+        return completions, texts, rewarded
+
+
+def _at(parts: Sequence[tuple[T, ...]], places: Sequence[tuple[int, int]]) -> tuple[T, ...]:
+    """A selection from several tuples: (number of the tuple, index in it) for each."""
+    return tuple(parts[which][at] for which, at in places)
 
 
 def end_of(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -293,12 +315,11 @@ def joined(rollouts: Sequence[Rollout]) -> Rollout:
     """Several rollouts with the same rewards, concatenated."""
     begins = np.cumsum([0, *(len(rollout.prompts) for rollout in rollouts)])
     places = [(which, at) for which, rollout in enumerate(rollouts) for at in range(len(rollout.completions))]
-    parts = tuple(picked(same, places) for same in zip(*(one.rewarded.parts for one in rollouts), strict=True))
     return Rollout(
         [prompt for rollout in rollouts for prompt in rollout.prompts],
-        tuple(completion for rollout in rollouts for completion in rollout.completions),
-        tuple(text for rollout in rollouts for text in rollout.texts),
-        Rewarded(tuple(total for rollout in rollouts for total in rollout.rewarded.totals), parts),
+        _at([rollout.completions for rollout in rollouts], places),
+        _at([rollout.texts for rollout in rollouts], places),
+        picked([rollout.rewarded for rollout in rollouts], places),
         torch.cat([rollout.group_S + begin for rollout, begin in zip(rollouts, begins.tolist(), strict=False)]),
         sum(rollout.resampled for rollout in rollouts),
     )
@@ -313,13 +334,11 @@ def _with_groups(rollout: Rollout, places: Sequence[int], fresh: Rollout) -> Rol
         for group in range(len(rollout.prompts))
         for member in range(n)
     ]
-    both = (rollout, fresh)
-    parts = tuple(picked(same, index) for same in zip(*(one.rewarded.parts for one in both), strict=True))
     return Rollout(
         rollout.prompts,
-        tuple(both[which].completions[at] for which, at in index),
-        tuple(both[which].texts[at] for which, at in index),
-        Rewarded(tuple(both[which].rewarded.totals[at] for which, at in index), parts),
+        _at((rollout.completions, fresh.completions), index),
+        _at((rollout.texts, fresh.texts), index),
+        picked((rollout.rewarded, fresh.rewarded), index),
         rollout.group_S,
         rollout.resampled + len(places),
     )

@@ -13,7 +13,7 @@ LAYERS = [
     ["distributions", "latex", "pieces", "terminal", "words"],
     ["console"],
     ["caches", "errors", "helpers", "hub", "imports", "memory", "progress", "threads"],
-    ["atomic", "extras", "signals"],
+    ["atomic", "extras", "launch", "ranks", "signals"],
     ["output"],
     ["config"],
     ["losses"],

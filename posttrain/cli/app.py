@@ -15,6 +15,7 @@ HELP = "Post-training of language models: supervised fine-tuning, reward models,
 # Verb -> its module here, with a function of the same name. The help lists them in this order.
 VERBS = {
     "train": "train",
+    "launch": "launch",
     "plan": "train",
     "sweep": "sweep",
     "explore": "explore",
@@ -38,7 +39,7 @@ VERBS = {
     "quickstart": "quickstart",
     "doctor": "doctor",
 }
-TAKE_SETTINGS = ("train", "plan", "sweep", "explore", "verify-resume")  # every setting is a flag of theirs
+TAKE_SETTINGS = ("train", "launch", "plan", "sweep", "explore", "verify-resume")  # every setting is a flag of theirs
 GROUPS = {"config": "Settings", "data": "Settings", "runs": "Runs"}  # verbs with subcommands -> their panel in the help
 
 

@@ -1,7 +1,8 @@
 """`posttrain train` and `posttrain plan`."""
 
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
 from posttrain.errors import RunError
 from posttrain.imports import quick_imports
+from posttrain.launch import is_rank, launch
 from posttrain.reports.progress import duration
 from posttrain.terminal import say
 
@@ -61,7 +63,7 @@ def train(
     """
     if overwrite and resume is not None:
         raise UsageError("--resume continues a run and --overwrite deletes it; give one of them")
-    checkpoint = Path(resume) if resume else None
+    checkpoint, given = Path(resume) if resume else None, flags
     compared = several_methods(flags)
     if compared:
         flags = {path: text for path, text in flags.items() if path != "method.type"}
@@ -74,6 +76,10 @@ def train(
         stages = methods_as_stages(*split_arguments(config, overrides), flags, compared)
     else:
         stages = load_stages(config, overrides, flags)
+    ids = stages[0].config.devices.ids or ()
+    if len(ids) > 1 and not is_rank() and not dry_run:
+        launch(as_given(config, overrides, given, resume, overwrite, model_index, skip), len(ids))
+        return 0
     models = stages[0].config.models
     if model_index is not None and not 0 <= model_index < len(models):
         raise UsageError(f"--model-index {model_index}: there are models 0 to {len(models) - 1}")
@@ -98,8 +104,27 @@ def train(
         )
     except KeyboardInterrupt as interrupt:
         raise Interrupted(str(interrupt) or "interrupted") from interrupt
-    say(f"{duration(time.monotonic() - began)} in all, with loading, evaluation and saving", error=True)
+    if os.environ.get("RANK", "0") == "0":
+        say(f"{duration(time.monotonic() - began)} in all, with loading, evaluation and saving", error=True)
     return status
+
+
+def as_given(
+    config: str | None,
+    overrides: Sequence[str] | None,
+    flags: Mapping[str, str],
+    resume: str | None,
+    overwrite: bool,
+    model_index: int | None,
+    skip: Sequence[str] | None,
+) -> list[str]:
+    """The arguments of `posttrain train` that it was given."""
+    arguments = [*([config] if config is not None else []), *(overrides or [])]
+    arguments += [f"--{path}={text}" for path, text in flags.items()]
+    arguments += ["--resume", *([resume] if resume else [])] if resume is not None else []
+    arguments += ["--overwrite"] if overwrite else []
+    arguments += ["--model-index", str(model_index)] if model_index is not None else []
+    return [*arguments, *(word for stage in skip or () for word in ("--skip", stage))]
 
 
 def several_methods(flags: Mapping[str, str]) -> tuple[str, ...]:

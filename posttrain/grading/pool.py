@@ -41,6 +41,11 @@ CLOSED = "the grading pool is closed"
 _idle: HelperPool[WorkerProcess] = HelperPool()
 
 
+def workers_of(processes: int = 1) -> int:
+    """The number of workers of a pool, if as many processes of this machine have one."""
+    return max(1, min(os.cpu_count() or 1, MOST_WORKERS) // processes)
+
+
 class Pool:
     """Supervised worker processes. Each imports `modules` before its first job, outside the job's deadline.
 
@@ -59,7 +64,7 @@ class Pool:
             raise RewardError(f"grading needs 1 worker or more, not {workers}")
         if not deadline > 0:
             raise RewardError(f"the deadline of a grader must be above 0 seconds, not {deadline:g}")
-        self.workers = workers or min(os.cpu_count() or 1, MOST_WORKERS)
+        self.workers = workers or workers_of()
         self.deadline = deadline
         self.isolation: tuple[str, ...] = ()
         self.counts: Counter[str] = Counter()

@@ -21,6 +21,16 @@ def take_device(devices: DevicesConfig) -> torch.device:
     return device
 
 
+def own_device(devices: DevicesConfig, rank: int) -> DevicesConfig:
+    """The settings for one of the ranks on a machine: the GPU of its number among the named or visible ones."""
+    if device_type(devices) != "cuda":
+        return devices
+    ids = devices.ids or tuple(range(torch.cuda.device_count()))
+    if rank >= len(ids):
+        raise ModelError(f"process {rank} of this machine has no GPU, it has {len(ids)}: start at most that many")
+    return devices.model_copy(update={"ids": (ids[rank],)})
+
+
 @contextlib.contextmanager
 def determinism(devices: DevicesConfig) -> Iterator[None]:
     """Context in which PyTorch uses only deterministic kernels, if set.
@@ -39,11 +49,16 @@ def determinism(devices: DevicesConfig) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+def device_type(devices: DevicesConfig) -> str:
+    """The type of device: the named one, or the best available."""
+    if devices.type != "auto":
+        return devices.type
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
 def device_of(devices: DevicesConfig) -> torch.device:
     """The device to compute on: the named one, or the best available. A GPU has its index."""
-    kind = devices.type
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind = device_type(devices)
     if kind == "cuda" and not torch.cuda.is_available():
         raise ModelError(
             "devices.type is cuda, but PyTorch sees no GPU: install its CUDA build, or set devices.type: auto"

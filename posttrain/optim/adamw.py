@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.errors import DamagedError
+from posttrain.ranks import ALONE, Ranks
 
 
 class AdamW:
@@ -69,12 +70,13 @@ class AdamW:
             self.parameters[name].copy_(self.masters[name])
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> float:
-        """Clip, update, and drop the gradients. Returns the gradient norm before clipping.
+    def step(self, learning_rate: float, ranks: Ranks = ALONE) -> float:
+        """Sum the gradients over the ranks, clip, update, and drop them. Returns the gradient norm before clipping.
 
         If the norm is not finite, weights and optimizer state do not change.
         """
         self._collect()
+        ranks.sum_gradients(list(self.masters.values()))
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         value = norm.item()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from posttrain.optim.adamw import AdamW
+from posttrain.ranks import ALONE, Ranks
 
 Metrics = dict[str, torch.Tensor]
 
@@ -53,17 +55,23 @@ class Updated:
     applied: bool
 
 
-def update(packs: Iterable[Batch], objective: Objective[Batch], optimizer: AdamW, learning_rate: float) -> Updated:
-    """Sum the packs' gradients and take one step.
+def update(
+    packs: Iterable[Batch],
+    objective: Objective[Batch],
+    optimizer: AdamW,
+    learning_rate: float,
+    ranks: Ranks = ALONE,
+) -> Updated:
+    """Sum the packs' gradients and take one step. Of several ranks, each is given its own packs.
 
     A loss or a gradient that is not finite leaves weights and optimizer state unchanged.
     """
-    metrics = backward(packs, objective)
+    metrics = summed(ranks.together(lambda: backward(packs, objective)))
     if not math.isfinite(metrics["loss"]):
         optimizer.forget()
         return Updated(metrics, applied=False)
     objective.check()
-    grad_norm = optimizer.step(learning_rate)
+    grad_norm = optimizer.step(learning_rate, ranks)
     return Updated(metrics | {"grad_norm": grad_norm}, applied=math.isfinite(grad_norm))
 
 
@@ -75,6 +83,18 @@ def backward(packs: Iterable[Batch], objective: Objective[Batch]) -> dict[str, f
         loss.backward()
         add(total, {"loss": loss.detach(), **metrics})
     return to_floats(total)
+
+
+def summed(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """A batch's metrics from the shares of the ranks; a rank without packs has none."""
+    total = dict(shares[0])
+    for share in shares[1:]:
+        for name, value in share.items():
+            if name in total:
+                extreme = _extreme(name)
+                value = extreme(total[name], value) if extreme else total[name] + value
+            total[name] = value
+    return total
 
 
 def add(total: Metrics, share: Metrics) -> None:
@@ -99,16 +119,12 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
 
 
 @torch.no_grad()
-def over_batches(batches: Iterable[tuple[Iterable[Batch], Objective[Batch]]]) -> dict[str, float]:
+def over_batches(batches: Iterable[tuple[Sequence[Batch], Objective[Batch]]], ranks: Ranks = ALONE) -> dict[str, float]:
     """Loss and metrics over all batches, weighted by their denominators (tokens, pairs, a class)."""
     total: dict[str, float] = {}
     count: dict[str, int] = {}
     for packs, objective in batches:
-        batch: Metrics = {}
-        for pack in packs:
-            loss, metrics = objective.of(pack)
-            add(batch, {"loss": loss, **metrics})
-        for key, value in to_floats(batch).items():
+        for key, value in summed(ranks.together(partial(_of_batch, ranks.mine(packs), objective))).items():
             if extreme := _extreme(key):
                 total[key] = extreme(total.get(key, value), value)
             else:
@@ -116,6 +132,14 @@ def over_batches(batches: Iterable[tuple[Iterable[Batch], Objective[Batch]]]) ->
                 total[key] = total.get(key, 0.0) + value * weight
                 count[key] = count.get(key, 0) + weight
     return {key: value / count[key] if key in count else value for key, value in total.items()}
+
+
+def _of_batch(packs: Sequence[Batch], objective: Objective[Batch]) -> dict[str, float]:
+    batch: Metrics = {}
+    for pack in packs:
+        loss, metrics = objective.of(pack)
+        add(batch, {"loss": loss, **metrics})
+    return to_floats(batch)
 
 
 def over_updates(made: Sequence[Mapping[str, float]]) -> dict[str, float]:

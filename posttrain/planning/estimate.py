@@ -26,6 +26,7 @@ from posttrain.models.matmul import ONEDNN, PACKS
 from posttrain.models.optional import takes_triton
 from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
 from posttrain.planning.activations import activations, empty_model
+from posttrain.ranks import ALONE, Ranks
 from posttrain.scoring import CHUNK_ELEMENTS, GRADIENT_ELEMENTS
 from posttrain.store.run import Run
 from posttrain.training.inputs import reference_settings
@@ -96,9 +97,12 @@ def checkpoints_gradients(config: RunConfig, model: ModelConfig, device: torch.d
     return peak > SAFE * _memory_of(device)
 
 
-def start_job(config: RunConfig, model: ModelConfig, run: Run, checkpoint: Path | None = None) -> Job:
+def start_job(
+    config: RunConfig, model: ModelConfig, run: Run, checkpoint: Path | None = None, ranks: Ranks = ALONE
+) -> Job:
     """The job of a run, with gradient checkpointing by the settings or the estimate."""
-    return Job.start(config, model, run, checkpoint, checkpoints_gradients(config, model, take_device(config.devices)))
+    recomputed = checkpoints_gradients(config, model, take_device(config.devices))
+    return Job.start(config, model, run, checkpoint, recomputed, ranks)
 
 
 def estimate(

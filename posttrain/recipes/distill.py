@@ -42,9 +42,11 @@ def train(job: Job, data: Prepared) -> Loop:
                 asked, others = sampled_prompts(job.config.seed, number, prompts, method.on_policy_fraction)
                 rollout = run.sample(number, asked, method.num_generations, version=number - 1)
                 step = Step(job, rollout, method.mask_truncated_completions)
+                step.reference_R = torch.zeros_like(step.new_R)
+                step.assign(step.parts)
                 given = Step(job, given_completions(others), mask_truncated=False)
                 if number == 1 and step.parts:
-                    check_packing(Scorer(policy), rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack)
+                    check_packing(Scorer(policy), rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack_together)
             packs = [StepPack(one, part) for one in (step, given) for part in one.parts]
             tokens = step.num_tokens + given.num_tokens
             check = partial(measure_mismatch, job, run.sample, step)

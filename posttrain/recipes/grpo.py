@@ -69,7 +69,7 @@ def train(job: Job, data: Prepared) -> Loop:
                 rollout = run.sample(number, prompts, method.num_generations, method.resampling_rounds, number - 1)
                 step = step_of(job, method, rollout, scorer, reference)
                 if number == 1 and step.parts:
-                    check_packing(scorer, rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack)
+                    check_packing(scorer, rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack_together)
             run.update(number, step, updates(number, step))
     return loop
 

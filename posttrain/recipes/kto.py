@@ -62,7 +62,7 @@ def train(job: Job, data: Prepared) -> Loop:
         found = levels(job, method, scorer, reference, examples, loop.state.memory, training=True)
         packs, objective = objective_of(examples, found)
         if step == 1:
-            check_packing(scorer, examples, job.pack)
+            check_packing(scorer, examples, job.pack_together)
         loop.update(packs, objective)
         if found.rewards is not None and not loop.state.skipped_in_a_row:
             loop.state.memory = asdict(found.rewards)
@@ -150,7 +150,7 @@ def levels(
 def logprobs(score: Callable[[Pack, list[Example]], torch.Tensor], job: Job, examples: list[Example]) -> torch.Tensor:
     """The log-probability of every sequence of the examples, in their order: (sequences)."""
     packs = job.pack(examples)
-    scored = torch.cat([score(pack.to(job.device), examples) for pack in packs])
+    scored = torch.cat(job.scores(packs, lambda pack: score(pack, examples)))
     group = torch.cat([pack.group_S for pack in packs])
     return scored[group.argsort(stable=True).to(job.device)]
 

@@ -55,6 +55,8 @@ class Step:
         self.reference_R: Tensor | None = None  # under the reference or teacher, if any
         self.advantage_R = torch.zeros(rollout.num_tokens, device=job.device)
         self.mismatch: dict[str, float] | None = None  # between engine and trainer, once measured
+        self._ranks = job.ranks
+        self._mine_R, self._ours_R = torch.zeros_like(self.clipped_R), torch.zeros_like(self.clipped_R)
 
     @property
     def num_tokens(self) -> int:
@@ -70,6 +72,24 @@ class Step:
         self.trainer_R[at_N] = self.new_R[at_N] = logprob_N
         self.reference_R[at_N], self.advantage_R[at_N] = reference_N, advantage_N
         self.entropy_R[at_N] = entropy_N
+
+    def assign(self, parts: Sequence[RolloutPack]) -> None:
+        """An update of these packs starts: each rank will have the numbers of its own."""
+        if self._ranks.size > 1:
+            for part in parts:
+                self._mine_R[part.token_N], self._ours_R[part.token_N] = False, True
+            for part in self._ranks.mine(parts):
+                self._mine_R[part.token_N] = True
+
+    def exchange(self, *names: str) -> None:
+        """Complete these numbers of each token (R) by those that other ranks have from the last updates."""
+        if self._ranks.size == 1:
+            return
+        own = {name: value_R for name in names if (value_R := getattr(self, name)) is not None}
+        sums = [value_R.float() * self._mine_R for value_R in own.values()]
+        self._ranks.sum_(sums)
+        for (name, value_R), sum_R in zip(own.items(), sums, strict=True):
+            setattr(self, name, sum_R.to(value_R.dtype).where(self._ours_R, value_R))
 
     def sums(self, value_R: Tensor) -> Tensor:
         """The sums over each completion of a value per token: (R) to (S)."""
@@ -139,9 +159,10 @@ def scored(
     `of` returns (N) or (N, columns). Tokens in none of the packs have 0.
     """
     found = torch.zeros(rollout.num_tokens, columns, device=job.device)
-    for part in parts:
+    for part in job.ranks.mine(parts):
         moved = part.to(job.device)
         found[moved.token_N] = of(moved.pack).view(-1, columns)
+    job.ranks.sum_([found])
     return found
 
 
@@ -162,6 +183,7 @@ def minibatches(job: Job, step: Step, number: int, epochs: int, count: int) -> I
         made = divided(step, count, (job.config.seed, number, epoch))
         for place, (chosen, counted) in enumerate(made):
             parts = step.parts if count == 1 else in_packs(job, step.rollout, chosen)
+            step.assign(parts)
             yield Minibatch(parts, chosen, counted, len(made), is_first=number == 1 and epoch == place == 0)
 
 
@@ -231,6 +253,7 @@ def measure_mismatch(job: Job, sample: Sampler, step: Step) -> None:
     inside_R = torch.isin(rollout.sequence_R, step.in_loss_S)
     if step.mismatch is not None or not inside_R.any():
         return
+    step.exchange("trainer_R")
     trainer_N, sampler_N = step.trainer_R.cpu()[inside_R], rollout.sampler_R[inside_R]
     step.mismatch = sampler_mismatch(trainer_N, sampler_N)
     if not sample.filtered:  # a filter raises the probabilities of the sampled tokens above the policy's
@@ -268,6 +291,8 @@ class Online:
         loop, store = self._loop, self._store
 
         def measure(metrics: Mapping[str, float]) -> dict[str, float]:
+            if loop.job.config.rollout.save:
+                step.exchange("trainer_R", "new_R", "reference_R", "advantage_R", "clipped_R", "entropy_R")
             more = {**step.rollout.metrics(), **(step.mismatch or {}), **found()}
             self._alarms.look(number, {**metrics, **more})
             if store is not None:

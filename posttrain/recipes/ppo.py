@@ -72,7 +72,7 @@ def train(job: Job, data: Prepared) -> Loop:
                 rollout = run.sample(number, prompts, method.num_generations, version=number - 1)
                 step = step_of(job, method, rollout, actor_critic, reference, memory)
                 if number == 1 and step.parts:
-                    check_packing(scorer, rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack)
+                    check_packing(scorer, rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack_together)
                     if step.reference_R is not None and method.ref_model is None:
                         logratio_S = step.sums(step.trainer_R - step.reference_R)
                         check_margins(logratio_S, rollout.length_S.to(job.device), job.dtype)

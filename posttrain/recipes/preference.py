@@ -43,7 +43,7 @@ def train(job: Job, data: Prepared) -> Loop:
     for step, examples in loop.steps():
         packs, objective = objective_of(examples)
         if step == 1:
-            check_packing(scorer, examples, job.pack)
+            check_packing(scorer, examples, job.pack_together)
         loop.update(packs, objective)
         if loop.evaluation_due:
             loop.evaluate(objective_of)
@@ -70,7 +70,7 @@ def objectives(job: Job, method: DPOMethod, scorer: Scorer, reference: Reference
             num_chosen_tokens=chosen_tokens,
         )
         if couples_batch(method.loss_type) and len(packs) > 1:
-            loss_of = couple(loss_of, packs, scorer, reference, examples, job.device)
+            loss_of = couple(job, loss_of, packs, scorer, reference, examples)
 
         def share(pack: Pack):
             pack = pack.to(job.device)
@@ -96,29 +96,29 @@ def pairs_of(pack: Pack, policy_S: torch.Tensor, reference_S: torch.Tensor) -> P
 
 @torch.no_grad()
 def couple(
+    job: Job,
     loss_of: Callable[[Pairs], torch.Tensor],
     packs: list[Pack],
     scorer: Scorer,
     reference: Reference,
     examples: list[Example],
-    device: torch.device,
 ) -> Callable[[Pairs], torch.Tensor]:
     """Exact gradients of a loss that couples all pairs of the step, if they are in several packs.
 
     Scores every pack once without gradients, and computes the step's loss and its derivative with respect to each
-    log-probability. Returns a function of one pack's pairs: its value is their share of the loss, and its gradient is
-    exact for the step.
+    log-probability. Returns a function of the pairs of this rank's packs in turn: its value is their share of the loss,
+    and its gradient is exact for the step.
     """
-    parts: list[Pairs] = []
-    for pack in packs:
-        moved = pack.to(device)
-        parts.append(pairs_of(moved, moved.sum_by_sequence(scorer(moved).logprob_N), reference(moved, examples)))
+    policy = job.scores(packs, lambda pack: pack.sum_by_sequence(scorer(pack).logprob_N))
+    references = job.scores(packs, lambda pack: reference(pack, examples))
+    parts = [pairs_of(pack.to(job.device), *both) for pack, *both in zip(packs, policy, references, strict=True)]
     whole = Pairs(*(torch.cat([getattr(p, name) for p in parts]) for name in Pairs.__dataclass_fields__))
     loss_P, (to_chosen_P, to_rejected_P) = loss_coefficients(
         lambda chosen_P, rejected_P: loss_of(whole.with_policy(chosen_P, rejected_P)), whole.chosen_P, whole.rejected_P
     )
     sizes = [len(part) for part in parts]
-    shares = iter(zip(loss_P.split(sizes), to_chosen_P.split(sizes), to_rejected_P.split(sizes), strict=True))
+    split = zip(loss_P.split(sizes), to_chosen_P.split(sizes), to_rejected_P.split(sizes), strict=True)
+    shares = iter(job.ranks.mine(list(split)))
 
     def share(pairs: Pairs) -> torch.Tensor:
         value_P, chosen_P, rejected_P = next(shares)

@@ -95,14 +95,6 @@ class RewardPart:
         return found
 
 
-def picked(parts: Sequence[RewardPart], places: Sequence[tuple[int, int]]) -> RewardPart:
-    """One reward of a selection from several calls: (number of the call, index in it) for each completion."""
-    grades = None if parts[0].grades is None else tuple((parts[which].grades or ())[at] for which, at in places)
-    overdue = None if parts[0].overdue is None else tuple((parts[which].overdue or ())[at] for which, at in places)
-    values = tuple(parts[which].values[at] for which, at in places)
-    return replace(parts[0], values=values, grades=grades, overdue=overdue)
-
-
 @dataclass(frozen=True, slots=True)
 class Rewarded:
     """The weighted sum for each completion and its parts. A total of None is no reward: drop this completion."""
@@ -126,6 +118,22 @@ class Rewarded:
         for part in self.parts:
             found |= part.metrics()
         return found
+
+
+def picked(calls: Sequence[Rewarded], places: Sequence[tuple[int, int]]) -> Rewarded:
+    """The rewards of a selection from several calls: (number of the call, index in it) for each completion."""
+    filled = [number for number, one in enumerate(calls) if one.totals]
+    numbers = {number: place for place, number in enumerate(filled)}
+    among = [(numbers[number], at) for number, at in places]
+    parts = tuple(_part_of(same, among) for same in zip(*(calls[number].parts for number in filled), strict=True))
+    return Rewarded(tuple(calls[number].totals[at] for number, at in places), parts)
+
+
+def _part_of(parts: Sequence[RewardPart], places: Sequence[tuple[int, int]]) -> RewardPart:
+    grades = None if parts[0].grades is None else tuple((parts[which].grades or ())[at] for which, at in places)
+    overdue = None if parts[0].overdue is None else tuple((parts[which].overdue or ())[at] for which, at in places)
+    values = tuple(parts[which].values[at] for which, at in places)
+    return replace(parts[0], values=values, grades=grades, overdue=overdue)
 
 
 class Rewards:

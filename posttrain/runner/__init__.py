@@ -11,8 +11,9 @@ from pathlib import Path
 from posttrain.config import RunConfig, Stage
 from posttrain.errors import RunError, is_out_of_memory
 from posttrain.output import enduring
+from posttrain.ranks import Ranks, joined
 from posttrain.runner.comparison import compare
-from posttrain.runner.one import train_one
+from posttrain.runner.one import follow, train_one
 from posttrain.runner.pipeline import Pipeline, Task
 from posttrain.store.checkpoint import named_checkpoint
 from posttrain.store.runs import is_whole_run
@@ -41,10 +42,15 @@ def train(
     checkpoint. As a path it names the folder of the whole run, or a single run folder or checkpoint in it. If a run
     fails, the runs that do not depend on it are still trained; a single run raises its error. `compared`: the stages
     are methods to compare at the end (comparison.py). `watch` sees every evaluation and may end a run early. A closed
-    pipe or terminal does not end the run; `training.log` has all messages.
+    pipe or terminal does not end the run; `training.log` has all messages. On several ranks, the first one decides what
+    is trained next, and the others follow.
     """
-    with enduring():
-        return _train(config, resume, overwrite, model_index, skip, compared, watch)
+    with enduring(), joined() as ranks:
+        if not ranks.is_first:
+            return follow(ranks)
+        status = _train(config, resume, overwrite, model_index, skip, compared, watch, ranks)
+        ranks.gather(None)
+        return status
 
 
 def _train(
@@ -55,12 +61,13 @@ def _train(
     skip: Collection[str],
     compared: bool,
     watch: Watch | None,
+    ranks: Ranks,
 ) -> int:
     stages = (Stage("", None, config),) if isinstance(config, RunConfig) else tuple(config)
     for stage in stages:
         require_trackers(stage.config.tracking)
     if isinstance(resume, Path) and not is_whole_run(resume):
-        return _resume_one(stages, resume)
+        return _resume_one(stages, resume, ranks)
     first, name = stages[0].config, stages[0].config.name
     folder = Path(first.output_dir).expanduser()
     if isinstance(resume, Path):
@@ -71,11 +78,11 @@ def _train(
     if name is None:
         kinds = "comparison" if compared else "-".join(stage.name or stage.config.method.type for stage in stages)
         name = f"{kinds}-{first.models[model_index or 0].folder_name}-{datetime.now():%Y%m%d-%H%M%S}"
-    runs = Pipeline.of(stages, folder / name, skip, model_index)
+    runs = Pipeline.of(stages, folder / name, skip, model_index, keeps_going=ranks.size == 1)
 
     def train_task(task: Task, resume: bool, overwrite: bool) -> None:
         with _out_of_memory_advice(task.config, runs.root):
-            train_one(task.config, task.folder, None, resume, overwrite, task.start_facts(), watch)
+            train_one(task.config, task.folder, None, resume, overwrite, task.start_facts(), watch, ranks)
 
     try:
         return runs.run(train_task, bool(resume), overwrite)
@@ -96,7 +103,7 @@ def _out_of_memory_advice(config: RunConfig, folder: Path) -> Iterator[None]:
         raise
 
 
-def _resume_one(stages: Sequence[Stage], path: Path) -> int:
+def _resume_one(stages: Sequence[Stage], path: Path, ranks: Ranks) -> int:
     """Resume the single run of this folder or checkpoint."""
     folder = run_folder_of(path)
     levels = (len(stages) > 1) + (len(stages[0].config.models) > 1)
@@ -107,5 +114,5 @@ def _resume_one(stages: Sequence[Stage], path: Path) -> int:
     settings = located(saved_settings(folder, tasks[0].config), folder)
     named = named_checkpoint(path, problems_of) if path != folder else None
     with _out_of_memory_advice(settings, folder):
-        train_one(settings, folder, named, True, False, tasks[0].start_facts())
+        train_one(settings, folder, named, True, False, tasks[0].start_facts(), ranks=ranks)
     return 0

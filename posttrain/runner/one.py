@@ -6,7 +6,7 @@ import logging
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -17,18 +17,21 @@ import torch
 from posttrain.config import RunConfig, dump
 from posttrain.errors import DamagedError, RunError, Stopped, reason_of
 from posttrain.memory import release_memory
-from posttrain.models.devices import determinism
+from posttrain.models.devices import determinism, own_device
 from posttrain.planning.estimate import start_job
 from posttrain.planning.largest import keeps_engine
+from posttrain.ranks import ALONE, Ranks
 from posttrain.recipes import RECIPES
 from posttrain.signals import handling, leave
 from posttrain.store.checkpoint import has_saved, newest_complete, saved_step, unusable
+from posttrain.store.follower import Follower, own_log
 from posttrain.store.run import Run
 from posttrain.store.tracking import Tracking
 from posttrain.threads import sharing_cores
 from posttrain.training.best import Watch
 from posttrain.training.finish import finish
 from posttrain.training.inputs import models_read, refuse_other_models
+from posttrain.training.loop import Loop
 from posttrain.training.resume import refuse_changes, refuse_fewer_steps, report_lost
 from posttrain.training.state import problems_of
 
@@ -44,6 +47,7 @@ def train_one(
     overwrite: bool = False,
     start_facts: Mapping[str, Any] | None = None,
     watch: Watch | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Train the one model of `config` in `folder`, from the start or, with `resume`, from a checkpoint.
 
@@ -52,7 +56,7 @@ def train_one(
     early.
     """
     release_memory()  # of the previous model
-    facts = {"seed": config.seed, "threads": torch.get_num_threads(), **(start_facts or {})}
+    facts = {"seed": config.seed, "threads": torch.get_num_threads(), "ranks": ranks.size, **(start_facts or {})}
     named, rejected = checkpoint, dict[str, str]()
     messages: list[str] = []
     models: dict[str, dict[str, str]] = {}
@@ -74,10 +78,12 @@ def train_one(
             for line in messages:
                 log.warning(line)
             try:
-                return _train_from(checkpoint, config, run, {**facts, "models": models}, resume, watch)
+                ranks.gather(Order(config, folder, checkpoint))
+                ranks.on_lost(lambda error: run.__exit__(type(error), error, None))
+                return _train_from(checkpoint, config, run, {**facts, "models": models}, resume, watch, ranks)
             except DamagedError as error:
                 assert checkpoint is not None  # nothing else raises it
-                if checkpoint == named:
+                if checkpoint == named or ranks.size > 1:  # the other ranks read it too
                     raise unusable(checkpoint, [str(error)]) from error
                 rejected[checkpoint.name] = str(error)
             release_memory()
@@ -91,6 +97,7 @@ def _train_from(
     facts: Mapping[str, Any],
     resume: bool,
     watch: Watch | None,
+    ranks: Ranks,
 ) -> None:
     """Train to the end, from the start or from a checkpoint. If that is damaged, raises DamagedError and changes
     nothing."""
@@ -105,13 +112,56 @@ def _train_from(
         run.write_config(dump(config))
     run.add_provenance({"models": facts["models"] or models_read(config, run.folder)})
     with Tracking(config, run, logged):
-        job = start_job(config, config.models[0], run, checkpoint)
-        data = job.data()
-        job = replace(job, keeps_engine=keeps_engine(job, data), watch=watch)
-        loop = RECIPES[config.method.type](job, data)
+        loop = _steps(checkpoint, config, run, watch, ranks)
         Thread(target=import_module, args=["matplotlib.backends.backend_agg"], daemon=True).start()  # for `finish`
         loop.save_final()
-        finish(job, loop)
+        finish(loop.job, loop)
+
+
+def _steps(checkpoint: Path | None, config: RunConfig, run: Run, watch: Watch | None, ranks: Ranks) -> Loop:
+    """Every step of a run, on this rank."""
+    if ranks.size > 1:
+        config = config.model_copy(update={"devices": own_device(config.devices, ranks.local)})
+    job = start_job(config, config.models[0], run, checkpoint, ranks)
+    data = job.data()
+    job = replace(job, keeps_engine=keeps_engine(job, data), watch=watch)
+    return RECIPES[config.method.type](job, data)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the first rank tells the others: train this run too."""
+
+    config: RunConfig
+    folder: Path
+    checkpoint: Path | None
+
+
+def follow(ranks: Ranks) -> int:
+    """Train the runs that the first rank orders, beside it, until there are no more. Returns the exit status.
+
+    Why a run ended is in this rank's log; the first rank tells the user.
+    """
+    try:
+        _follow(ranks)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception:
+        return 1
+    return 0
+
+
+def _follow(ranks: Ranks) -> None:
+    no_order: Order | None = None
+    while (order := ranks.gather(no_order)[0]) is not None:
+        release_memory()
+        with (
+            own_log(order.folder, ranks.index),
+            handling(leave, signal.SIGTERM),
+            determinism(order.config.devices),
+            Follower(order.folder) as run,
+        ):
+            _steps(order.checkpoint, order.config, run, None, ranks)
 
 
 def _newest(folder: Path, rejected: Mapping[str, str]) -> tuple[Path | None, list[str]]:

@@ -80,6 +80,7 @@ class Pipeline:
     root: Path
     stages: tuple[Stage, ...]
     tasks: list[Task] = field(default_factory=list)
+    keeps_going: bool = True  # after a failure, with what does not depend on it
 
     @classmethod
     def of(
@@ -88,13 +89,14 @@ class Pipeline:
         root: Path,
         skip: Collection[str] = (),
         model_index: int | None = None,
+        keeps_going: bool = True,
     ) -> Pipeline:
         """The runs in the folder `root`. Raises ConfigError for an unknown stage or model."""
         check_skip(skip, stages)
         models = stages[0].config.models
         if model_index is not None and not 0 <= model_index < len(models):
             raise ConfigError(f"--model-index {model_index}: the config has models 0 to {len(models) - 1}")
-        pipeline = cls(root, tuple(stages))
+        pipeline = cls(root, tuple(stages), keeps_going=keeps_going)
         for index in range(len(models)) if model_index is None else [model_index]:
             pipeline._add_model(index, skip)
         return pipeline
@@ -150,8 +152,8 @@ class Pipeline:
     def run(self, train_one: Callable[[Task, bool, bool], None], resume: bool, overwrite: bool) -> int:
         """Train every run with `train_one(task, resume, overwrite)`; at the end a table of the outcomes and a report.
 
-        After a failure, other models and independent stages are still trained. Raises PosttrainError at the end if any
-        failed; with a single run, its own error.
+        After a failure, other models and independent stages are still trained if `keeps_going`. Raises PosttrainError
+        at the end if any failed; with a single run, its own error.
         """
         self.check(resume, overwrite)
         if not self.alone:
@@ -199,7 +201,7 @@ class Pipeline:
         except Exception as error:
             reason = message_of(error)
             task.outcome, task.note = FAILED, " ".join(reason.split())
-            if len(self.active) == 1:
+            if len(self.active) == 1 or not self.keeps_going:
                 raise
             expected = isinstance(error, PosttrainError) or is_out_of_memory(error)
             log.error("%s failed: %s", task.title, reason, exc_info=not expected)

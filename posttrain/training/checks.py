@@ -14,6 +14,7 @@ from posttrain.batch import Example, Pack, sequences
 from posttrain.errors import VitalSignError
 from posttrain.models.families import base_of
 from posttrain.optim.adamw import AdamW
+from posttrain.ranks import Ranks
 from posttrain.scoring import RewardScorer, Scorer
 from posttrain.store.files import bits
 
@@ -209,6 +210,20 @@ def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:
         raise VitalSignError(
             f"weights are not finite at step {step}, so they are not saved: {bad[0]} ({len(bad)} of {len(tensors)} "
             "tensors). Resume from the last checkpoint with a lower training.learning_rate"
+        )
+
+
+def check_same_weights(ranks: Ranks, tensors: Mapping[str, torch.Tensor], step: int) -> None:
+    """Raise VitalSignError when the ranks do not have the same trained tensors, to the bit."""
+    if ranks.size == 1:
+        return
+    first, *others = ranks.gather(fingerprints(tensors))
+    different = [rank for rank, found in enumerate(others, 1) if found != first]
+    if different:
+        raise VitalSignError(
+            f"the weights of rank {different[0]} are not those of rank 0 at step {step} ({len(different)} of "
+            f"{ranks.size} ranks differ): something in the step is not the same on every rank. Resume from the last "
+            "checkpoint; if it comes again, report it"
         )
 
 

@@ -20,8 +20,10 @@ from posttrain.config.schema.rewards import Reward
 from posttrain.data import Dataset, Prepared
 from posttrain.data.published import own_stop
 from posttrain.engines import make_engine, stop_token_ids
+from posttrain.errors import ConfigError
 from posttrain.evaluation.statistics import passes
 from posttrain.grading.extract import THINK_END
+from posttrain.grading.pool import workers_of
 from posttrain.progress import progress
 from posttrain.rewards.compose import Rewards
 from posttrain.rewards.rules import TAGGED
@@ -48,6 +50,8 @@ class _Samplers:
         self._resources, self._job, rollout = resources, job, job.config.rollout
         self._stops = stop_token_ids(policy, job.tokenizer)
         online = job.config.method.samples_completions
+        if job.ranks.size > 1 and rollout.engine == "vllm":
+            raise ConfigError("rollout.engine: vllm does not serve several ranks yet: use the embedded engine")
         used = rollout if online else job.config.evaluation.sampling(rollout)
         if not self._stops and not used.stop:
             log.warning(
@@ -78,7 +82,16 @@ class _Samplers:
         tokenizer, stop = self._job.tokenizer, own_stop(template)
         stops = {*self._stops} if stop is None else {*self._stops, tokenizer.get_vocab()[stop]}
         ends, seed = tuple(sorted(stops)), self._job.config.seed
-        return Sampler(self.engine, rewards, tokenizer, settings, stop_token_ids=ends, seed=seed, keeps=keeps)
+        return Sampler(
+            self.engine,
+            rewards,
+            tokenizer,
+            settings,
+            stop_token_ids=ends,
+            seed=seed,
+            keeps=keeps,
+            ranks=self._job.ranks,
+        )
 
     def of_sets(self) -> dict[str, Sampler]:
         """A sampler for each validation set that has rewards, either the run's or its own."""
@@ -103,6 +116,7 @@ class _Samplers:
             tags=config.data.tags,
             devices=config.devices,
             max_completion_length=config.rollout.max_completion_length,
+            workers=workers_of(self._job.ranks.locals),
         )
         return self._resources.enter_context(rewards)
 
@@ -124,7 +138,7 @@ def sampler_of(job: Job, policy: nn.Module, data: Prepared, keeps: bool) -> Iter
 def rollout_store(job: Job, saver: Saver) -> Iterator[RolloutStore | None]:
     """The run's `rollouts.sqlite`, without steps after the checkpoint; None if rollout.save is off."""
     settings = job.config.rollout
-    if not settings.save:
+    if not settings.save or not job.ranks.is_first:
         yield None
         return
     after = -1 if job.checkpoint is None else saved_step(job.checkpoint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from posttrain.models.quantised import refuse_training
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.adamw_8bit import AdamW8bit
 from posttrain.optim.offload import AdamWCPUOffload
+from posttrain.ranks import ALONE, Ranks
 from posttrain.store.run import Run
 from posttrain.store.runs import is_inside
 from posttrain.training.best import Watch
@@ -61,10 +62,17 @@ class Job:
     gradient_checkpointing: bool
     keeps_engine: bool = True
     watch: Watch | None = None
+    ranks: Ranks = ALONE
 
     @classmethod
     def start(
-        cls, config: RunConfig, model: ModelConfig, run: Run, checkpoint: Path | None, gradient_checkpointing: bool
+        cls,
+        config: RunConfig,
+        model: ModelConfig,
+        run: Run,
+        checkpoint: Path | None,
+        gradient_checkpointing: bool,
+        ranks: Ranks = ALONE,
     ) -> Job:
         """Seed every generator, choose the device, load the tokenizer."""
         random.seed(config.seed)
@@ -73,11 +81,12 @@ class Job:
         device = take_device(config.devices)
         reset_peak_memory(device)
         dtype, tokenizer = compute_dtype(model, device), load_tokenizer(model)
-        return cls(config, model, run, device, dtype, tokenizer, checkpoint, gradient_checkpointing)
+        return cls(config, model, run, device, dtype, tokenizer, checkpoint, gradient_checkpointing, ranks=ranks)
 
     def data(self) -> Prepared:
         """The training and validation sets, tokenised or from the cache. Logs what was dropped."""
-        prepared = data_of(self.config, self.model, self.tokenizer)
+        with self.ranks.ahead(of_machine=True):
+            prepared = data_of(self.config, self.model, self.tokenizer)
         self.run.add_provenance({"dataset_fingerprint": prepared.fingerprint})
         for report in prepared.reports.values():
             for line in report.lines():
@@ -97,7 +106,8 @@ class Job:
         Raises DamagedError if the checkpoint's weights are damaged, incomplete, or of other shapes.
         """
         refuse_training(load_config(self.model), self.model.path, self.model.lora is not None)
-        policy: nn.Module = self._whole(head) if self.model.lora is None else self._adapted(self.model.lora, head)
+        with self.ranks.ahead():
+            policy: nn.Module = self._whole(head) if self.model.lora is None else self._adapted(self.model.lora, head)
         check_positions(base_of(policy).config, self.config.data.max_length)
         if head == "reward":
             set_pad_token(base_of(policy), self.tokenizer)
@@ -178,9 +188,19 @@ class Job:
         return self.config.training.optimizer == "adamw_cpu_offload" and self.device.type == "cuda"
 
     def pack(self, examples: Sequence[Example], keep_last: bool = False) -> list[Pack]:
-        """A batch's packs; on a GPU padded to one of a few widths."""
+        """A batch's packs, those of all ranks; on a GPU padded to one of a few widths."""
         tokens = self.config.training.tokens_per_pack
-        return pack(examples, tokens, keep_last, pad_to=width_step(self.device, tokens))
+        return pack(examples, tokens, keep_last, width_step(self.device, tokens), self.ranks.size)
+
+    def pack_together(self, examples: Sequence[Example], keep_last: bool = False) -> list[Pack]:
+        """The packs of one rank alone: as few as possible."""
+        tokens = self.config.training.tokens_per_pack
+        return pack(examples, tokens, keep_last, width_step(self.device, tokens))
+
+    def scores(self, packs: Sequence[Pack], of: Callable[[Pack], torch.Tensor]) -> list[torch.Tensor]:
+        """A number for every sequence (S) of each pack, on the device; every rank computes those of its own packs."""
+        shapes = [(pack.num_sequences,) for pack in packs]
+        return self.ranks.spread(packs, shapes, lambda pack: of(pack.to(self.device)), self.device)
 
     def learning_rate(self) -> float:
         return learning_rate(self.config, self.model)

@@ -16,10 +16,12 @@ from contextlib import closing
 from typing import TypeVar
 
 import numpy as np
+import torch
 from torch import nn
 
 from posttrain.batch import Example, Pack
 from posttrain.data import Dataset, Prepared, longest_sequence
+from posttrain.engines import seed_of
 from posttrain.errors import VitalSignError
 from posttrain.memory import return_free_pages
 from posttrain.models.experts import RouterLoad
@@ -106,7 +108,7 @@ class Loop:
 
     def steps(self) -> Iterator[tuple[int, list[Example]]]:
         """Each step's number, from 1, and its examples. After the body of the step: log, save, stop on request."""
-        first = self.state.step + 1
+        first, ranks = self.state.step + 1, self.job.ranks
         self.policy.train(self.job.config.method.dropout)
         self._moved = MovedWeights(self.policy, self.optimizer)
         if self.state.window and self._is_logged(self.state.step):
@@ -118,6 +120,8 @@ class Loop:
                     self._best.report(self.state)
                     break
                 started = time.perf_counter()
+                if ranks.size > 1:  # a stream for each rank and step, whose state no checkpoint needs
+                    torch.manual_seed(seed_of(self.job.config.seed, "dropout", step, ranks.index))
                 yield step, self._examples(step)
                 self.state.seconds += time.perf_counter() - started
                 self._after_step()
@@ -151,15 +155,15 @@ class Loop:
         `measure` receives them and returns further metrics; methods that sample also store their rollouts there.
         """
         state, step, tokens = self.state, self.state.step + 1, 0
-        method = self.job.config.method
+        method, ranks = self.job.config.method, self.job.ranks
         made: list[dict[str, float]] = []
         if method.updates > 1:
             self.saver.copy_weights()
         for packs, objective in parts:
-            coming = self.interruption.while_patient(packs)
+            coming = self.interruption.while_patient(ranks.mine(packs))
             if method.samples_completions:
                 coming = _freeing_after_fullest(coming)
-            done = update(coming, objective, self.optimizer, self.rate(step))
+            done = update(coming, objective, self.optimizer, self.rate(step), ranks)
             tokens += sum(pack.num_tokens for pack in packs)
             if not done.applied:
                 self._count_skipped(step, done.metrics)
@@ -169,7 +173,7 @@ class Loop:
             if self._moved is not None and self.rate(step) > 0 and done.metrics["grad_norm"] > 0:
                 self._moved.check(self.rate(step), done.metrics["grad_norm"])
                 self._moved = None
-        metrics = over_updates(made) | self._router_load.take()
+        metrics = over_updates(made) | over_updates(ranks.gather(self._router_load.take()))
         if measure is not None:
             metrics |= measure(metrics)
         state.take(metrics)
@@ -202,8 +206,11 @@ class Loop:
             self.saver.rollouts.check()
         if self._best.is_overdue(state) and state.window:  # the last step: log what remains
             self._log()
+        self._stop.agree(self.job.ranks)
         if state.step % every == 0 or state.step == self.total or self._best.is_overdue(state) or self._stop.asked:
             self.save_checkpoint()
+        if self._stop.asked:
+            self.job.ranks.gather(None)  # no rank leaves before the checkpoint is there
         self._stop.leave_if_asked()
 
     def _is_logged(self, step: int) -> bool:
@@ -243,7 +250,7 @@ class Loop:
         """Evaluate every validation set without gradients, log it, and save the model if it is the best so far."""
 
         def measure(name: str, dataset: Dataset) -> dict[str, float]:
-            found = over_batches(self._batches(objective_of, name, dataset))
+            found = over_batches(self._batches(objective_of, name, dataset), self.job.ranks)
             return {**found, **self._completions(name, self.state.step, self.interruption.sampling)}
 
         return self.evaluate_by(measure)
@@ -255,7 +262,7 @@ class Loop:
         for name, dataset in self.data.validation.items():
             prefix = "eval_" if name == "validation" else f"eval_{name}_"
             metrics |= {f"{prefix}{key}": value for key, value in measure(name, dataset).items()}
-        suites = self._suites(self.state.step, self.interruption.sampling)
+        suites = self.job.ranks.first(lambda: self._suites(self.state.step, self.interruption.sampling))
         metrics |= {f"eval_{name}": value for name, value in suites.items()}
         self.policy.train(self.job.config.method.dropout)
         self.state.evaluated = True

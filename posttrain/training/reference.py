@@ -142,18 +142,19 @@ def _precomputed(
 ) -> dict[str, torch.Tensor]:
     """A portion's keys (as int64) and log-probabilities, from the cache if possible."""
     folder = default_folder() / "reference" / key
-    if not verify(folder):
+    if not job.ranks.any(bool(verify(folder))):
         return load_tensors(folder / "logprob.safetensors")
     log.info("computing the reference's log-probabilities of %s, %d batches", portion.name, portion.count)
     keys, logprobs = [], []
     for examples in progress(portion.batches(), "reference log-probabilities", portion.count):
-        for pack in job.pack(examples):
-            keys.append(sequence_keys(pack, examples))
-            logprobs.append(score(pack.to(job.device)).cpu())
+        packs = job.pack(examples)
+        keys += [sequence_keys(pack, examples) for pack in packs]
+        logprobs += [scored.cpu() for scored in job.scores(packs, score)]
     tensors = {"key": torch.from_numpy(np.concatenate(keys).view(np.int64)), "logprob": torch.cat(logprobs)}
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        save_folder(folder, 0, lambda temporary: save_tensors(temporary / "logprob.safetensors", tensors))
+        if job.ranks.local == 0:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            save_folder(folder, 0, lambda temporary: save_tensors(temporary / "logprob.safetensors", tensors))
     except (OSError, RunError) as error:
         log.warning("the reference's log-probabilities could not be cached, and are used from memory: %s", error)
     return tensors

@@ -20,7 +20,7 @@ from posttrain.store.files import load_tensors, restore_rng, rng_state, save_jso
 from posttrain.store.logs import QUIET_LOGGER
 from posttrain.store.rollouts import RolloutStore
 from posttrain.training.boundary import Boundary
-from posttrain.training.checks import check_finite
+from posttrain.training.checks import check_finite, check_same_weights
 from posttrain.training.job import Job
 from posttrain.training.state import Saved, State
 from posttrain.training.stopping import LeaveAtOnceError
@@ -46,6 +46,7 @@ class Saver:
         """
         if self.rollouts is not None:
             self.rollouts.flush()
+        check_same_weights(self._job.ranks, self._optimizer.masters, state.step)
         self._write(state, rng_state())
 
     @property
@@ -128,7 +129,8 @@ class Saver:
         self._optimizer.load_state(tensors)
         restore_rng(load_tensors(checkpoint / "rng.safetensors"), saved.rng)
         state = saved.loop
-        self._job.run.rewind(state.step, state.evaluated)
+        with self._job.ranks.ahead():
+            self._job.run.rewind(state.step, state.evaluated)
         metric = load(checkpoint / "config.yaml").config.best_metric
         future = state.best is not None and not self._job.run.best.exists()
         if future or metric != self._job.config.best_metric:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from posttrain.errors import Stopped
+from posttrain.ranks import Ranks
 from posttrain.signals import handling
 
 log = logging.getLogger("posttrain")
@@ -43,6 +44,12 @@ class Stop:
     def overdue(self) -> bool:
         """Whether the current work has taken too long since the signal."""
         return self.asked and time.monotonic() - self._when > PATIENCE_S
+
+    def agree(self, ranks: Ranks) -> None:
+        """A signal that one rank has received asks all of them to end."""
+        found = next((number for number in ranks.gather(self._signal) if number is not None), None)
+        if found is not None and self._signal is None:
+            self._signal, self._when = found, time.monotonic()
 
     def listening(self) -> AbstractContextManager[None]:
         """Record signals inside the block; a second SIGINT leaves at once."""

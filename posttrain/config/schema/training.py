@@ -126,7 +126,7 @@ class DevicesConfig(Settings):
         default="auto", description="Type of device; auto: cuda, else mps, else cpu."
     )
     ids: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(min_length=1)] | None = Field(
-        default=None, description="Numbers of the GPUs, e.g. [0]; null: the visible ones."
+        default=None, description="Numbers of the GPUs, e.g. [0]; several: a process for each; null: the visible ones."
     )
     full_determinism: bool = Field(default=False, description="Whether to use deterministic GPU kernels only; slower.")
 

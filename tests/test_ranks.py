@@ -1,0 +1,232 @@
+"""Several ranks on gloo: the gradients, completions and metrics of one process; packs; agreement about errors."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from posttrain.batch import Example, Node, pack
+from posttrain.store.metrics import read_metrics
+from posttrain.store.stored_rollouts import StoredRun
+
+WORKER = Path(__file__).with_name("ranks_worker.py")
+HH = {"template": "none", "max_length": 200, "max_rows": 40, "validation": {"rows": 5}}
+TRAINING = {"batch_size": 5, "max_steps": 2, "tokens_per_pack": 4096, "learning_rate": 1e-3, "warmup_steps": 0}
+
+
+def configurations(shared: Path, sums_home: Path, root: Path) -> dict[str, dict]:
+    """A small run of every kind of objective. Batches are uneven; `empty` has less examples than ranks."""
+    story, hh = {"path": str(shared / "models/stories260K")}, {"source": str(shared / "data/hh-harmless"), **HH}
+    sums = {"source": str(sums_home / "train.jsonl"), "template": "none", "max_length": 24}
+    online = {"model": {"path": str(sums_home / "model")}, "data": sums, "rollout": {"max_completion_length": 6}}
+    online["rewards"] = [{"type": "python", "function": "ranks_worker_rewards:close", "name": "close"}]
+    labelled = {"source": "builtin:arithmetic-kto", "template": "none", "max_rows": 40, "max_length": 400}
+    coupled = {"type": "dpo", "loss_type": ["kto_pair"], "precompute_ref_log_probs": True}
+    lora = {"lora": {"r": 4, "dropout": 0.0}}
+    kinds = {
+        "sft": {"model": story, "method": {"type": "sft"}, "data": hh},
+        "empty": {"model": story, "method": {"type": "sft"}, "data": hh, "training": {"batch_size": 1}},
+        "dpo": {"model": story | lora, "method": {"type": "dpo"}, "data": hh},
+        "coupled": {"model": story, "method": coupled, "data": hh},
+        "kto": {"model": story, "method": {"type": "kto"}, "data": labelled},
+        "orpo": {"model": story, "method": {"type": "orpo"}, "data": hh},
+        "reward": {"model": story, "method": {"type": "reward"}, "data": hh},
+        "grpo": {**online, "method": {"type": "grpo", "num_generations": 3, "num_minibatches": 2, "beta": 0.02}},
+        "ppo": {**online, "method": {"type": "ppo", "num_generations": 2, "num_minibatches": 2, "num_ppo_epochs": 2}},
+        "distill": {**online, "method": {"type": "distill", "teacher": str(root / "teacher"), "num_generations": 2}},
+    }
+    kinds["distill"].pop("rewards")
+    exact = {"importance_sampling_cap": None}  # of the engine, whose rounding depends on the rows beside
+    kinds["double-coupled"] = kinds["coupled"]
+    kinds["double-grpo"] = kinds["grpo"] | {"method": kinds["grpo"]["method"] | exact}
+    made = {}
+    for name, kind in kinds.items():
+        settings = kind | {"output_dir": str(root), "name": name, "tracking": {"logging_steps": 1}}
+        made[name] = settings | {"training": TRAINING | kind.get("training", {}), "devices": {"type": "cpu"}}
+    return made
+
+
+def write(made: dict[str, dict], root: Path, sums_home: Path) -> list[str]:
+    shutil.copytree(sums_home / "model", root / "teacher")
+    tensors = load_file(root / "teacher/model.safetensors")
+    save_file({name: 1.1 * tensor for name, tensor in tensors.items()}, root / "teacher/model.safetensors")
+    (root / "ranks_worker_rewards.py").write_text(
+        "def close(completions, **columns):\n    return [-abs(len(one) - 4) / 4 for one in completions]\n"
+    )
+    files = []
+    for name, settings in made.items():
+        files.append(str(root / f"{name}.json"))
+        Path(files[-1]).write_text(json.dumps(settings))
+    return files
+
+
+def launch(files: list[str], ranks: int, **variables: str) -> None:
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{Path(files[0]).parent}:{WORKER.parents[1]}"}
+    done = subprocess.run(
+        [sys.executable, *start, str(WORKER), *files], env=environment | variables, capture_output=True, text=True,
+        timeout=300, cwd=Path(files[0]).parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def both(shared, sums_home, tmp_path_factory) -> tuple[Path, Path]:
+    """The folders of the same runs by one process and by two."""
+    root = tmp_path_factory.mktemp("ranks")
+    folders = root / "one", root / "two"
+    for number, folder in enumerate(folders, 1):
+        launch(write(configurations(shared, sums_home, folder), folder, sums_home), number)
+    return folders
+
+
+NAMES = ("sft", "empty", "dpo", "coupled", "kto", "orpo", "reward", "grpo", "ppo", "distill")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_have_the_gradients_of_one_process(both, name):
+    one, two = (load_file(folder / name / "gradients.safetensors") for folder in both)
+    assert one.keys() == two.keys()
+    first = [key for key in one if key.startswith("0|")]
+    largest = max(float(one[key].abs().max()) for key in first)
+    assert largest > 0
+    for key in first:
+        assert float((one[key] - two[key]).abs().max()) <= 1e-5 * largest, key
+    lines = [[line for line in read_metrics(folder / name)] for folder in both]
+    assert len(lines[0]) == len(lines[1]) >= 2
+    for a, b in zip(*lines, strict=True):
+        assert a.keys() == b.keys()
+        for metric in a.keys() - {"time"}:
+            assert b[metric] == pytest.approx(a[metric], rel=2e-3, abs=2e-4), (a["step"], metric)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "distill"])
+def test_two_ranks_sample_the_completions_of_one_process(both, name):
+    """And store the same numbers for every token."""
+    found = []
+    for folder in both:
+        with StoredRun(folder / name) as stored:
+            found.append(stored.rollouts(1))
+    assert len(found[0]) == len(found[1]) > 0
+    for a, b in zip(*found, strict=True):
+        assert a["tokens"].tolist() == b["tokens"].tolist() and a["reward"] == b["reward"]
+        for column in ("old_logprobs", "new_logprobs", "advantages", "entropies", "ref_logprobs"):
+            if a[column] is not None:
+                assert b[column] == pytest.approx(a[column], abs=1e-3), column
+
+
+@pytest.mark.parametrize("name", ["double-coupled", "double-grpo"])
+def test_the_sum_over_ranks_is_that_of_one_process_to_rounding(both, name):
+    """In float64, with the same packs: only the order of the terms differs."""
+    one, two = (load_file(folder / name / "gradients.safetensors") for folder in both)
+    for key in (key for key in one if key.startswith("0|")):
+        assert one[key].dtype == torch.float64
+        assert float((one[key] - two[key]).abs().max()) <= 1e-10 * float(one[key].abs().max() + 1e-30), key
+
+
+def test_packs_of_several_ranks_are_equal_shares():
+    rng = np.random.default_rng(0)
+    examples = [
+        Example((Node(np.arange(1, 2 + int(length)), True),), row) for row, length in enumerate(rng.integers(5, 90, 61))
+    ]
+    whole = pack(examples, 300)
+    for ranks in (2, 3, 4):
+        packs = pack(examples, 300, ranks=ranks)
+        assert len(packs) % ranks == 0 and len(packs) - len(whole) < ranks
+        shares = [sum(one.num_tokens for one in packs[rank::ranks]) for rank in range(ranks)]
+        assert max(shares) - min(shares) <= 0.02 * sum(shares) and sum(shares) == sum(one.num_tokens for one in whole)
+        assert sorted(group for one in packs for group in one.groups) == list(range(61))
+    assert [len(pack(examples[:count], 300, ranks=4)) for count in (1, 3, 4)] == [1, 3, 4], "a rank may have none"
+
+
+SETTINGS = {"tracking": {"logging_steps": 1}, "devices": {"type": "cpu"}}
+
+
+def launched(folder: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "posttrain", "launch", *arguments, "--nproc", "2"]
+
+
+def started(shared: Path, folder: Path, steps: int, **sections) -> Path:
+    hh = {"source": str(shared / "data/hh-harmless"), "template": "none", "max_length": 200, "max_rows": 40}
+    file = folder / "run.json"
+    settings = {"model": str(shared / "models/stories260K"), "method": "dpo", "data": hh, "output_dir": str(folder)}
+    settings |= {"training": {"batch_size": 4, "max_steps": steps, "learning_rate": 1e-3}, **SETTINGS}
+    settings |= {"checkpoint": {"save_steps": 3, "save_total_limit": None}, **sections}
+    file.write_text(json.dumps(settings))
+    return file
+
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[1])}
+
+
+DROPOUT = {"method": "sft", "model": {"lora": {"r": 4, "dropout": 0.3}}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", [(2, 1), (2,)], ids=["dpo", "sft with dropout"])
+def test_resumed_on_as_many_ranks_to_the_bit_and_on_one_to_rounding(shared, tmp_path, numbers):
+    sections = {} if 1 in numbers else {"method": DROPOUT["method"]}
+    if sections:
+        sections["model"] = {"path": str(shared / "models/stories260K"), **DROPOUT["model"]}
+    file, environment = started(shared, tmp_path, 6, **sections), os.environ | ENVIRONMENT
+    name = "adapter_model.safetensors" if sections else "model.safetensors"
+    subprocess.run(launched(tmp_path, str(file), "--name", "whole"), env=environment, check=True)
+    whole = load_file(tmp_path / "whole/final" / name)
+    for ranks in numbers:
+        folder = tmp_path / f"resumed-{ranks}"
+        shutil.copytree(tmp_path / "whole", folder)
+        for later in ("checkpoint-6", "final"):
+            shutil.rmtree(folder / later)
+        command = [*launched(tmp_path, "--resume", str(folder))]
+        if ranks == 1:
+            command = [sys.executable, "-m", "posttrain", "train", "--resume", str(folder)]
+        subprocess.run(command, env=environment, check=True)
+        again = load_file(folder / "final" / name)
+        largest = max(float((whole[key] - again[key]).abs().max()) for key in whole)
+        assert largest == 0 if ranks == 2 else largest < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_hangs_is_named_and_the_run_is_saved(shared, tmp_path, how):
+    file = started(shared, tmp_path, 400)
+    run = subprocess.Popen(
+        launched(tmp_path, str(file), "--name", "run"), env=os.environ | ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    until(lambda: (tmp_path / "run/checkpoint-3").exists())
+    os.kill(rank_of(run.pid, 1), how)
+    said = run.communicate(timeout=120)[1]
+    assert run.returncode == 1 and "rank 1" in said and "is lost" in said and "Traceback" not in said
+    facts = json.loads((tmp_path / "run/run.json").read_text())
+    assert facts["state"] == "failed" and "rank 1" in facts["reason"]
+    last = [line["step"] for line in read_metrics(tmp_path / "run")][-1]
+    assert (tmp_path / f"run/checkpoint-{last}").exists(), "the steps that were finished are saved"
+
+
+def rank_of(launcher: int, rank: int) -> int:
+    """The process of a rank below a launcher."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except (OSError, ValueError):
+            continue
+        if parent == launcher and f"RANK={rank}".encode() in variables:
+            return int(folder.name)
+    raise AssertionError(f"there is no rank {rank}")
+
+
+def until(holds, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
