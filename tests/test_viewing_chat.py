@@ -12,6 +12,7 @@ from posttrain.config import DataConfig
 from posttrain.data import prepare
 from posttrain.errors import EngineError, RunError
 from posttrain.serving.client import ScoredToken
+from posttrain.serving.process import ModelServers
 from posttrain.serving.together import together
 from posttrain.viewing.models import models_below
 from posttrain.viewing.token_map import cells, token_map
@@ -96,9 +97,29 @@ def test_votes_are_training_data(shared, tmp_path):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     data = prepare(DataConfig(source=str(file), template="chat"), tokenizer, "pair")
     assert len(data.train) == 2 and not data.report.malformed
+    file.write_bytes(file.read_bytes() + b'{"cut')  # by a full disk
+    assert write_vote(file, prompt, "Lily", "Lil", {}) == 4
+    assert json.loads(file.read_text().splitlines()[-1])["chosen"][0]["content"] == "Lily"
     (tmp_path / "folder").mkdir()
     with pytest.raises(RunError, match="cannot write"):
         write_vote(tmp_path / "folder", prompt, "a", "b", {})
+
+
+def test_a_vote_names_the_models_that_answered(tmp_path):
+    """Whatever the controls say by then; and nothing answers in place of model A."""
+    from posttrain.ui.pages import chat
+    from posttrain.ui.place import Place
+
+    place = Place(tmp_path, Viewer(tmp_path, tmp_path / "cache"), ModelServers(1))
+    asked = [{"role": "user", "content": "Who?"}]
+    sides = [[*asked, {"role": "assistant", "content": name}] for name in ("Tim", "Tom")]
+    said = chat._voted(place, chat.Answered(("one", "two"), "Be brief."), sides, 1)
+    assert "1 preference, training data" in said
+    row = json.loads((tmp_path / "votes.jsonl").read_text())
+    assert (row["chosen_model"], row["rejected_model"]) == ("two", "one") and row["prompt"][0]["content"] == "Be brief."
+    assert "Ask two models first" in chat._voted(place, None, sides, 0)
+    assert "Ask two models first" in chat._voted(place, chat.Answered(("one",), ""), sides, 0)
+    assert chat.Asked("", "b", "", "", "auto", 0.7, 1, 8, None).models == []
 
 
 def test_texts_of_a_chatbot_are_those_of_the_model():

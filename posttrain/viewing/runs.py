@@ -95,7 +95,7 @@ class Runs:
                 return None
             self._rows[folder] = kept
         row = kept[1]
-        if row.state in ("running", "killed"):  # its process may have ended without a word
+        if row.state in ("running", "killed"):  # its process may have been killed
             row = replace(row, state="killed" if is_locked(folder) is False else "running")
         return row if row.state == "running" else replace(row, eta="")
 

@@ -18,7 +18,7 @@ Turns = Sequence[Mapping[str, str]]
 def write_vote(file: Path, prompt: Turns, chosen: str, rejected: str, facts: Mapping[str, Any]) -> int:
     """Append a row with `prompt`, `chosen`, `rejected` and the facts; returns the number of rows in the file.
 
-    Raises RunError if it cannot be written.
+    A line that a full disk has cut short stays a line of its own. Raises RunError if it cannot be written.
     """
     reply = [{"role": "assistant", "content": text} for text in (chosen, rejected)]
     row = {"prompt": list(prompt), "chosen": reply[:1], "rejected": reply[1:], **facts}
@@ -26,9 +26,11 @@ def write_vote(file: Path, prompt: Turns, chosen: str, rejected: str, facts: Map
     with _LOCK:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("ab") as rows:
+            with file.open("a+b") as rows:
+                if rows.tell() and (rows.seek(-1, 2), rows.read(1))[1] != b"\n":
+                    line = b"\n" + line
                 rows.write(line)
-            with file.open("rb") as rows:
+                rows.seek(0)
                 return sum(1 for _ in rows)
         except OSError as error:
             raise cannot_write(file, error) from error

@@ -20,6 +20,7 @@ from posttrain.ui.place import Place
 from posttrain.viewing.models import models_below
 from posttrain.viewing.token_map import COLOURS, cells, token_map
 from posttrain.viewing.votes import write_vote
+from posttrain.words import counted
 
 VOTES = "votes.jsonl"  # in the folder of runs
 ALTERNATIVES = 5
@@ -27,6 +28,14 @@ TEMPLATES = ("auto", "none", "alpaca", "tags", "r1_zero", "question_only")
 JOINER = "\u2060"
 OPENING, OPENED = re.compile(r"(<)(?=[a-zA-Z/!?])|(&)(?=[a-zA-Z#])"), re.compile(f"([<&]){JOINER}")
 History = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Who gave the last replies; the controls may have changed since."""
+
+    models: tuple[str, ...]
+    system: str
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,8 @@ class Asked:
 
     @property
     def models(self) -> list[str]:
-        return [model for model in (self.model_a, self.model_b) if model]
+        """A, and B if there is one; none without A."""
+        return [model for model in (self.model_a, self.model_b) if model] if self.model_a else []
 
     def talks(self, place: Place, histories: Sequence[History], seed: int) -> list[Talk]:
         settings = {
@@ -110,9 +120,8 @@ def page(place: Place) -> None:
         *given, a, b = values
         yield from _answered(place, Asked(*given), [without_reply(a), without_reply(b)], None)
 
-    def vote(better: int, *values: Any) -> str:
-        *given, a, b = values
-        return _voted(place, Asked(*given), [a, b], better)
+    def vote(better: int, answered: Answered | None, a: Any, b: Any) -> str:
+        return _voted(place, answered, [a, b], better)
 
     def explain(whose: str, colour: str, *values: Any) -> str:
         *given, a, b = values
@@ -132,14 +141,15 @@ def page(place: Place) -> None:
         return [gr.update(visible=bool(name))] * 3
 
     quiet: Any = {"show_progress": "hidden", "api_visibility": "private"}
-    changed = [*sides, question, status]
+    answered = gr.State(None)  # by which models, for a vote
+    changed = [*sides, question, status, answered]
     asking = gr.on([send.click, question.submit], ask, [*controls, *sides, question], changed, **quiet)
     repeating = again.click(once_more, [*controls, *sides], changed, **quiet)
     stop.click(lambda: message("Stopped."), None, status, cancels=[asking, repeating], **quiet)
     back.click(lambda a, b: (taken_back(a), taken_back(b)), sides, sides, **quiet)
-    clear.click(lambda: ([], [], ""), None, [*sides, status], **quiet)
+    clear.click(lambda: ([], [], "", None), None, [*sides, status, answered], **quiet)
     for number, button in enumerate(better):
-        button.click(partial(vote, number), [*controls, *sides], status, **quiet)
+        button.click(partial(vote, number), [answered, *sides], status, **quiet)
     show.click(explain, [whose, colour, *controls, *sides], tokens, **quiet)
     read.click(rendered, [*controls, *sides], prompt, **quiet)
     model_b.change(chosen, model_b, [sides[1], *better], **quiet)
@@ -173,30 +183,30 @@ def _chatbot(label: str, visible: bool = True) -> gr.Chatbot:
 
 
 def _answered(place: Place, asked: Asked, histories: list[History], said: str | None) -> Iterator[Any]:
-    """The chatbots, the question and the status, as the replies to `said`, or to the last question, come."""
+    """The chatbots, the question, the status and who answers, as the replies to `said`, or to the last question, come."""
     histories = [list(history or []) for history in histories]
     if not asked.models:
-        yield *histories, said, message("Choose model A first.", "warning")
+        yield *histories, said, message("Choose model A first.", "warning"), gr.skip()
         return
     if said == "" or (said is None and not any(histories)):
-        yield *histories, "", message("Type a question first.", "warning")
+        yield *histories, "", message("Type a question first.", "warning"), gr.skip()
         return
     seed = int(asked.seed) if asked.seed is not None else random.getrandbits(31)
-    yield *histories, gr.skip(), message(f"Loading {' and '.join(asked.models)} …")
+    yield *histories, gr.skip(), message(f"Loading {' and '.join(asked.models)} …"), gr.skip()
     try:
         talks = asked.talks(place, histories, seed)
         replies = [talk.again() if said is None else talk.ask(said) for talk in talks]
         asks = [] if said is None else [{"role": "user", "content": shown(said)}]
         now: list[History] = [[*history, *asks, {"role": "assistant", "content": ""}] for history in histories]
         said_so_far = [""] * len(talks)
-        yield *_sides(now, len(talks)), "", ""
+        yield *_sides(now, len(talks)), "", "", Answered(tuple(asked.models), asked.system)
         for side, piece in together(replies):
             said_so_far[side] += piece
             now[side][-1]["content"] = shown(said_so_far[side])
-            yield *_sides(now, len(talks)), gr.skip(), gr.skip()
-        yield *_sides(now, len(talks)), gr.skip(), _facts(place, asked, talks, seed)
+            yield *_sides(now, len(talks)), gr.skip(), gr.skip(), gr.skip()
+        yield *_sides(now, len(talks)), gr.skip(), _facts(place, asked, talks, seed), gr.skip()
     except PosttrainError as error:
-        yield *histories, said or "", message(message_of(error), "error")
+        yield *histories, said or "", message(message_of(error), "error"), gr.skip()
 
 
 def _sides(now: Sequence[History], count: int) -> list[Any]:
@@ -213,19 +223,28 @@ def _facts(place: Place, asked: Asked, talks: Sequence[Talk], seed: int) -> str:
     return el("p", " · ".join(said), class_="quiet")
 
 
-def _voted(place: Place, asked: Asked, histories: Sequence[History], better: int) -> str:
+def _voted(place: Place, answered: Answered | None, histories: Sequence[History], better: int) -> str:
     def write() -> str:
-        a, b = ([*map(dict, turns_of(history))] for history in histories)
-        if len(asked.models) < 2 or not a or not b or a[-1]["role"] != "assistant" or b[-1]["role"] != "assistant":
+        a, b = ([*map(dict, turns_of(history or []))] for history in histories)
+        if (
+            answered is None
+            or len(answered.models) < 2
+            or not a
+            or not b
+            or a[-1]["role"] != "assistant"
+            or b[-1]["role"] != "assistant"
+        ):
             return message("Ask two models first: a vote is between their last replies.", "warning")
         if a[:-1] != b[:-1]:
             return message("The conversations differ before the last replies, so they cannot be compared.", "warning")
-        system = [{"role": "system", "content": asked.system}] if asked.system else []
-        replies, models = (a[-1]["content"], b[-1]["content"]), asked.models
+        system = [{"role": "system", "content": answered.system}] if answered.system else []
+        replies, models = (a[-1]["content"], b[-1]["content"]), answered.models
         facts = {"chosen_model": models[better], "rejected_model": models[1 - better]}
         file = place.root / VOTES
         count = write_vote(file, [*system, *a[:-1]], replies[better], replies[1 - better], facts)
-        return message(f"Written to {file}: {count:,} preferences, training data for `posttrain train --method dpo`.")
+        return message(
+            f"Written to {file}: {counted(count, 'preference')}, training data for `posttrain train --method dpo`."
+        )
 
     return _guarded(write)
 
