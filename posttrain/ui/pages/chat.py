@@ -183,7 +183,7 @@ def _chatbot(label: str, visible: bool = True) -> gr.Chatbot:
 
 
 def _answered(place: Place, asked: Asked, histories: list[History], said: str | None) -> Iterator[Any]:
-    """The chatbots, the question, the status and who answers, as the replies to `said`, or to the last question, come."""
+    """The chatbots, the question, the status and who answers, as the replies come: to `said` or the last question."""
     histories = [list(history or []) for history in histories]
     if not asked.models:
         yield *histories, said, message("Choose model A first.", "warning"), gr.skip()
@@ -226,14 +226,8 @@ def _facts(place: Place, asked: Asked, talks: Sequence[Talk], seed: int) -> str:
 def _voted(place: Place, answered: Answered | None, histories: Sequence[History], better: int) -> str:
     def write() -> str:
         a, b = ([*map(dict, turns_of(history or []))] for history in histories)
-        if (
-            answered is None
-            or len(answered.models) < 2
-            or not a
-            or not b
-            or a[-1]["role"] != "assistant"
-            or b[-1]["role"] != "assistant"
-        ):
+        replied = all(turns and turns[-1]["role"] == "assistant" for turns in (a, b))
+        if answered is None or len(answered.models) < 2 or not replied:
             return message("Ask two models first: a vote is between their last replies.", "warning")
         if a[:-1] != b[:-1]:
             return message("The conversations differ before the last replies, so they cannot be compared.", "warning")
