@@ -1,8 +1,24 @@
-"""posttrain: post-training of language models on one packed batch."""
+"""posttrain: post-training of language models on one packed batch.
+
+For programs: `train`, `train_all`, `load_run`, `evaluate` (posttrain/api.py, docs/api.md).
+"""
 
 import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from posttrain.api import Evaluated, TrainedRun, evaluate, load_run, train, train_all
 
 __version__ = "0.1.0"
+__all__ = ["Evaluated", "TrainedRun", "evaluate", "load_run", "train", "train_all"]
 
 # PEFT imports bitsandbytes if it is installed, which then prints advice about generation kernels on standard error.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def __getattr__(name: str) -> Any:
+    """The interface for programs, which imports torch, when it is first used."""
+    if name in __all__:
+        return getattr(import_module("posttrain.api"), name)
+    raise AttributeError(f"module 'posttrain' has no attribute {name!r}")

@@ -33,7 +33,7 @@ LAYERS = [
     ["export"],
     ["runner"],
     ["doctor", "quickstart", "sweep", "verify"],
-    ["ui"],
+    ["api", "ui"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

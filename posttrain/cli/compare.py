@@ -155,9 +155,10 @@ def _evaluated(paths: Sequence[str], asked: Mapping[str, Any]) -> dict[str, str]
         raise UsageError(f"{at_step} is completions that are stored; to evaluate a checkpoint, give its folder")
     if not models:
         return {}
-    from posttrain.cli.eval import eval, located
+    from posttrain.cli.eval import eval
+    from posttrain.reports.listing import place_of
 
-    folders = {path: str(located(path)[2]) for path in models}
+    folders = {path: str(place_of(path)[2]) for path in models}
     shared = [path for path in models if list(folders.values()).count(folders[path]) > 1]
     if shared:
         raise UsageError(

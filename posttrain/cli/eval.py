@@ -15,7 +15,6 @@ from posttrain.config.schema.suite import CALIBRATED, SuiteConfig
 from posttrain.extras import need
 from posttrain.imports import quick_imports
 from posttrain.terminal import say
-from posttrain.words import model_name
 
 LM_EVAL = "lm-eval:"  # before the name of one of its tasks
 
@@ -291,25 +290,13 @@ def _numbers(name: str, text: str | None) -> tuple[float, ...]:
     return values
 
 
-def located(model: str) -> tuple[str, str, Path]:
-    """The path of a model or of recorded completions, its name, and the default folder of its records."""
-    from posttrain.reports.listing import newest_model
-
-    folder = Path(model).expanduser()
-    if folder.is_file():
-        return str(folder), folder.stem, Path("evaluations") / folder.stem
-    place = newest_model(folder) if folder.is_dir() else None
-    if place is not None and (place.parent / "run.json").is_file():
-        return str(place), f"{place.parent.name}/{place.name}", place.parent / "evaluation" / place.name
-    name = model_name(model)
-    return str(place or model), name, Path("evaluations") / name
-
-
 def _placed(models: Sequence[str], output: Path | None) -> dict[Path, tuple[str, str]]:
     """The folder of each model's records, with its path and name. Raises UsageError if two have the same."""
+    from posttrain.reports.listing import place_of
+
     found: dict[Path, tuple[str, str]] = {}
     for model in models:
-        place, name, folder = located(model)
+        place, name, folder = place_of(model)
         if output is not None:
             folder = output / name.replace("/", "-") if len(models) > 1 else output
         if folder in found:

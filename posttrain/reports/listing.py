@@ -103,6 +103,19 @@ def newest_model(folder: Path) -> Path:
     return newest_complete(folder)[0]
 
 
+def place_of(model: str) -> tuple[str, str, Path]:
+    """The path of a model (of a run: its newest) or of recorded completions, its name, and the default folder of its
+    evaluation."""
+    folder = Path(model).expanduser()
+    if folder.is_file():
+        return str(folder), folder.stem, Path("evaluations") / folder.stem
+    place = newest_model(folder) if folder.is_dir() else None
+    if place is not None and (place.parent / "run.json").is_file():
+        return str(place), f"{place.parent.name}/{place.name}", place.parent / "evaluation" / place.name
+    name = model_name(model)
+    return str(place or model), name, Path("evaluations") / name
+
+
 def size_of(folder: Path) -> int:
     """Bytes of all files in a folder; links count as links."""
     return sum(os.lstat(Path(root, name)).st_size for root, _, names in os.walk(folder) for name in names)

@@ -76,8 +76,7 @@ def _train(
         option = "--resume" if resume else "--skip"
         raise RunError(f"{option} needs the run's folder: set name in the config, or give the folder to --resume")
     if name is None:
-        kinds = "comparison" if compared else "-".join(stage.name or stage.config.method.type for stage in stages)
-        name = f"{kinds}-{first.models[model_index or 0].folder_name}-{datetime.now():%Y%m%d-%H%M%S}"
+        name = default_name(stages, model_index, compared)
     runs = Pipeline.of(stages, folder / name, skip, model_index, keeps_going=ranks.size == 1)
 
     def train_task(task: Task, resume: bool, overwrite: bool) -> None:
@@ -89,6 +88,12 @@ def _train(
     finally:
         if compared and not isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
             compare(folder / name, stages)
+
+
+def default_name(stages: Sequence[Stage], model_index: int | None = None, compared: bool = False) -> str:
+    """The name of a run without one: its methods or stages, its model, and the time."""
+    kinds = "comparison" if compared else "-".join(stage.name or stage.config.method.type for stage in stages)
+    return f"{kinds}-{stages[0].config.models[model_index or 0].folder_name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import ValidationError
 
@@ -60,16 +60,22 @@ class FlagText(str):
         return made
 
 
-def load(source: Path | str | None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Loaded:
+def load(
+    source: Path | str | Mapping[str, Any] | None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, object] | None = None,
+) -> Loaded:
     """Read and check a configuration.
 
-    `source` is a YAML or JSON file or the name of a preset; `overrides` are strings `a.b=c`; `flags` maps dotted paths
-    to values (strings are parsed like those of overrides).  Overrides and flags apply to every stage, those of the form
-    `stages.NAME.a.b=c` to one; flags have priority over overrides of either form. Raises ConfigError with all problems.
+    `source` is a YAML or JSON file, the name of a preset, or the settings as a mapping; `overrides` are strings
+    `a.b=c`; `flags` maps dotted paths to values (strings are parsed like those of overrides). Overrides and flags apply
+    to every stage, those of the form `stages.NAME.a.b=c` to one; flags have priority over overrides of either form.
+    Raises ConfigError with all problems.
     """
     common, stages = Layers(), dict[str, list[Tree]]()
     if source is not None:
-        for count, tree in enumerate(_chain(find(source))):
+        trees = [Tree(_plain(source))] if isinstance(source, Mapping) else _chain(find(source))
+        for count, tree in enumerate(trees):
             if count == MOST_FILES:
                 raise ConfigError(f"{source} extends more than {MOST_FILES} files, counted as often as they are named")
             rest, own = split(tree)
@@ -92,6 +98,15 @@ def load(source: Path | str | None, overrides: Sequence[str] = (), flags: Mappin
         notes = [*common.notes, *said, *result.unread()]
         return Loaded((Stage("", None, result),), list(dict.fromkeys(notes)))
     raise _refusal(result)
+
+
+def _plain(value: Any) -> Any:
+    """A program's value as a file has it: mappings, lists, numbers and text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _lay_given(
