@@ -13,7 +13,7 @@ LAYERS = [
     ["distributions", "latex", "pieces", "terminal", "words"],
     ["console"],
     ["caches", "errors", "helpers", "hub", "imports", "memory", "progress", "threads"],
-    ["atomic", "extras", "launch", "ranks", "signals"],
+    ["atomic", "extras", "launch", "paths", "ranks", "signals"],
     ["output"],
     ["config"],
     ["losses"],

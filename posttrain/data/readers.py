@@ -260,13 +260,28 @@ def read_parquet(path: Path) -> Iterator[Parsed]:
             file = pq.ParquetFile(
                 pa.BufferReader(streams.whole(path, stream)) if compressed else path, memory_map=not compressed
             )
+            names = file.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise DataError(f"{path} names a column twice: {', '.join(names)}")
             number = 0
             for batch in file.iter_batches(batch_size=1000):
-                for value in batch.to_pylist():
+                for value, problem in _values(batch):
                     number += 1
-                    yield number, value, None
+                    yield number, value, problem
     except pa.ArrowException as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+
+
+def _values(batch: pa.RecordBatch) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
+    """Each row of a batch, or why Python has no such value: a date beyond the year 9999, bytes that are not UTF-8."""
+    try:
+        yield from [(value, None) for value in batch.to_pylist()]
+    except (ArithmeticError, LookupError, ValueError) as error:  # LookupError: a time zone that does not exist
+        if batch.num_rows == 1:
+            yield None, f"a value cannot be read: {error}"
+            return
+        for index in range(batch.num_rows):
+            yield from _values(batch.slice(index, 1))
 
 
 def read_text(path: Path) -> Iterator[Parsed]:

@@ -29,6 +29,7 @@ from posttrain.data.saved import read_manifest, saved_files
 from posttrain.data.tasks import TASKS, Compose
 from posttrain.errors import DataError
 from posttrain.hub import stay_offline_without_network
+from posttrain.paths import path_of
 
 log = logging.getLogger("posttrain")
 
@@ -98,7 +99,7 @@ def open_source(source: str, split: str, max_rows: int | None, seed: int, compos
         if split not in ("train", "test"):
             raise DataError(f"{source} has the splits train and test, not {split!r}")
         return Task(source, split, max_rows or (10_000 if split == "train" else 1_000), seed, compose)
-    path = Path(source).expanduser()
+    path = path_of(source, DataError)
     if path.is_file():
         return Files((path,))
     if path.is_dir():
@@ -118,7 +119,7 @@ def open_source(source: str, split: str, max_rows: int | None, seed: int, compos
 
 def layout_of(source: str) -> KnownSet | None:
     """The known data set of a source, also of a folder made by `data save`, for its column mapping."""
-    path = Path(source).expanduser()
+    path = path_of(source, DataError)
     if path.is_dir():
         manifest = read_manifest(path)
         return KNOWN.get(str(manifest["known"])) if manifest else None
@@ -127,7 +128,7 @@ def layout_of(source: str) -> KnownSet | None:
 
 def splits_of(source: str) -> list[str]:
     """The splits of a folder or hub data set, by the names that `split` accepts; a file has one."""
-    path = Path(source).expanduser()
+    path = path_of(source, DataError)
     if path.is_file():
         return ["train"]
     if path.is_dir():
@@ -167,7 +168,7 @@ def _known_files(source: str, known: KnownSet, split: str) -> tuple[Path, ...]:
 def _not_there(source: str) -> str:
     near = difflib.get_close_matches(source, KNOWN, n=1, cutoff=0.6)
     known = f"{source} is neither a file or folder here nor a known data set: did you mean {near[0]}?" if near else ""
-    return known or f"{source} does not exist{_near(Path(source).expanduser())}"
+    return known or f"{source} does not exist{_near(path_of(source, DataError))}"
 
 
 def _near(path: Path) -> str:
@@ -211,7 +212,10 @@ def _splits(folder: Path, name: str, subset: str | None) -> dict[str, list[Path]
     except (DataFilesNotFoundError, DatasetNotFoundError, FileNotFoundError) as error:
         raise DataError(f"{name} holds no data files ({', '.join(READERS)}, also .gz)") from error
     except ValueError as error:  # a subset must be named, or does not exist
-        subsets = get_dataset_config_names(place)
+        try:
+            subsets = get_dataset_config_names(place)
+        except ValueError:  # no subset at all can be read
+            raise DataError(f"the splits of {name} cannot be told from its files: {error}. Name one file") from error
         raise DataError(
             f"{name} must name one of its subsets, as owner/name/{subsets[0]}: {', '.join(subsets)}"
         ) from error

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.config.schema.data import TEMPLATES, DataConfig, TagsConfig
 from posttrain.data.published import PUBLISHED, put_on
 from posttrain.errors import DataError
+from posttrain.paths import path_of
 
 R1_ZERO_PREAMBLE = (
     "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant "
@@ -62,8 +62,8 @@ def choose_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Tem
     template = Template(name, name != "none", data.tags)
     if name.endswith(".jinja"):
         try:
-            tokenizer.chat_template = Path(name).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            tokenizer.chat_template = path_of(name, DataError).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or NUL in the name
             raise DataError(f"the template {name} cannot be read: {error}") from error
     elif name in PUBLISHED:
         put_on(tokenizer, name)

@@ -8,7 +8,6 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from posttrain.config.schema.suite import SuiteConfig
@@ -16,6 +15,7 @@ from posttrain.data.readers import Record
 from posttrain.data.report import MALFORMED_SHARE, Malformed, list_malformed
 from posttrain.data.sources import open_source
 from posttrain.errors import DataError, RewardError
+from posttrain.paths import path_of
 from posttrain.rewards.python import call_function
 from posttrain.words import counted
 
@@ -179,7 +179,7 @@ def _text(value: Any) -> str:
 
 def _shots(suite: SuiteConfig) -> dict[str, str]:
     """The worked examples of each group that has enough: prompt and answer, without what precedes `{shots}`."""
-    if suite.rows is None and Path(suite.source).expanduser().is_file():
+    if suite.rows is None and path_of(suite.source).is_file():
         raise DataError(
             f"suite {suite.name}: {suite.source} is one file, whose questions cannot be worked examples too: give a "
             f"folder with the splits {suite.split} and {suite.shots_split}, or set shots to 0"

@@ -11,6 +11,7 @@ from typing import Any
 from posttrain.data.readers import Record
 from posttrain.data.sources import open_source
 from posttrain.errors import DataError
+from posttrain.paths import path_of
 
 LETTERS = "ABCD"
 
@@ -21,7 +22,7 @@ def rows(source: str, split: str) -> Iterator[Record]:
     `source` is a folder with `{split}/{subject}_{split}.csv` or with these files themselves (question, A, B, C, D,
     letter), or a data set with the columns subject, question, choices and answer.
     """
-    folder = Path(source).expanduser()
+    folder = path_of(source)
     files = sorted((folder / split).glob("*.csv")) or sorted(folder.glob(f"*_{split}.csv"))
     if not files:
         if folder.is_dir() and not any(folder.rglob("*.parquet")) and not any(folder.rglob("*.json*")):

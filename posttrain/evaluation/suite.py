@@ -15,6 +15,7 @@ from posttrain.config.reading.explain import explain_group
 from posttrain.config.reading.files import read_settings
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.errors import ConfigError, RewardError
+from posttrain.paths import path_of
 from posttrain.rewards.python import call_function
 
 FOLDER = Path(__file__).parent / "suites"
@@ -42,7 +43,7 @@ def find_suite(name: str) -> SuiteConfig:
     Raises ConfigError for an unknown name and for wrong settings.
     """
     if name.endswith((".yaml", ".yml", ".json")):
-        return _checked(read_settings(Path(name).expanduser()).values, name)
+        return _checked(read_settings(path_of(name)).values, name)
     if ":" in name:
         return _from_function(name)
     name = ALIASES.get(name, name)

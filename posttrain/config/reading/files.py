@@ -15,6 +15,7 @@ KeyPath = tuple[str | int, ...]
 MOST_BYTES = 1_000_000  # of a settings file
 # Limits of a file's nodes and characters, counting each use of an alias: YAML aliases can grow exponentially.
 MOST_NODES, MOST_CHARACTERS = 100_000, 2_000_000
+MOST_DEPTH = 100  # of lists and mappings in one another
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +163,7 @@ class _Reader:
             raise ConfigError(f"{self.name} is nested too deeply") from error
         if node is None:
             return Tree({}, self.origins)
-        try:
-            return Tree(self.convert(node, ()), self.origins)
-        except RecursionError as error:
-            raise ConfigError(f"{self.name} has an alias that contains itself, or is nested too deeply") from error
+        return Tree(self.convert(node, ()), self.origins)
 
     def convert(self, node: yaml.Node, path: KeyPath) -> Any:
         self.nodes += 1
@@ -175,6 +173,9 @@ class _Reader:
                 f"{self.name} is too large, or its YAML aliases multiply: more than {MOST_NODES:,} values "
                 f"or {MOST_CHARACTERS:,} characters"
             )
+        if len(path) > MOST_DEPTH:
+            name = self.name if self.lines else self.name[:60]
+            raise ConfigError(f"{name} has an alias that contains itself, or is nested too deeply")
         if node.tag == "tag:yaml.org,2002:merge":
             raise ConfigError(f"{self._at(node)}: `<<` is not supported; use `extends: other.yaml`")
         if node.tag not in _PLAIN:

@@ -94,7 +94,7 @@ class Layers:
         for depth, key in enumerate(path):
             last = depth == len(path) - 1
             if isinstance(node, list):
-                if not key.isdecimal() or int(key) >= len(node):
+                if not _is_index(key) or int(key) >= len(node):
                     raise ConfigError(f"{where}: {'.'.join(path[:depth])} has entries 0 to {len(node) - 1}, no {key}")
                 index: Any = int(key)
             else:
@@ -110,8 +110,13 @@ class Layers:
             elif not isinstance(node[index], dict | list):
                 raise ConfigError(f"{where}: {'.'.join(path[: depth + 1])} has no settings inside it")
             node = node[index]
-        at = tuple(int(part) if part.isdecimal() else part for part in path)
+        at = tuple(int(part) if _is_index(part) else part for part in path)
         self.origins = {known: line for known, line in self.origins.items() if known[: len(at)] != at} | {at: where}
+
+
+def _is_index(key: str) -> bool:
+    """Whether a key is a number that a list may have: Python refuses to read thousands of digits."""
+    return key.isdecimal() and len(key) < 10
 
 
 def _is_there(values: Any, path: KeyPath) -> bool:

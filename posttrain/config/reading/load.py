@@ -12,7 +12,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from posttrain.config.reading.explain import did_you_mean, dotted, explain, show, value_at
-from posttrain.config.reading.files import Tree, read_settings, write_yaml
+from posttrain.config.reading.files import MOST_DEPTH, Tree, read_settings, write_yaml
 from posttrain.config.reading.interpolation import escaped, interpolate
 from posttrain.config.reading.layers import Layers, override
 from posttrain.config.reading.presets import preset_names, preset_path
@@ -27,6 +27,7 @@ from posttrain.config.reading.stages import (
 )
 from posttrain.config.schema.run import RunConfig
 from posttrain.errors import ConfigError
+from posttrain.paths import path_of
 
 MOST_FILES = 100  # extended files: files that extend two others each double at every step
 Assignment = tuple[str, object, str]  # dotted path, value or string to parse, origin
@@ -100,12 +101,14 @@ def load(
     raise _refusal(result)
 
 
-def _plain(value: Any) -> Any:
-    """A program's value as a file has it: mappings, lists, numbers and text."""
+def _plain(value: Any, depth: int = 0) -> Any:
+    """A program's value as a file has it: mappings, lists, numbers and text. Raises ConfigError below MOST_DEPTH."""
+    if depth > MOST_DEPTH:
+        raise ConfigError("the settings contain themselves, or are nested too deeply")
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(one, depth + 1) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(one, depth + 1) for one in value]
     return str(value) if isinstance(value, Path) else value
 
 
@@ -231,7 +234,7 @@ def dump(config: RunConfig | Sequence[Stage]) -> str:
 
 def find(source: Path | str) -> Path:
     """The file of `source`: a path, or a preset. Raises ConfigError with the nearest names."""
-    path = Path(source)
+    path = path_of(str(source))
     if path.is_file():
         return path
     preset = preset_path(str(source))
@@ -258,8 +261,8 @@ def _chain(path: Path, seen: tuple[Path, ...] = ()) -> Iterator[Tree]:
     for name in base if isinstance(base, list) else [base] if base is not None else []:
         if not isinstance(name, str):
             raise ConfigError(f"{where}: extends takes a file or preset, or a list of them")
-        beside = path.parent / name
         try:
+            beside = path.parent / path_of(name)
             found = beside if beside.is_file() else find(name) if preset_path(name) else find(beside)
         except ConfigError as error:
             raise ConfigError(f"{where}: extends: {error}") from error

@@ -23,6 +23,7 @@ from posttrain.evaluation.items import FIELD, Item, load_items
 from posttrain.evaluation.suite import find_suite, suite_names, with_settings
 from posttrain.inspection.quality.texts import Corpus
 from posttrain.inspection.quality.words import Array, Texts, ngrams, words_of
+from posttrain.paths import path_of
 
 SUITE_FILES = (".yaml", ".yml")
 LEAST_WORDS = 8  # of a question that is checked
@@ -90,7 +91,7 @@ def _cache_only() -> Iterator[None]:
 
 def _named(text: str) -> Questions:
     name, equals, source = text.partition("=")
-    path = Path(text).expanduser()
+    path = path_of(text)
     if path.is_file() and path.suffix not in SUITE_FILES:
         return _of_file(path)
     if path.suffix and path.suffix not in SUITE_FILES and not equals and ":" not in text:
@@ -98,7 +99,7 @@ def _named(text: str) -> Questions:
     suite = with_settings(find_suite(name), {"source": source} if equals else {})
     if suite.kind == "preference":
         raise DataError(f"--against {text}: {suite.name} has pairs, not questions; give a file of its rows")
-    if equals and Path(source).expanduser().is_file():
+    if equals and path_of(source).is_file():
         suite = with_settings(suite, {"split": "train"})  # a file has no other
     return _of_suite(suite)
 
