@@ -65,6 +65,7 @@ _TEXT, _LONG_WORD = (
     re.compile(r"[A-Za-z]{3,}"),
 )  # shorter ones may be symbols: mW, MW
 _DOLLAR = re.compile(r"(?<!\\)\$")
+_ESCAPED = re.compile(r"(?<!\\)\\([$%])")  # not after the two backslashes of a new line
 OPENING, CLOSING = "([{⟨", ")]}⟩"
 
 
@@ -82,7 +83,7 @@ def tidy(text: str) -> str:
     text = text.replace("{,}", ",").replace(r"\!", "")
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", ",", text)
     text = _SIZES.sub("", _SPACING.sub(" ", text))
-    text = _FRACTIONS.sub(r"\\frac", text).replace(r"\%", "%").replace(r"\$", "$")
+    text = _ESCAPED.sub(r"\1", _FRACTIONS.sub(r"\\frac", text))
     text = _NOT_EQUAL.sub(r"\\ne ", _COMMAND.sub(lambda m: _COMMANDS[m.group()], text))
     text = _WORDS.sub(lambda m: rf"\text{{{' '.join(m[1].split())}}}" if m[1].strip(" .,;:!") else " ", text)
     text = _ORDINAL.sub(r"\\text{th}", _CURRENCY.sub(r"\1", text))
@@ -94,7 +95,7 @@ def tidy(text: str) -> str:
     text = " ".join(text.split()).rstrip(",;: ")
     if text.startswith("]") or text.endswith("["):
         text = _FRENCH.sub(lambda m: ("(" if m[1] == "]" else "[") + m[2] + (")" if m[3] == "[" else "]"), text)
-    if text.endswith(".") and not text.endswith(".."):
+    while text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip(",;: ")
     return text
 
