@@ -93,7 +93,9 @@ def tidy(text: str) -> str:
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
     text = _SCRIPT.sub(r"\1{\2}", text)
     text = " ".join(text.split()).rstrip(",;: ")
-    if text.startswith("]") or text.endswith("["):
+    before = ""
+    while (text.startswith("]") or text.endswith("[")) and text != before:
+        before = text
         text = _FRENCH.sub(lambda m: ("(" if m[1] == "]" else "[") + m[2] + (")" if m[3] == "[" else "]"), text)
     while text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip(",;: ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,9 +10,16 @@ from typing import Any
 import numpy as np
 
 from posttrain.errors import RunError
+from posttrain.store.files import parse_json
 from posttrain.store.rollouts import ARRAYS, BUSY_S, NAME, TOKENS
 
 LOOKING_S = 2.0  # seconds to wait for a lock, of one who only looks
+NUMBER = int | float | None
+# The columns that are not arrays or JSON: SQLite itself keeps any value in any of them.
+TYPES = dict.fromkeys(("prompt", "completion", "finish_reason", "dataset"), str)
+TYPES |= dict.fromkeys(("step", "prompt_index", "rollout_index", "row", "version", "which", "length"), int)
+TYPES |= dict.fromkeys(("epoch", "reward", "advantage", "prompts", "completions"), NUMBER)
+TYPES |= dict.fromkeys(("lowest", "highest", "left_out", "truncated"), NUMBER)
 NEAR_ENDS = 200  # completions among which the best and worst of different prompts are looked for
 
 
@@ -47,7 +53,7 @@ class StoredRun:
         rows = self._rows(query, values)
         try:
             return [_read(row) for row in rows]
-        except ValueError as error:  # half of a number, or no JSON
+        except ValueError as error:  # half of a number, a value of another type, or no JSON
             raise RunError(f"{self._path} is damaged: {error}") from error
 
     def query(self, query: str, values: Sequence[int] = ()) -> list[tuple[Any, ...]]:
@@ -55,7 +61,7 @@ class StoredRun:
         return list(map(tuple, self._rows(query, values)))
 
     def steps(self) -> list[int]:
-        return [row[0] for row in self._rows("SELECT DISTINCT step FROM prompts ORDER BY step")]
+        return [row["step"] for row in self._read_rows("SELECT DISTINCT step FROM prompts ORDER BY step")]
 
     def require(self, step: int) -> None:
         """Raise RunError unless the rollouts of this step are in the file."""
@@ -90,8 +96,8 @@ class StoredRun:
 
     def last_evaluations(self) -> list[tuple[int, str]]:
         """Each data set's last step with rewarded completions."""
-        found = self._rows("SELECT MAX(step), dataset FROM evaluations WHERE reward IS NOT NULL GROUP BY dataset")
-        return [(row[0], row[1]) for row in found]
+        query = "SELECT MAX(step) AS step, dataset FROM evaluations WHERE reward IS NOT NULL GROUP BY dataset"
+        return [(row["step"], row["dataset"]) for row in self._read_rows(query)]
 
     def evaluated_extremes(
         self, step: int, dataset: str, count: int
@@ -125,14 +131,11 @@ class StoredRun:
 
     def summary(self) -> Iterator[dict[str, Any]]:
         """A row per step: prompts, completions, mean and extreme rewards, and the number of completions without one."""
-        yield from map(
-            dict,
-            self._rows(
-                "SELECT step, COUNT(DISTINCT prompt_index) AS prompts, COUNT(*) AS completions, "
-                "AVG(reward) AS reward, MIN(reward) AS lowest, MAX(reward) AS highest, "
-                "SUM(reward IS NULL) AS left_out, AVG(finish_reason = 'length') AS truncated "
-                "FROM rollouts GROUP BY step ORDER BY step"
-            ),
+        yield from self._read_rows(
+            "SELECT step, COUNT(DISTINCT prompt_index) AS prompts, COUNT(*) AS completions, "
+            "AVG(reward) AS reward, MIN(reward) AS lowest, MAX(reward) AS highest, "
+            "SUM(reward IS NULL) AS left_out, AVG(finish_reason = 'length') AS truncated "
+            "FROM rollouts GROUP BY step ORDER BY step"
         )
 
 
@@ -150,11 +153,20 @@ def read_only(path: Path) -> sqlite3.Connection:
 
 
 def _read(row: sqlite3.Row) -> dict[str, Any]:
+    """A row with its arrays and JSON. Raises ValueError for a value that no run writes."""
     found = dict(row)
-    for name in ARRAYS:
-        if isinstance(found.get(name), bytes):
-            found[name] = np.frombuffer(found[name], TOKENS.get(name, np.dtype("<f4")))
-    for name in ("facts", "parts"):
-        if name in found:
-            found[name] = json.loads(found[name])
+    for name, value in found.items():
+        if name in ARRAYS and (value is not None or name == "tokens"):
+            found[name] = np.frombuffer(_of(name, value, bytes), TOKENS.get(name, np.dtype("<f4")))
+        elif name in ("facts", "parts"):
+            found[name] = _of(name, parse_json(_of(name, value, str)), dict)
+        elif name in TYPES:
+            _of(name, value, TYPES[name])
     return found
+
+
+def _of(name: str, value: Any, kind: Any) -> Any:
+    """The value, if it is of this type. Raises ValueError."""
+    if not isinstance(value, kind):
+        raise ValueError(f"a row has the {name} {str(value)[:40]!r}")
+    return value
