@@ -79,6 +79,20 @@ def damaged(draw: Any, whole: bytes) -> bytes:
     return bytes(data)
 
 
+@st.composite
+def changed(draw: Any, value: Any, other: st.SearchStrategy) -> Any:
+    """A JSON value with one of its parts, at any depth, replaced by `other` or removed."""
+    if not isinstance(value, dict | list) or not value or draw(st.integers(0, 4)) == 0:
+        return draw(other)
+    made = dict(value) if isinstance(value, dict) else list(value)
+    key = draw(st.sampled_from(sorted(made) if isinstance(made, dict) else range(len(made))))
+    if draw(st.integers(0, 4)) == 0:
+        del made[key]
+    else:
+        made[key] = draw(changed(made[key], other))
+    return made
+
+
 def outcome(of: Callable[[], Any]) -> Any:
     """The result, or the package's own error, which must have a message; any other exception fails the test."""
     try:

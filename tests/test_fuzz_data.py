@@ -63,10 +63,12 @@ def test_every_line_of_jsonl_is_a_row_or_a_problem(tmp_path, lines, mark):
     path = tmp_path / "rows.jsonl"
     path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + content)
     found = records_of(path)
+    if content.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff", b"\x1f\x8b")):
+        return  # another mark at the beginning of the file, which is not of its first line
     expected = [number for number, line in enumerate(lines, start=1) if line.strip()]
     if isinstance(found, DataError):
-        assert not expected or (not mark and content[:2] in (b"\xff\xfe", b"\xfe\xff", b"\x1f\x8b"))
-    elif not content.startswith(b"\xef\xbb\xbf"):
+        assert not expected
+    else:
         assert [record.line for record in found] == expected
         for record in found:
             if record.value is not None:
@@ -91,7 +93,7 @@ def test_a_list_of_json_has_all_its_rows_at_their_lines(tmp_path, rows, spaces, 
     assert repr([record.value for record in found]) == repr(json.loads(json.dumps(rows)))
 
 
-CELL = st.text(st.characters(exclude_characters=",;\t"), max_size=8) | st.sampled_from(
+CELL = st.text(st.characters(codec="utf-8", exclude_characters=",;\t"), max_size=8) | st.sampled_from(
     ['"', "\r", "a\nb", "\r\n", "\0"]
 )
 

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from fuzzing import JSON, SCALAR, TEXT, damaged, fuzzed, outcome
+from fuzzing import JSON, SCALAR, TEXT, changed, damaged, fuzzed, outcome
 from hypothesis import strategies as st
 
 from posttrain.cli import main
@@ -50,20 +50,6 @@ ODD = JSON | TIMES | st.sampled_from([True, "running", "finished", "failed", 10*
 
 
 @st.composite
-def changed(draw, value: object) -> object:
-    """A JSON value with one of its parts, at any depth, replaced or removed."""
-    if not isinstance(value, dict | list) or not value or draw(st.integers(0, 4)) == 0:
-        return draw(ODD)
-    made = dict(value) if isinstance(value, dict) else list(value)
-    key = draw(st.sampled_from(sorted(made) if isinstance(made, dict) else range(len(made))))
-    if draw(st.integers(0, 4)) == 0:
-        del made[key]
-    else:
-        made[key] = draw(changed(made[key]))
-    return made
-
-
-@st.composite
 def files(draw) -> dict[str, bytes]:
     """Files of a run with damage."""
     there = {path.name: path.read_bytes() for path in SAVED.iterdir() if path.is_file()}
@@ -73,11 +59,11 @@ def files(draw) -> dict[str, bytes]:
     for name in draw(st.lists(st.sampled_from(sorted(there)), min_size=1, max_size=2, unique=True)):
         whole = there[name]
         if name.endswith(".json") and draw(st.booleans()):
-            made[name] = json.dumps(draw(changed(json.loads(whole)))).encode()
+            made[name] = json.dumps(draw(changed(json.loads(whole), ODD))).encode()
         elif name == "metrics.jsonl" and draw(st.booleans()):
             lines = whole.splitlines()
             at = draw(st.integers(0, len(lines) - 1))
-            lines[at] = json.dumps(draw(changed(json.loads(lines[at])))).encode()
+            lines[at] = json.dumps(draw(changed(json.loads(lines[at]), ODD))).encode()
             made[name] = b"\n".join([*lines, b""])
         elif draw(st.integers(0, 9)) == 0:
             made[name] = draw(
@@ -247,7 +233,7 @@ def test_pages_of_rollouts_show_what_is_left(tmp_path, place, value):
 def test_any_damage_to_a_checkpoint_is_named(tmp_path, name, draw):
     whole = (CHECKPOINT / name).read_bytes()
     content = draw.draw(
-        damaged(whole) | changed(json.loads(whole)).map(lambda value: json.dumps(value, indent=1).encode() + b"\n")
+        damaged(whole) | changed(json.loads(whole), ODD).map(lambda value: json.dumps(value, indent=1).encode() + b"\n")
         if name.endswith(".json")
         else damaged(whole)
     )

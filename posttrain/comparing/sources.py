@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from posttrain.errors import DataError, RunError
 from posttrain.evaluation.records import Answer, is_evaluation, read_answers, read_summary
+from posttrain.plain_yaml import read_yaml
 from posttrain.reports.listing import runs_below
 from posttrain.store.stored_rollouts import StoredRun
 from posttrain.words import counted, model_name
@@ -125,8 +124,8 @@ def _name(folder: Path) -> str:
 def _config(run: Path) -> dict[str, Any] | None:
     """A run's settings; None if they cannot be read."""
     try:
-        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        config = read_yaml((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
     return config if isinstance(config, dict) else None
 

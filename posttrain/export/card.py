@@ -20,6 +20,7 @@ from posttrain.config import ModelConfig
 from posttrain.config.reading.files import write_yaml
 from posttrain.export.source import Source
 from posttrain.hub import stay_offline_without_network
+from posttrain.plain_yaml import read_yaml
 from posttrain.store.provenance import redact
 from posttrain.words import model_name
 
@@ -108,8 +109,8 @@ def license_of(model: ModelConfig) -> dict[str, str]:
     )  # fmt: skip
     try:
         found = FRONT.search(Path(file).read_text(encoding="utf-8")) if file else None
-        header = yaml.safe_load(found[1]) if found else None
-    except (OSError, ValueError, yaml.YAMLError):
+        header = read_yaml(found[1]) if found else None
+    except (OSError, ValueError):
         return {}
     if not isinstance(header, dict):
         return {}

@@ -9,6 +9,7 @@ from typing import Any
 
 from posttrain.atomic import LEFTOVER
 from posttrain.errors import RunError
+from posttrain.plain_yaml import read_yaml
 from posttrain.reports.headline import headlines
 from posttrain.store.checkpoint import MODELS, list_checkpoints, newest_complete
 from posttrain.store.metrics import latest_metrics
@@ -190,11 +191,8 @@ def _text(folder: Path) -> str:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    import yaml  # rarely needed for a list
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, which keeps long lists fast
     try:
-        settings = yaml.load(text, Loader=loader)
-    except (yaml.YAMLError, ValueError, RecursionError):
+        settings = read_yaml(text)
+    except ValueError:
         return {}
     return settings if isinstance(settings, dict) else {}

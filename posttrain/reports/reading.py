@@ -8,9 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from posttrain.errors import PosttrainError
+from posttrain.plain_yaml import read_yaml
 from posttrain.reports.headline import headlines
 from posttrain.reports.markup import number
 from posttrain.reports.series import Series
@@ -78,7 +77,7 @@ def read(folder: Path, name: str = "") -> Run:
     def tried(what: str, of: Callable[[], Any], otherwise: Any) -> Any:
         try:
             return of()
-        except (PosttrainError, OSError, ValueError, yaml.YAMLError) as error:
+        except (PosttrainError, OSError, ValueError) as error:
             missing.append(f"{what} not shown: {' '.join(str(error).split())}.")
             return otherwise
 
@@ -106,7 +105,7 @@ def _series(folder: Path, missing: list[str]) -> Series:
 
 
 def _mapping(settings: str, path: Path) -> dict[str, Any]:
-    found = yaml.load(settings, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+    found = read_yaml(settings) or {}
     if not isinstance(found, dict):
         raise ValueError(f"{path} is damaged")
     return found

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import bisect
-import json
 import math
 import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from posttrain.store.metrics import NAME
+from posttrain.store.metrics import NAME, line_of
 
 AXES = ("step", "tokens", "hours")
 FACTS = ("step", "epoch", "time", "num_tokens", "num_updates")  # of a line, not metrics
@@ -56,7 +54,7 @@ class Series:
         return self
 
     def _take(self, raw: bytes) -> None:
-        line = _line_of(raw)
+        line = line_of(raw)
         if line is None:
             self.damaged += bool(raw.strip())
             return
@@ -139,7 +137,7 @@ def sparkline(folder: Path, metrics: Sequence[str]) -> list[float]:
     found: dict[str, list[float]] = {name: [] for name in metrics}
     every = max(1, math.ceil(len(lines) / HEADLINE_POINTS))
     for raw in lines[(len(lines) - 1) % every :: every]:  # the last among them
-        line = _line_of(raw) or {}
+        line = line_of(raw) or {}
         for name in metrics:
             if isinstance(line.get(name), int | float):
                 found[name].append(float(line[name]))
@@ -171,11 +169,3 @@ def thinned(xs: Sequence[float], ys: Sequence[float], most: int) -> Points:
             kept.add(start)  # a gap
     order = sorted(kept)
     return [xs[at] for at in order], [ys[at] for at in order]
-
-
-def _line_of(raw: bytes) -> dict[str, Any] | None:
-    try:
-        line = json.loads(raw)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None

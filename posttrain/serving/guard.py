@@ -92,7 +92,7 @@ class Guard:
         if scope["method"] == "POST" and kind != "application/json":
             return 415, "send JSON, with the header `Content-Type: application/json`", "invalid_request_error"
         size = headers.get("content-length", "0")
-        if not size.isdecimal() or int(size) > self.most_bytes:
+        if not size.isdecimal() or len(size) > 18 or int(size) > self.most_bytes:  # no int of thousands of digits
             return 413, f"the body has more than {self.most_bytes:,} bytes", "invalid_request_error"
         return None
 

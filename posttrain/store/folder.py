@@ -68,7 +68,10 @@ def _are_facts(facts: dict[str, Any]) -> bool:
     if not all(name in facts and isinstance(facts[name], kind) for name, kind in FACTS.items()):
         return False
     try:
-        return all(datetime.fromisoformat(time) for time in (facts["started"], facts["ended"]) if time is not None)
+        times = [datetime.fromisoformat(time) for time in (facts["started"], facts["ended"]) if time is not None]
+        return all(
+            time.tzinfo is not None and 1 < time.year < 9999 for time in times
+        )  # there is such a time in every zone
     except ValueError:
         return False
 

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 
 from posttrain.errors import RunError
 from posttrain.store.atomic import LineFile, cannot_write, write_file
+from posttrain.store.files import parse_json
 
 NAME = "metrics.jsonl"
 TAIL = 1 << 16  # bytes read to find the last line
+LARGEST_STEP = 1 << 53
 log = logging.getLogger("posttrain")
 
 
@@ -135,12 +138,21 @@ def first_latest(folder: Path, names: Iterable[str]) -> tuple[int, str, float | 
     return step, "", None
 
 
-def _parsed(line: bytes, folder: Path) -> dict[str, Any]:
+def line_of(raw: bytes) -> dict[str, Any] | None:
+    """A line as an object with its step and numbers that a float can be; None for any other line, which is damaged."""
     try:
-        found = json.loads(line)
+        found = parse_json(raw)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        return None
+    if not isinstance(found, dict) or type(found.get("step")) is not int or abs(found["step"]) > LARGEST_STEP:
+        return None
+    finite = all(abs(one) <= sys.float_info.max for one in found.values() if isinstance(one, int | float))
+    return found if finite else None
+
+
+def _parsed(line: bytes, folder: Path) -> dict[str, Any]:
+    found = line_of(line)
+    if found is None:
         raise RunError(f"{folder / NAME}: a line near the end is damaged")
     return found
 
@@ -150,11 +162,8 @@ def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
     *whole, rest = path.read_bytes().split(b"\n")
     lines = []
     for number, raw in enumerate(whole, start=1):
-        try:
-            entry = json.loads(raw)
-        except ValueError:
-            entry = None
-        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+        entry = line_of(raw)
+        if entry is None:
             raise RunError(f"{path}, line {number} is damaged: remove or repair that line")
         lines.append((raw, entry))
     return lines, bool(rest)

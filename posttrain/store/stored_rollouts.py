@@ -17,9 +17,10 @@ LOOKING_S = 2.0  # seconds to wait for a lock, of one who only looks
 NUMBER = int | float | None
 # The columns that are not arrays or JSON: SQLite itself keeps any value in any of them.
 TYPES = dict.fromkeys(("prompt", "completion", "finish_reason", "dataset"), str)
-TYPES |= dict.fromkeys(("step", "prompt_index", "rollout_index", "row", "version", "which", "length"), int)
-TYPES |= dict.fromkeys(("epoch", "reward", "advantage", "prompts", "completions"), NUMBER)
+TYPES |= dict.fromkeys(("step", "prompt_index", "rollout_index", "row", "version", "which"), int)
+TYPES |= dict.fromkeys(("epoch", "reward", "advantage", "prompts", "completions", "length"), NUMBER)
 TYPES |= dict.fromkeys(("lowest", "highest", "left_out", "truncated"), NUMBER)
+PART = {"value": NUMBER, "weight": NUMBER, "verdict": str | None, "extracted": str | None, "reason": str | None}
 NEAR_ENDS = 200  # completions among which the best and worst of different prompts are looked for
 
 
@@ -45,7 +46,7 @@ class StoredRun:
         """The rows of a query. Raises RunError if the file cannot be read."""
         try:
             return self._connection.execute(query, values).fetchall()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise RunError(f"{self._path} cannot be read: {error}") from error
 
     def _read_rows(self, query: str, values: Sequence[int | str] = ()) -> list[dict[str, Any]]:
@@ -160,6 +161,9 @@ def _read(row: sqlite3.Row) -> dict[str, Any]:
             found[name] = np.frombuffer(_of(name, value, bytes), TOKENS.get(name, np.dtype("<f4")))
         elif name in ("facts", "parts"):
             found[name] = _of(name, parse_json(_of(name, value, str)), dict)
+            for part in found[name].values() if name == "parts" else ():
+                for key, kind in PART.items() if isinstance(part, dict) else ():
+                    _of(f"{key} of a reward", part.get(key), kind)
         elif name in TYPES:
             _of(name, value, TYPES[name])
     return found
@@ -167,6 +171,6 @@ def _read(row: sqlite3.Row) -> dict[str, Any]:
 
 def _of(name: str, value: Any, kind: Any) -> Any:
     """The value, if it is of this type. Raises ValueError."""
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or (isinstance(value, int) and abs(value) >= 1 << 63):
         raise ValueError(f"a row has the {name} {str(value)[:40]!r}")
     return value

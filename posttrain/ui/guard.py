@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import html
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import quote, urlencode
 
 from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
@@ -59,8 +59,9 @@ class Guard:
             return None
         given = asked.query_params.get("token", "")
         if _same(given, self.token):
-            rest = urlencode([(key, value) for key, value in parse_qsl(asked.url.query) if key != "token"])
-            response = RedirectResponse(f"{asked.url.path}{f'?{rest}' if rest else ''}", 303)
+            rest = urlencode([(key, value) for key, value in asked.query_params.multi_items() if key != "token"])
+            path = "/" + quote(asked.scope["path"].lstrip("/"))  # two slashes would lead to another site
+            response = RedirectResponse(f"{path}{f'?{rest}' if rest else ''}", 303)
             response.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
             return response
         return HTMLResponse(_login(bool(given)), 401)

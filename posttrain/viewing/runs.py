@@ -11,9 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from posttrain.errors import PosttrainError
+from posttrain.plain_yaml import read_yaml
 from posttrain.reports.headline import headline_metrics, headlines
 from posttrain.reports.listing import Summary, runs_below, summarise
 from posttrain.reports.series import sparkline
@@ -102,10 +101,9 @@ class Runs:
 
 def settings(folder: Path) -> dict[str, Any]:
     """The settings of a run with dotted names; empty if they cannot be read."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        found = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), Loader=loader)
-    except (OSError, ValueError, yaml.YAMLError):
+        found = read_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     return flat(found, lists=True) if isinstance(found, dict) else {}
 
