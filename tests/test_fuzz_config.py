@@ -83,7 +83,7 @@ def checked(found: object, folder) -> None:
     assert load(path).stages == found.stages
 
 
-@fuzzed(60, 4000, content=st.sampled_from(TEXTS).flatmap(lambda text: damaged(text.encode())) | st.binary(max_size=60))
+@fuzzed(60, 2500, content=st.sampled_from(TEXTS).flatmap(lambda text: damaged(text.encode())) | st.binary(max_size=60))
 def test_any_file_of_yaml(tmp_path, content):
     path = tmp_path / "a.yaml"
     path.write_bytes(content)
@@ -91,7 +91,7 @@ def test_any_file_of_yaml(tmp_path, content):
 
 
 @fuzzed(
-    30, 2500, content=MAPPINGS.map(json.dumps).flatmap(lambda text: st.just(text.encode()) | damaged(text.encode()))
+    30, 1500, content=MAPPINGS.map(json.dumps).flatmap(lambda text: st.just(text.encode()) | damaged(text.encode()))
 )
 def test_any_file_of_json(tmp_path, content):
     path = tmp_path / "a.json"
@@ -99,14 +99,14 @@ def test_any_file_of_json(tmp_path, content):
     checked(outcome(lambda: load(path)), tmp_path)
 
 
-@fuzzed(100, 6000, base=st.sampled_from(TEXTS[:2]).map(yaml.safe_load) | st.just({}), changes=MAPPINGS)
+@fuzzed(100, 2000, base=st.sampled_from(TEXTS[:2]).map(yaml.safe_load) | st.just({}), changes=MAPPINGS)
 def test_any_mapping(tmp_path, base, changes):
     checked(outcome(lambda: load({**base, **changes})), tmp_path)
 
 
 @fuzzed(
     100,
-    6000,
+    2500,
     overrides=st.lists(
         TEXT | st.tuples(NAMES | NAMES.map("stages.dpo.{}".format), VALUES).map(lambda pair: f"{pair[0]}={pair[1]}"),
         max_size=3,
@@ -120,7 +120,7 @@ def test_any_overrides_and_flags(tmp_path, overrides, flags, text):
     checked(outcome(lambda: load(path, overrides, flags)), tmp_path)
 
 
-@fuzzed(100, 6000, value=JSON)
+@fuzzed(100, 2000, value=JSON)
 def test_any_value_is_written_and_read_back(tmp_path, value):
     """Of keys that are the same text only once; numbers of thousands of digits are refused."""
     text = outcome(lambda: write_yaml({"value": value}))
@@ -131,7 +131,7 @@ def test_any_value_is_written_and_read_back(tmp_path, value):
         assert repr(found.values["value"]) == repr(value)
 
 
-@fuzzed(60, 4000, text=TEXT | st.text("[]{}&*!|>'\",:#-? \n\t%@`~a1", max_size=30))
+@fuzzed(60, 3000, text=TEXT | st.text("[]{}&*!|>'\",:#-? \n\t%@`~a1", max_size=30))
 def test_any_value_of_an_override(text):
     found = outcome(lambda: parse_value(text, "override"))
     assert isinstance(found, ConfigError) or set(found.values) == {"value"}

@@ -187,7 +187,7 @@ def check(path: str, answer: Answer) -> None:
 JSON_TYPE = [(b"content-type", b"application/json"), (b"host", b"127.0.0.1:8000")]
 
 
-@fuzzed(80, 3000, body=bodies())
+@fuzzed(80, 1500, body=bodies())
 def test_any_body_has_a_valid_answer_or_an_error(served, body):
     path, content = body
     check(path, served(lambda app: ask(guard.Guard(app), "POST", path, JSON_TYPE, content)))
@@ -197,8 +197,9 @@ PATHS = st.sampled_from([*BODIES, "/health", "/v1/models", "/v1/models/stories",
 METHODS = st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "get", "X", ""])
 RAW = st.text(st.characters(max_codepoint=255, exclude_characters="\r\n\0"), max_size=12)
 VALUES = RAW | st.sampled_from(
-    ["application/json", "Application/JSON; charset=utf-8", "text/plain", "127.0.0.1", "localhost:1", "[::1]", "[", "[::1",
-     "evil.example", "http://127.0.0.1", "http://[", "null", f"Bearer {KEY}", "Bearer ", "gzip", "0", "-1", "9" * 5000,
+    ["application/json", "Application/JSON; charset=utf-8", "text/plain", "localhost:1", "[::1]", "[", "[::1",
+     "evil.example", "127.0.0.1", "http://127.0.0.1", "http://[", f"Bearer {KEY}",
+     "Bearer ", "gzip", "0", "-1", "9" * 5000,
      "4194305", "²", "chunked", f"{COOKIE}={TOKEN}", f'{COOKIE}="{TOKEN}"', f"{COOKIE}={TOKEN[:-1]}", "a@b"]
 )  # fmt: skip
 NAMES = st.sampled_from(
@@ -219,7 +220,7 @@ HEADERS = st.lists(st.tuples(NAMES, VALUES), max_size=5).map(
 )
 
 
-@fuzzed(80, 3000, path=PATHS | TEXT.map("/{}".format), method=METHODS, headers=HEADERS, usual=st.booleans(),
+@fuzzed(80, 1500, path=PATHS | TEXT.map("/{}".format), method=METHODS, headers=HEADERS, usual=st.booleans(),
         key=st.sampled_from([None, KEY]), content=st.sampled_from([b"", b"{}", b"null"]))  # fmt: skip
 def test_any_path_method_and_headers_are_answered(served, path, method, headers, usual, key, content):
     headers = [*(JSON_TYPE if usual else []), *headers]
@@ -249,7 +250,7 @@ QUERIES = TEXT | st.sampled_from(
 PAGES = st.sampled_from(["/", "//evil.example/", "/run", "/\\evil.example", "/é", "///x", "/%2e"])
 
 
-@fuzzed(150, 12_000, path=PAGES | PATHS,
+@fuzzed(150, 6000, path=PAGES | PATHS,
         query=QUERIES, headers=HEADERS, local=st.booleans(), token=st.sampled_from([None, TOKEN]))  # fmt: skip
 def test_nobody_gets_past_the_guard_of_the_pages(path, query, headers, local, token):
     answer = asyncio.run(ask(PageGuard(secret, token, local), "GET", f"{path}?{query}", headers))
