@@ -135,7 +135,7 @@ def shown(root: Path, cache: Path) -> None:
     viewer.warm()
 
 
-@fuzzed(10, 120, made=files())
+@fuzzed(8, 60, made=files())
 def test_pages_show_what_is_left(tmp_path, made):
     with_files(tmp_path / "runs", made)
     shown(tmp_path / "runs", tmp_path / "cache")
