@@ -130,7 +130,8 @@ def test_a_folder_of_splits_of_different_kinds(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "tidied"), [(r"1\\\%", r"1\\\%"), ("sqrt 2. .", "sqrt 2"), ("[,[[", "[,))"), ("]2,5[", "(2,5)")]
+    ("text", "tidied"),
+    [(r"1\\\%", r"1\\\%"), ("sqrt 2. .", "sqrt 2"), ("\\\xa02", "2"), ("[,[[", "[,))"), ("]2,5[", "(2,5)")],
 )
 def test_tidying_is_done_once(text, tidied):
     assert tidy(text) == tidied == tidy(tidied)

@@ -120,9 +120,11 @@ def compact(text: str) -> str:
 
 
 def _plain(character: str) -> str:
-    """Digits of any script as ASCII; invisible characters are dropped."""
+    """Digits of any script as ASCII, spaces of any kind as one; invisible characters are dropped."""
     if character.isascii():
         return character if character.isprintable() else ""
+    if character.isspace():
+        return " "
     if character.isdecimal():
         return str(unicodedata.decimal(character))
     return "" if unicodedata.category(character) in ("Cf", "Cc", "Cs", "Co", "Cn") else character

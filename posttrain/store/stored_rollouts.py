@@ -16,7 +16,7 @@ from posttrain.store.rollouts import ARRAYS, BUSY_S, NAME, TOKENS
 LOOKING_S = 2.0  # seconds to wait for a lock, of one who only looks
 NUMBER = int | float | None
 # The columns that are not arrays or JSON: SQLite itself keeps any value in any of them.
-TYPES = dict.fromkeys(("prompt", "completion", "finish_reason", "dataset"), str)
+TYPES: dict[str, Any] = dict.fromkeys(("prompt", "completion", "finish_reason", "dataset"), str)
 TYPES |= dict.fromkeys(("step", "prompt_index", "rollout_index", "row", "version", "which"), int)
 TYPES |= dict.fromkeys(("epoch", "reward", "advantage", "prompts", "completions", "length"), NUMBER)
 TYPES |= dict.fromkeys(("lowest", "highest", "left_out", "truncated"), NUMBER)
