@@ -99,13 +99,13 @@ def test_any_file_of_json(tmp_path, content):
     checked(outcome(lambda: load(path)), tmp_path)
 
 
-@fuzzed(100, 2000, base=st.sampled_from(TEXTS[:2]).map(yaml.safe_load) | st.just({}), changes=MAPPINGS)
+@fuzzed(60, 2000, base=st.sampled_from(TEXTS[:2]).map(yaml.safe_load) | st.just({}), changes=MAPPINGS)
 def test_any_mapping(tmp_path, base, changes):
     checked(outcome(lambda: load({**base, **changes})), tmp_path)
 
 
 @fuzzed(
-    100,
+    60,
     2500,
     overrides=st.lists(
         TEXT | st.tuples(NAMES | NAMES.map("stages.dpo.{}".format), VALUES).map(lambda pair: f"{pair[0]}={pair[1]}"),
@@ -120,7 +120,7 @@ def test_any_overrides_and_flags(tmp_path, overrides, flags, text):
     checked(outcome(lambda: load(path, overrides, flags)), tmp_path)
 
 
-@fuzzed(100, 2000, value=JSON)
+@fuzzed(60, 2000, value=JSON)
 def test_any_value_is_written_and_read_back(tmp_path, value):
     """Of keys that are the same text only once; numbers of thousands of digits are refused."""
     text = outcome(lambda: write_yaml({"value": value}))

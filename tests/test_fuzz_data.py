@@ -57,7 +57,7 @@ def records_of(path: Path) -> list[Record] | DataError:
     return found
 
 
-@fuzzed(100, 1500, lines=st.lists(LINES, max_size=6), mark=st.booleans())
+@fuzzed(60, 1500, lines=st.lists(LINES, max_size=6), mark=st.booleans())
 def test_every_line_of_jsonl_is_a_row_or_a_problem(tmp_path, lines, mark):
     content = b"\n".join(lines)
     path = tmp_path / "rows.jsonl"
@@ -75,7 +75,7 @@ def test_every_line_of_jsonl_is_a_row_or_a_problem(tmp_path, lines, mark):
                 assert repr(record.value) == repr(json.loads(lines[record.line - 1]))
 
 
-@fuzzed(60, 1500, rows=st.lists(st.dictionaries(TEXT, JSON, max_size=2), min_size=1, max_size=4),
+@fuzzed(40, 1500, rows=st.lists(st.dictionaries(TEXT, JSON, max_size=2), min_size=1, max_size=4),
         spaces=st.lists(st.text(" \n\t\r", max_size=3), min_size=5, max_size=5), inside=st.booleans())  # fmt: skip
 def test_a_list_of_json_has_all_its_rows_at_their_lines(tmp_path, rows, spaces, inside):
     text, lines = '{"of": [1], "rows": ['.replace("[1]", "1") if inside else "[", []
@@ -99,7 +99,7 @@ CELL = st.text(st.characters(codec="utf-8", exclude_characters=",;\t"), max_size
 
 
 @fuzzed(
-    80,
+    50,
     2000,
     table=st.integers(1, 3).flatmap(lambda n: st.lists(st.lists(CELL, min_size=n, max_size=n), max_size=5)),
     separator=st.sampled_from(",;\t"),
@@ -138,7 +138,7 @@ def in_bytes(suffix: str) -> bytes:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet"])
-@fuzzed(40, 600, draw=st.data(), packed=st.booleans())
+@fuzzed(25, 600, draw=st.data(), packed=st.booleans())
 def test_a_damaged_file_of_any_kind(tmp_path, suffix, draw, packed):
     whole = in_bytes(suffix)
     content = draw.draw(st.binary(max_size=40) | damaged(gzip.compress(whole, mtime=0) if packed else whole))
@@ -176,7 +176,7 @@ TEMPLATES = [Template(name, name != "none", TagsConfig()) for name in ("chat", "
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@fuzzed(40, 500, draw=st.data(), template=st.sampled_from(TEMPLATES))
+@fuzzed(25, 500, draw=st.data(), template=st.sampled_from(TEMPLATES))
 def test_any_fields_are_a_row_or_the_reason_why_not(name, draw, template):
     known = FORMATS[name]
     fields = draw.draw(
@@ -196,7 +196,7 @@ def test_any_fields_are_a_row_or_the_reason_why_not(name, draw, template):
         json.dumps([found.prompt, found.chosen, found.rejected, found.tools, found.answer])
 
 
-@fuzzed(60, 1000, sample=st.lists(st.dictionaries(st.sampled_from(COLUMNS) | TEXT, FIELDS), min_size=1, max_size=2),
+@fuzzed(40, 1000, sample=st.lists(st.dictionaries(st.sampled_from(COLUMNS) | TEXT, FIELDS), min_size=1, max_size=2),
         columns=st.dictionaries(st.sampled_from(COLUMNS) | TEXT, st.sampled_from(COLUMNS) | TEXT, max_size=2),
         format=st.sampled_from(["auto", *FORMATS]), kind=st.sampled_from(["sft", "pair", "unpaired", "prompt"]),
 )  # fmt: skip
@@ -216,7 +216,7 @@ def all_malformed(monkeypatch):
 
 
 @fuzzed(
-    20,
+    12,
     150,
     rows=st.lists(st.dictionaries(st.sampled_from(["prompt", "completion", "answer", "tools"]), FIELDS), max_size=4),
     extra=st.lists(LINES, max_size=2),

@@ -187,7 +187,7 @@ def check(path: str, answer: Answer) -> None:
 JSON_TYPE = [(b"content-type", b"application/json"), (b"host", b"127.0.0.1:8000")]
 
 
-@fuzzed(80, 1500, body=bodies())
+@fuzzed(50, 1500, body=bodies())
 def test_any_body_has_a_valid_answer_or_an_error(served, body):
     path, content = body
     check(path, served(lambda app: ask(guard.Guard(app), "POST", path, JSON_TYPE, content)))
@@ -250,7 +250,7 @@ QUERIES = TEXT | st.sampled_from(
 PAGES = st.sampled_from(["/", "//evil.example/", "/run", "/\\evil.example", "/é", "///x", "/%2e"])
 
 
-@fuzzed(150, 6000, path=PAGES | PATHS,
+@fuzzed(100, 6000, path=PAGES | PATHS,
         query=QUERIES, headers=HEADERS, local=st.booleans(), token=st.sampled_from([None, TOKEN]))  # fmt: skip
 def test_nobody_gets_past_the_guard_of_the_pages(path, query, headers, local, token):
     answer = asyncio.run(ask(PageGuard(secret, token, local), "GET", f"{path}?{query}", headers))

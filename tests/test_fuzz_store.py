@@ -87,7 +87,7 @@ def with_files(root: Path, made: dict[str, bytes]) -> Path:
     return run
 
 
-@fuzzed(60, 1000, made=files())
+@fuzzed(40, 1000, made=files())
 def test_readers_name_the_damage(tmp_path, made):
     run = with_files(tmp_path, made)
     names = {"loss": "loss", "reward": "reward", "step": "step"}
@@ -99,7 +99,7 @@ def test_readers_name_the_damage(tmp_path, made):
     outcome(lambda: load_json(run / "results.json"))
 
 
-@fuzzed(40, 800, made=files(), width=st.integers(1, 200), word=TEXT)
+@fuzzed(25, 800, made=files(), width=st.integers(1, 200), word=TEXT)
 def test_lists_show_what_is_left(tmp_path, made, width, word):
     with_files(tmp_path, made)
     rows = rows_below(tmp_path)
@@ -110,7 +110,7 @@ def test_lists_show_what_is_left(tmp_path, made, width, word):
         outcome(lambda term=term: filtered(rows, [term]))
 
 
-@fuzzed(8, 200, made=files())
+@fuzzed(5, 200, made=files())
 def test_the_command_shows_what_is_left(tmp_path, capsys, made):
     run = with_files(tmp_path, made)
     for words, allowed in ((["list"], {0}), (["list", "--json"], {0}), (["show", str(run)], {0, 1})):
@@ -135,13 +135,13 @@ def shown(root: Path, cache: Path) -> None:
     viewer.warm()
 
 
-@fuzzed(8, 60, made=files())
+@fuzzed(5, 60, made=files())
 def test_pages_show_what_is_left(tmp_path, made):
     with_files(tmp_path / "runs", made)
     shown(tmp_path / "runs", tmp_path / "cache")
 
 
-@fuzzed(6, 120, made=files())
+@fuzzed(4, 120, made=files())
 def test_a_report_is_made_of_what_is_left(tmp_path, made):
     run = with_files(tmp_path, made)
     outcome(lambda: write_report(run, "a run", tmp_path / "report.html"))
@@ -185,14 +185,14 @@ def read_rollouts(run: Path) -> None:
     outcome(read)
 
 
-@fuzzed(30, 500, content=damaged((SAVED / ROLLOUTS).read_bytes()) | st.binary(max_size=200), at=st.integers(0, 32_000))
+@fuzzed(12, 500, content=damaged((SAVED / ROLLOUTS).read_bytes()) | st.binary(max_size=200), at=st.integers(0, 32_000))
 def test_a_damaged_database_is_named(tmp_path, content, at):
     run = with_files(tmp_path, {})
     (run / ROLLOUTS).write_bytes(content[:at] + b"\xff\xff\xff" + content[at:][3:])
     read_rollouts(run)
 
 
-@fuzzed(30, 500, place=st.sampled_from(PLACES), value=CELLS)
+@fuzzed(15, 500, place=st.sampled_from(PLACES), value=CELLS)
 def test_any_value_in_the_database_is_read_or_named(tmp_path, place, value):
     run = with_files(tmp_path, {})
     change_rollouts(run, place, value)
@@ -215,7 +215,7 @@ ROLLOUT_PAGES = [
 ]
 
 
-@fuzzed(4, 80, place=st.sampled_from(PLACES), value=CELLS)
+@fuzzed(3, 80, place=st.sampled_from(PLACES), value=CELLS)
 def test_pages_of_rollouts_show_what_is_left(tmp_path, place, value):
     run = with_files(tmp_path / "runs", {})
     change_rollouts(run, place, value)

@@ -56,7 +56,7 @@ def hurried(monkeypatch):
     monkeypatch.setattr(render, "SECONDS", 0.5)
 
 
-@fuzzed(40, 300, template=WHOLE, messages=st.lists(MESSAGE, max_size=3), tools=st.none() | st.lists(JSON, max_size=2),
+@fuzzed(25, 300, template=WHOLE, messages=st.lists(MESSAGE, max_size=3), tools=st.none() | st.lists(JSON, max_size=2),
         generate=st.booleans(), spans=st.booleans())  # fmt: skip
 def test_any_template_ends_within_its_limits(hurried, template, messages, tools, generate, spans):
     tokenizer = byte_tokenizer(template)
@@ -104,7 +104,7 @@ def trainer(request, shared):
         yield Tokeniser(tokenizer, renderer, assistant_only_loss=True)
 
 
-@fuzzed(20, 800, messages=conversations())
+@fuzzed(12, 800, messages=conversations())
 def test_what_the_assistant_says_is_trained_and_nothing_else(trainer, messages):
     try:
         [found] = trainer.conversations([Row(None, messages)])
@@ -130,7 +130,7 @@ def without(tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int
     return [token for index, token in enumerate(tokens) if index not in inside]
 
 
-@fuzzed(20, 500, messages=conversations(), odd=st.text(ANY_CHARACTER, max_size=8))
+@fuzzed(10, 500, messages=conversations(), odd=st.text(ANY_CHARACTER, max_size=8))
 def test_any_text_is_tokenised_or_malformed(trainer, messages, odd):
     """Special tokens in a text, and anything else that is valid Unicode."""
     try:
