@@ -11,33 +11,46 @@ Settings are those of a file (docs/config.md). Errors are of the classes in post
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain import runner
-from posttrain.config import DevicesConfig, ModelConfig, RunConfig, Stage, load
-from posttrain.config.schema.suite import SuiteConfig
+from posttrain.config import DevicesConfig, ModelConfig, RolloutConfig, RunConfig, Stage, load
+from posttrain.config.reading.explain import explain_group
+from posttrain.config.schema import base
+from posttrain.config.schema.model import ModelDtype
+from posttrain.config.schema.rollout import EngineName
+from posttrain.config.schema.suite import LM_EVAL, SuiteConfig
 from posttrain.errors import ConfigError, RunError
-from posttrain.evaluation.items import load_items
+from posttrain.evaluation.items import Items, load_items
 from posttrain.evaluation.records import Answer, read_answers
-from posttrain.evaluation.suite import find_suite, with_settings
-from posttrain.inspection.evaluate import Options
+from posttrain.evaluation.suite import ALIASES, find_suite, with_settings
+from posttrain.grading.pool import DEADLINE_S
+from posttrain.inspection.evaluate import Options, evaluate_recorded
 from posttrain.inspection.evaluate import evaluate as evaluate_suites
+from posttrain.inspection.evaluate_tasks import Tasks, evaluate_tasks
+from posttrain.inspection.pairs import PairOptions
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.reports.listing import newest_model, place_of
-from posttrain.runner.pipeline import Pipeline
 from posttrain.store.checkpoint import list_checkpoints
 from posttrain.store.files import load_json
 from posttrain.store.folder import check_run_folder
 from posttrain.store.metrics import read_metrics
 from posttrain.store.runs import read_run
 
-Settings = RunConfig | Mapping[str, Any] | Path | str
+Settings = RunConfig | Sequence[Stage] | Mapping[str, Any] | Path | str
+Suite = str | SuiteConfig | Items
+Group = TypeVar("Group", bound=base.Settings)
+
+log = logging.getLogger("posttrain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,45 +110,61 @@ class Evaluated:
     """The records of an evaluation."""
 
     folder: Path
-    summary: Mapping[str, Any]  # by suite: value, low, high, items … (docs/eval.md)
+    summary: Mapping[str, Any]  # by suite, of those asked: value, low, high, items … (docs/eval.md)
 
     @property
     def answers(self) -> list[Answer]:
-        """Every answer with its verdict."""
-        return read_answers(self.folder)
+        """Every answer to these suites with its verdict."""
+        asked = {one["suite"] for one in self.summary.values()}
+        return [answer for answer in read_answers(self.folder) if answer.suite in asked]
 
 
 def train(
-    settings: Settings, *, overrides: Sequence[str] = (), resume: bool = False, overwrite: bool = False
+    settings: Settings,
+    *,
+    overrides: Sequence[str] = (),
+    resume: bool | Path | str = False,
+    overwrite: bool = False,
 ) -> TrainedRun:
     """Train one model in one stage.
 
     `settings`: a file, a preset, a mapping, or checked settings; `overrides` such as "training.max_steps=10". `resume`
-    continues the run of that name. Raises ConfigError for several models or stages (`train_all` takes them), and what
-    a failed run raised.
+    continues the run of that name, or the one in a folder or of a checkpoint. Raises ConfigError for several models or
+    stages (`train_all` takes them), and what a failed run raised.
     """
-    runs = train_all(settings, overrides=overrides, resume=resume, overwrite=overwrite, single=True)
-    return runs[0]
+    stages = _stages(settings, overrides)
+    models = stages[0].config.models
+    if len(stages) > 1 or len(models) > 1:
+        raise ConfigError(f"the settings have {len(stages)} stages and {len(models)} models: use train_all")
+    return train_all(stages, resume=resume, overwrite=overwrite)[0]
 
 
 def train_all(
     settings: Settings,
     *,
     overrides: Sequence[str] = (),
-    resume: bool = False,
+    resume: bool | Path | str = False,
     overwrite: bool = False,
-    single: bool = False,
+    model_index: int | None = None,
+    skip: Collection[str] = (),
+    compared: bool = False,
 ) -> list[TrainedRun]:
-    """Train every model at every stage. Returns their runs in the order of training."""
+    """Train every model at every stage, as `posttrain train` does. Returns their runs in the order of training.
+
+    `model_index` trains one model of the list, `skip` uses the existing final models of stages; `compared`: the stages
+    are methods, whose completions are compared at the end. In a process of several ranks, one that cannot follow the
+    first exits.
+    """
     stages = _stages(settings, overrides)
-    config = stages[0].config
-    if single and (len(stages) > 1 or len(config.models) > 1):
-        raise ConfigError(f"the settings have {len(stages)} stages and {len(config.models)} models: use train_all")
-    name = config.name or runner.default_name(stages)
-    stages = tuple(Stage(one.name, one.init_from, one.config.model_copy(update={"name": name})) for one in stages)
-    runner.train(stages, resume=resume, overwrite=overwrite)
-    pipeline = Pipeline.of(stages, Path(config.output_dir).expanduser() / name)
-    return [TrainedRun(task.folder) for task in pipeline.tasks]
+    resume = Path(resume) if isinstance(resume, str) else resume
+    root = runner.root_of(stages, resume, skip, model_index, compared)
+    if not isinstance(resume, Path):
+        stages = tuple(Stage(s.name, s.init_from, s.config.model_copy(update={"name": root.name})) for s in stages)
+    if status := runner.train(
+        stages, resume=resume, overwrite=overwrite, model_index=model_index, skip=skip, compared=compared
+    ):
+        sys.exit(status)
+    return [TrainedRun(folder) for folder in runner.folders_of(stages, root, resume, skip, model_index)]
 
 
 def load_run(folder: Path | str) -> TrainedRun:
@@ -146,43 +175,148 @@ def load_run(folder: Path | str) -> TrainedRun:
 
 def evaluate(
     model: TrainedRun | Path | str,
-    suites: Sequence[str | SuiteConfig],
+    suites: Sequence[Suite],
     *,
     max_rows: int | None = None,
     num_generations: int | None = None,
-    temperature: float | None = None,
+    temperature: float | Sequence[float] | None = None,
+    top_p: float | Sequence[float] | None = None,
+    top_k: int = 0,
+    min_p: float = 0.0,
     max_completion_length: int | None = None,
+    settings: Mapping[str, Any] | None = None,
     data: Mapping[str, Path | str] | None = None,
+    completion_column: str = "completions",
+    reference: str | None = None,
+    num_batches: int | None = None,
+    calibrate: bool = False,
+    deadline: float = DEADLINE_S,
+    workers: int | None = None,
+    engine: EngineName = "embedded",
+    dtype: ModelDtype = "auto",
+    device: DevicesConfig | None = None,
     output: Path | str | None = None,
     overwrite: bool = False,
-    device: DevicesConfig | None = None,
     seed: int = 0,
 ) -> Evaluated:
     """Answer suites with a model, and grade the answers; an evaluation that was stopped is resumed.
 
-    `suites` are names, files, or settings; `data` has local rows by suite. The records go to `output`, by default to
-    evaluation/ in the run, or evaluations/NAME. Raises RunError for records of another model or settings.
+    `model`: a run, a folder, a hub id, or a file with recorded completions in `completion_column`. `suites`: names,
+    files, `lm-eval:TASK`, settings, or loaded items. `settings` apply to every suite (template, prompt, rule …), `data`
+    has local rows by suite; what is not given is as each suite says. Several temperatures or `top_p` are a sweep.
+    `reference` and `num_batches` are read for suites of pairs. The records go to `output`, by default to evaluation/
+    in the run, or evaluations/NAME. Raises RunError for records of another model or settings.
     """
     path, name, place = place_of(str(model.folder if isinstance(model, TrainedRun) else model))
-    sources = {name: {"source": str(source)} for name, source in (data or {}).items()}
-    found = [one if isinstance(one, SuiteConfig) else find_suite(one) for one in suites]
-    chosen = [load_items(with_settings(one, sources.get(one.name, {})), max_rows) for one in found]
-    folder = place if output is None else Path(output)
+    given, temperatures, top_ps = dict(settings or {}), _several(temperature), _several(top_p)
+    rollout = _rollout(temperatures, top_ps, engine, top_k, min_p)
     options = Options(
+        engine=engine,
+        vllm=rollout.vllm,
+        temperatures=temperatures,
+        top_ps=top_ps,
+        top_k=top_k,
+        min_p=min_p,
         num_generations=num_generations,
-        temperatures=() if temperature is None else (temperature,),
         max_completion_length=max_completion_length,
         seed=seed,
+        deadline=deadline,
+        workers=workers,
+        calibrate=calibrate,
+        pairs=PairOptions(reference=reference, num_batches=num_batches, max_rows=max_rows, seed=seed),
     )
-    summary = evaluate_suites(
-        ModelConfig(path=path), name, chosen, options, device or DevicesConfig(), folder, overwrite
+    tasks = [one for one in suites if isinstance(one, str) and one.startswith(LM_EVAL)]
+    names = tuple(task.removeprefix(LM_EVAL) for task in tasks)
+    chat, system = given.get("template") == "chat", given.get("system_prompt")
+    evaluation = _Evaluation(
+        _checked(ModelConfig, {"path": path, "dtype": dtype}, "a model"),
+        name,
+        _chosen([one for one in suites if one not in tasks], given, data or {}, max_rows),
+        Tasks(names, rollout, max_rows, chat, system, seed),
+        options,
+        device or DevicesConfig(),
+        place if output is None else Path(output),
     )
-    return Evaluated(folder, summary["suites"])
+    return evaluation.run(completion_column, overwrite)
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    """One model with all that it is asked: suites, and lm-eval's tasks."""
+
+    model: ModelConfig
+    name: str
+    chosen: Sequence[Items]
+    tasks: Tasks
+    options: Options
+    devices: DevicesConfig
+    folder: Path
+
+    def run(self, completion_column: str, overwrite: bool) -> Evaluated:
+        chosen, file, summary = self.chosen, Path(self.model.path), dict[str, Any]()
+        asked = {items.suite.name for items in chosen}
+        if not asked and not self.tasks.names:
+            raise ConfigError("no suite is named: give at least one, such as gsm8k")
+        if file.is_file() and self.tasks.names:
+            raise ConfigError(f"{file} has recorded completions, which lm-eval's tasks cannot grade: give a model")
+        if file.is_file():
+            summary = evaluate_recorded(file, completion_column, chosen, self.options, self.folder, overwrite)
+        elif chosen:
+            summary = evaluate_suites(self.model, self.name, chosen, self.options, self.devices, self.folder, overwrite)
+        if self.tasks.names:
+            summary, ran = evaluate_tasks(self.model, self.name, self.tasks, self.devices, self.folder, overwrite)
+            asked |= ran
+        return Evaluated(self.folder, {key: one for key, one in summary["suites"].items() if one["suite"] in asked})
+
+
+def _chosen(
+    suites: Sequence[Suite], given: Mapping[str, Any], data: Mapping[str, Path | str], max_rows: int | None
+) -> list[Items]:
+    """The items of each suite. Raises ConfigError for a suite that is named twice, or data of one that is not named."""
+    sources = {ALIASES.get(name, name): str(source) for name, source in data.items()}
+    found: dict[str, Items] = {}
+    for one in suites:
+        if not isinstance(one, Items):
+            suite = with_settings(find_suite(one) if isinstance(one, str) else one, given)
+            own = {"source": sources[suite.name]} if suite.name in sources else {}
+            one = load_items(with_settings(suite, own), max_rows)
+        if one.suite.name in found:
+            raise ConfigError(f"the suite {one.suite.name} is named twice")
+        found[one.suite.name] = one
+    for name in sources:
+        if name not in found:
+            raise ConfigError(f"data of {name}, which is not one of the suites {', '.join(found) or '(none)'}")
+    return list(found.values())
+
+
+def _several(value: float | Sequence[float] | None) -> tuple[float, ...]:
+    return () if value is None else tuple(value) if isinstance(value, Sequence) else (value,)
+
+
+def _rollout(
+    temperatures: Sequence[float], top_ps: Sequence[float], engine: EngineName, top_k: int, min_p: float
+) -> RolloutConfig:
+    """The checked settings of sampling. Raises ConfigError for a wrong one."""
+    given = {"engine": engine, "top_k": top_k, "min_p": min_p}
+    for name, values in (("temperature", temperatures), ("top_p", top_ps)):
+        for value in values:
+            _checked(RolloutConfig, given | {name: value}, "sampling")
+    return _checked(RolloutConfig, given, "sampling")
+
+
+def _checked(group: type[Group], values: dict[str, Any], noun: str) -> Group:
+    try:
+        return group.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain_group(error, values, group, noun))) from error
 
 
 def _stages(settings: Settings, overrides: Sequence[str]) -> tuple[Stage, ...]:
-    if isinstance(settings, RunConfig):
-        if overrides:
-            raise ConfigError("overrides go with a file or a mapping: change the RunConfig with model_copy")
-        return (Stage("", None, settings),)
-    return load(settings, overrides).stages
+    if isinstance(settings, Mapping | str | Path):
+        loaded = load(settings, overrides)
+        for note in loaded.notes:
+            log.warning("%s", note)
+        return loaded.stages
+    if overrides:
+        raise ConfigError("overrides go with a file or a mapping: change the RunConfig with model_copy")
+    return (Stage("", None, settings),) if isinstance(settings, RunConfig) else tuple(settings)

@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 import posttrain
+from posttrain import runner
+from posttrain.cli import main
 from posttrain.config import load
 from posttrain.errors import ConfigError, RunError
+from posttrain.evaluation.items import load_items
+from posttrain.evaluation.suite import find_suite, with_settings
 
 ROWS = [{"prompt": f"Once there were {n} cats.", "completion": " They slept."} for n in range(6)]
 
@@ -54,6 +58,93 @@ def test_several_runs(settings):
         posttrain.train(settings | {"stages": stages})
     runs = posttrain.train_all(settings | {"stages": stages, "name": "both"})
     assert [run.folder.name for run in runs] == ["one", "two"] and {run.state for run in runs} == {"finished"}
+
+
+def test_runs_are_resumed_by_folder_and_by_name(settings):
+    with pytest.raises(RunError, match="needs the run's folder: set name in the config"):
+        posttrain.train(settings, resume=True)
+    run = posttrain.train(settings, overrides=["name=a"])
+    longer = load(settings, ["name=b", "training.max_steps=4"]).config
+    again = posttrain.train(longer, resume=str(run.folder))
+    assert again == run and run.results["steps"] == 4
+    stages = {"one": {"method": "sft"}, "two": {"method": "sft", "init_from": "one"}}
+    both = settings | {"stages": stages, "name": "both", "models": [settings["model"]]}
+    del both["model"]
+    first, second = posttrain.train_all(both, model_index=0)
+    assert posttrain.train_all(load(both).stages, skip=["one"], overwrite=True) == [second]
+    assert posttrain.train_all(both, resume=second.folder / "checkpoint-2") == [second]
+    assert posttrain.train_all(both, resume=first.folder.parent) == [first, second]
+
+
+def test_the_command_line_trains_by_the_interface(settings, tmp_path, monkeypatch):
+    """What `posttrain train` gives the runner is what `train_all` gives it."""
+    given: list[dict] = []
+    monkeypatch.setattr(runner, "train", lambda stages, **rest: given.append({"stages": stages, **rest}) or 3)
+    (tmp_path / "a.json").write_text(json.dumps(settings | {"name": "a"}, default=str))
+    with pytest.raises(SystemExit) as status:  # a rank that could not follow
+        main(["train", str(tmp_path / "a.json"), "--overwrite", "--model-index", "0", "training.max_steps=7"])
+    with pytest.raises(SystemExit):
+        posttrain.train_all(tmp_path / "a.json", overrides=["training.max_steps=7"], overwrite=True, model_index=0)
+    assert given[0] == given[1] and given[0]["stages"][0].config.training.max_steps == 7
+    assert status.value.code == 3 and given[0]["overwrite"] and given[0]["model_index"] == 0
+
+
+QUESTIONS = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(4)]
+
+
+@pytest.fixture
+def questions(tmp_path) -> Path:
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    return file
+
+
+def test_an_evaluation_of_the_command_line_is_the_same(shared, questions, tmp_path, monkeypatch, capsys):
+    """What the command has answered is finished for the function with the same options, and nothing is loaded."""
+    model, folder = str(shared / "models/stories260K"), tmp_path / "out"
+    flags = ["--temperature", "0.5,1.0", "-n", "2", "--top-k", "5", "--seed", "3", "--max-completion-length", "4"]
+    command = ["eval", model, "--suite", "gsm8k", "--data", str(questions), "--output", str(folder), *flags]
+    assert main([*command, "--prompt", "{question}", "--workers", "1", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    monkeypatch.setattr("posttrain.inspection.evaluate.load_model", None)
+    options = {"temperature": (0.5, 1.0), "num_generations": 2, "top_k": 5, "seed": 3, "max_completion_length": 4}
+    options |= {"output": folder, "settings": {"prompt": "{question}"}}
+    found = posttrain.evaluate(model, ["gsm8k"], data={"gsm8k": questions}, **options)
+    assert list(found.summary) == ["gsm8k temperature=0.5", "gsm8k temperature=1"]
+    assert [f"{one['value']:.1%}" in shown for one in found.summary.values()] == [True, True]
+    assert len(found.answers) == 16 and {answer.prompt for answer in found.answers} >= {"What is 3 + 3?"}
+    loaded = load_items(with_settings(find_suite("gsm8k"), {"source": str(questions), "prompt": "{question}"}))
+    del options["settings"]
+    assert posttrain.evaluate(model, [loaded], **options).summary == found.summary
+    with pytest.raises(RunError, match="differs in sampling"):
+        posttrain.evaluate(model, [loaded], **options | {"seed": 4})
+
+
+def test_recorded_completions_are_graded(questions, tmp_path):
+    rows = [row | {"completions": [f"#### {2 * n}", "#### 1"]} for n, row in enumerate(QUESTIONS)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"data": {"gsm8k": questions}, "output": tmp_path / "out", "workers": 1}
+    found = posttrain.evaluate(tmp_path / "answers.jsonl", ["gsm8k"], **given)
+    assert found.summary["gsm8k"]["value"] == 0.5
+    assert [answer.verdict for answer in found.answers] == ["correct", "wrong"] * 4
+    with pytest.raises(ConfigError, match="which lm-eval's tasks cannot grade"):
+        posttrain.evaluate(tmp_path / "answers.jsonl", ["lm-eval:hellaswag"])
+
+
+def test_wrong_options_of_an_evaluation(shared, questions):
+    model = shared / "models/stories260K"
+    for wrong, message in (
+        ({"suites": [], "data": {}}, "no suite is named"),
+        ({"suites": ["gsm8k", "gsm8k"], "data": {"gsm8k": questions}}, "gsm8k is named twice"),
+        ({"data": {"gsm8k": questions, "mth": questions}}, "data of mth, which is not one of the suites gsm8k"),
+        ({"temperature": (0.5, -1.0)}, "temperature is -1"),
+        ({"top_p": 2.0}, "top_p is 2"),
+        ({"min_p": -0.1}, "min_p is -0.1"),
+        ({"settings": {"promt": "{question}"}}, "did you mean prompt"),
+        ({"dtype": "float8"}, "dtype is 'float8'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            posttrain.evaluate(model, **{"suites": ["gsm8k"], "data": {"gsm8k": questions}} | wrong)
 
 
 def test_errors_are_those_of_the_command_line(settings, tmp_path):

@@ -11,12 +11,10 @@ from posttrain.cli.score import Dtype
 from posttrain.cli.settings import Device, devices_from_flag, from_flags
 from posttrain.config import ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
-from posttrain.config.schema.suite import CALIBRATED, SuiteConfig
+from posttrain.config.schema.suite import CALIBRATED, LM_EVAL, SuiteConfig
 from posttrain.extras import need
 from posttrain.imports import quick_imports
 from posttrain.terminal import say
-
-LM_EVAL = "lm-eval:"  # before the name of one of its tasks
 
 Models = Annotated[
     list[str] | None,
@@ -157,29 +155,11 @@ def eval(
     suites = suites_of(names, given, data) if names else []
     _refuse_unread(suites, {"--reference": reference, "--num-batches": num_batches}, calibrate)
     with quick_imports():
-        from posttrain.evaluation.items import load_items  # these import torch, which takes seconds
-        from posttrain.inspection.evaluate import Options, evaluate, evaluate_recorded
+        from posttrain.api import evaluate  # these import torch, which takes seconds
+        from posttrain.evaluation.items import load_items
         from posttrain.inspection.evaluate_table import show, write_sweep
-        from posttrain.inspection.evaluate_tasks import Tasks, evaluate_tasks
-        from posttrain.inspection.pairs import PairOptions
         from posttrain.models.load import load_config
-    chosen = [load_items(one, max_rows) for one in suites]
-    theirs = Tasks(tuple(tasks), rollout, max_rows, template == "chat", system_prompt, seed)
-    options = Options(
-        engine=rollout.engine,
-        vllm=rollout.vllm,
-        temperatures=temperatures,
-        top_ps=top_ps,
-        top_k=top_k,
-        min_p=min_p,
-        num_generations=num_generations,
-        max_completion_length=max_completion_length,
-        seed=seed,
-        deadline=deadline,
-        workers=workers,
-        calibrate=calibrate,
-        pairs=PairOptions(reference=reference, num_batches=num_batches, max_rows=max_rows, seed=seed),
-    )
+    asked = [*(load_items(one, max_rows) for one in suites), *(f"{LM_EVAL}{task}" for task in tasks)]
     placed = _placed(models, output)
     loadable = {path: from_flags(ModelConfig, {"path": path, "dtype": dtype}) for path, _ in placed.values()}
     for path, model in loadable.items():
@@ -188,19 +168,33 @@ def eval(
         elif tasks:
             raise UsageError(f"{path} has recorded completions, which lm-eval's tasks cannot grade: give a model")
     found: dict[str, Mapping[str, Any]] = {}
-    asked = {one.name for one in suites}
     try:
         for folder, (path, name) in placed.items():
-            summary: Mapping[str, Any] = {}
-            if Path(path).is_file():
-                summary = evaluate_recorded(Path(path), completion_column, chosen, options, folder, overwrite)
-            elif chosen:
-                summary = evaluate(loadable[path], name, chosen, options, devices, folder, overwrite)
-            if tasks:
-                summary, ran = evaluate_tasks(loadable[path], name, theirs, devices, folder, overwrite)
-                asked |= ran
-            kept = {key: one for key, one in summary["suites"].items() if one["suite"] in asked}
-            found[str(folder)] = {**summary, "suites": kept}
+            evaluated = evaluate(
+                path,
+                asked,
+                max_rows=max_rows,
+                num_generations=num_generations,
+                temperature=temperatures,
+                top_p=top_ps,
+                top_k=top_k,
+                min_p=min_p,
+                max_completion_length=max_completion_length,
+                settings=given,
+                completion_column=completion_column,
+                reference=reference,
+                num_batches=num_batches,
+                calibrate=calibrate,
+                deadline=deadline,
+                workers=workers,
+                engine=rollout.engine,
+                dtype=loadable[path].dtype,
+                device=devices,
+                output=folder,
+                overwrite=overwrite,
+                seed=seed,
+            )
+            found[str(folder)] = {"model": {"name": name}, "suites": evaluated.summary}
     except KeyboardInterrupt as interrupt:
         raise Interrupted(
             "interrupted: answers so far are stored, and the same command without --overwrite resumes after them"

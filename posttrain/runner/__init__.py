@@ -68,16 +68,8 @@ def _train(
         require_trackers(stage.config.tracking)
     if isinstance(resume, Path) and not is_whole_run(resume):
         return _resume_one(stages, resume, ranks)
-    first, name = stages[0].config, stages[0].config.name
-    folder = Path(first.output_dir).expanduser()
-    if isinstance(resume, Path):
-        folder, name = resume.parent, resume.name
-    if name is None and (resume or skip):
-        option = "--resume" if resume else "--skip"
-        raise RunError(f"{option} needs the run's folder: set name in the config, or give the folder to --resume")
-    if name is None:
-        name = default_name(stages, model_index, compared)
-    runs = Pipeline.of(stages, folder / name, skip, model_index, keeps_going=ranks.size == 1)
+    root = root_of(stages, resume, skip, model_index, compared)
+    runs = Pipeline.of(stages, root, skip, model_index, keeps_going=ranks.size == 1)
 
     def train_task(task: Task, resume: bool, overwrite: bool) -> None:
         with _out_of_memory_advice(task.config, runs.root):
@@ -87,13 +79,40 @@ def _train(
         return runs.run(train_task, bool(resume), overwrite)
     finally:
         if compared and not isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
-            compare(folder / name, stages)
+            compare(root, stages)
 
 
-def default_name(stages: Sequence[Stage], model_index: int | None = None, compared: bool = False) -> str:
-    """The name of a run without one: its methods or stages, its model, and the time."""
-    kinds = "comparison" if compared else "-".join(stage.name or stage.config.method.type for stage in stages)
-    return f"{kinds}-{stages[0].config.models[model_index or 0].folder_name}-{datetime.now():%Y%m%d-%H%M%S}"
+def root_of(
+    stages: Sequence[Stage],
+    resume: bool | Path = False,
+    skip: Collection[str] = (),
+    model_index: int | None = None,
+    compared: bool = False,
+) -> Path:
+    """The folder of all runs of a configuration, as `train` chooses it.
+
+    A run without a name is named after its methods or stages, its model and the time. Raises RunError where an existing
+    run is needed and has no name.
+    """
+    if isinstance(resume, Path):
+        return resume.parent / resume.name
+    first, name = stages[0].config, stages[0].config.name
+    if name is None and (resume or skip):
+        option = "--resume" if resume else "--skip"
+        raise RunError(f"{option} needs the run's folder: set name in the config, or give the folder to --resume")
+    if name is None:
+        kinds = "comparison" if compared else "-".join(stage.name or stage.config.method.type for stage in stages)
+        name = f"{kinds}-{first.models[model_index or 0].folder_name}-{datetime.now():%Y%m%d-%H%M%S}"
+    return Path(first.output_dir).expanduser() / name
+
+
+def folders_of(
+    stages: Sequence[Stage], root: Path, resume: bool | Path, skip: Collection[str], model_index: int | None
+) -> list[Path]:
+    """The run folders that `train` trained with these arguments, in order; `root` is that of all runs."""
+    if isinstance(resume, Path) and not is_whole_run(resume):
+        return [run_folder_of(resume)]
+    return [task.folder for task in Pipeline.of(stages, root, skip, model_index).active]
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from posttrain.words import model_name
 
 LORA_DROPOUT = 0.05  # the default
 
+ModelDtype = Literal["auto", "float32", "bfloat16"]
+
 
 class LoraConfig(Settings):
     """Low-rank adapters (Hu et al. 2021)."""
@@ -37,7 +39,7 @@ class ModelConfig(Settings):
         description="Name in folders; null: the last part of the path, or the run that saved the model.",
     )
     revision: Text | None = Field(default=None, description="Branch, tag or commit on the hub.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: ModelDtype = Field(
         default="auto", description="Dtype of the computation; trained weights have float32 masters."
     )
     attention: Literal["auto", "packed", "eager", "sdpa", "flash_attention_2"] = Field(

@@ -9,6 +9,7 @@ from posttrain.config.schema.data import check_template
 
 RULE = r"^[a-z][a-z0-9_]*$"
 CALIBRATED = frozenset({"math", "gsm8k"})  # rules whose verdicts are compared with those of other verifiers
+LM_EVAL = "lm-eval:"  # prefix of lm-eval's tasks among names of suites
 
 
 def _one_as_tuple(value: object) -> object:
