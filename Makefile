@@ -4,7 +4,7 @@ PYTHON ?= python3
 OLD_PYTHON ?= $(PYTHON)
 BIN := .venv/bin
 
-.PHONY: quickstart test test-ui bench-ui slow faults test-vllm test-eval test-old check lint bench learn gpu wheels clean
+.PHONY: quickstart test test-ui bench-ui slow faults test-vllm test-eval test-old check lint bench learn gpu wheel wheels clean
 
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
@@ -63,6 +63,18 @@ build/old/.installed: pyproject.toml constraints-old.txt
 	build/old/bin/pip install --quiet "$$(grep '^torch==' constraints-old.txt)"
 	build/old/bin/pip install --quiet -c constraints-old.txt -e '.[bench,dev]'
 	touch $@
+
+# The wheel holds the whole package, and the README's example runs with it: installed by itself, from an empty folder.
+# build/lib would keep modules that are gone.
+wheel:
+	rm -rf build/lib build/wheel
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/pip install --quiet --upgrade pip
+	build/wheel/venv/bin/pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(PYTHON) tests/wheel_check.py holds build/wheel/posttrain-*.whl
+	build/wheel/venv/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	build/wheel/venv/bin/pip install --quiet -c constraints.txt build/wheel/posttrain-*.whl
+	$(PYTHON) tests/wheel_check.py runs build/wheel/venv
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from posttrain.batch import Example, Pack, pack
 from posttrain.config import DataConfig, ModelConfig
@@ -71,6 +72,12 @@ def write_pairs(file: Path, animals: Sequence[str]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def pairs_of(file: Path, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """The tokenised pairs of a file, each a tree: the prompt, and below it the chosen and the rejected completion."""
+    data = prepare(DataConfig(source=str(file), template="none"), tokenizer, "pair").train
+    return [data[row] for row in range(len(data))]
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or hub id of a small causal model")
@@ -86,10 +93,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     tokenizer = load_tokenizer(model)
     for name, animals in (("train", ANIMALS[:-HELD_OUT]), ("test", ANIMALS[-HELD_OUT:])):
         write_pairs(given.output / f"{name}.jsonl", animals)
-    train, test = (
-        list(prepare(DataConfig(source=str(given.output / f"{name}.jsonl"), template="none"), tokenizer, "pair").train)
-        for name in ("train", "test")
-    )
+    train, test = (pairs_of(given.output / f"{name}.jsonl", tokenizer) for name in ("train", "test"))
     policy = load_model(model, "lm", torch.float32, torch.device("cpu"))
     scorer, optimizer = Scorer(policy), AdamW(policy)
     before = accuracy(scorer, test)

@@ -1,11 +1,14 @@
 """What `make` would install: the quickstart the packages of posttrain alone, everything else those of its tests too."""
 
+import re
 import shutil
 import subprocess
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
+import wheel_check
 
 ROOT = Path(__file__).parents[1]
 
@@ -80,3 +83,58 @@ def test_the_kit_takes_the_wheels_that_were_brought_along(clone):
     wheels = subprocess.run(["make", "-n", "wheels"], cwd=clone, capture_output=True, text=True, check=True).stdout
     assert "--python-version 3.12" in wheels and "-r benchmarks/gpu/wheels.txt" in wheels
     assert "--platform manylinux_2_28_x86_64" in wheels and "--platform manylinux2014_x86_64" in wheels
+
+
+# --- the wheel: `make wheel` builds it, installs it by itself and runs README's example ---------------------------------
+
+
+def test_the_wheel_is_checked_before_it_is_installed_and_run(clone):
+    done = subprocess.run(["make", "-n", "wheel"], cwd=clone, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if "wheel" in line]
+    [built, holds, torch, installed, runs] = [
+        line for line in lines if re.search("pip wheel|check|pip install .*[=c]", line)
+    ]
+    assert "--no-deps" in built and "holds" in holds and "^torch==" in torch and "build/wheel/venv" in runs
+    assert "-c constraints.txt build/wheel/posttrain-*.whl" in installed and " -e " not in installed
+    assert "rm -rf build/lib build/wheel" in lines[0]  # else a wheel could hold modules that are gone
+
+
+def test_the_wheel_would_hold_every_file_of_the_package():
+    """What setuptools takes: the modules of folders with an `__init__.py`, and the files of package-data."""
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["posttrain"]
+    taken = {path for pattern in patterns for path in (ROOT / "posttrain").glob(pattern)}
+    assert all(any((ROOT / "posttrain").glob(pattern)) for pattern in patterns)
+    for path in (ROOT / "posttrain").rglob("*.py"):
+        above = path.relative_to(ROOT).parents
+        if all((ROOT / folder / "__init__.py").is_file() for folder in list(above)[:-1]):
+            taken.add(path)
+    assert {path.relative_to(ROOT).as_posix() for path in taken} == wheel_check.package_files(ROOT)
+
+
+def test_a_wheel_that_is_not_the_package_is_refused(tmp_path):
+    for name in ("posttrain/__init__.py", "posttrain/page.css", "posttrain/__pycache__/a.pyc", "tests/test_a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    def made(*names: str) -> Path:
+        with zipfile.ZipFile(tmp_path / "a.whl", "w") as archive:
+            for name in (*names, "posttrain-0.1.0.dist-info/METADATA"):
+                archive.writestr(name, "")
+        return tmp_path / "a.whl"
+
+    said = wheel_check.holds(made("posttrain/__init__.py", "posttrain/page.css"), tmp_path)
+    assert said == "a.whl holds the package: 1 modules, 1 data files"
+    with pytest.raises(SystemExit, match=r"lacks posttrain/page.css: add it to package-data"):
+        wheel_check.holds(made("posttrain/__init__.py"), tmp_path)
+    with pytest.raises(SystemExit, match=r"has posttrain/gone.py, which the checkout has not"):
+        wheel_check.holds(made("posttrain/__init__.py", "posttrain/page.css", "posttrain/gone.py"), tmp_path)
+
+
+def test_what_runs_with_the_wheel_is_readmes_first_run():
+    page = (ROOT / "README.md").read_text(encoding="utf-8").partition("## A first run")[2].partition("\n## ")[0]
+    block = re.search(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    shown = [re.sub(r"(\d)00\b", r"\1", line.partition("#")[0]).split()[1:] for line in block[1].splitlines()]
+    run = [[word for word in command if word != "{local}"] for command in wheel_check.COMMANDS]
+    assert len(shown) >= 6 and [command for command in shown if command not in run] == []
+    assert "method: {type: dpo" in wheel_check.first_run()
