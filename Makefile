@@ -65,7 +65,8 @@ build/old/.installed: pyproject.toml constraints-old.txt
 	touch $@
 
 # The wheel holds the whole package, and the README's example runs with it: installed by itself, from an empty folder.
-# build/lib would keep modules that are gone.
+# build/lib would keep modules that are gone; PYTHONPATH could name the checkout, which pip would take for installed.
+wheel: export PYTHONPATH =
 wheel:
 	rm -rf build/lib build/wheel
 	$(PYTHON) -m venv build/wheel/venv

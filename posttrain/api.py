@@ -199,16 +199,16 @@ def evaluate(
     overwrite: bool = False,
     seed: int = 0,
 ) -> Evaluated:
-    """Answer suites with a model, and grade the answers; an evaluation that was stopped is resumed.
+    """Answer suites with a model and grade the answers; an evaluation that was stopped is resumed.
 
     `model`: a run, a folder, a hub id, or a file with recorded completions in `completion_column`. `suites`: names,
     files, `lm-eval:TASK`, settings, or loaded items. `settings` apply to every suite (template, prompt, rule …), `data`
-    has local rows by suite; what is not given is as each suite says. Several temperatures or `top_p` are a sweep.
-    `reference` and `num_batches` are read for suites of pairs. The records go to `output`, by default to evaluation/
-    in the run, or evaluations/NAME. Raises RunError for records of another model or settings.
+    has local rows by suite; what is not given is as each suite says. Several temperatures or `top_p` are a sweep,
+    `reference` and `num_batches` for suites of pairs. The records go to `output`, by default to evaluation/ in the run,
+    or evaluations/NAME. Raises RunError for records of another model or settings.
     """
     path, name, place = place_of(str(model.folder if isinstance(model, TrainedRun) else model))
-    given, temperatures, top_ps = dict(settings or {}), _several(temperature), _several(top_p)
+    temperatures, top_ps = _several(temperature), _several(top_p)
     rollout = _rollout(temperatures, top_ps, engine, top_k, min_p)
     options = Options(
         engine=engine,
@@ -225,19 +225,15 @@ def evaluate(
         calibrate=calibrate,
         pairs=PairOptions(reference=reference, num_batches=num_batches, max_rows=max_rows, seed=seed),
     )
-    tasks = [one for one in suites if isinstance(one, str) and one.startswith(LM_EVAL)]
-    names = tuple(task.removeprefix(LM_EVAL) for task in tasks)
-    chat, system = given.get("template") == "chat", given.get("system_prompt")
-    evaluation = _Evaluation(
+    return _Evaluation(
         _checked(ModelConfig, {"path": path, "dtype": dtype}, "a model"),
         name,
-        _chosen([one for one in suites if one not in tasks], given, data or {}, max_rows),
-        Tasks(names, rollout, max_rows, chat, system, seed),
+        _chosen(suites, settings or {}, data or {}, max_rows),
+        _tasks(suites, settings or {}, rollout, max_rows, seed),
         options,
         device or DevicesConfig(),
-        place if output is None else Path(output),
-    )
-    return evaluation.run(completion_column, overwrite)
+        Path(output or place),
+    ).run(completion_column, overwrite)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,23 +265,37 @@ class _Evaluation:
         return Evaluated(self.folder, {key: one for key, one in summary["suites"].items() if one["suite"] in asked})
 
 
+def _is_task(suite: Suite) -> bool:
+    return isinstance(suite, str) and suite.startswith(LM_EVAL)
+
+
+def _tasks(
+    suites: Sequence[Suite], given: Mapping[str, Any], rollout: RolloutConfig, max_rows: int | None, seed: int
+) -> Tasks:
+    """lm-eval's tasks among the suites; of the settings they read the template and the system prompt."""
+    names = tuple(str(one).removeprefix(LM_EVAL) for one in suites if _is_task(one))
+    return Tasks(names, rollout, max_rows, given.get("template") == "chat", given.get("system_prompt"), seed)
+
+
 def _chosen(
     suites: Sequence[Suite], given: Mapping[str, Any], data: Mapping[str, Path | str], max_rows: int | None
 ) -> list[Items]:
-    """The items of each suite. Raises ConfigError for a suite that is named twice, or data of one that is not named."""
+    """The items of each suite that is not lm-eval's. Raises ConfigError for one named twice, and for unread data."""
     sources = {ALIASES.get(name, name): str(source) for name, source in data.items()}
     found: dict[str, Items] = {}
     for one in suites:
-        if not isinstance(one, Items):
-            suite = with_settings(find_suite(one) if isinstance(one, str) else one, given)
-            own = {"source": sources[suite.name]} if suite.name in sources else {}
-            one = load_items(with_settings(suite, own), max_rows)
-        if one.suite.name in found:
-            raise ConfigError(f"the suite {one.suite.name} is named twice")
-        found[one.suite.name] = one
-    for name in sources:
-        if name not in found:
-            raise ConfigError(f"data of {name}, which is not one of the suites {', '.join(found) or '(none)'}")
+        if _is_task(one):
+            continue
+        suite = one.suite if isinstance(one, Items) else find_suite(one) if isinstance(one, str) else one
+        if suite.name in found:
+            raise ConfigError(f"the suite {suite.name} is named twice")
+        if isinstance(one, Items):
+            found[suite.name] = one
+            continue
+        own = {"source": sources.pop(suite.name)} if suite.name in sources else {}
+        found[suite.name] = load_items(with_settings(suite, {**given, **own}), max_rows)
+    if sources:
+        raise ConfigError(f"data of {', '.join(sources)}, which none of the suites {', '.join(found)} reads")
     return list(found.values())
 
 

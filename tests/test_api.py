@@ -136,7 +136,7 @@ def test_wrong_options_of_an_evaluation(shared, questions):
     for wrong, message in (
         ({"suites": [], "data": {}}, "no suite is named"),
         ({"suites": ["gsm8k", "gsm8k"], "data": {"gsm8k": questions}}, "gsm8k is named twice"),
-        ({"data": {"gsm8k": questions, "mth": questions}}, "data of mth, which is not one of the suites gsm8k"),
+        ({"data": {"gsm8k": questions, "mth": questions}}, "data of mth, which none of the suites gsm8k reads"),
         ({"temperature": (0.5, -1.0)}, "temperature is -1"),
         ({"top_p": 2.0}, "top_p is 2"),
         ({"min_p": -0.1}, "min_p is -0.1"),

@@ -85,7 +85,7 @@ def test_the_kit_takes_the_wheels_that_were_brought_along(clone):
     assert "--platform manylinux_2_28_x86_64" in wheels and "--platform manylinux2014_x86_64" in wheels
 
 
-# --- the wheel: `make wheel` builds it, installs it by itself and runs README's example --------------------------------
+# --- the wheel: `make wheel` builds it, installs it by itself and runs README's example -----------------------------
 
 
 def test_the_wheel_is_checked_before_it_is_installed_and_run(clone):
