@@ -48,6 +48,7 @@ class Ranks:
     size: int = 1
     local: int = 0  # number on this machine
     locals: int = 1  # ranks on this machine
+    in_step: bool = False  # whether a pass over the model is a collective operation, of which all make as many
     _watch: Watch | None = field(default=None, repr=False, compare=False)
     _objects: Any = field(default=None, repr=False, compare=False)  # the group that exchanges objects
 
@@ -59,6 +60,12 @@ class Ranks:
         """This rank's items, every `size`-th one."""
         return items if self.size == 1 else items[self.index :: self.size]
 
+    def spare(self, items: Sequence[T]) -> Sequence[T]:
+        """What this rank goes through besides `mine`, without effect, where all ranks must make as many passes."""
+        if not self.in_step or not items:
+            return ()
+        return [items[0]] * (-(-len(items) // self.size) - len(self.mine(items)))
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank. Raises RankError if a rank is lost."""
         if self.size == 1:
@@ -67,6 +74,11 @@ class Ranks:
         with self._exchange():
             dist.all_gather_object(found, value, group=self._objects)
         return found
+
+    def passes(self, work: Callable[[], T]) -> list[T]:
+        """As `together`, of work that makes passes over the model: where these are collective, the others cannot wait
+        for an error of one rank, which then is lost."""
+        return self.gather(work()) if self.in_step else self.together(work)
 
     def together(self, work: Callable[[], T]) -> list[T]:
         """What `work` returns on every rank. An error on one of them is raised there, and a RankError on the others."""
@@ -81,12 +93,19 @@ class Ranks:
         except Exception as error:
             failed = error
         found = self.gather((value, None if failed is None else reason_of(failed)))
+        assert self._watch is not None
+        self._watch.ended_together = any(reason is not None for _, reason in found)
         if failed is not None:
             raise failed
         for rank, (_, reason) in enumerate(found):
             if reason is not None:
                 raise RankError(f"rank {rank} failed: {reason}")
         return [one for one, _ in found]  # pyright: ignore[reportReturnType]
+
+    @property
+    def ended_together(self) -> bool:
+        """Whether all ranks leave what they do at the same place: one of them failed, and the others know it."""
+        return self._watch is not None and self._watch.ended_together
 
     def any(self, flag: bool) -> bool:
         return flag if self.size == 1 else any(self.gather(flag))
@@ -142,6 +161,8 @@ class Ranks:
         made = [torch.zeros(*shape, device=device) for shape in shapes]
         for place in own:
             made[place] = of(items[place]).detach().float()
+        for item in self.spare(items):
+            of(item)
         self.sum_(made)
         return made
 
@@ -190,6 +211,7 @@ class Watch(threading.Thread):
         self._store, self._index, self._size = store, index, size
         self._others = [rank for rank in range(size) if rank != index] if index == 0 else [0]
         self._seen: dict[int, tuple[str, float]] = {}  # the last sign of life, and when it came
+        self.ended_together = False
         self.count, self.waits = 0, False  # exchanges so far; whether the main thread is in one
         self.on_lost: Callable[[BaseException], None] = lambda error: None
         self._ended = threading.Event()
@@ -279,7 +301,7 @@ def joined() -> Iterator[Ranks]:
         watch = Watch(_own_connection(), index, size)
         objects = dist.new_group(timeout=PATIENCE, backend="gloo")
         watch.start()
-        yield Ranks(index, size, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), watch, objects)
+        yield Ranks(index, size, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _watch=watch, _objects=objects)
         watch.end()
     finally:
         dist.destroy_process_group()

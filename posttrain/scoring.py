@@ -1,8 +1,7 @@
 """Log-probabilities, entropies and rewards of a pack's scored tokens, as the forward of a module.
 
 The LM head is applied only to `hidden[source_N]`, in chunks, with the logits recomputed in backward: a [N, V]
-tensor never exists, and prompt tokens never go through the head. As a module's forward, it can be wrapped by DDP and
-FSDP.
+tensor never exists, and prompt tokens never go through the head.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from posttrain.models import kernels
 from posttrain.models.attention import PackedMask
 from posttrain.models.families import backbone_of, base_of, is_packed, logit_scale, logit_softcap
 from posttrain.models.matmul import ROWS, float32_product, float32_weight, is_for_onednn, product, weight_of
+from posttrain.models.sharding import as_forward
 
 # Elements of the largest block of logits: 16 MB in float32, inside a CPU's cache; more on a GPU, where small products
 # leave the device idle.
@@ -82,8 +82,9 @@ class ValueScorer(nn.Module):
         value_N = self.head(hidden_N.to(self.head.weight.dtype)).squeeze(-1).float()
         return scores_of(self.model, hidden_N, pack.target_N, temperature), value_N
 
-    def save_pretrained(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+    def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """`state_dict`: the model's, if it is not in the model itself (models/sharding.py)."""
+        self.model.save_pretrained(folder, state_dict=state_dict)  # pyright: ignore[reportCallIssue]
         save_file(
             {name: t.detach().float().contiguous() for name, t in self.head.state_dict().items()}, folder / self.FILE
         )
@@ -123,15 +124,17 @@ def scored_states(model: nn.Module, pack: Pack) -> torch.Tensor:
     This is an embedding lookup, whose gradient sums repeated rows in float32 and in a fixed order, on a GPU too.
     """
     if is_packed(base_of(model)):
-        return nn.functional.embedding(pack.where_N, _packed_states(model, pack, pack.read_U))
-    return _row_states(model, pack, pack.sequence_N, pack.source_N)
+        states = as_forward(model, _packed_states, model, pack, pack.read_U)
+        return nn.functional.embedding(pack.where_N, states)
+    return as_forward(model, _row_states, model, pack, pack.sequence_N, pack.source_N)
 
 
 def states_of_sequences(model: nn.Module, pack: Pack, index_S: torch.Tensor) -> torch.Tensor:
     """The last hidden state (S, D) of one physical token of each sequence."""
     if is_packed(base_of(model)):
-        return _packed_states(model, pack, index_S)
-    return _row_states(model, pack, torch.arange(pack.num_sequences, device=index_S.device), index_S)
+        return as_forward(model, _packed_states, model, pack, index_S)
+    owner_S = torch.arange(pack.num_sequences, device=index_S.device)
+    return as_forward(model, _row_states, model, pack, owner_S, index_S)
 
 
 def _packed_states(model: nn.Module, pack: Pack, read: torch.Tensor) -> torch.Tensor:

@@ -16,22 +16,29 @@ from safetensors.torch import save_file
 
 from posttrain import ranks, runner
 from posttrain.config import load
-from posttrain.ranks import Ranks
+from posttrain.optim.adamw import AdamW
+from posttrain.optim.sharded import ShardedAdamW
 from posttrain.training import finish, job
 
 kept: dict[str, torch.Tensor] = {}
-summed = Ranks.sum_gradients
+norms = {kind: kind._norm for kind in (AdamW, ShardedAdamW)}
 packed, policy = job.pack, job.Job.policy
 
 
-def keep(self: Ranks, parameters) -> None:
-    summed(self, parameters)
+def keep(self: AdamW) -> torch.Tensor:
+    """Called once all gradients are there; of sharded ones each rank has its rows."""
     update = len({name.partition("|")[0] for name in kept})
-    kept.update({f"{update}|{i}": p.grad.clone() for i, p in enumerate(parameters) if p.grad is not None})
+    for number, (name, master) in enumerate(self.masters.items()):
+        if master.grad is not None:
+            rows = [master.grad.clone()]
+            if isinstance(self, ShardedAdamW) and self.is_part(f"{name}|exp_avg"):
+                rows = self._ranks.gather(rows[0])
+            kept[f"{update}|{number}"] = torch.cat(rows) if len(rows) > 1 else rows[0]
+    return norms[type(self)](self)
 
 
 def main(files: list[str]) -> None:
-    Ranks.sum_gradients = keep
+    AdamW._norm = ShardedAdamW._norm = keep
     os.fsync = lambda descriptor: None
     finish.write_curves = lambda lines, path, title: None
     finish.write_report = lambda folder, title: None
@@ -40,7 +47,7 @@ def main(files: list[str]) -> None:
         runner.joined = lambda: nullcontext(here)
         for file in files:
             kept.clear()
-            double = Path(file).name.startswith("double")
+            double = "double" in Path(file).name
             job.pack = (lambda *given: packed(*given[:4], ranks=2)) if double else packed
             job.Job.policy = (lambda self, head: policy(self, head).double()) if double else policy
             config = load(Path(file)).config

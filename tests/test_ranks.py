@@ -55,6 +55,14 @@ def configurations(shared: Path, sums_home: Path, root: Path) -> dict[str, dict]
     return made
 
 
+def sharded(made: dict[str, dict]) -> dict[str, dict]:
+    """The same runs with sharded weights."""
+    return {
+        f"fsdp-{name}": made[name] | {"name": f"fsdp-{name}", "devices": {"type": "cpu", "strategy": "fsdp"}}
+        for name in SHARDED
+    }
+
+
 def write(made: dict[str, dict], root: Path, sums_home: Path) -> list[str]:
     shutil.copytree(sums_home / "model", root / "teacher")
     tensors = load_file(root / "teacher/model.safetensors")
@@ -85,23 +93,29 @@ def both(shared, sums_home, tmp_path_factory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("ranks")
     folders = root / "one", root / "two"
     for number, folder in enumerate(folders, 1):
-        launch(write(configurations(shared, sums_home, folder), folder, sums_home), number)
+        made = configurations(shared, sums_home, folder)
+        launch(write(made | (sharded(made) if number > 1 else {}), folder, sums_home), number)
     return folders
 
 
+SHARDED = ("sft", "empty", "dpo", "coupled", "kto", "reward", "grpo", "ppo", "distill", "double-coupled")
 NAMES = ("sft", "empty", "dpo", "coupled", "kto", "orpo", "reward", "grpo", "ppo", "distill")
 
 
+@pytest.mark.parametrize("strategy", ["", "fsdp-"])
 @pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_have_the_gradients_of_one_process(both, name):
-    one, two = (load_file(folder / name / "gradients.safetensors") for folder in both)
+def test_two_ranks_have_the_gradients_of_one_process(both, name, strategy):
+    if strategy and name not in SHARDED:
+        pytest.skip("not run sharded")
+    places = both[0] / name, both[1] / f"{strategy}{name}"
+    one, two = (load_file(place / "gradients.safetensors") for place in places)
     assert one.keys() == two.keys()
     first = [key for key in one if key.startswith("0|")]
     largest = max(float(one[key].abs().max()) for key in first)
     assert largest > 0
     for key in first:
         assert float((one[key] - two[key]).abs().max()) <= 1e-5 * largest, key
-    lines = [[line for line in read_metrics(folder / name)] for folder in both]
+    lines = [read_metrics(place) for place in places]
     assert len(lines[0]) == len(lines[1]) >= 2
     for a, b in zip(*lines, strict=True):
         assert a.keys() == b.keys()
@@ -124,10 +138,11 @@ def test_two_ranks_sample_the_completions_of_one_process(both, name):
                 assert b[column] == pytest.approx(a[column], abs=1e-3), column
 
 
-@pytest.mark.parametrize("name", ["double-coupled", "double-grpo"])
+@pytest.mark.parametrize("name", ["double-coupled", "double-grpo", "fsdp-double-coupled"])
 def test_the_sum_over_ranks_is_that_of_one_process_to_rounding(both, name):
     """In float64, with the same packs: only the order of the terms differs."""
-    one, two = (load_file(folder / name / "gradients.safetensors") for folder in both)
+    places = both[0] / name.removeprefix("fsdp-"), both[1] / name
+    one, two = (load_file(place / "gradients.safetensors") for place in places)
     for key in (key for key in one if key.startswith("0|")):
         assert one[key].dtype == torch.float64
         assert float((one[key] - two[key]).abs().max()) <= 1e-10 * float(one[key].abs().max() + 1e-30), key

@@ -58,6 +58,14 @@ class AdamW:
     def _collect(self) -> None:
         """Before a step: make sure that every master has its gradient."""
 
+    def _sum(self, ranks: Ranks) -> None:
+        """Sum the masters' gradients over the ranks."""
+        ranks.sum_gradients(list(self.masters.values()))
+
+    def _norm(self) -> Tensor:
+        """The norm of all gradients."""
+        return torch.nn.utils.get_total_norm([m.grad for m in self.masters.values() if m.grad is not None])
+
     def _update(self, learning_rate: float) -> None:
         """Update the masters by their clipped gradients."""
         for group in self._adamw.param_groups:
@@ -69,6 +77,10 @@ class AdamW:
         if self.parameters[name] is not self.masters[name]:
             self.parameters[name].copy_(self.masters[name])
 
+    def _is_kept(self, name: str) -> bool:
+        """Whether the state has the master, which the model's weight does not give back."""
+        return self.masters[name] is not self.parameters[name]
+
     @torch.no_grad()
     def step(self, learning_rate: float, ranks: Ranks = ALONE) -> float:
         """Sum the gradients over the ranks, clip, update, and drop them. Returns the gradient norm before clipping.
@@ -76,9 +88,8 @@ class AdamW:
         If the norm is not finite, weights and optimizer state do not change.
         """
         self._collect()
-        ranks.sum_gradients(list(self.masters.values()))
-        grads = [m.grad for m in self.masters.values() if m.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        self._sum(ranks)
+        norm = self._norm()
         value = norm.item()
         if torch.isfinite(norm):
             if self.max_grad_norm and value > self.max_grad_norm:
@@ -105,9 +116,17 @@ class AdamW:
         for name, master in self.masters.items():
             for key, value in self._adamw.state.get(master, {}).items():
                 tensors[f"{name}|{key}"] = value
-            if master is not self.parameters[name]:
+            if self._is_kept(name):
                 tensors[f"{name}|master"] = master
         return tensors
+
+    def is_part(self, full: str) -> bool:
+        """Whether this rank has only some rows of a tensor of the state; otherwise every rank has the same."""
+        return False
+
+    def rows_of(self, full: str, rows: int) -> slice:
+        """The rows that this rank has of a tensor of the state."""
+        return slice(0, rows)
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:

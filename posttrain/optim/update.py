@@ -61,12 +61,15 @@ def update(
     optimizer: AdamW,
     learning_rate: float,
     ranks: Ranks = ALONE,
+    spare: Sequence[Batch] = (),
 ) -> Updated:
     """Sum the packs' gradients and take one step. Of several ranks, each is given its own packs.
 
+    `spare` are packs that add nothing, for a model that all ranks pass through together.
+
     A loss or a gradient that is not finite leaves weights and optimizer state unchanged.
     """
-    metrics = summed(ranks.together(lambda: backward(packs, objective)))
+    metrics = summed(ranks.passes(lambda: backward(packs, objective, spare)))
     if not math.isfinite(metrics["loss"]):
         optimizer.forget()
         return Updated(metrics, applied=False)
@@ -75,13 +78,15 @@ def update(
     return Updated(metrics | {"grad_norm": grad_norm}, applied=math.isfinite(grad_norm))
 
 
-def backward(packs: Iterable[Batch], objective: Objective[Batch]) -> dict[str, float]:
-    """Sum the packs' gradients. Returns the batch's metrics with `loss`."""
+def backward(packs: Iterable[Batch], objective: Objective[Batch], spare: Sequence[Batch] = ()) -> dict[str, float]:
+    """Sum the packs' gradients. Returns the batch's metrics with `loss`; those of `spare` count nothing."""
     total: Metrics = {}
     for pack in packs:
         loss, metrics = objective.of(pack)
         loss.backward()
         add(total, {"loss": loss.detach(), **metrics})
+    for pack in spare:
+        (0.0 * objective.of(pack)[0]).backward()
     return to_floats(total)
 
 
@@ -124,7 +129,8 @@ def over_batches(batches: Iterable[tuple[Sequence[Batch], Objective[Batch]]], ra
     total: dict[str, float] = {}
     count: dict[str, int] = {}
     for packs, objective in batches:
-        for key, value in summed(ranks.together(partial(_of_batch, ranks.mine(packs), objective))).items():
+        share = partial(_of_batch, ranks.mine(packs), objective, ranks.spare(packs))
+        for key, value in summed(ranks.passes(share)).items():
             if extreme := _extreme(key):
                 total[key] = extreme(total.get(key, value), value)
             else:
@@ -134,11 +140,13 @@ def over_batches(batches: Iterable[tuple[Sequence[Batch], Objective[Batch]]], ra
     return {key: value / count[key] if key in count else value for key, value in total.items()}
 
 
-def _of_batch(packs: Sequence[Batch], objective: Objective[Batch]) -> dict[str, float]:
+def _of_batch(packs: Sequence[Batch], objective: Objective[Batch], spare: Sequence[Batch]) -> dict[str, float]:
     batch: Metrics = {}
     for pack in packs:
         loss, metrics = objective.of(pack)
         add(batch, {"loss": loss, **metrics})
+    for pack in spare:
+        objective.of(pack)
     return to_floats(batch)
 
 

@@ -117,8 +117,8 @@ def couple(
         lambda chosen_P, rejected_P: loss_of(whole.with_policy(chosen_P, rejected_P)), whole.chosen_P, whole.rejected_P
     )
     sizes = [len(part) for part in parts]
-    split = zip(loss_P.split(sizes), to_chosen_P.split(sizes), to_rejected_P.split(sizes), strict=True)
-    shares = iter(job.ranks.mine(list(split)))
+    split = list(zip(loss_P.split(sizes), to_chosen_P.split(sizes), to_rejected_P.split(sizes), strict=True))
+    shares = iter([*job.ranks.mine(split), *job.ranks.spare(split)])
 
     def share(pairs: Pairs) -> torch.Tensor:
         value_P, chosen_P, rejected_P = next(shares)

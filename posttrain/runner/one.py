@@ -161,7 +161,7 @@ def _follow(ranks: Ranks) -> None:
             determinism(order.config.devices),
             Follower(order.folder) as run,
         ):
-            _steps(order.checkpoint, order.config, run, None, ranks)
+            _steps(order.checkpoint, order.config, run, None, ranks).save_final()
 
 
 def _newest(folder: Path, rejected: Mapping[str, str]) -> tuple[Path | None, list[str]]:

@@ -22,6 +22,7 @@ class Follower(Run):
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._save: Callable[[BaseException], None] = lambda error: None
 
     @property
     def state(self) -> State:
@@ -56,7 +57,8 @@ class Follower(Run):
 
     def start_over(self, provenance: Mapping[str, Any]) -> None: ...
 
-    def on_failure(self, save: Callable[[BaseException], None]) -> None: ...
+    def on_failure(self, save: Callable[[BaseException], None]) -> None:
+        self._save = save
 
     def close(self) -> None: ...
 
@@ -68,6 +70,7 @@ class Follower(Run):
     ) -> None:
         if error is not None:
             log.error("%s", reason_of(error), exc_info=error)
+            self._save(error)
 
 
 @contextmanager

@@ -28,10 +28,10 @@ class Watch(Protocol):
 class Best:
     """Saves `best/` when checkpoint.best_metric improves, and decides on early stopping."""
 
-    def __init__(self, config: RunConfig, run: Run, write_model: Callable[[Path], None], watch: Watch | None = None):
+    def __init__(self, config: RunConfig, run: Run, save: Callable[[Path, int], None], watch: Watch | None = None):
         self._watch = watch
         self._metric, self._patience = config.best_metric, config.checkpoint.early_stopping_patience
-        self._run, self._write_model = run, write_model
+        self._run, self._save = run, save
 
     def look(self, metrics: Mapping[str, float], state: State) -> None:
         """Process an evaluation's metrics. Raises RunError if best_metric is not among them."""
@@ -47,7 +47,7 @@ class Best:
             log.warning("step %d: %s is not finite, so it is not the best", state.step, name)
         elif best is None or (value < best if lower_is_better(name) else value > best):
             state.best, state.evaluations_since_best = value, 0
-            self._run.save_model(self._run.best, state.step, self._write_model)
+            self._save(self._run.best, state.step)
             return
         state.evaluations_since_best += 1
 

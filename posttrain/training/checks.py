@@ -13,6 +13,7 @@ from torch import nn
 from posttrain.batch import Example, Pack, sequences
 from posttrain.errors import VitalSignError
 from posttrain.models.families import base_of
+from posttrain.models.sharding import at_rest, own_part, whole
 from posttrain.optim.adamw import AdamW
 from posttrain.ranks import Ranks
 from posttrain.scoring import RewardScorer, Scorer
@@ -108,16 +109,17 @@ def _compare(
     ends = sorted({0, min(1, last), max(last - 1, 0), last})  # the last ones show whether attention separates examples
     paths = {s: _path(pack, few, s) for s in ends}
     try:
-        got = packed(pack)
-        base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
-        device = pack.tokens_T.device
-        want = {s: plain(*(torch.from_numpy(a.copy()).to(device) for a in path)) for s, path in paths.items()}
+        with whole(scorer):
+            got, dtype = packed(pack), _dtype(scorer)
+            base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
+            device = pack.tokens_T.device
+            want = {s: plain(*(torch.from_numpy(a.copy()).to(device) for a in path)) for s, path in paths.items()}
     finally:
         base.set_attn_implementation(implementation)
         for module, mode in modes.items():
             module.training = mode
     difference_N = torch.cat([(got[s] - want[s]).abs() for s in ends])
-    if excess := ROUNDING[_dtype(scorer)].excess(difference_N):
+    if excess := ROUNDING[dtype].excess(difference_N):
         raise VitalSignError(
             f"packed = unpacked fails: {what} of the first batch {excess} from plain transformers. The attention of "
             f"`{base.config.model_type}` does not handle packs correctly: set model.attention: eager, and report this "
@@ -182,7 +184,8 @@ class MovedWeights:
     """Checks that the first update changes a trained tensor and no frozen one."""
 
     def __init__(self, policy: nn.Module, optimizer: AdamW):
-        self.frozen = {name: p for name, p in policy.named_parameters() if not p.requires_grad}
+        at_rest(policy)
+        self.frozen = {name: own_part(p) for name, p in policy.named_parameters() if not p.requires_grad}
         self.trained = optimizer.masters
         self.before = fingerprints(self.frozen), fingerprints(self.trained)
 
@@ -214,8 +217,8 @@ def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:
 
 
 def check_same_weights(ranks: Ranks, tensors: Mapping[str, torch.Tensor], step: int) -> None:
-    """Raise VitalSignError when the ranks do not have the same trained tensors, to the bit."""
-    if ranks.size == 1:
+    """Raise VitalSignError when the ranks do not have the same trained tensors, to the bit; parts of them differ."""
+    if ranks.size == 1 or ranks.in_step:
         return
     first, *others = ranks.gather(fingerprints(tensors))
     different = [rank for rank, found in enumerate(others, 1) if found != first]

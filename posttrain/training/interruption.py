@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from posttrain.memory import return_free_pages
+from posttrain.models.sharding import whole
 from posttrain.training.saving import Saver
 from posttrain.training.stopping import GivenUpError, Stop
 
@@ -31,10 +32,11 @@ class Interruption:
 
     @contextmanager
     def sampling(self, evaluating: bool = False) -> Iterator[None]:
-        """A context for sampling and scoring: nothing has changed yet, so a signal abandons the work at once."""
+        """A context for sampling and scoring with the whole model, on each rank by itself: nothing has changed yet, so
+        a signal abandons the work at once."""
         return_free_pages()
         try:
-            with self._stop.giving_up():
+            with whole(self._saver.policy), self._stop.giving_up():
                 yield
                 return_free_pages()
         except GivenUpError:

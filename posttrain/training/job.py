@@ -6,8 +6,9 @@ import logging
 import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from posttrain.config.schema.run import RunConfig
 from posttrain.data import Prepared, prepare_run
 from posttrain.data.published import own_stop
 from posttrain.engines.stops import stop_token_ids
-from posttrain.errors import DamagedError, WeightsError
+from posttrain.errors import ConfigError, DamagedError, ModelError, WeightsError
 from posttrain.memory import reset_peak_memory, return_tensors_at_once
 from posttrain.models.attention import width_step
 from posttrain.models.checkpointing import enable_gradient_checkpointing
@@ -30,9 +31,11 @@ from posttrain.models.families import base_of, check_positions, positions_of
 from posttrain.models.load import BASE, Head, is_adapter, load_config, load_model, load_tokenizer
 from posttrain.models.lora import add_lora, load_lora
 from posttrain.models.quantised import refuse_training
+from posttrain.models.sharding import shard
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.adamw_8bit import AdamW8bit
 from posttrain.optim.offload import AdamWCPUOffload
+from posttrain.optim.sharded import ShardedAdamW
 from posttrain.ranks import ALONE, Ranks
 from posttrain.store.run import Run
 from posttrain.store.runs import is_inside
@@ -81,6 +84,9 @@ class Job:
         device = take_device(config.devices)
         reset_peak_memory(device)
         dtype, tokenizer = compute_dtype(model, device), load_tokenizer(model)
+        if config.devices.strategy == "fsdp" and ranks.size > 1:
+            _refuse_sharded(config)
+            ranks = replace(ranks, in_step=True)
         return cls(config, model, run, device, dtype, tokenizer, checkpoint, gradient_checkpointing, ranks=ranks)
 
     def data(self) -> Prepared:
@@ -119,12 +125,28 @@ class Job:
         if self.gradient_checkpointing:
             enable_gradient_checkpointing(policy)
             return_tensors_at_once()
+        self.distribute(policy)
         return policy.eval()
+
+    def distribute(self, model: nn.Module) -> None:
+        """Shard a loaded model over the ranks, if the settings say so."""
+        if not self.is_sharded:
+            return
+        if getattr(base_of(model).config, "quantization_config", None) is not None:
+            raise ModelError(
+                f"{base_of(model).name_or_path}: devices.strategy: fsdp cannot shard quantised weights: use "
+                "devices.strategy: ddp, where every rank has the small base, or load the model unquantised"
+            )
+        shard(model, self.ranks.size, self.device, self.dtype)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.ranks.in_step
 
     def _whole(self, head: Head) -> PreTrainedModel:
         source = self.model if self.checkpoint is None else self.saved(self.checkpoint)
         try:
-            return load_model(source, head, torch.float32, self.device, stay=self.offloads())
+            return load_model(source, head, torch.float32, self.device, stay=self.offloads() or self.is_sharded)
         except WeightsError as error:
             if self.checkpoint is None:
                 raise
@@ -132,7 +154,7 @@ class Job:
 
     def _adapted(self, lora: LoraConfig, head: Head) -> nn.Module:
         source = self._base(head)
-        base = load_model(source, head, self.dtype, self.device)
+        base = load_model(source, head, self.dtype, self.device, stay=self.is_sharded)
         if self.checkpoint is None:
             return add_lora(base, lora, head, source.revision)
         return load_lora(base, self.checkpoint)
@@ -171,7 +193,7 @@ class Job:
     def optimizer(self, policy: nn.Module) -> AdamW:
         """The optimizer of the policy's trained weights. Converts the policy to `dtype` on `device`."""
         training = self.config.training
-        settings = {
+        settings: dict[str, Any] = {
             "betas": (training.adam_beta1, training.adam_beta2),
             "eps": training.adam_epsilon,
             "weight_decay": training.weight_decay,
@@ -179,6 +201,8 @@ class Job:
         }
         if training.optimizer == "adamw_8bit":
             return AdamW8bit(policy, self.dtype, **settings)
+        if self.is_sharded:
+            return ShardedAdamW(policy, self.dtype, ranks=self.ranks, **settings)
         if self.offloads():
             return AdamWCPUOffload(policy, self.dtype, device=self.device, **settings)
         return AdamW(policy, self.dtype, **settings)
@@ -208,6 +232,15 @@ class Job:
     def saved(self, folder: Path) -> ModelConfig:
         """This model's settings with the weights of a folder that posttrain wrote."""
         return self.model.model_copy(update={"path": str(folder), "revision": None})
+
+
+def _refuse_sharded(config: RunConfig) -> None:
+    """Raise ConfigError for settings that need whole weights on every rank."""
+    if config.training.optimizer != "adamw":
+        raise ConfigError(
+            f"training.optimizer: {config.training.optimizer} needs whole tensors, and devices.strategy: fsdp shards "
+            "them: use adamw, whose state is shared by the ranks, or devices.strategy: ddp"
+        )
 
 
 def data_of(config: RunConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Prepared:

@@ -87,7 +87,7 @@ class Loop:
         self._moved: MovedWeights | None = None
         self.saver = Saver(job, policy, optimizer, data, self.total)
         self.interruption = Interruption(self._stop, self.saver)
-        self._best = Best(job.config, job.run, self.saver.write_model, job.watch)
+        self._best = Best(job.config, job.run, self.saver.save_model, job.watch)
         self._router_load = RouterLoad(policy.model if isinstance(policy, ValueScorer) else policy)
         self._completions = CompletionEvaluation(job, policy, data, self.saver)
         self._suites = SuiteEvaluation(job, policy)
@@ -163,7 +163,7 @@ class Loop:
             coming = self.interruption.while_patient(ranks.mine(packs))
             if method.samples_completions:
                 coming = _freeing_after_fullest(coming)
-            done = update(coming, objective, self.optimizer, self.rate(step), ranks)
+            done = update(coming, objective, self.optimizer, self.rate(step), ranks, ranks.spare(packs))
             tokens += sum(pack.num_tokens for pack in packs)
             if not done.applied:
                 self._count_skipped(step, done.metrics)
@@ -292,4 +292,4 @@ class Loop:
 
     def save_final(self) -> None:
         """Save `final/`: the model as transformers or PEFT load it, with its tokenizer and template."""
-        self.job.run.save_model(self.job.run.final, self.state.step, self.saver.write_model)
+        self.saver.save_model(self.job.run.final, self.state.step)

@@ -19,6 +19,7 @@ from posttrain.data import Dataset, Prepared
 from posttrain.errors import ModelError, RunError
 from posttrain.models.families import base_of, is_adapted
 from posttrain.models.load import load_model
+from posttrain.models.sharding import whole
 from posttrain.progress import progress
 from posttrain.scoring import Scorer
 from posttrain.store.checkpoint import save_folder, verify
@@ -102,7 +103,10 @@ def whole_sets(job: Job, data: Prepared) -> list[Portion]:
 
 def frozen_model(job: Job, path: str | None) -> PreTrainedModel:
     """Another model, or a copy of the policy before training, without gradients."""
-    return load_model(reference_settings(job.model, path), "lm", job.dtype, job.device).requires_grad_(False)
+    settings = reference_settings(job.model, path)
+    model = load_model(settings, "lm", job.dtype, job.device, stay=job.is_sharded).requires_grad_(False)
+    job.distribute(model)
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +166,15 @@ def _precomputed(
 
 def _key(job: Job, frozen: Scorer, data: Prepared) -> str:
     """The cache key, a hash of all inputs: the data's tokens, the reference's weights, the arithmetic."""
+    with whole(frozen.model):
+        weights = sorted(fingerprints(_weights(frozen)).items())
     facts = (
         "by sequence",
         data.fingerprint,
         job.config.seed,
         str(job.dtype),
         job.device.type,
-        sorted(fingerprints(_weights(frozen)).items()),
+        weights,
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 

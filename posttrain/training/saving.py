@@ -15,9 +15,11 @@ from posttrain.config import load
 from posttrain.data import Prepared
 from posttrain.errors import DamagedError, RunError, is_out_of_memory
 from posttrain.memory import release_memory
+from posttrain.models.sharding import whole, whole_state
 from posttrain.optim.adamw import AdamW
 from posttrain.store.files import load_tensors, restore_rng, rng_state, save_json, save_tensors
 from posttrain.store.logs import QUIET_LOGGER
+from posttrain.store.parts import load_parts, part_file
 from posttrain.store.rollouts import RolloutStore
 from posttrain.training.boundary import Boundary
 from posttrain.training.checks import check_finite, check_same_weights
@@ -26,6 +28,7 @@ from posttrain.training.state import Saved, State
 from posttrain.training.stopping import LeaveAtOnceError
 
 log = logging.getLogger("posttrain")
+OPTIMIZER = "optimizer"  # the name of the file, or of the files of several ranks
 Generators = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
@@ -33,7 +36,7 @@ class Saver:
     """Writes a run's checkpoints and models, and restores a run from a checkpoint."""
 
     def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared, total: int):
-        self._job, self._policy, self._optimizer, self._data, self._total = job, policy, optimizer, data, total
+        self.policy, self._job, self._optimizer, self._data, self._total = policy, job, optimizer, data, total
         self.rollouts: RolloutStore | None = None  # None for methods without rollouts
         self._boundary = Boundary(optimizer)
         self._newest = 0  # the step of the last checkpoint
@@ -67,8 +70,14 @@ class Saver:
         Rollouts that could not be written go into the checkpoint. If the weights have changed since and there is no
         copy, nothing is saved, with a warning.
         """
-        state = self._boundary.state
-        if state.step <= self._newest:
+        state, ranks = self._boundary.state, self._job.ranks
+        if state.step <= self._newest or not (ranks.is_first or ranks.in_step):
+            return
+        if ranks.in_step and not ranks.ended_together:
+            log.warning(
+                "the weights are in parts, and not every rank is there to save its own: the run is saved as of step %d",
+                self._newest,
+            )
             return
         if self._boundary.go_back():
             self._write(state, self._boundary.rng)
@@ -89,26 +98,47 @@ class Saver:
         self.save_finished()
 
     def _write(self, state: State, rng: Generators) -> None:
-        started = time.perf_counter()
-        check_finite(self._optimizer.masters, state.step)
+        started, ranks = time.perf_counter(), self._job.ranks
+        if ranks.in_step:
+            ranks.together(lambda: check_finite(self._optimizer.masters, state.step))
+        else:
+            check_finite(self._optimizer.masters, state.step)
         generators, rng_facts = rng
 
         def write(folder: Path) -> None:
-            self.write_model(folder)
-            tensors = self._optimizer.state()
-            save_tensors(folder / "optimizer.safetensors", tensors)
+            self._write_model(folder)
+            tensors = self._write_optimizer(folder)
             save_tensors(folder / "rng.safetensors", generators)
-            facts = Saved(state, rng_facts, self._data.fingerprint, self._total, len(tensors))
+            facts = Saved(state, rng_facts, self._data.fingerprint, self._total, tensors)
             save_json(folder / "state.json", facts.as_json())
             (folder / "config.yaml").write_text(self._job.run.config_yaml, encoding="utf-8")
             if self.rollouts is not None:
                 self.rollouts.save_unwritten(folder, state.step)
 
-        saved = self._job.run.save_checkpoint(state.step, write, self._job.config.checkpoint.save_total_limit)
+        with whole(self.policy):
+            saved = self._job.run.save_checkpoint(state.step, write, self._job.config.checkpoint.save_total_limit)
+        if ranks.in_step and not ranks.is_first:
+            self._write_optimizer(None)
         self._newest = state.step
         seconds = time.perf_counter() - started
         state.save_seconds += seconds
         logging.getLogger(QUIET_LOGGER).info("saved %s in %.3f s", saved.name, seconds)
+
+    def _write_optimizer(self, folder: Path | None) -> int:
+        """Write the optimizer's state, of a sharded model each rank its part. Returns the number of tensors.
+
+        `folder` is the first rank's; the others are told.
+        """
+        ranks, tensors = self._job.ranks, self._optimizer.state()
+        if not ranks.in_step:
+            assert folder is not None
+            save_tensors(part_file(folder, OPTIMIZER), tensors)
+            return len(tensors)
+        place = ranks.gather(folder)[0]
+        assert place is not None
+        own = {name: value for name, value in tensors.items() if ranks.is_first or self._optimizer.is_part(name)}
+        ranks.together(lambda: save_tensors(part_file(place, OPTIMIZER, ranks.index, ranks.size), own))
+        return len(tensors)
 
     def restore(self, checkpoint: Path) -> tuple[State, int]:
         """Restore the optimizer and the generators; then, when nothing more can fail, rewind the run folder to the
@@ -123,9 +153,11 @@ class Saver:
                 "split, template or tokenizer: restore it), or this version of posttrain reads it differently than the "
                 "one that started the run (its version is in run.json): resume with that version, or start a new run"
             )
-        tensors = load_tensors(checkpoint / "optimizer.safetensors")
+        tensors = load_parts(checkpoint, OPTIMIZER, self._optimizer.rows_of)
         if saved.tensors not in (None, len(tensors)):
-            raise DamagedError(f"optimizer.safetensors: it has {len(tensors)} tensors, but {saved.tensors} were saved")
+            raise DamagedError(
+                f"{OPTIMIZER}.safetensors: it has {len(tensors)} tensors, but {saved.tensors} were saved"
+            )
         self._optimizer.load_state(tensors)
         restore_rng(load_tensors(checkpoint / "rng.safetensors"), saved.rng)
         state = saved.loop
@@ -138,7 +170,12 @@ class Saver:
         self._newest = state.step
         return state, saved.total
 
-    def write_model(self, folder: Path) -> None:
+    def save_model(self, folder: Path, step: int) -> None:
+        """Create or replace `best/` or `final/`; of a sharded model, all ranks together."""
+        with whole(self.policy):
+            self._job.run.save_model(folder, step, self._write_model)
+
+    def _write_model(self, folder: Path) -> None:
         """The model as transformers or PEFT load it, with its tokenizer and template."""
-        self._policy.save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+        self.policy.save_pretrained(folder, state_dict=whole_state(self.policy))  # pyright: ignore[reportCallIssue]
         self._job.tokenizer.save_pretrained(folder)

@@ -128,6 +128,11 @@ class DevicesConfig(Settings):
     ids: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(min_length=1)] | None = Field(
         default=None, description="Numbers of the GPUs, e.g. [0]; several: a process for each; null: the visible ones."
     )
+    strategy: Literal["auto", "ddp", "fsdp"] = Field(
+        default="auto",
+        description="What several processes share: ddp: the batch; fsdp: weights, gradients and optimizer too "
+        "(FSDP2); auto: ddp.",
+    )
     full_determinism: bool = Field(default=False, description="Whether to use deterministic GPU kernels only; slower.")
 
     @model_validator(mode="after")

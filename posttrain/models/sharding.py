@@ -1,0 +1,118 @@
+"""Weights sharded over the ranks by torch's FSDP2: each rank has the rows of its part of every tensor.
+
+The parts are float32 and the optimizer's masters. A layer is gathered for its forward and its backward pass, in the
+dtype of the computation, and its gradients are summed over the ranks in float32, each rank receiving those of its part.
+So every pass over the model is a collective operation: all ranks make as many. `whole` gathers everything for a while,
+so that each rank can use the model alone, as an engine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.models.families import backbone_of, base_of
+
+T = TypeVar("T")
+PARTS = "sharded_parts"  # the attribute of a sharded model: its modules that are gathered at once, itself among them
+
+
+def shard(model: nn.Module, ranks: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Shard a plain or PEFT model over the ranks; from CPU memory each layer goes to the device as it is sharded."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(device.type, (ranks,))
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=None if dtype == torch.float32 else torch.float32,
+        cast_forward_inputs=False,
+    )
+    parts = [*_layers(model), model]
+    for part in parts:
+        fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=part is not model)
+        part.set_gradient_divide_factor(1.0)  # pyright: ignore[reportCallIssue]
+        part.set_force_sum_reduction_for_comms(True)  # pyright: ignore[reportCallIssue]
+        if hasattr(part, "set_reduce_scatter_unused_params"):  # an expert may have tokens on one rank alone
+            part.set_reduce_scatter_unused_params(True, recurse=False)  # pyright: ignore[reportCallIssue]
+    model.to(device)  # buffers; the weights are there
+    object.__setattr__(model, PARTS, parts)
+    object.__setattr__(model, "through_hooks", lambda of, *inputs: of(*inputs))
+    register_fsdp_forward_method(model, "through_hooks")
+
+
+def as_forward(model: nn.Module, of: Callable[..., T], *inputs: Any) -> T:
+    """`of(*inputs)`, which computes with `model`, with what a sharded model does before and after its own forward."""
+    return model.through_hooks(of, *inputs) if PARTS in model.__dict__ else of(*inputs)  # pyright: ignore
+
+
+def own_part(parameter: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor, in the same memory; another tensor itself."""
+    part = parameter.detach()
+    return part.to_local() if is_sharded(part) else parameter  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+@contextmanager
+def whole(model: nn.Module) -> Iterator[None]:
+    """Context in which every rank has the whole model, in the dtype of the computation; all ranks enter it together.
+
+    A model that is not sharded is so anyway.
+    """
+    with ExitStack() as resources:
+        for module in [module for module in model.modules() if PARTS in module.__dict__]:
+            resources.enter_context(_gathered(module.__dict__[PARTS]))
+        yield
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
+    """The state dict of a sharded model inside `whole`, where its own has parts; None for another model."""
+    sharded = next((module for module in model.modules() if PARTS in module.__dict__), None)
+    if sharded is None:
+        return None
+    state = {name: value.detach() for name, value in sharded.named_parameters(remove_duplicate=False)}
+    for prefix, module in sharded.named_modules():
+        kept = {
+            name: value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set
+        }
+        state |= {f"{prefix}.{name}": value for name, value in kept.items() if value is not None}
+    return state
+
+
+def at_rest(model: nn.Module) -> None:
+    """Let a sharded model have nothing but its parts again, after a pass without a backward."""
+    for module in model.modules():
+        for part in module.__dict__.get(PARTS, ()):
+            part.reshard()
+
+
+@contextmanager
+def _gathered(parts: list[Any]) -> Iterator[None]:
+    root = parts[-1]
+    if root.__dict__.get("gathered"):
+        yield
+        return
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    root.__dict__["gathered"] = True
+    try:
+        yield
+    finally:
+        root.__dict__["gathered"] = False
+        for part in parts:
+            part.reshard()
+            part.set_reshard_after_forward(part is not root, recurse=False)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The modules that are gathered one after another: those of the longest list of the backbone."""
+    lists = [module for module in backbone_of(base_of(model)).modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len, default=()))
