@@ -82,7 +82,7 @@ def launch(files: list[str], ranks: int, **variables: str) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{Path(files[0]).parent}:{WORKER.parents[1]}"}
     done = subprocess.run(
         [sys.executable, *start, str(WORKER), *files], env=environment | variables, capture_output=True, text=True,
-        timeout=300, cwd=Path(files[0]).parent,
+        timeout=120, cwd=Path(files[0]).parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -99,6 +99,7 @@ def _gathered(parts: list[Any]) -> Iterator[None]:
     if root.__dict__.get("gathered"):
         yield
         return
+    root.through_hooks(lambda: None)  # FSDP learns which module is the root from the first one that is called
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
