@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from posttrain.batch import Example, Node, pack
+from posttrain.errors import DamagedError
 from posttrain.store.metrics import read_metrics
+from posttrain.store.parts import load_parts, part_file
 from posttrain.store.stored_rollouts import StoredRun
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
@@ -163,6 +165,25 @@ def test_packs_of_several_ranks_are_equal_shares():
     assert [len(pack(examples[:count], 300, ranks=4)) for count in (1, 3, 4)] == [1, 3, 4], "a rank may have none"
 
 
+def test_parts_of_a_state_are_read_by_any_number_of_ranks(tmp_path):
+    """As rows of the whole, split as torch.chunk does; numbers and whole tensors are the first rank's."""
+    state = {"weight": torch.arange(14.0).view(7, 2), "bias": torch.arange(3.0), "step": torch.tensor(4.0)}
+    for rank in range(2):
+        rows = {name: value.chunk(2)[rank] for name, value in state.items() if value.ndim}
+        save_file(rows | {"step": state["step"]}, part_file(tmp_path, "state", rank, 2))
+    whole = load_parts(tmp_path, "state", lambda name, rows: slice(0, rows))
+    assert all(torch.equal(whole[name], state[name]) for name in state) and whole.keys() == state.keys()
+    for rank in range(3):
+        found = load_parts(
+            tmp_path, "state", lambda name, rows, r=rank: slice(r * -(-rows // 3), (r + 1) * -(-rows // 3))
+        )
+        for name in ("weight", "bias"):
+            assert torch.equal(found[name], state[name].chunk(3)[rank]), (rank, name)
+    part_file(tmp_path, "state", 1, 2).unlink()
+    with pytest.raises(DamagedError, match=r"state-00002-of-00002.safetensors is missing: 2 ranks"):
+        load_parts(tmp_path, "state", lambda name, rows: slice(0, rows))
+
+
 SETTINGS = {"tracking": {"logging_steps": 1}, "devices": {"type": "cpu"}}
 
 
@@ -186,15 +207,24 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[1])}
 DROPOUT = {"method": "sft", "model": {"lora": {"r": 4, "dropout": 0.3}}}
 
 
+FSDP = {"devices": {"type": "cpu", "strategy": "fsdp"}}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("numbers", [(2, 1), (2,)], ids=["dpo", "sft with dropout"])
-def test_resumed_on_as_many_ranks_to_the_bit_and_on_one_to_rounding(shared, tmp_path, numbers):
-    sections = {} if 1 in numbers else {"method": DROPOUT["method"]}
-    if sections:
-        sections["model"] = {"path": str(shared / "models/stories260K"), **DROPOUT["model"]}
+@pytest.mark.parametrize(
+    ("first", "numbers", "sections"),
+    [(2, (2, 1), {}), (2, (2,), DROPOUT), (2, (2, 1), FSDP), (2, (2,), FSDP | DROPOUT), (1, (2,), FSDP)],
+    ids=["dpo", "sft with dropout", "fsdp", "fsdp with dropout", "fsdp from one process"],
+)
+def test_resumed_on_as_many_ranks_to_the_bit_and_on_others_to_rounding(shared, tmp_path, first, numbers, sections):
+    lora = "model" in sections
+    if lora:
+        sections = sections | {"model": {"path": str(shared / "models/stories260K"), **sections["model"]}}
     file, environment = started(shared, tmp_path, 6, **sections), os.environ | ENVIRONMENT
-    name = "adapter_model.safetensors" if sections else "model.safetensors"
-    subprocess.run(launched(tmp_path, str(file), "--name", "whole"), env=environment, check=True)
+    name = "adapter_model.safetensors" if lora else "model.safetensors"
+    alone = [sys.executable, "-m", "posttrain", "train"]
+    start = [*alone, str(file)] if first == 1 else launched(tmp_path, str(file))
+    subprocess.run([*start, "--name", "whole"], env=environment, check=True)
     whole = load_file(tmp_path / "whole/final" / name)
     for ranks in numbers:
         folder = tmp_path / f"resumed-{ranks}"
@@ -203,11 +233,11 @@ def test_resumed_on_as_many_ranks_to_the_bit_and_on_one_to_rounding(shared, tmp_
             shutil.rmtree(folder / later)
         command = [*launched(tmp_path, "--resume", str(folder))]
         if ranks == 1:
-            command = [sys.executable, "-m", "posttrain", "train", "--resume", str(folder)]
+            command = [*alone, "--resume", str(folder)]
         subprocess.run(command, env=environment, check=True)
         again = load_file(folder / "final" / name)
         largest = max(float((whole[key] - again[key]).abs().max()) for key in whole)
-        assert largest == 0 if ranks == 2 else largest < 1e-5
+        assert largest == 0 if ranks == first else largest < 1e-5
 
 
 @pytest.mark.slow
