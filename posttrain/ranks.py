@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -27,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from posttrain.errors import RankError, reason_of
+from posttrain.errors import RankError, is_out_of_memory, reason_of
+from posttrain.signals import handling
 from posttrain.terminal import say
 
 log = logging.getLogger("posttrain")
@@ -59,6 +61,27 @@ class Ranks:
     def mine(self, items: Sequence[T]) -> Sequence[T]:
         """This rank's items, every `size`-th one."""
         return items if self.size == 1 else items[self.index :: self.size]
+
+    def keeping_step(self, in_step: bool) -> Ranks:
+        """The ranks of a run whose passes over the model are collective operations, or are not."""
+        if self._watch is not None:
+            self._watch.in_step = in_step
+        return replace(self, in_step=in_step and self.size > 1)
+
+    @contextmanager
+    def naming_lost(self) -> Iterator[None]:
+        """Context in which the failure of a collective pass is a RankError, if a rank is lost."""
+        try:
+            yield
+        except RuntimeError as error:
+            watch = self._watch
+            if watch is None or not watch.in_step or is_out_of_memory(error):
+                raise
+            with handling(lambda number, frame: None, signal.SIGTERM):  # of the launcher, which has noticed too
+                lost = watch.lost(error)
+            if lost:
+                raise RankError(lost) from error
+            raise
 
     def spare(self, items: Sequence[T]) -> Sequence[T]:
         """What this rank goes through besides `mine`, without effect, where all ranks must make as many passes."""
@@ -212,6 +235,7 @@ class Watch(threading.Thread):
         self._others = [rank for rank in range(size) if rank != index] if index == 0 else [0]
         self._seen: dict[int, tuple[str, float]] = {}  # the last sign of life, and when it came
         self.ended_together = False
+        self.in_step = False  # exchanges are part of every pass: no rank can go on without the others
         self.count, self.waits = 0, False  # exchanges so far; whether the main thread is in one
         self.on_lost: Callable[[BaseException], None] = lambda error: None
         self._ended = threading.Event()
@@ -225,7 +249,7 @@ class Watch(threading.Thread):
             except RuntimeError as error:  # the store went with its process
                 lost = [0]
                 log.debug("the store of the ranks does not answer: %s", error)
-            if lost and self.waits:
+            if lost and (self.waits or self.in_step):
                 self._give_up(RankError(self._named(lost)))
 
     def enter(self) -> None:
@@ -237,27 +261,34 @@ class Watch(threading.Thread):
 
     def blame(self, error: BaseException) -> str:
         """Which rank is lost, once its signs of life stop."""
-        log.debug("an exchange between ranks failed: %s", error)
-        self.waits = False  # the main thread ends the run itself
+        if lost := self.lost(error):
+            return lost
         try:
-            self._silent(0)
-            time.sleep(3 * BEAT_S)
-            lost = self._silent(2 * BEAT_S)
             beats = self._beats(range(self._size))
         except RuntimeError:
             return self._named([0])
-        if lost:
-            return self._named(lost)
         counts = {rank: int(beat.split()[2]) for rank, beat in beats.items()}
         behind = [f"rank {rank}" for rank, count in counts.items() if count < max(counts.values())]
         first = " ".join(str(error).split())[:200]
         return f"the ranks do not exchange data any more; behind: {', '.join(behind) or 'none'} ({first})"
 
+    def lost(self, error: BaseException) -> str | None:
+        """The ranks whose signs of life stop after this error, in words."""
+        log.debug("an exchange between ranks failed: %s", error)
+        self.waits = self.in_step = False  # the main thread ends the run itself
+        try:
+            self._silent(0)
+            time.sleep(3 * BEAT_S)
+            lost = self._silent(2 * BEAT_S)
+        except RuntimeError:
+            lost = [0]
+        return self._named(lost) if lost else None
+
     def _give_up(self, error: RankError) -> None:
         """End the process, unless the main thread notices by itself, or waits no more."""
         before = self.count
         self._ended.wait(5 * BEAT_S)
-        if self._ended.is_set() or not self.waits or self.count != before:
+        if self._ended.is_set() or not (self.in_step or (self.waits and self.count == before)):
             return
         try:
             self.on_lost(error)

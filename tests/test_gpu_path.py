@@ -97,7 +97,7 @@ def test_packs_are_computed_without_waiting_and_in_one_order(
     update, recorded, packs_seen = loop.update, Recording(), []
     watch_lists(monkeypatch, recorded)
 
-    def recording(packs, objective, optimizer, rate, ranks):
+    def recording(packs, objective, optimizer, rate, ranks, spare):
         packs = list(packs)
         packs_seen.append(len(packs))
         if len(packs_seen) > 1:  # the checks of the first one may wait
@@ -105,7 +105,7 @@ def test_packs_are_computed_without_waiting_and_in_one_order(
                 for pack in packs:
                     objective.of(pack)[0].backward()
             optimizer.forget()
-        return update(packs, objective, optimizer, rate, ranks)
+        return update(packs, objective, optimizer, rate, ranks, spare)
 
     monkeypatch.setattr(loop, "update", recording)
     if method in ONLINE:

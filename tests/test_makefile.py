@@ -89,7 +89,9 @@ def test_the_kit_takes_the_wheels_that_were_brought_along(clone):
 
 
 def test_the_wheel_is_checked_before_it_is_installed_and_run(clone):
-    done = subprocess.run(["make", "-n", "wheel"], cwd=clone, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "--no-print-directory", "-n", "wheel"], cwd=clone, capture_output=True, text=True, check=True
+    )
     lines = [line for line in done.stdout.splitlines() if "wheel" in line]
     [built, holds, torch, installed, runs] = [
         line for line in lines if re.search("pip wheel|check|pip install .*[=c]", line)

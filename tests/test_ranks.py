@@ -241,9 +241,10 @@ def test_resumed_on_as_many_ranks_to_the_bit_and_on_others_to_rounding(shared, t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sections", [{}, FSDP], ids=["replicas", "sharded"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_hangs_is_named_and_the_run_is_saved(shared, tmp_path, how):
-    file = started(shared, tmp_path, 400)
+def test_a_rank_that_dies_or_hangs_is_named_and_the_run_is_saved(shared, tmp_path, how, sections):
+    file = started(shared, tmp_path, 400, **sections)
     run = subprocess.Popen(
         launched(tmp_path, str(file), "--name", "run"), env=os.environ | ENVIRONMENT, stderr=subprocess.PIPE, text=True
     )
@@ -254,7 +255,10 @@ def test_a_rank_that_dies_or_hangs_is_named_and_the_run_is_saved(shared, tmp_pat
     facts = json.loads((tmp_path / "run/run.json").read_text())
     assert facts["state"] == "failed" and "rank 1" in facts["reason"]
     last = [line["step"] for line in read_metrics(tmp_path / "run")][-1]
-    assert (tmp_path / f"run/checkpoint-{last}").exists(), "the steps that were finished are saved"
+    if sections:  # the lost rank had a part of the weights
+        assert (tmp_path / "run/checkpoint-3").exists()
+    else:
+        assert (tmp_path / f"run/checkpoint-{last}").exists(), "the steps that were finished are saved"
 
 
 def rank_of(launcher: int, rank: int) -> int:

@@ -80,7 +80,8 @@ def train_one(
             try:
                 ranks.gather(Order(config, folder, checkpoint))
                 ranks.on_lost(lambda error: run.__exit__(type(error), error, None))
-                return _train_from(checkpoint, config, run, {**facts, "models": models}, resume, watch, ranks)
+                with ranks.naming_lost():
+                    return _train_from(checkpoint, config, run, {**facts, "models": models}, resume, watch, ranks)
             except DamagedError as error:
                 assert checkpoint is not None  # nothing else raises it
                 if checkpoint == named or ranks.size > 1:  # the other ranks read it too
@@ -160,6 +161,7 @@ def _follow(ranks: Ranks) -> None:
             handling(leave, signal.SIGTERM),
             determinism(order.config.devices),
             Follower(order.folder) as run,
+            ranks.naming_lost(),
         ):
             _steps(order.checkpoint, order.config, run, None, ranks).save_final()
 

@@ -6,7 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,9 @@ class Job:
         device = take_device(config.devices)
         reset_peak_memory(device)
         dtype, tokenizer = compute_dtype(model, device), load_tokenizer(model)
-        if config.devices.strategy == "fsdp" and ranks.size > 1:
+        ranks = ranks.keeping_step(config.devices.strategy == "fsdp")
+        if ranks.in_step:
             _refuse_sharded(config)
-            ranks = replace(ranks, in_step=True)
         return cls(config, model, run, device, dtype, tokenizer, checkpoint, gradient_checkpointing, ranks=ranks)
 
     def data(self) -> Prepared:
