@@ -124,17 +124,15 @@ def scored_states(model: nn.Module, pack: Pack) -> torch.Tensor:
     This is an embedding lookup, whose gradient sums repeated rows in float32 and in a fixed order, on a GPU too.
     """
     if is_packed(base_of(model)):
-        states = as_forward(model, _packed_states, model, pack, pack.read_U)
-        return nn.functional.embedding(pack.where_N, states)
-    return as_forward(model, _row_states, model, pack, pack.sequence_N, pack.source_N)
+        return nn.functional.embedding(pack.where_N, _packed_states(model, pack, pack.read_U))
+    return _row_states(model, pack, pack.sequence_N, pack.source_N)
 
 
 def states_of_sequences(model: nn.Module, pack: Pack, index_S: torch.Tensor) -> torch.Tensor:
     """The last hidden state (S, D) of one physical token of each sequence."""
     if is_packed(base_of(model)):
-        return as_forward(model, _packed_states, model, pack, index_S)
-    owner_S = torch.arange(pack.num_sequences, device=index_S.device)
-    return as_forward(model, _row_states, model, pack, owner_S, index_S)
+        return _packed_states(model, pack, index_S)
+    return _row_states(model, pack, torch.arange(pack.num_sequences, device=index_S.device), index_S)
 
 
 def _packed_states(model: nn.Module, pack: Pack, read: torch.Tensor) -> torch.Tensor:
@@ -142,7 +140,9 @@ def _packed_states(model: nn.Module, pack: Pack, read: torch.Tensor) -> torch.Te
     requested = read
     if len(read) + -len(read) % READ_STEP < len(pack.tokens_T):
         requested = torch.cat([read, read[-1:].expand(-len(read) % READ_STEP)])
-    out = backbone_of(base_of(model))(
+    out = as_forward(
+        model,
+        backbone_of(base_of(model)),
         input_ids=pack.tokens_T[None],
         position_ids=pack.position_T[None],
         use_cache=False,
@@ -158,7 +158,8 @@ def _row_states(model: nn.Module, pack: Pack, owner: torch.Tensor, index: torch.
     A token shared by several sequences is computed in each, and read from the row of the sequence `owner`.
     """
     rows = _rows(pack)
-    out = backbone_of(base_of(model))(input_ids=rows.tokens_SL, attention_mask=rows.mask_SL, use_cache=False)
+    backbone = backbone_of(base_of(model))
+    out = as_forward(model, backbone, input_ids=rows.tokens_SL, attention_mask=rows.mask_SL, use_cache=False)
     return out.last_hidden_state[owner, pack.position_T[index]]
 
 

@@ -15,10 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from posttrain.batch import Example, Node, pack
-from posttrain.errors import DamagedError
+from posttrain.config import load
+from posttrain.errors import ConfigError, DamagedError
 from posttrain.store.metrics import read_metrics
 from posttrain.store.parts import load_parts, part_file
 from posttrain.store.stored_rollouts import StoredRun
+from posttrain.training.job import refuse_sharded
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
 HH = {"template": "none", "max_length": 200, "max_rows": 40, "validation": {"rows": 5}}
@@ -33,7 +35,7 @@ def configurations(shared: Path, sums_home: Path, root: Path) -> dict[str, dict]
     online["rewards"] = [{"type": "python", "function": "ranks_worker_rewards:close", "name": "close"}]
     labelled = {"source": "builtin:arithmetic-kto", "template": "none", "max_rows": 40, "max_length": 400}
     coupled = {"type": "dpo", "loss_type": ["kto_pair"], "precompute_ref_log_probs": True}
-    lora = {"lora": {"r": 4, "dropout": 0.0}}
+    lora, one_prompt = {"lora": {"r": 4, "dropout": 0.0}}, {"training": {"batch_size": 1}}
     kinds = {
         "sft": {"model": story, "method": {"type": "sft"}, "data": hh},
         "empty": {"model": story, "method": {"type": "sft"}, "data": hh, "training": {"batch_size": 1}},
@@ -43,6 +45,7 @@ def configurations(shared: Path, sums_home: Path, root: Path) -> dict[str, dict]
         "orpo": {"model": story, "method": {"type": "orpo"}, "data": hh},
         "reward": {"model": story, "method": {"type": "reward"}, "data": hh},
         "grpo": {**online, "method": {"type": "grpo", "num_generations": 3, "num_minibatches": 2, "beta": 0.02}},
+        "empty-grpo": {**online, "method": {"type": "grpo", "num_generations": 3, "beta": 0.02}, **one_prompt},
         "ppo": {**online, "method": {"type": "ppo", "num_generations": 2, "num_minibatches": 2, "num_ppo_epochs": 2}},
         "distill": {**online, "method": {"type": "distill", "teacher": str(root / "teacher"), "num_generations": 2}},
     }
@@ -61,7 +64,7 @@ def sharded(made: dict[str, dict]) -> dict[str, dict]:
     """The same runs with sharded weights."""
     return {
         f"fsdp-{name}": made[name] | {"name": f"fsdp-{name}", "devices": {"type": "cpu", "strategy": "fsdp"}}
-        for name in SHARDED
+        for name in (*NAMES, "double-coupled")
     }
 
 
@@ -100,15 +103,12 @@ def both(shared, sums_home, tmp_path_factory) -> tuple[Path, Path]:
     return folders
 
 
-SHARDED = ("sft", "empty", "dpo", "coupled", "kto", "reward", "grpo", "ppo", "distill", "double-coupled")
-NAMES = ("sft", "empty", "dpo", "coupled", "kto", "orpo", "reward", "grpo", "ppo", "distill")
+NAMES = ("sft", "empty", "dpo", "coupled", "kto", "orpo", "reward", "grpo", "empty-grpo", "ppo", "distill")
 
 
 @pytest.mark.parametrize("strategy", ["", "fsdp-"])
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_have_the_gradients_of_one_process(both, name, strategy):
-    if strategy and name not in SHARDED:
-        pytest.skip("not run sharded")
     places = both[0] / name, both[1] / f"{strategy}{name}"
     one, two = (load_file(place / "gradients.safetensors") for place in places)
     assert one.keys() == two.keys()
@@ -148,6 +148,19 @@ def test_the_sum_over_ranks_is_that_of_one_process_to_rounding(both, name):
     for key in (key for key in one if key.startswith("0|")):
         assert one[key].dtype == torch.float64
         assert float((one[key] - two[key]).abs().max()) <= 1e-10 * float(one[key].abs().max() + 1e-30), key
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "sft", "training": {"optimizer": "adamw_8bit"}}, "training.optimizer: adamw_8bit needs whole"),
+        ({"method": {"type": "distill", "teacher_system_prompt": "Add."}}, "method.teacher_system_prompt gives"),
+    ],
+)
+def test_what_needs_the_whole_model_is_refused_with_sharded_weights(settings, message):
+    config = load({"model": "m", "data": {"source": "none.jsonl", "template": "none"}, **settings}).config
+    with pytest.raises(ConfigError, match=message):
+        refuse_sharded(config)
 
 
 def test_packs_of_several_ranks_are_equal_shares():

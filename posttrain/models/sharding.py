@@ -39,15 +39,19 @@ def shard(model: nn.Module, ranks: int, device: torch.device, dtype: torch.dtype
         part.set_force_sum_reduction_for_comms(True)  # pyright: ignore[reportCallIssue]
         if hasattr(part, "set_reduce_scatter_unused_params"):  # an expert may have tokens on one rank alone
             part.set_reduce_scatter_unused_params(True, recurse=False)  # pyright: ignore[reportCallIssue]
+    # Backward gathers ahead in this order. By default it repeats that of the forward passes since the last backward, of
+    # which an engine makes as many as it needs: ranks would gather in different orders, and wait for one another.
+    for part, before in zip(parts, [model, *parts], strict=False):
+        part.set_modules_to_backward_prefetch([before])  # pyright: ignore[reportCallIssue]
     model.to(device)  # buffers; the weights are there
     object.__setattr__(model, PARTS, parts)
-    object.__setattr__(model, "through_hooks", lambda of, *inputs: of(*inputs))
+    object.__setattr__(model, "through_hooks", lambda of, **inputs: of(**inputs))
     register_fsdp_forward_method(model, "through_hooks")
 
 
-def as_forward(model: nn.Module, of: Callable[..., T], *inputs: Any) -> T:
-    """`of(*inputs)`, which computes with `model`, with what a sharded model does before and after its own forward."""
-    return model.through_hooks(of, *inputs) if PARTS in model.__dict__ else of(*inputs)  # pyright: ignore
+def as_forward(model: nn.Module, of: Callable[..., T], **inputs: Any) -> T:
+    """`of(**inputs)`, which computes with `model`, with what a sharded model does before and after its own forward."""
+    return model.through_hooks(of, **inputs) if PARTS in model.__dict__ else of(**inputs)  # pyright: ignore
 
 
 def own_part(parameter: Tensor) -> Tensor:
@@ -79,10 +83,9 @@ def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
         return None
     state = {name: value.detach() for name, value in sharded.named_parameters(remove_duplicate=False)}
     for prefix, module in sharded.named_modules():
-        kept = {
-            name: value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set
-        }
-        state |= {f"{prefix}.{name}": value for name, value in kept.items() if value is not None}
+        for name, value in module._buffers.items():
+            if value is not None and name not in module._non_persistent_buffers_set:
+                state[f"{prefix}.{name}" if prefix else name] = value
     return state
 
 

@@ -162,6 +162,8 @@ def scored(
     for part in job.ranks.mine(parts):
         moved = part.to(job.device)
         found[moved.token_N] = of(moved.pack).view(-1, columns)
+    for part in job.ranks.spare(parts):  # a reference that is sharded too
+        of(part.to(job.device).pack)
     job.ranks.sum_([found])
     return found
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.batch import Example, Pack, pack
-from posttrain.config import learning_rate
+from posttrain.config import DistillMethod, learning_rate
 from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import Prepared, prepare_run
@@ -86,7 +86,7 @@ class Job:
         dtype, tokenizer = compute_dtype(model, device), load_tokenizer(model)
         ranks = ranks.keeping_step(config.devices.strategy == "fsdp")
         if ranks.in_step:
-            _refuse_sharded(config)
+            refuse_sharded(config)
         return cls(config, model, run, device, dtype, tokenizer, checkpoint, gradient_checkpointing, ranks=ranks)
 
     def data(self) -> Prepared:
@@ -234,12 +234,17 @@ class Job:
         return self.model.model_copy(update={"path": str(folder), "revision": None})
 
 
-def _refuse_sharded(config: RunConfig) -> None:
-    """Raise ConfigError for settings that need whole weights on every rank."""
+def refuse_sharded(config: RunConfig) -> None:
+    """Raise ConfigError for settings that need the whole model on every rank."""
     if config.training.optimizer != "adamw":
         raise ConfigError(
             f"training.optimizer: {config.training.optimizer} needs whole tensors, and devices.strategy: fsdp shards "
             "them: use adamw, whose state is shared by the ranks, or devices.strategy: ddp"
+        )
+    if isinstance(config.method, DistillMethod) and config.method.teacher_system_prompt is not None:
+        raise ConfigError(
+            "method.teacher_system_prompt gives the teacher packs of its own, not as many on every rank, and "
+            "devices.strategy: fsdp needs as many: use devices.strategy: ddp"
         )
 
 
