@@ -1,7 +1,7 @@
 """A whole step of GRPO, PPO and distillation beside TRL's, at natural lengths: `python -m benchmarks.online grpo`.
 
 Prompts are the first of HH harmless. Each completion ends at the length, in the model's own tokens, of a recorded model
-solution (at most 256), as if its stop token had come then: the same draw for both sides. TRL generates with
+solution (at most 256), as if its stop token had come then: the same completions for both sides. TRL generates with
 transformers and gets its stop token there; the embedded engine is given the lengths as limits. Each side runs in a
 process of its own, in turn; the time is from the first completion's begin to the last update's end, the memory the
 process's peak.

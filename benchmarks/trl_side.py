@@ -118,7 +118,7 @@ def build(arguments: argparse.Namespace, folder: str, clock: Clock):
 
 
 def start_like_posttrain(model: torch.nn.Module, path: str) -> None:
-    """Give new adapters the random numbers that posttrain draws for seed 0."""
+    """Give new adapters posttrain's random numbers for seed 0."""
     torch.manual_seed(0)
     same = get_peft_model(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), LORA)
     sampled = {name: p for name, p in same.named_parameters() if "lora_A" in name}

@@ -61,7 +61,7 @@ def fuzzed(short: int, long: int, **strategies: st.SearchStrategy) -> Callable[[
 
 @st.composite
 def damaged(draw: Any, whole: bytes) -> bytes:
-    """The bytes with one to three of: a flipped bit, a cut, something inserted, a piece left out, a piece twice."""
+    """The bytes with one to three of: a flipped bit, a cut, something inserted, a piece omitted, a piece twice."""
     data = bytearray(whole)
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, max(0, len(data) - 1)))

@@ -1,4 +1,4 @@
-"""The command line's settings: starter files, presets, flags made from the schema, and how errors are told."""
+"""The command line's settings: starter files, presets, flags made from the schema, and how errors are reported."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_a_starter_file_loads_back_to_the_defaults(run, tmp_path, method, full):
 
 @pytest.mark.parametrize("method", EXAMPLES)
 def test_a_full_starter_file_has_every_setting_of_the_method(method):
-    """Groups that are off stand behind a `#`; what entries of lists have is told in comments."""
+    """Groups that are off stand behind a `#`; comments say what entries of lists have."""
     text = starter(method, everything=True)
     values = yaml.safe_load(re.sub(r"^( *)#(?! \S)", r"\1", text, flags=re.MULTILINE))
     entries = [*SourceConfig.model_fields, *EvaluationDataset.model_fields]

@@ -172,7 +172,7 @@ def test_runs_answer_in_half_a_second(here):
     assert min(took) < 0.5
 
 
-# Begun anew: a run that made no step keeps no one from its name
+# Started anew: a run that made no step keeps no one from its name
 
 
 def test_a_run_that_failed_before_its_first_step_is_begun_anew(tmp_path, caplog):
@@ -180,7 +180,7 @@ def test_a_run_that_failed_before_its_first_step_is_begun_anew(tmp_path, caplog)
     with pytest.raises(RunError), Run.create(folder, CONFIG, {}) as run:
         run.log(0, {"eval_loss": 1.0})
         run.save_model(run.best, 0, lambda folder: None)
-        (folder / "best.tmp-7").write_text("begun")
+        (folder / "best.tmp-7").write_text("started")
         RolloutStore(folder, GIB, after=0).close()
         raise RunError("no such model")
     assert never_stepped(folder)

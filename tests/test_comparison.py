@@ -44,7 +44,7 @@ def settings(sums_home, tmp_path_factory):
 
 
 def test_all_methods_that_the_data_can_serve(settings, capsys):
-    """Those that need pairs or labels are left out by name; the table has the others, best first."""
+    """Those that need pairs or labels are skipped by name; the table has the others, best first."""
     assert main(["train", str(settings), "--method", "all"]) == 0, capsys.readouterr().err
     out, err = capsys.readouterr()
     root = settings.parent / "sums"
@@ -73,9 +73,9 @@ def test_all_methods_that_the_data_can_serve(settings, capsys):
 
 def check_by_hand(folder, entry, start):
     with StoredRun(folder) as stored:
-        drawn = stored.evaluations()
-    first = {one["row"]: one["reward"] for one in drawn if one["step"] == 0}
-    last = {one["row"]: one["reward"] for one in drawn if one["step"] == 4}
+        sampled = stored.evaluations()
+    first = {one["row"]: one["reward"] for one in sampled if one["step"] == 0}
+    last = {one["row"]: one["reward"] for one in sampled if one["step"] == 4}
     assert len(first) == len(last) == 40 and set(first) == set(last)
     assert start["value"] == pytest.approx(statistics.fmean(first.values()))
     changes = [last[row] - first[row] for row in first]

@@ -186,7 +186,7 @@ def test_wrong_method_settings(tmp_path, method, message):
 
 
 def test_the_checks_of_losses_agree_with_the_losses_themselves():
-    """Which loss reads which setting is told by the losses; the configuration, torch-free, repeats it."""
+    """The losses say which of them reads which setting; the configuration, torch-free, repeats it."""
     reads = {name: loss.reads for name, loss in PREFERENCE_LOSSES.items()}
     assert set(PreferenceLoss.__args__) == set(reads)
     assert set(DPOMethod.model_fields["f_divergence_type"].annotation.__args__) == set(F_DIVERGENCES)
@@ -251,16 +251,16 @@ def test_settings_that_are_not_read_but_may_be_elsewhere_are_told(tmp_path):
     lora = {"model": {"path": "gpt2", "lora": {"dropout": 0.3}}}
     (tmp_path / "a.json").write_text(json.dumps(GOOD | lora))
     assert load(tmp_path / "a.json").notes == []
-    told = ["model.lora.dropout is not read by dpo, which scores its policy with dropout off"]
-    assert load(tmp_path / "a.json", ["method=dpo"]).notes == told
+    notes = ["model.lora.dropout is not read by dpo, which scores its policy with dropout off"]
+    assert load(tmp_path / "a.json", ["method=dpo"]).notes == notes
     assert load(tmp_path / "a.json", ["method=dpo", "model.lora.dropout=0"]).notes == []
     stages = {"sft": {"method": "sft"}, "dpo": {"method": "dpo", "init_from": "sft"}}
     (tmp_path / "b.json").write_text(json.dumps(GOOD | lora | {"stages": stages}))
-    assert load(tmp_path / "b.json").notes == [f"stage dpo: {told[0]}"]
+    assert load(tmp_path / "b.json").notes == [f"stage dpo: {notes[0]}"]
     constant = ["training.lr_scheduler_type=constant"]
     assert load(tmp_path / "a.json", constant).notes == []
-    told = ["training.warmup_steps is not read: constant has no warm-up, constant_with_warmup has"]
-    assert load(tmp_path / "a.json", [*constant, "training.warmup_steps=5"]).notes == told
+    notes = ["training.warmup_steps is not read: constant has no warm-up, constant_with_warmup has"]
+    assert load(tmp_path / "a.json", [*constant, "training.warmup_steps=5"]).notes == notes
 
 
 def test_an_entry_of_a_list_is_blamed_on_the_override_that_gave_it(tmp_path):

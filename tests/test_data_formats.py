@@ -1,4 +1,4 @@
-"""Each format's rows in the common form, and how a format is told by its columns."""
+"""Each format's rows in the common form, and how a format is inferred from its columns."""
 
 import pytest
 

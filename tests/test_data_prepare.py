@@ -471,7 +471,7 @@ def test_pairs_and_whole_conversations_in_one_sharegpt_file(tmp_path):
 
 
 def test_a_tokenizer_that_ends_texts_itself_leaves_one_stop_token(tmp_path):
-    """And none after a prompt that is to be gone on with."""
+    """And none after a prompt that is to be continued."""
     tokenizer = byte_tokenizer()
     stop = ("<|im_end|>", tokenizer.eos_token_id)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("$A <|im_end|>", None, [stop])
@@ -494,7 +494,7 @@ def test_a_tokenizer_that_knows_next_to_nothing_keeps_every_token(tmp_path):
 
 
 def test_pairs_that_are_the_same_are_not_trained_on(tmp_path):
-    """Once cut they are dropped, and told; as a template has them they are malformed."""
+    """Once cut they are dropped with a warning; as a template has them they are malformed."""
     rows = [{"prompt": "p", "chosen": "same" + end, "rejected": "same" + other} for end, other in ("ab", "cd", "ef")]
     rows.append({"prompt": "p", "chosen": "x", "rejected": "y"})
     source = write(tmp_path / "rows.jsonl", rows)

@@ -279,7 +279,7 @@ def test_bad_rows_of_csv_and_text(tmp_path):
 
 
 def test_lines_that_an_open_quote_takes_along_are_counted(tmp_path):
-    """One stray quote is a malformed row; all that it swallows up to the next one are lost too, and told."""
+    """One stray quote is a malformed row; all that it swallows up to the next one are lost too, and reported."""
     rows = [f"p{n},c" for n in range(2_000)]
     rows[200] = 'p"200,"c'
     path = tmp_path / "a.csv"

@@ -327,7 +327,7 @@ def test_resume_lists_the_whole_state():
 
 
 def test_the_rules_find_what_is_wrong(shared, scratch_model, tmp_path, monkeypatch, capsys):
-    """A command that nobody runs, or that fails, is seen."""
+    """A command that no test runs, or that fails, is seen."""
     monkeypatch.chdir(tmp_path)
     reader = Reader(ROOT / "README.md", shared, scratch_model, capsys)
     for wrong in (

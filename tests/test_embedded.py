@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch._inductor
-from test_engines import DRAWN, PROMPTS, assert_trainers, policy_of, tokens_of, trainer_logprobs, with_lora
+from test_engines import PROMPTS, SAMPLED, assert_trainers, policy_of, tokens_of, trainer_logprobs, with_lora
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoTokenizer, Qwen3Config
 
@@ -55,7 +55,7 @@ def test_the_budget_changes_no_token(monkeypatch, static):
     rooms = []
     monkeypatch.setattr(Cache, "__init__", noting(Cache.__init__, rooms))
     a_token = token_bytes(policy.config, torch.float32, CPU)
-    sampling = replace(DRAWN, num_generations=5)
+    sampling = replace(SAMPLED, num_generations=5)
     want = EmbeddedEngine(policy).generate(prompts, sampling)
     for tokens in (4000, 250, 16 + 32):
         got = EmbeddedEngine(policy, static=static, cache_bytes=tokens * a_token).generate(prompts, sampling)
@@ -79,7 +79,7 @@ def noting(method, made: list):
 
 @pytest.mark.parametrize("budget", [None, 900])
 def test_a_resumed_run_has_the_same_shapes(monkeypatch, budget):
-    """Shapes are those of the call, whatever earlier calls have drawn."""
+    """Shapes are those of the call, whatever earlier calls have sampled."""
     monkeypatch.setattr("posttrain.engines.room.COLUMNS", 16)
     policy, shapes = policy_of("qwen3"), []
     step = StaticStepper.step
@@ -93,24 +93,26 @@ def test_a_resumed_run_has_the_same_shapes(monkeypatch, budget):
         for prompts, sampling in earlier:
             engine.generate(prompts, sampling)
         shapes.clear()
-        groups = engine.generate(PROMPTS, DRAWN)
+        groups = engine.generate(PROMPTS, SAMPLED)
         return list(shapes), groups
 
     longer = [[5] * 40, *PROMPTS * 2]
     alone = last_call()
-    assert last_call((longer, DRAWN), (PROMPTS, replace(DRAWN, num_generations=1, max_completion_length=40))) == alone
-    assert last_call((PROMPTS[:2], replace(DRAWN, max_completion_length=5))) == alone
+    assert (
+        last_call((longer, SAMPLED), (PROMPTS, replace(SAMPLED, num_generations=1, max_completion_length=40))) == alone
+    )
+    assert last_call((PROMPTS[:2], replace(SAMPLED, max_completion_length=5))) == alone
 
 
 def test_what_is_kept_lies_in_one_memory():
     """Training and evaluation in turn keep a state each, over the same keys and values; `release` gives all back."""
     policy = policy_of("qwen3")
     engine = EmbeddedEngine(policy, static=True)
-    one = replace(DRAWN, num_generations=1, temperature=0.0)
-    want = [EmbeddedEngine(policy).generate(PROMPTS, sampling) for sampling in (DRAWN, one)]
-    engine.generate([[5] * 40, *PROMPTS * 2], DRAWN)
+    one = replace(SAMPLED, num_generations=1, temperature=0.0)
+    want = [EmbeddedEngine(policy).generate(PROMPTS, sampling) for sampling in (SAMPLED, one)]
+    engine.generate([[5] * 40, *PROMPTS * 2], SAMPLED)
     for _ in range(2):
-        got = [engine.generate(PROMPTS, sampling) for sampling in (DRAWN, one)]
+        got = [engine.generate(PROMPTS, sampling) for sampling in (SAMPLED, one)]
         assert [tokens_of(groups) for groups in got] == [tokens_of(groups) for groups in want]
     first, second = engine._kept.memories.values()
     assert (first.room.members, second.room.members) == (3, 1)
@@ -118,14 +120,14 @@ def test_what_is_kept_lies_in_one_memory():
     stepper = first.stepper
     engine.release()
     assert not engine._kept.memories and not engine._kept._buffers.layers
-    engine.generate(PROMPTS, DRAWN)
+    engine.generate(PROMPTS, SAMPLED)
     assert next(iter(engine._kept.memories.values())).stepper is stepper, "what was compiled serves again"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_static_shapes_draw_the_same(family):
     """What a GPU records, run plainly: rounded shapes, rows without a use, checks every few steps, memory kept."""
-    policy, sampling = policy_of(family), replace(DRAWN, stop_token_ids=(7,))
+    policy, sampling = policy_of(family), replace(SAMPLED, stop_token_ids=(7,))
     want = EmbeddedEngine(policy).generate(PROMPTS * 2, sampling)
     engine = EmbeddedEngine(policy, max_rows=9, static=True)
     got = engine.generate(PROMPTS * 2, sampling)
@@ -141,7 +143,7 @@ def test_static_shapes_draw_the_same(family):
 
 def test_a_call_of_fewer_groups_in_memory_of_more():
     """What an earlier call left in the places of groups and rows that a later one has not is not looked at."""
-    policy, sampling = policy_of("qwen3"), replace(DRAWN, num_generations=3, stop_token_ids=())
+    policy, sampling = policy_of("qwen3"), replace(SAMPLED, num_generations=3, stop_token_ids=())
     engine = EmbeddedEngine(policy, static=True)
     rng = random.Random(0)
     for count, shortest in ((8, 20), (5, 20), (7, 1), (3, 1)):
@@ -155,16 +157,16 @@ def test_numbers_that_were_not_finite_are_not_kept():
     """After an error the static memory is made anew: a NaN in a key would outlast every mask."""
     policy = policy_of("qwen3")
     engine = EmbeddedEngine(policy, static=True)
-    want = engine.generate(PROMPTS, DRAWN)
+    want = engine.generate(PROMPTS, SAMPLED)
     layer = policy.model.layers[0].self_attn.v_proj.weight
     good = layer.detach().clone()
     with torch.no_grad():
         layer.fill_(torch.nan)
     with pytest.raises(VitalSignError):
-        engine.generate(PROMPTS, DRAWN)
+        engine.generate(PROMPTS, SAMPLED)
     with torch.no_grad():
         layer.copy_(good)
-    assert tokens_of(engine.generate(PROMPTS, DRAWN)) == tokens_of(want)
+    assert tokens_of(engine.generate(PROMPTS, SAMPLED)) == tokens_of(want)
 
 
 def recorded(monkeypatch) -> list[Shape]:
@@ -189,7 +191,7 @@ def test_a_recording_is_replayed_with_what_it_was_made_with_only(monkeypatch):
 
     def count() -> int:
         made.clear()
-        engine.generate(PROMPTS, DRAWN)
+        engine.generate(PROMPTS, SAMPLED)
         return len(made)
 
     assert count() and not count()
@@ -205,7 +207,7 @@ def test_a_recording_is_replayed_with_what_it_was_made_with_only(monkeypatch):
     assert count() and not count()
     policy.merge_adapter()
     assert count()
-    engine.generate(PROMPTS, replace(DRAWN, temperature=0.0))
+    engine.generate(PROMPTS, replace(SAMPLED, temperature=0.0))
     assert not count(), "another way of drawing has recordings of its own"
 
 
@@ -216,7 +218,7 @@ def test_one_compilation_serves_every_shape(monkeypatch, n):
     monkeypatch.setattr(matmul, "ONEDNN", False)
     policy, room = policy_of("qwen3", num_hidden_layers=1, layer_types=None), Room(64, 32, n, 32, 64)
     counter = CompileCounterWithBackend("eager")
-    stepper = StaticStepper(policy, replace(DRAWN, num_generations=n), CPU, Recordings(), compiled=False)
+    stepper = StaticStepper(policy, replace(SAMPLED, num_generations=n), CPU, Recordings(), compiled=False)
     stepper.run = torch.compile(stepper.run, dynamic=True, fullgraph=True, backend=counter)
     cache, state = Cache(room, still=True), State.empty(room, CPU)
     with torch.inference_mode():
@@ -230,7 +232,7 @@ def test_one_compilation_serves_every_shape(monkeypatch, n):
 def test_compiled_steps_round_as_single_operations_do(monkeypatch):
     given = {}
     monkeypatch.setattr(torch, "compile", lambda function, **settings: given.update(settings) or function)
-    StaticStepper(policy_of("qwen3"), DRAWN, CPU, Recordings(), compiled=True)
+    StaticStepper(policy_of("qwen3"), SAMPLED, CPU, Recordings(), compiled=True)
     assert given["options"] == {"emulate_precision_casts": True}
     assert "emulate_precision_casts" in torch._inductor.list_options()
 
@@ -238,8 +240,8 @@ def test_compiled_steps_round_as_single_operations_do(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_step_is_compiled_whole(monkeypatch, dtype):
-    """Inductor takes the whole step of a static shape without a break, and what it draws is the trainer's."""
-    policy, sampling = policy_of("qwen3").to(dtype), replace(DRAWN, stop_token_ids=(7,))
+    """Inductor takes the whole step of a static shape without a break, and what it samples is the trainer's."""
+    policy, sampling = policy_of("qwen3").to(dtype), replace(SAMPLED, stop_token_ids=(7,))
     want = EmbeddedEngine(policy, static=True).generate(PROMPTS, sampling)
     init = StaticStepper.__init__
     monkeypatch.setattr(StaticStepper, "__init__", lambda self, *given: init(self, *given[:-1], True))

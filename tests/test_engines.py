@@ -34,7 +34,7 @@ from posttrain.scoring import Scorer
 
 PACKED = [name for name, family in FAMILIES.items() if family.packed and not family.recurrent]  # for every engine
 PROMPTS = [[5, 9, 11, 30, 7], [8, 8, 21], [40, 3, 17, 26, 5, 6, 19, 33, 50, 12, 4], [60], [9, 14, 22, 5, 31, 44]]
-DRAWN = Sampling(temperature=0.8, max_completion_length=14, num_generations=3, stop_token_ids=(7, 19), seed=3)
+SAMPLED = Sampling(temperature=0.8, max_completion_length=14, num_generations=3, stop_token_ids=(7, 19), seed=3)
 
 
 # Heads of 32 dimensions, the least that vLLM has attention for on a CPU; one config for all engines.
@@ -136,26 +136,26 @@ def assert_trainers(policy, prompts, groups, temperature):
 
 def test_the_record(engine_of):
     engine = engine_of(policy_of(), version=4)
-    groups = engine.generate(PROMPTS, DRAWN)
+    groups = engine.generate(PROMPTS, SAMPLED)
     assert [len(group) for group in groups] == [3] * len(PROMPTS)
     reasons = Counter()
     for completion in (completion for group in groups for completion in group):
         assert 1 <= len(completion.tokens) == len(completion.logprobs) <= 14
         assert all(value <= 0 for value in completion.logprobs) and completion.version == 4
-        stops = [token in DRAWN.stop_token_ids for token in completion.tokens]
+        stops = [token in SAMPLED.stop_token_ids for token in completion.tokens]
         assert not any(stops[:-1]) and stops[-1] == (completion.finish_reason == "stop")
         assert stops[-1] or len(completion.tokens) == 14
         reasons[completion.finish_reason] += 1
     assert set(reasons) == {"stop", "length"}, "the prompts should show both ends"
     assert len({tuple(completion.tokens) for completion in groups[0]}) > 1, "completions of a group differ"
-    assert engine.generate([], DRAWN) == []
+    assert engine.generate([], SAMPLED) == []
 
 
 def test_prompts_are_given_as_they_finish(engine_of):
     """Each once, with the completions that the call returns, and the engine's time is shared among them."""
     engine, found = engine_of(policy_of()), []
     began = time.perf_counter()
-    groups = engine.generate(PROMPTS, DRAWN, finished=lambda index, group: found.append((index, list(group))))
+    groups = engine.generate(PROMPTS, SAMPLED, finished=lambda index, group: found.append((index, list(group))))
     spent = time.perf_counter() - began
     assert sorted(index for index, _ in found) == list(range(len(PROMPTS)))
     assert all(groups[index] == group for index, group in found)
@@ -165,23 +165,23 @@ def test_prompts_are_given_as_they_finish(engine_of):
 
 def test_the_same_seed_gives_the_same_text(engine_of):
     engine = engine_of(policy_of())
-    first = engine.generate(PROMPTS, DRAWN)
-    assert engine.generate(PROMPTS, DRAWN) == first
-    assert tokens_of(engine.generate(PROMPTS, replace(DRAWN, seed=4))) != tokens_of(first)
+    first = engine.generate(PROMPTS, SAMPLED)
+    assert engine.generate(PROMPTS, SAMPLED) == first
+    assert tokens_of(engine.generate(PROMPTS, replace(SAMPLED, seed=4))) != tokens_of(first)
 
 
 def test_whatever_else_is_in_the_batch(engine_of):
     engine = engine_of(policy_of("gemma3_text"))
     seeds = [11, 22, 33, 44, 55]
-    together = tokens_of(engine.generate(PROMPTS, DRAWN, seeds=seeds))
+    together = tokens_of(engine.generate(PROMPTS, SAMPLED, seeds=seeds))
     alone = [
-        tokens_of(engine.generate([prompt], DRAWN, seeds=[seed]))[0]
+        tokens_of(engine.generate([prompt], SAMPLED, seeds=[seed]))[0]
         for prompt, seed in zip(PROMPTS, seeds, strict=True)
     ]
     assert alone == together
-    turned = tokens_of(engine.generate(PROMPTS[::-1], DRAWN, seeds=seeds[::-1]))
+    turned = tokens_of(engine.generate(PROMPTS[::-1], SAMPLED, seeds=seeds[::-1]))
     assert turned[::-1] == together
-    fewer = tokens_of(engine.generate(PROMPTS, replace(DRAWN, num_generations=2), seeds=seeds))
+    fewer = tokens_of(engine.generate(PROMPTS, replace(SAMPLED, num_generations=2), seeds=seeds))
     assert fewer == [group[:2] for group in together]
 
 
@@ -191,7 +191,7 @@ def test_engines_agree_while_rows_leave_and_enter(family):
     the trainer's."""
     policy = policy_of(family)
     prompts, limits = PROMPTS * 3, [[1 + (5 * i + 7 * j) % 14 for j in range(3)] for i in range(15)]
-    sampling = replace(DRAWN, stop_token_ids=())
+    sampling = replace(SAMPLED, stop_token_ids=())
     few = EmbeddedEngine(policy, max_rows=7).generate(prompts, sampling, limits=limits)
     assert [[len(completion.tokens) for completion in group] for group in few] == limits
     assert tokens_of(EmbeddedEngine(policy).generate(prompts, sampling, limits=limits)) == tokens_of(few)
@@ -203,7 +203,7 @@ def test_engines_agree_while_rows_leave_and_enter(family):
 
 @pytest.fixture
 def poisoned():
-    """What `torch.empty` and its kin give is NaN."""
+    """What `torch.empty` and its variants give is NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(3).isnan().all()
     yield
@@ -213,7 +213,7 @@ def poisoned():
 @pytest.mark.parametrize("size", [8, 32])
 @pytest.mark.parametrize("rows_step", [1, 4])
 def test_the_cache_widens_while_rows_leave_and_enter(monkeypatch, poisoned, size, rows_step):
-    """Every few columns, with keys number by number and token by token, with idle rows and without; what nobody has
+    """Every few columns, with keys number by number and token by token, with idle rows and without; what nothing has
     written is not looked at."""
     caches = []
 
@@ -230,7 +230,7 @@ def test_the_cache_widens_while_rows_leave_and_enter(monkeypatch, poisoned, size
     policy = policy_of("qwen3", head_dim=size)
     rng = random.Random(1)
     prompts, limits = PROMPTS * 3, [[rng.randrange(1, 40) for _ in range(3)] for _ in range(15)]
-    sampling = replace(DRAWN, stop_token_ids=(), max_completion_length=40)
+    sampling = replace(SAMPLED, stop_token_ids=(), max_completion_length=40)
     for max_rows in (7, 12, 100):
         got = EmbeddedEngine(policy, max_rows=max_rows).generate(prompts, sampling, limits=limits)
         assert [[len(completion.tokens) for completion in group] for group in got] == limits
@@ -315,7 +315,7 @@ def test_attention_to_logits_of_any_size(monkeypatch, size, sharp, push, is_stee
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_logprobs_are_the_trainers(engine_of, family):
     policy = policy_of(family)
-    assert_trainers(policy, PROMPTS, engine_of(policy).generate(PROMPTS, DRAWN), DRAWN.temperature)
+    assert_trainers(policy, PROMPTS, engine_of(policy).generate(PROMPTS, SAMPLED), SAMPLED.temperature)
 
 
 @pytest.mark.parametrize("family", PACKED)
@@ -335,7 +335,7 @@ def test_families_that_are_not_packed_or_recurrent(family):
     policy, reference = policy_of(family), make(family)
     with pytest.raises(ModelError, match=r"rollout\.engine: transformers"):
         EmbeddedEngine(policy)
-    groups = TransformersEngine(policy).generate(PROMPTS, replace(DRAWN, temperature=0.0, num_generations=1))
+    groups = TransformersEngine(policy).generate(PROMPTS, replace(SAMPLED, temperature=0.0, num_generations=1))
     for prompt, [completion] in zip(PROMPTS, groups, strict=True):
         logits = reference(torch.tensor([prompt + completion.tokens])).logits[0, len(prompt) - 1 : -1]
         assert completion.tokens == logits.argmax(-1).tolist()
@@ -344,15 +344,15 @@ def test_families_that_are_not_packed_or_recurrent(family):
 def test_new_weights_change_output_and_version(engine_of):
     policy = policy_of()
     engine = engine_of(policy)
-    before = engine.generate(PROMPTS, DRAWN)
+    before = engine.generate(PROMPTS, SAMPLED)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     engine.load(policy, version=1)
-    after = engine.generate(PROMPTS, DRAWN)
+    after = engine.generate(PROMPTS, SAMPLED)
     assert {completion.version for group in after for completion in group} == {1}
     assert tokens_of(after) != tokens_of(before)
-    assert_trainers(policy, PROMPTS, after, DRAWN.temperature)
+    assert_trainers(policy, PROMPTS, after, SAMPLED.temperature)
 
 
 def test_a_prompt_is_prefilled_once_and_finished_rows_cost_nothing(monkeypatch):
@@ -360,9 +360,9 @@ def test_a_prompt_is_prefilled_once_and_finished_rows_cost_nothing(monkeypatch):
     monkeypatch.setattr("posttrain.engines.generation.width_step", lambda device, budget: None)
     policy, fed = policy_of(), []
     policy.get_input_embeddings().register_forward_hook(lambda module, given, out: fed.append(given[0].numel()))
-    groups = EmbeddedEngine(policy, max_rows=8).generate(PROMPTS, replace(DRAWN, num_generations=4))
-    drawn = [len(completion.tokens) for group in groups for completion in group]
-    assert sum(fed) == sum(map(len, PROMPTS)) + sum(drawn) - len(drawn)
+    groups = EmbeddedEngine(policy, max_rows=8).generate(PROMPTS, replace(SAMPLED, num_generations=4))
+    sampled = [len(completion.tokens) for group in groups for completion in group]
+    assert sum(fed) == sum(map(len, PROMPTS)) + sum(sampled) - len(sampled)
 
 
 @pytest.mark.parametrize(
@@ -387,9 +387,9 @@ def test_filters_are_transformers_warpers(filters):
 
 
 def test_logprobs_are_of_the_processed_distribution(engine_of):
-    """With filters they are those of the tokens left, renormalised, and no other token is drawn."""
+    """With filters they are those of the tokens left, renormalised, and no other token is sampled."""
     policy = policy_of()
-    sampling = replace(DRAWN, top_k=6, top_p=0.9, min_p=0.02, stop_token_ids=())
+    sampling = replace(SAMPLED, top_k=6, top_p=0.9, min_p=0.02, stop_token_ids=())
     groups = engine_of(policy).generate(PROMPTS, sampling)
     reference = make("qwen3")
     for prompt, group in zip(PROMPTS, groups, strict=True):
@@ -426,7 +426,7 @@ def test_tokens_come_as_often_as_they_are_likely(engine_of):
     freedom = int(common.sum())
     print(f"chi-square {chi2:.1f} with {freedom} degrees of freedom")
     assert freedom >= 5 and chi2 < freedom + 5 * math.sqrt(2 * freedom)
-    # The second token is drawn anew: completions that begin alike go on differently.
+    # The second token is sampled anew: completions that begin alike continue differently.
     starts = Counter(completion.tokens[0] for completion in group)
     likeliest = starts.most_common(1)[0][0]
     assert len({completion.tokens[1] for completion in group if completion.tokens[0] == likeliest}) > 3
@@ -435,7 +435,7 @@ def test_tokens_come_as_often_as_they_are_likely(engine_of):
 def test_stop_texts(engine_of, shared):
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "minimind6400")
     policy = policy_of(vocab_size=len(tokenizer))
-    free = replace(DRAWN, stop_token_ids=(), max_completion_length=20, num_generations=2)
+    free = replace(SAMPLED, stop_token_ids=(), max_completion_length=20, num_generations=2)
     engine = engine_of(policy, tokenizer=tokenizer)
     whole = engine.generate(PROMPTS, free)
     pairs = [tokenizer.decode(whole[0][0].tokens[start : start + 2]) for start in range(3, 15)]
@@ -454,24 +454,24 @@ def test_stop_texts(engine_of, shared):
 
 
 def test_adapters_on_and_off(engine_of):
-    base = tokens_of(engine_of(policy_of()).generate(PROMPTS, DRAWN))
+    base = tokens_of(engine_of(policy_of()).generate(PROMPTS, SAMPLED))
     policy = with_lora(policy_of())
     engine = engine_of(policy)
-    policy.train()  # as a recipe may leave it: dropout is off while the engine draws, and on again afterwards
-    adapted = engine.generate(PROMPTS, DRAWN)
+    policy.train()  # as a recipe may leave it: dropout is off while the engine samples, and on again afterwards
+    adapted = engine.generate(PROMPTS, SAMPLED)
     assert all(module.training for module in policy.modules())
     policy.eval()
     assert tokens_of(adapted) != base
-    assert_trainers(policy, PROMPTS, adapted, DRAWN.temperature)
+    assert_trainers(policy, PROMPTS, adapted, SAMPLED.temperature)
     with policy.disable_adapter():
-        assert tokens_of(engine.generate(PROMPTS, DRAWN)) == base
+        assert tokens_of(engine.generate(PROMPTS, SAMPLED)) == base
     assert base_of(policy).config._attn_implementation == "packed"
 
 
 def test_limits_of_positions(engine_of):
     """A completion ends where the model's positions do; a prompt that leaves none is named."""
     engine = engine_of(policy_of("gpt2", n_positions=16))
-    sampling = replace(DRAWN, stop_token_ids=(), num_generations=1, max_completion_length=12)
+    sampling = replace(SAMPLED, stop_token_ids=(), num_generations=1, max_completion_length=12)
     groups = engine.generate([[3] * 10, [4] * 3, [5] * 16], sampling)
     assert [len(group[0].tokens) for group in groups] == [7, 12, 1]
     with pytest.raises(DataError, match=r"prompt 1 has 17 tokens and the model 16 positions.*max_prompt_length"):
@@ -481,14 +481,14 @@ def test_limits_of_positions(engine_of):
 @pytest.mark.parametrize(("prompt", "message"), [([], "prompt 1 is empty"), ([3, VOCAB], f"token id {VOCAB}.*another")])
 def test_bad_prompts_are_named(engine_of, prompt, message):
     with pytest.raises(DataError, match=message):
-        engine_of(policy_of()).generate([[3], prompt], DRAWN)
+        engine_of(policy_of()).generate([[3], prompt], SAMPLED)
 
 
 def test_weights_that_are_not_finite(engine_of):
     policy = policy_of()
     policy.lm_head.weight.data[5] = math.nan
     with pytest.raises(VitalSignError, match="not finite"):
-        engine_of(policy).generate(PROMPTS, DRAWN)
+        engine_of(policy).generate(PROMPTS, SAMPLED)
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_packed_equals_one_by_one(family):
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_padding_of_a_pack_and_of_what_is_read_changes_nothing(family):
-    """Packs are padded to a few widths, and the last layer goes on with a multiple of READ_STEP tokens."""
+    """Packs are padded to a few widths, and the last layer continues with a multiple of READ_STEP tokens."""
     examples = [example for seed in range(3) for example in forest(seed)]
     model = make(family)
     model.set_attn_implementation("packed")

@@ -1,4 +1,4 @@
-"""Evaluation by generation: completions of the validation prompts, drawn and rewarded, whatever the method."""
+"""Evaluation by generation: completions of the validation prompts, sampled and rewarded, whatever the method."""
 
 import json
 from contextlib import closing
@@ -197,7 +197,7 @@ def test_evaluation_has_stop_texts_of_its_own(sums_home, data, tmp_path):
 
 
 def test_the_prompts_are_those_that_were_held_out(sums_home, data, tmp_path, caplog):
-    """The same rows as the set that the loss is measured on; what leaves no room is left out, and said."""
+    """The same rows as the set that the loss is measured on; rows that leave no room are dropped with a warning."""
     file = tmp_path / "config.json"
     sections = {
         "model": str(sums_home / "model"),

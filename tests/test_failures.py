@@ -48,7 +48,7 @@ def at_call(monkeypatch, owner, name: str, number: int, error: BaseException):
     monkeypatch.setattr(owner, name, fails)
 
 
-# --- methods that draw nothing --------------------------------------------------------------------------------------
+# --- methods that sample nothing -----------------------------------------------------------------------------------
 
 
 def sft_sections(shared, scratch_model) -> dict:
@@ -92,7 +92,7 @@ def test_a_run_that_fails_saves_its_last_finished_step(tmp_path, shared, scratch
     assert_same_run(whole, run)
 
 
-# --- methods that draw completions ----------------------------------------------------------------------------------
+# --- methods that sample completions -------------------------------------------------------------------------------
 
 
 def stored(folder) -> dict[str, list]:
@@ -318,7 +318,7 @@ def test_a_command_that_only_shows_ends_with_its_reader(tmp_path, monkeypatch):
 
 
 def test_a_failure_before_the_first_step_leaves_the_folder_free(sums_home, tmp_path, monkeypatch):
-    """What the run had begun to write, its rollouts among it, does not count."""
+    """What the run had started to write, its rollouts among it, does not count."""
     with monkeypatch.context() as patch:
         at_call(patch, sums, "exact", 1, ValueError("no"))
         with pytest.raises(RewardError):

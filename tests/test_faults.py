@@ -341,7 +341,7 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path, shared, scratch_model, monkeyp
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_long_step_is_given_up_for_a_signal(tmp_path, shared, scratch_model, monkeypatch, step):
-    """As if it had never begun: generators too. Before the first step there is nothing to save."""
+    """As if it had never started: generators too. Before the first step there is nothing to save."""
     sections = settings(shared, scratch_model, "sft", max_steps=5)
     sections |= {"evaluation": {"eval_steps": -1}, "checkpoint": {"save_steps": 10, "save_total_limit": None}}
     sections["training"]["tokens_per_pack"] = sections["data"]["max_length"] = 200
@@ -370,12 +370,12 @@ def test_a_long_step_is_given_up_for_a_signal(tmp_path, shared, scratch_model, m
     assert_same_run(tmp_path / "whole/run", tmp_path / "cut/run")
 
 
-def command(arguments: list[str], log: str, begun: str) -> None:
+def command(arguments: list[str], log: str, started: str) -> None:
     """A process that runs posttrain, as the shell would."""
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    Path(begun).touch()
+    Path(started).touch()
     raise SystemExit(main(arguments))
 
 
@@ -409,10 +409,10 @@ def test_signals_in_any_phase(tmp_path, shared, scratch_model):
     while len(ended) < 16:
         arguments = ["train", str(folder / "config.json")]
         arguments += ["--resume"] if (folder / "run/run.json").exists() else []
-        begun = folder / f"begun-{len(ended)}"
-        process = context.Process(target=command, args=(arguments, str(folder / "log"), str(begun)))
+        started = folder / f"started-{len(ended)}"
+        process = context.Process(target=command, args=(arguments, str(folder / "log"), str(started)))
         process.start()
-        while not begun.exists() and process.is_alive():  # what comes before is not posttrain's
+        while not started.exists() and process.is_alive():  # what comes before is not posttrain's
             time.sleep(0.01)
         process.join(generator.uniform(0.1, 3.0))
         if process.exitcode is not None:

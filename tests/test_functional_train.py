@@ -147,7 +147,7 @@ def test_a_missing_argument_is_named(loss_type, missing):
     given = {
         name: value for name, value in (given | {"raw_rewards": torch.ones(2, 1)}).items() if name in NEEDS[loss_type]
     }
-    pf.compute_policy_gradient_loss(log_probs, loss_type, **given)  # what it does not need may be left out
+    pf.compute_policy_gradient_loss(log_probs, loss_type, **given)  # what it does not need may be omitted
     with pytest.raises(ValueError, match=f"{loss_type} needs {missing}"):
         pf.compute_policy_gradient_loss(log_probs, loss_type, **given | {missing: None})
     with pytest.raises(ValueError, match=f"{loss_type} needs {missing}"):

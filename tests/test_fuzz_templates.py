@@ -77,7 +77,7 @@ def test_any_template_ends_within_its_limits(hurried, template, messages, tools,
 
 # --- conversations ----------------------------------------------------------------------------------------------------
 
-# What the user says has capitals and digits; what the assistant says has none: each is told by its letters.
+# What the user says has capitals and digits; what the assistant says has none: letters identify each.
 ASKED = st.text("ABCXYZ0189 \n.?!é字", min_size=1, max_size=12)
 SAID = st.text("abcxyz \n.,;'é字😀ß\u200b\u2028\t<>|_", min_size=1, max_size=14).filter(str.strip)
 KINDS = [

@@ -214,13 +214,13 @@ def test_a_lost_card_is_left_to_a_new_process(run, cases_of, monkeypatch):
     def lost(setup):
         raise CardLostError("CUDA error: an illegal memory access was encountered")
 
-    begun = []
+    started = []
     monkeypatch.setattr(common, "check_card", lost)
-    monkeypatch.setattr(kit.os, "execv", lambda program, arguments: begun.append(arguments) or fails(SystemExit(9)))
+    monkeypatch.setattr(kit.os, "execv", lambda program, arguments: started.append(arguments) or fails(SystemExit(9)))
     cases_of("right", Case("bad", partial(fails, RuntimeError("CUDA error"))), Case("next", lambda: {}))
     with pytest.raises(SystemExit):
         run("right")
-    assert begun[0][1:4] == ["-m", "benchmarks.gpu", "right"] and begun[0][-1] == "--continue"
+    assert started[0][1:4] == ["-m", "benchmarks.gpu", "right"] and started[0][-1] == "--continue"
     _, written, _ = run("right", "--continue")
     assert outcomes(written["right"]) == {"bad": "failed: RuntimeError: CUDA error", "next": "ok"}
 

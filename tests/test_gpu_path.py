@@ -138,7 +138,7 @@ def test_sums_of_neighbours_where_pytorch_has_none(monkeypatch):
 
 
 def test_an_evaluation_keeps_no_memory():
-    """It may draw more at a time than a step, for which the estimate has room beside an update."""
+    """It may sample more at a time than a step, for which the estimate has room beside an update."""
     released = []
     sample = SimpleNamespace(evaluation={}, engine=SimpleNamespace(release=lambda: released.append(True)))
     loop_of = SimpleNamespace(evaluate_by=lambda measure: released.clear())

@@ -411,7 +411,7 @@ def test_no_worker_outlives_a_program_that_ends_in_peace():
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process is there and no zombie that nobody has collected."""
+    """Whether a process is there and no zombie that no process has collected."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -77,18 +77,18 @@ def test_the_name_of_an_argument_is_no_flag(capsys):
 
 def test_every_name_is_answered_as_key_and_as_flag():
     for name in [*HINTS, *(alias for aliases in ALIASES.values() for alias in aliases)]:
-        told = hint(name)
-        assert told is not None and f"{name} is not a setting; {told}" in refused(f"{name}=1")
+        advice = hint(name)
+        assert advice is not None and f"{name} is not a setting; {advice}" in refused(f"{name}=1")
         flag = name.replace("_", "-")
         if flag not in short_names().values():  # `--kl-coef` is one of ours
-            with pytest.raises(UsageError, match=re.escape(told)):
+            with pytest.raises(UsageError, match=re.escape(advice)):
                 plain([f"--{flag}"], set())
 
 
 def test_hints_name_settings_that_exist():
     sections = r"model|method|data|training|evaluation|checkpoint|tracking|devices|rollout"
-    for name, told in HINTS.items():
-        for path in re.findall(rf"\b((?:{sections})\.[a-z_.0-9]*[a-z_0-9])", told):
+    for name, advice in HINTS.items():
+        for path in re.findall(rf"\b((?:{sections})\.[a-z_.0-9]*[a-z_0-9])", advice):
             assert path in PATHS, f"{name}: {path}"
 
 

@@ -1,4 +1,4 @@
-"""The hub's library is told at once where there is no network, and only then."""
+"""The hub's library stays offline at once where there is no network, and only then."""
 
 import socket
 

@@ -464,11 +464,11 @@ def test_ifevals_instructions_are_checked(shared, tmp_path):
     ]
     asked = [{**row, "key": n} for n, row in enumerate([comma, comma, lower, lower, counted])]
     answers.append(("One. Two. Three.", "bad_gold"))
-    told = [{**row, "completions": text} for row, (text, _) in zip(asked, answers, strict=True)]
-    file = tmp_path / "told.jsonl"
-    for number, row in enumerate(told):
+    recorded = [{**row, "completions": text} for row, (text, _) in zip(asked, answers, strict=True)]
+    file = tmp_path / "recorded.jsonl"
+    for number, row in enumerate(recorded):
         row["prompt"] = f"{number} {row['prompt']}"  # completions are matched by their questions
-    file.write_text("".join(json.dumps(row) + "\n" for row in told))
+    file.write_text("".join(json.dumps(row) + "\n" for row in recorded))
     assert main(["eval", str(file), "--suite", "ifeval", "--data", str(file), "-o", str(tmp_path / "e")]) == 0
     found = read_answers(tmp_path / "e")
     assert [answer.verdict for answer in found] == [verdict for _, verdict in answers]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_engines import DRAWN, PROMPTS, assert_trainers, policy_of, tokens_of
+from test_engines import PROMPTS, SAMPLED, assert_trainers, policy_of, tokens_of
 from test_equivalence import assert_close_gradients, forest, gradients, make
 
 from posttrain.batch import pack
@@ -215,7 +215,7 @@ def test_attention_of_new_tokens(monkeypatch, size, heads, each, window, softcap
 def test_completions_by_kernels_are_the_trainers():
     """Static shapes, as a GPU has them: the same tokens, and log-probabilities that the trainer has."""
     policy = policy_of("qwen3", num_hidden_layers=1, layer_types=None)
-    sampling, prompts = replace(DRAWN, max_completion_length=6), PROMPTS[:3]
+    sampling, prompts = replace(SAMPLED, max_completion_length=6), PROMPTS[:3]
     want = EmbeddedEngine(policy).generate(prompts, sampling)
     lean(policy, Kernels.of(layers))
     kernels.switch_on(policy)

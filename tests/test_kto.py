@@ -30,7 +30,7 @@ def loss_of(logratio, loss_type: str, desirable=DESIRABLE, **changed) -> torch.T
 
 # --- by hand --------------------------------------------------------------------------------------------------------
 
-# β c = 1, −½ (desirable), ¼, −1.5 (undesirable); held against ¼ but for APO
+# β c = 1, −½ (desirable), ¼, −1.5 (undesirable); compared with ¼ but for APO
 BY_HAND = {
     "kto": [1 - sig(0.75), 1 - sig(-0.75), 1 - sig(0.0), 1 - sig(1.75)],
     "bco": [-math.log(sig(0.75)), -math.log(sig(-0.75)), -math.log(sig(0.0)), -math.log(sig(1.75))],

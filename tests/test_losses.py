@@ -160,14 +160,14 @@ BETA = 0.3
 
 
 def expected_loss_gradient(name: str, theta: Tensor, ref: Tensor, weight: Tensor, wins: Tensor) -> Tensor:
-    """Gradient of E loss over all ordered pairs of responses: drawn i, j ~ `weight`, i preferred with `wins[i, j]`."""
+    """Gradient of E loss over all ordered pairs of responses: i, j ~ `weight`, i preferred with `wins[i, j]`."""
     i, j = (
         index.flatten() for index in torch.meshgrid(torch.arange(RESPONSES), torch.arange(RESPONSES), indexing="ij")
     )
     policy, ones = torch.log_softmax(theta, 0), torch.ones(RESPONSES**2)
     pairs = Pairs(policy[i], policy[j], ref[i], ref[j], ones, ones)
     loss_P = loss_of(pairs, name, beta=BETA, label_smoothing=0.0)
-    # The entry (i, j) is the event that i and j were drawn and i preferred; (j, i) is the other label.
+    # The entry (i, j) is the event that i and j were sampled and i preferred; (j, i) is the other label.
     expectation = (weight[i] * weight[j] * wins[i, j] * loss_P).sum()
     return torch.autograd.grad(expectation, theta)[0]
 
@@ -192,7 +192,7 @@ def test_dpo_is_stationary_at_the_rlhf_optimum(tiny):
 
 
 def test_ipo_is_stationary_at_its_optimum(tiny):
-    """π* ∝ π_ref exp(p(y ≻ μ) / τ), p(y ≻ μ) the chance to beat a response drawn from μ (arXiv 2310.12036, eq. 7)."""
+    """π* ∝ π_ref exp(p(y ≻ μ) / τ), p(y ≻ μ) the chance to beat a response sampled from μ (arXiv 2310.12036, eq. 7)."""
     ref, weight, _, wins = tiny
     optimum = (ref + wins @ weight / BETA).requires_grad_()
     assert expected_loss_gradient("ipo", optimum, ref, weight, wins).abs().max() < 1e-12

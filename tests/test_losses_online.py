@@ -56,12 +56,12 @@ def true_gradient(logits: torch.Tensor, reward_S: torch.Tensor = REWARD_S) -> to
     return gradient
 
 
-def of_samples(loss_of, logits: torch.Tensor, drawn: int = 1) -> torch.Tensor:
-    """The mean over all draws of `drawn` completions of the gradient of `loss_of(log-probabilities, which)`."""
+def of_samples(loss_of, logits: torch.Tensor, count: int = 1) -> torch.Tensor:
+    """The mean over all samples of `count` completions of the gradient of `loss_of(log-probabilities, which)`."""
     total = torch.zeros_like(logits)
     weight = logprobs(logits).detach().sum(1).exp()
-    for draw in product(range(9), repeat=drawn):
-        which = torch.tensor(draw)
+    for sample in product(range(9), repeat=count):
+        which = torch.tensor(sample)
         (gradient,) = torch.autograd.grad(loss_of(logprobs(logits)[which], which), logits)
         total += weight[which].prod() * gradient
     return total

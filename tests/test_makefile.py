@@ -28,7 +28,7 @@ def clone(tmp_path):
 
 
 def installed(clone, target):
-    """What a dry run of the target would give to pip, torch's exact version and pip itself left out."""
+    """What a dry run of the target would give to pip, without torch's exact version and pip itself."""
     done = subprocess.run(["make", "-n", target], cwd=clone, capture_output=True, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if " -e " in line and "build/vllm" not in line]
     assert all(" -c constraints.txt " in line for line in lines)

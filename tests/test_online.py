@@ -1,5 +1,6 @@
-"""Methods that draw completions, through the settings a user writes: they learn, resume to the bit, and refuse what is
-wrong. The task is that of benchmarks/sums.py: a model taught to add, then weakened; a reward of 1 for the right sum."""
+"""Methods that sample completions, through the settings a user writes: they learn, resume to the bit, and refuse what
+is wrong. The task is that of benchmarks/sums.py: a model taught to add, then weakened; a reward of 1 for the right
+sum."""
 
 import json
 import math
@@ -51,7 +52,7 @@ def train(sums_home, tmp_path, method, *overrides, resume=False, **sections):
     tmp_path.mkdir(exist_ok=True)
     file = tmp_path / "config.json"
     settings |= sections
-    if not settings["rewards"]:  # then nothing reads how completions are drawn
+    if not settings["rewards"]:  # then nothing reads how completions are sampled
         del settings["rollout"]
     file.write_text(json.dumps(settings))
     assert runner.train(load(file, overrides).config, resume=resume) == 0
@@ -297,7 +298,7 @@ asked = []
 
 
 def late_at_first(completions, **_columns):
-    """Beyond its deadline at the first two calls: those of step 1, whose groups are drawn again."""
+    """Beyond its deadline at the first two calls: those of step 1, whose groups are sampled again."""
     asked.append(len(completions))
     time.sleep(0.5 if len(asked) <= 2 else 0)
     return [float(len(text)) for text in completions]
@@ -371,7 +372,7 @@ def test_minibatches_are_whole_groups_and_count_what_is_masked():
 
 
 def test_groups_without_spread_teach_nothing_and_raise_an_alarm(sums_home, tmp_path):
-    """Equal rewards: no gradient but the KL's, which is 0 at the start; drawn again as often as was asked."""
+    """Equal rewards: no gradient but the KL's, which is 0 at the start; sampled again as often as was asked."""
     rewards = [{"type": "python", "function": "test_online:equal"}]
     first, second = lines(train(sums_home, tmp_path, {"resampling_rounds": 2, "beta": 0.0}, rewards=rewards))
     assert first["frac_reward_zero_std"] == 1 and first["resampled_groups"] == 16 and second["alarms/no_spread"] == 2

@@ -153,12 +153,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(kind, bad):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_gradients_that_are_forgotten_leave_no_trace(kind):
-    """A step that is not taken: the next is as if it had never been begun."""
+    """A step that is not taken: the next is as if it had never started."""
     results = []
-    for begun in (True, False):
+    for started in (True, False):
         model = large_model()
         optimizer = OPTIMIZERS[kind](model, torch.bfloat16)
-        if begun:
+        if started:
             backward_large(model, 7)
             optimizer.forget()
         backward_large(model, 0)

@@ -375,7 +375,7 @@ def test_resuming_many_models_starts_those_never_reached(tmp_path, shared, scrat
 
 
 def test_each_method_has_its_own_settings_that_lower_memory(tmp_path):
-    """A method without completions of its own is not told to shorten them; what is set already is not advised."""
+    """A method without completions of its own is not advised to shorten them; what is set already is not advised."""
 
     def advice(method, **sections):
         settings = {"model": "m", "method": method, "data": {"source": "rows.jsonl"}, **sections}
@@ -426,7 +426,7 @@ def test_a_reward_model_learns_that_ties_are_even(tmp_path, shared):
     print(found)
     (even, accuracy, margin), (apart, _, other) = found[True], found[False]
     assert even[-1] > 0.55 > apart[-1] and other[-1] > margin[-1]
-    assert set(accuracy) <= {0.0, 1.0}  # of the one pair that is told apart
+    assert set(accuracy) <= {0.0, 1.0}  # of the one pair that is not a tie
 
 
 def test_pad_token_of_a_reward_model_leaves_the_tokenizer_as_it_was(shared):

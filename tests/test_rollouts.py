@@ -209,8 +209,8 @@ def test_regraded_rewards_are_told_what_the_prompt_opened(tmp_path, shared, open
     tokens = np.asarray(tokenizer("A question. <think>\n" if opens else "A question.").input_ids)
     prompt = {"tokens": tokens, "facts": {"prompt": "A question.", "answer": "2", "columns": {}}}
     one = {"tokens": np.asarray([5, 6]), "completion": "so </think> 2", "finish_reason": "length", "version": 0}
-    told = _completion(prompt, one, tokenizer)
-    assert (told.text, told.thinking, told.truncated, told.answer) == ("so </think> 2", opens, True, "2")
+    found = _completion(prompt, one, tokenizer)
+    assert (found.text, found.thinking, found.truncated, found.answer) == ("so </think> 2", opens, True, "2")
     assert not _completion(prompt, one, None).thinking
 
 
@@ -218,7 +218,7 @@ SUMMARY = r"(\d+) of (\d+) advantages change their sign; besides, (\d+) become 0
 
 
 def test_advantages_under_other_rewards():
-    """PPO's from stored values and returns are those that GAE gives; sign changes are told from those to and from 0."""
+    """PPO's from stored values and returns are those that GAE gives; changes to and from 0 are counted apart."""
     torch.manual_seed(0)
     method = PPOMethod(gamma=0.9, lam=0.7)
     lengths, rewards, others = [3, 1, 2], torch.tensor([1.0, 0.0, 2.0]), [0.0, 3.0, 2.0]

@@ -45,7 +45,7 @@ def seen(app: RunsApp) -> list[str]:
     return [row.name for row in app.shown]
 
 
-def told(app: RunsApp) -> str:
+def message_of(app: RunsApp) -> str:
     return " | ".join(notice.message for notice in app._notifications)
 
 
@@ -119,12 +119,12 @@ def test_tags_note_and_name(folder):
         await pilot.press("t")
         await pilot.pause()
         await typed(pilot, "no/good\x1b")
-        assert "is no tag" in told(app) and read_notes(folder / "judge").tags == ("keep", "paper")
+        assert "is no tag" in message_of(app) and read_notes(folder / "judge").tags == ("keep", "paper")
         for name, message in (("../x", "cannot name a run"), ("critic", "mended 2 files")):
             await pilot.press("r")
             await pilot.pause()
             await typed(pilot, name)
-            assert message in told(app), name
+            assert message in message_of(app), name
         assert seen(app).count("critic") == 1 and "runs/critic/final" in (folder / "policy/config.yaml").read_text()
 
     drive(folder, steps)
@@ -135,10 +135,10 @@ def test_delete_prune_and_snapshot(folder):
         await on(app, pilot, "judge")
         await pilot.press("s")
         await settled(app, pilot)
-        assert len(snapshots_of(folder)) == 1 and "snapshot: judge-" in told(app)
+        assert len(snapshots_of(folder)) == 1 and "snapshot: judge-" in message_of(app)
         await pilot.press("d")
         await pilot.pause()
-        assert "needed by 1 other run" in told(app) and not isinstance(app.screen, Confirmed)
+        assert "needed by 1 other run" in message_of(app) and not isinstance(app.screen, Confirmed)
         for answer, left in (("n", 3), ("y", 1)):
             await pilot.press("p")
             await settled(app, pilot, lambda: isinstance(app.screen, Confirmed))
@@ -148,7 +148,7 @@ def test_delete_prune_and_snapshot(folder):
             assert len(checkpoints(folder / "judge")) == left
         await pilot.press("p")
         await settled(app, pilot)
-        assert "nothing to prune" in told(app)
+        assert "nothing to prune" in message_of(app)
         await on(app, pilot, "policy")
         for answer, left in (("enter", 3), ("y", 2)):
             await pilot.press("d")
@@ -156,7 +156,7 @@ def test_delete_prune_and_snapshot(folder):
             await pilot.press(answer)
             await pilot.pause()
             assert len(find_runs(folder)) == left and len(app.shown) == left
-        assert "deleted policy" in told(app)
+        assert "deleted policy" in message_of(app)
 
     drive(folder, steps)
 
@@ -173,7 +173,7 @@ def test_a_run_in_progress_is_not_touched(folder):
                 if key == "d":
                     await pilot.press("y")
                     await pilot.pause()
-            assert told(app).count("is in use by process") == 2 and not snapshots_of(folder)
+            assert message_of(app).count("is in use by process") == 2 and not snapshots_of(folder)
         assert (folder / "policy/final").is_dir()
 
     drive(folder, steps)

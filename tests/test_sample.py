@@ -89,12 +89,12 @@ def test_the_text_and_the_rewards_are_those_of_training(scratch_model, tmp_path,
         trained = {prompts[one["prompt_index"]]: (one["completion"], one["reward"]) for one in stored.rollouts(1)}
     shown = []
     monkeypatch.setattr(
-        "posttrain.inspection.sample.show_completions", lambda drawn, show, console: shown.append(drawn)
+        "posttrain.inspection.sample.show_completions", lambda sampled, show, console: shown.append(sampled)
     )
     asked = [str(scratch_model), "--config", "a.yaml", "--prompts", "2", "-n", "2"]
     assert main(["sample", *asked, "--stage", "one"]) == 0
-    [drawn] = shown[0].values()
-    assert {one.prompt.row: (one.texts[0], pytest.approx(one.rewards[0])) for one in drawn} == trained
+    [sampled] = shown[0].values()
+    assert {one.prompt.row: (one.texts[0], pytest.approx(one.rewards[0])) for one in sampled} == trained
     assert main(["sample", *asked]) == 2 and main(["sample", "runs/r", "--stage", "one", "--prompts", "1"]) == 0
     assert main(["sample", "runs/r"]) == 1
     assert "runs/r contains no model, but 1 run: name one, such as runs/r/one" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from posttrain.training.stopping import GivenUpError, LeaveAtOnceError, Stop
 
 
 class Signalled:
-    """An object in whose destructor a signal arrives: what its handler raises there reaches nobody."""
+    """An object in whose destructor a signal arrives: what its handler raises there is dropped."""
 
     def __init__(self, number: int):
         self.number = number

@@ -513,7 +513,7 @@ def test_recorded_completions_that_change(tmp_path, caplog):
 
 
 def test_a_judge_that_fails_loses_no_stored_answer(stories, tmp_path, monkeypatch):
-    """What was graded before stays, and the evaluation goes on with the function mended; None is no score."""
+    """What was graded before stays, and the evaluation resumes with the mended function; None is no score."""
     monkeypatch.setattr(running, "ANSWERS_AT_ONCE", 4)
     (tmp_path / "frail_judge.py").write_text(
         "fail = True\n"
@@ -693,7 +693,7 @@ def test_verifiers_are_compared(shared, tmp_path):
 
 
 def test_tables_fit_a_terminal(capsys, monkeypatch):
-    """Two runs of one name are told apart; many groups have a table of their own."""
+    """Two runs of one name are distinguished; many groups have a table of their own."""
     monkeypatch.setenv("COLUMNS", "80")
     suite = {
         "suite": "mmlu", "setting": "", "value": 0.5, "low": 0.4, "high": 0.6, "graded": 57, "answers": 60, "tokens": 9,

@@ -1,6 +1,6 @@
 """Whole GRPO runs beside TRL 1.16: from the same completions come the same rewards, gradients and model.
 
-posttrain draws; TRL is given what was drawn, in place of its own `generate`.
+posttrain samples; TRL is given the completions, in place of its own `generate`.
 """
 
 import json
@@ -38,12 +38,12 @@ def letters(completions, **_columns) -> list[float]:
 
 
 def train_ours(folder, model, prompts: list[str], monkeypatch, training=None, **method):
-    """The run folder, and for each step the prompts' tokens and what was drawn for them."""
-    drawn, generate = [], EmbeddedEngine.generate
+    """The run folder, and for each step the prompts' tokens and the completions sampled for them."""
+    sampled, generate = [], EmbeddedEngine.generate
 
     def recorded(self, asked, *arguments, **named):
         groups = generate(self, asked, *arguments, **named)
-        drawn.append((asked, groups))
+        sampled.append((asked, groups))
         return groups
 
     monkeypatch.setattr(EmbeddedEngine, "generate", recorded)
@@ -79,10 +79,10 @@ def train_ours(folder, model, prompts: list[str], monkeypatch, training=None, **
     file = folder / "ours.json"
     file.write_text(json.dumps(settings))
     assert runner.train(load(file).config) == 0
-    return folder / "ours", drawn
+    return folder / "ours", sampled
 
 
-def train_trl(folder, model, prompts: list[str], drawn, updates: int, **method):
+def train_trl(folder, model, prompts: list[str], sampled, updates: int, **method):
     config = trl.GRPOConfig(
         output_dir=str(folder / "trl"),
         per_device_train_batch_size=PROMPTS * GROUP,
@@ -98,7 +98,7 @@ def train_trl(folder, model, prompts: list[str], drawn, updates: int, **method):
     )
     rows = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
     trainer = trl.GRPOTrainer(str(model), letters, args=config, train_dataset=rows)
-    coming = iter(drawn)
+    coming = iter(sampled)
 
     def replayed(input_ids, attention_mask, **_unused):
         asked, groups = next(coming)
@@ -130,9 +130,9 @@ def assert_same_weights(start, ours, theirs: dict[str, torch.Tensor]) -> None:
 def test_grpo_equals_trl(tmp_path, shared, scratch_model, monkeypatch, variant):
     method, differently = VARIANTS[variant]
     prompts = [row["prompt"][-120:] for row in pairs(shared, PROMPTS * STEPS)]
-    folder, drawn = train_ours(tmp_path, scratch_model, prompts, monkeypatch, **method)
+    folder, sampled = train_ours(tmp_path, scratch_model, prompts, monkeypatch, **method)
     updates = method.get("num_iterations", 1)
-    theirs, log = train_trl(tmp_path, scratch_model, prompts, drawn, updates, **(method | differently))
+    theirs, log = train_trl(tmp_path, scratch_model, prompts, sampled, updates, **(method | differently))
 
     ours = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["reward"] for line in ours] == pytest.approx([line["reward"] for line in log[::updates]], abs=1e-6)

@@ -1,7 +1,7 @@
 """A whole PPO run beside that of TRL 1.12, which had PPO last: from the same completions comes the same model.
 
 All completions are of one length: after a shorter one TRL gives the reward to the padding behind it, and so counts the
-value of a token that nobody drew; the algorithms are the same for all that comes before.
+value of a token that was never sampled; the algorithms are the same for all that comes before.
 """
 
 import json
@@ -40,11 +40,11 @@ def test_ppo_equals_trl(tmp_path, shared, scratch_model, monkeypatch, kl_estimat
     prompts = [row["prompt"][-120:] for row in pairs(shared, PROMPTS)]
     training = {"batch_size": PROMPTS, "max_steps": STEPS, "max_grad_norm": 0.0}
     given = {"type": "ppo", "num_generations": 1, "num_minibatches": 1, "normalize_returns": False, **method}
-    folder, drawn = train_ours(tmp_path, scratch_model, prompts, monkeypatch, training, **given)
+    folder, sampled = train_ours(tmp_path, scratch_model, prompts, monkeypatch, training, **given)
 
-    asked = drawn[0][0]
-    assert all(before == asked for before, _ in drawn) and len(drawn) == STEPS
-    completions = [[group[0].tokens for group in groups] for _, groups in drawn]
+    asked = sampled[0][0]
+    assert all(before == asked for before, _ in sampled) and len(sampled) == STEPS
+    completions = [[group[0].tokens for group in groups] for _, groups in sampled]
     assert all(len(tokens) == LIMIT and tokenizer.pad_token_id not in tokens for step in completions for tokens in step)
     job = {
         "model": str(scratch_model),

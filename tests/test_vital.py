@@ -192,15 +192,15 @@ def test_moved_weights():
     model = packed_model()
     model.model.layers[0].requires_grad_(False)
     optimizer = AdamW(model)
-    signs = MovedWeights(model, optimizer)
+    checks = MovedWeights(model, optimizer)
     with pytest.raises(VitalSignError, match="no trained tensor moved"):
-        signs.check(1e-3, 1.0)
+        checks.check(1e-3, 1.0)
     step(model, optimizer)
-    signs.check(1e-3, 1.0)
+    checks.check(1e-3, 1.0)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-3
     with pytest.raises(VitalSignError, match=r"frozen tensor moved.*layers\.0\.mlp\.up_proj"):
-        signs.check(1e-3, 1.0)
+        checks.check(1e-3, 1.0)
 
 
 def test_masters_count_as_moved_where_bfloat16_stands_still():
@@ -210,9 +210,9 @@ def test_masters_count_as_moved_where_bfloat16_stands_still():
         for p in model.parameters():
             p.fill_(1.0)
     optimizer = AdamW(model, torch.bfloat16)
-    signs = MovedWeights(model, optimizer)
+    checks = MovedWeights(model, optimizer)
     for master in optimizer.masters.values():
         master.grad = torch.ones_like(master)
     optimizer.step(1e-7)
     assert all(torch.equal(p, torch.ones_like(p)) for p in model.parameters())
-    signs.check(1e-7, 1.0)
+    checks.check(1e-7, 1.0)

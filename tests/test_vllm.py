@@ -1,6 +1,6 @@
 """The vLLM engine's own matters: where it runs, what is pushed, and every way in which a server can fail.
 
-The conformance suite (tests/test_engines.py) says how it draws. What needs vLLM itself is run by `make test-vllm`.
+The conformance suite (tests/test_engines.py) says how it samples. What needs vLLM itself is run by `make test-vllm`.
 """
 
 import json
@@ -19,7 +19,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from pydantic import ValidationError
-from test_engines import DRAWN, PROMPTS, assert_trainers, policy_of, tokens_of, with_lora
+from test_engines import PROMPTS, SAMPLED, assert_trainers, policy_of, tokens_of, with_lora
 from vllm_stand_in import HAS_VLLM, NO_VLLM, Core, standing_in
 
 from posttrain.config.schema.rollout import RolloutConfig, VllmConfig
@@ -152,10 +152,10 @@ def test_weights_are_pushed_when_they_changed_and_not_otherwise():
         policy = with_lora(policy_of())
         engine = make_engine("vllm", policy, vllm=at(url))
         engine.load(policy, version=1)
-        assert len(loads) == 1 and engine.generate(PROMPTS[:1], DRAWN)[0][0].version == 1
+        assert len(loads) == 1 and engine.generate(PROMPTS[:1], SAMPLED)[0][0].version == 1
         with policy.disable_adapter():
-            engine.generate(PROMPTS[:1], DRAWN)
-        engine.generate(PROMPTS[:1], DRAWN)
+            engine.generate(PROMPTS[:1], SAMPLED)
+        engine.generate(PROMPTS[:1], SAMPLED)
         assert len(loads) == 3, "off, and on again"
         change(policy)
         engine.load(policy, version=2)
@@ -192,7 +192,7 @@ def test_weights_of_another_run_are_not_drawn_from():
         mine = make_engine("vllm", policy, vllm=at(url))
         make_engine("vllm", policy, vllm=at(url))
         with pytest.raises(VitalSignError, match="holds other weights"):
-            mine.generate(PROMPTS, DRAWN)
+            mine.generate(PROMPTS, SAMPLED)
 
 
 def test_a_server_that_was_started_anew():
@@ -203,7 +203,7 @@ def test_a_server_that_was_started_anew():
     bound = server.server_at("127.0.0.1", port, None, server.Desk("0.32.0", 0.7))
     threading.Thread(target=bound.serve_forever, daemon=True).start()
     with pytest.raises(EngineError, match="has no model: it was restarted"):
-        engine.generate(PROMPTS, DRAWN)
+        engine.generate(PROMPTS, SAMPLED)
     bound.shutdown()
     bound.server_close()
 
@@ -255,7 +255,7 @@ def test_a_server_that_accepts_and_says_nothing():
 
 
 class Slow(Core):
-    """A draw takes one and a half seconds, in steps or at one go."""
+    """Sampling takes one and a half seconds, in steps or at one go."""
 
     alive = True
 
@@ -271,10 +271,10 @@ def test_work_may_take_longer_than_the_deadline_but_silence_may_not(monkeypatch)
     monkeypatch.setattr(server, "SIGN", 0.2)
     with standing_in(patched=Slow) as url:
         engine = make_engine("vllm", policy_of(), vllm=at(url, timeout=1.0))
-        assert len(engine.generate(PROMPTS, DRAWN)) == len(PROMPTS)
+        assert len(engine.generate(PROMPTS, SAMPLED)) == len(PROMPTS)
         monkeypatch.setattr(Slow, "alive", False)
         with pytest.raises(EngineError, match=r"no heartbeat for 1 s.*rollout\.vllm\.timeout"):
-            engine.generate(PROMPTS, DRAWN)
+            engine.generate(PROMPTS, SAMPLED)
 
 
 def test_a_server_that_dies_while_it_draws():
@@ -287,7 +287,7 @@ def test_a_server_that_dies_while_it_draws():
     with standing_in(patched=Dying) as url:
         engine = make_engine("vllm", policy_of(), vllm=at(url))
         with pytest.raises(EngineError, match="closed the connection"):
-            engine.generate(PROMPTS, DRAWN)
+            engine.generate(PROMPTS, SAMPLED)
 
 
 def test_an_error_inside_the_server_is_told():
@@ -359,7 +359,7 @@ def test_a_tied_head_follows_the_weights(monkeypatch):
     engine = make_engine("vllm", policy)
     change(policy)
     engine.load(policy, version=1)
-    assert_trainers(policy, PROMPTS, engine.generate(PROMPTS, DRAWN), DRAWN.temperature)
+    assert_trainers(policy, PROMPTS, engine.generate(PROMPTS, SAMPLED), SAMPLED.temperature)
     monkeypatch.setattr(core, "_repack_tied_head", lambda model: None)
     change(policy)
     with pytest.raises(VitalSignError, match="does not serve the weights it was given: after the push of version 2"):
@@ -371,7 +371,7 @@ def test_a_tied_head_follows_the_weights(monkeypatch):
 def test_a_group_shares_its_prefill_and_a_push_forgets_it():
     torch.manual_seed(1)
     prompt = torch.randint(3, 60, (80,)).tolist()
-    sampling = replace(DRAWN, num_generations=8, max_completion_length=20, stop_token_ids=())
+    sampling = replace(SAMPLED, num_generations=8, max_completion_length=20, stop_token_ids=())
     policy = policy_of()
     engine = make_engine("vllm", policy)
     before = engine.host.prefilled
@@ -394,7 +394,7 @@ def test_weights_that_are_missing_are_named():
     with pytest.raises(ModelError, match=r"not given all weights.*layers\.1\.mlp\.down_proj"):
         engine.host.load("x", some)
     with pytest.raises(VitalSignError, match="holds other weights"):
-        engine.generate(PROMPTS, DRAWN)
+        engine.generate(PROMPTS, SAMPLED)
     engine.close()
 
 
@@ -416,7 +416,7 @@ def test_heads_that_vllm_has_no_attention_for():
 @needs_vllm
 def test_bfloat16():
     engine = make_engine("vllm", policy_of().bfloat16())
-    [[one, *_], *_] = engine.generate(PROMPTS, DRAWN)
+    [[one, *_], *_] = engine.generate(PROMPTS, SAMPLED)
     assert all(value <= 0 for value in one.logprobs)
     engine.close()
 
@@ -425,12 +425,12 @@ def test_bfloat16():
 def test_our_own_server_is_started_killed_and_noticed():
     policy = policy_of()
     engine = make_engine("vllm", policy, vllm=VllmConfig(mode="server", timeout=300.0))
-    want = tokens_of(EmbeddedEngine(policy).generate(PROMPTS, DRAWN))
-    assert tokens_of(engine.generate(PROMPTS, DRAWN)) == want
+    want = tokens_of(EmbeddedEngine(policy).generate(PROMPTS, SAMPLED))
+    assert tokens_of(engine.generate(PROMPTS, SAMPLED)) == want
     pid = engine.host.process.process.pid
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"(is gone|closed the connection).*it ended with status -9"):
-        engine.generate(PROMPTS, DRAWN)
+        engine.generate(PROMPTS, SAMPLED)
     engine.close()
 
 
@@ -445,7 +445,7 @@ def test_our_own_server_is_stopped():
 @needs_vllm
 @pytest.mark.parametrize("mode", ["colocate", "server"])
 def test_a_grpo_run_is_that_of_the_embedded_engine(sums_home, tmp_path, mode):
-    """The same completions, and so the same rewards and updates; what is drawn has the trainer's log-probabilities."""
+    """The same completions, and so the same rewards and updates; the samples have the trainer's log-probabilities."""
     from test_online import lines, train
 
     home = tmp_path / "home"

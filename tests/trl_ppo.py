@@ -1,6 +1,6 @@
 """TRL 1.12's PPOTrainer on given completions, in a process of its own: `python trl_ppo.py JOB`.
 
-JOB is a JSON file: `model`, `prompts` and, for each step, `completions` with the token ids drawn for each prompt, and
+JOB is a JSON file: `model`, `prompts` and, for each step, `completions` with the token ids sampled for each prompt, and
 their `scores`; `settings` of PPOConfig; `output`, where the last weights go, with TRL's metrics in their header. TRL's
 own generation and reward model are replaced by what is given. Its value model is a head on the policy's own backbone,
 as ours is. TRL 1.12 has to come before other versions on PYTHONPATH.
@@ -47,7 +47,7 @@ def main(job: dict) -> None:
     policy, reference = (AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32) for _ in range(2))
     coming, now = iter(zip(job["completions"], job["scores"], strict=True)), {}
 
-    def drawn(model, queries, _size, pad, _config):
+    def sampled(model, queries, _size, pad, _config):
         completions, scores = next(coming)
         places = [prompts.index(tuple(token for token in query if token != pad)) for query in queries.tolist()]
         assert sorted(places) == list(range(batch)), "TRL asks for other prompts"
@@ -59,7 +59,7 @@ def main(job: dict) -> None:
     def reward(model, *arguments, own=ppo_trainer.get_reward):
         return (None, now["scores"], None) if isinstance(model, Judge) else own(model, *arguments)
 
-    ppo_trainer.batch_generation, ppo_trainer.get_reward = drawn, reward
+    ppo_trainer.batch_generation, ppo_trainer.get_reward = sampled, reward
     config = PPOConfig(
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=1,

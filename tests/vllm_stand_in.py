@@ -1,6 +1,6 @@
 """What tests of the vLLM engine share: whether vLLM is there, what it refuses, and a server without it.
 
-The stand-in is the real server over real HTTP, with a core that draws by the embedded engine from a model of its own,
+The stand-in is the real server over real HTTP, with a core that samples by the embedded engine from a model of its own,
 whose weights are those that were pushed. So all but vLLM itself is tested wherever the suite runs.
 """
 

@@ -154,7 +154,7 @@ class Book:
 def run_part(part: str, cases: Iterable[Case], setup: Setup, book: Book, minutes: float) -> dict[str, Any]:
     """Run a part's cases and return what came of all of them; those that the book has are kept as they are.
 
-    No case is begun that would, if it took as long as the longest so far, end after the budget. Raises CardLostError
+    No case is started that would, if it took as long as the longest so far, end after the budget. Raises CardLostError
     where an error has left the card useless to this process; what came of the case is written down before.
     """
     found = book.of(part)

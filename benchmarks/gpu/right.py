@@ -125,7 +125,7 @@ def kernels_change_nothing(setup: Setup, family: str, dtype: str) -> dict[str, f
         if chains is not TORCH:
             kernels.switch_on(model)
         found.append(backward(model, Scorer(model)(whole.to(setup.device)).logprob_N, weight_N))
-        groups = EmbeddedEngine(model).generate(prompts_for(model.config.vocab_size), DRAWN)
+        groups = EmbeddedEngine(model).generate(prompts_for(model.config.vocab_size), SAMPLED)
         sampled.append([completion.tokens for group in groups for completion in group])
     errors = [rms(a - b) / rms(b) for b, a in zip(*found, strict=True)]
     most = 1e-4 if dtype == "float32" else 0.03
@@ -184,7 +184,7 @@ def flex_backward(setup: Setup, size: int) -> dict[str, float]:
 
 # --- the engine -------------------------------------------------------------------------------------------------------
 
-DRAWN = Sampling(temperature=0.8, max_completion_length=14, num_generations=3, seed=3)
+SAMPLED = Sampling(temperature=0.8, max_completion_length=14, num_generations=3, seed=3)
 
 
 def sharp_policy(setup: Setup):
@@ -215,7 +215,7 @@ def differences(policy, sampling: Sampling) -> Tensor:
 
 
 def engine_is_scorer(setup: Setup) -> dict[str, float]:
-    error = float(differences(sharp_policy(setup), DRAWN).abs().max())
+    error = float(differences(sharp_policy(setup), SAMPLED).abs().max())
     if not error <= EXACT[setup.device.type][0]:
         raise CheckError(f"log-probabilities differ by {error:.2e}")
     return {"error": error}
@@ -224,7 +224,7 @@ def engine_is_scorer(setup: Setup) -> dict[str, float]:
 def engine_and_trainer(setup: Setup) -> dict[str, float]:
     config = ModelConfig(path=str(model_folder(setup, "0.6B")), dtype="bfloat16")
     policy = load_model(config, "lm", setup.dtype, setup.device)
-    difference = differences(policy, replace(DRAWN, temperature=1.0, max_completion_length=8 if setup.tiny else 128))
+    difference = differences(policy, replace(SAMPLED, temperature=1.0, max_completion_length=8 if setup.tiny else 128))
     if not math.isfinite(rms(difference)):
         raise CheckError("log-probabilities are not finite")
     return {"rms": rms(difference), "error": float(difference.abs().max())}
@@ -233,7 +233,7 @@ def engine_and_trainer(setup: Setup) -> dict[str, float]:
 def graphs_change_nothing(setup: Setup) -> dict[str, float]:
     policy = sharp_policy(setup)
     prompts = prompts_for(policy.config.vocab_size)
-    sides = [EmbeddedEngine(policy, static=static).generate(prompts, DRAWN) for static in (True, False)]
+    sides = [EmbeddedEngine(policy, static=static).generate(prompts, SAMPLED) for static in (True, False)]
     one, two = ([c for group in side for c in group] for side in sides)
     if [c.tokens for c in one] != [c.tokens for c in two]:
         raise CheckError("other tokens are sampled")

@@ -1,7 +1,7 @@
 """TRL's side of part `train`, in a process of its own (see `beside` there).
 
 TRL 1.16 with its defaults, but a learning rate of 0, on the very token ids that posttrain has. Prints seconds of a step
-(median, the first ones left out) and the most memory as JSON.
+(median, without the first ones) and the most memory as JSON.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def _splits(folder: Path, name: str, subset: str | None) -> dict[str, list[Path]
         try:
             subsets = get_dataset_config_names(place)
         except ValueError:  # no subset at all can be read
-            raise DataError(f"the splits of {name} cannot be told from its files: {error}. Name one file") from error
+            raise DataError(f"the splits of {name} do not follow from its files: {error}. Name one file") from error
         raise DataError(
             f"{name} must name one of its subsets, as owner/name/{subsets[0]}: {', '.join(subsets)}"
         ) from error

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from posttrain.config import RunConfig, dump
-from posttrain.errors import DamagedError, RunError, Stopped, reason_of
+from posttrain.errors import DamagedError, RankError, RunError, Stopped, reason_of
 from posttrain.memory import release_memory
 from posttrain.models.devices import determinism, own_device
 from posttrain.planning.estimate import start_job
@@ -27,6 +27,7 @@ from posttrain.store.checkpoint import has_saved, newest_complete, saved_step, u
 from posttrain.store.follower import Follower, own_log
 from posttrain.store.run import Run
 from posttrain.store.tracking import Tracking
+from posttrain.terminal import say
 from posttrain.threads import sharing_cores
 from posttrain.training.best import Watch
 from posttrain.training.finish import finish
@@ -147,7 +148,9 @@ def follow(ranks: Ranks) -> int:
         _follow(ranks)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except Exception:
+    except Exception as error:  # whatever code of the run raised; the log of this rank has the stack trace
+        if not isinstance(error, RankError):  # the consequence of another rank's error
+            say(f"rank {ranks.index} ended: {reason_of(error)}", error=True)
         return 1
     return 0
 

@@ -69,9 +69,8 @@ def _are_facts(facts: dict[str, Any]) -> bool:
         return False
     try:
         times = [datetime.fromisoformat(time) for time in (facts["started"], facts["ended"]) if time is not None]
-        return all(
-            time.tzinfo is not None and 1 < time.year < 9999 for time in times
-        )  # there is such a time in every zone
+        # Between these years there is such a time in every zone.
+        return all(time.tzinfo is not None and 1 < time.year < 9999 for time in times)
     except ValueError:
         return False
 

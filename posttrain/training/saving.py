@@ -127,7 +127,7 @@ class Saver:
     def _write_optimizer(self, folder: Path | None) -> int:
         """Write the optimizer's state, of a sharded model each rank its part. Returns the number of tensors.
 
-        `folder` is the first rank's; the others are told.
+        `folder` is the first rank's; the others receive it.
         """
         ranks, tensors = self._job.ranks, self._optimizer.state()
         if not ranks.in_step:

@@ -9,13 +9,13 @@ from typing import Any
 import yaml
 
 from posttrain.errors import ConfigError
+from posttrain.plain_yaml import MOST_DEPTH
 from posttrain.terminal import visible
 
 KeyPath = tuple[str | int, ...]
 MOST_BYTES = 1_000_000  # of a settings file
 # Limits of a file's nodes and characters, counting each use of an alias: YAML aliases can grow exponentially.
 MOST_NODES, MOST_CHARACTERS = 100_000, 2_000_000
-MOST_DEPTH = 100  # of lists and mappings in one another
 
 
 @dataclass(frozen=True, slots=True)

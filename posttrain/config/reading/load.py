@@ -12,7 +12,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from posttrain.config.reading.explain import did_you_mean, dotted, explain, show, value_at
-from posttrain.config.reading.files import MOST_DEPTH, Tree, read_settings, write_yaml
+from posttrain.config.reading.files import Tree, read_settings, write_yaml
 from posttrain.config.reading.interpolation import escaped, interpolate
 from posttrain.config.reading.layers import Layers, override
 from posttrain.config.reading.presets import preset_names, preset_path
@@ -28,6 +28,7 @@ from posttrain.config.reading.stages import (
 from posttrain.config.schema.run import RunConfig
 from posttrain.errors import ConfigError
 from posttrain.paths import path_of
+from posttrain.plain_yaml import MOST_DEPTH
 
 MOST_FILES = 100  # extended files: files that extend two others each double at every step
 Assignment = tuple[str, object, str]  # dotted path, value or string to parse, origin
