@@ -6,6 +6,7 @@ Each FILE.json is a configuration; `gradients.safetensors` goes to its run folde
 and gradients are float64, and a single process makes the packs that two ranks have.
 """
 
+import gc
 import os
 import sys
 from contextlib import nullcontext
@@ -28,12 +29,12 @@ packed, policy = job.pack, job.Job.policy
 def keep(self: AdamW) -> torch.Tensor:
     """Called once all gradients are there; of sharded ones each rank has its rows."""
     update = len({name.partition("|")[0] for name in kept})
-    for number, (name, master) in enumerate(self.masters.items()):
-        if master.grad is not None:
-            rows = [master.grad.clone()]
-            if isinstance(self, ShardedAdamW) and self.is_part(f"{name}|exp_avg"):
-                rows = self._ranks.gather(rows[0])
-            kept[f"{update}|{number}"] = torch.cat(rows) if len(rows) > 1 else rows[0]
+    own = {name: master.grad.clone() for name, master in self.masters.items() if master.grad is not None}
+    parts = self._ranks.gather(own) if isinstance(self, ShardedAdamW) else [own]
+    for number, name in enumerate(self.masters):
+        if name in own:
+            rows = [part[name] for part in parts] if self.is_part(f"{name}|exp_avg") else [own[name]]
+            kept[f"{update}|{number}"] = torch.cat(rows)
     return norms[type(self)](self)
 
 
@@ -47,6 +48,7 @@ def main(files: list[str]) -> None:
         runner.joined = lambda: nullcontext(here)
         for file in files:
             kept.clear()
+            gc.freeze()  # what is imported need not be looked through again and again
             double = "double" in Path(file).name
             job.pack = (lambda *given: packed(*given[:4], ranks=2)) if double else packed
             job.Job.policy = (lambda self, head: policy(self, head).double()) if double else policy

@@ -49,7 +49,7 @@ def test_custom_loss_is_the_formula():
 def test_custom_reward(shared, tmp_path):
     """A process of its own: the reward is found by the name of the script that runs."""
     command = [sys.executable, EXAMPLES / "custom_reward.py", "--model", shared / "models/stories260K", "--steps", "10"]
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, "--output", "out"], cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
@@ -87,6 +87,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     import nbformat
 
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
