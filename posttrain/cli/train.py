@@ -39,6 +39,13 @@ MemoryLimit = Annotated[
 ]
 
 
+PlannedProcesses = Annotated[
+    int, typer.Option("--nproc", min=1, help="Plan for this many processes, as `posttrain launch` starts them.")
+]
+PlannedDevice = Annotated[
+    str | None,
+    typer.Option("--device", metavar="NAME", help="Plan for GPUs that are not here: h100, h200, a100, l40s, rtx-4090 …"),
+]
 Skip = Annotated[
     list[str] | None,
     typer.Option("--skip", metavar="STAGE", help="Skip this stage and use its existing final model; repeatable."),
@@ -147,10 +154,18 @@ def plan(
     overrides: Overrides = None,
     probe: Probe = False,
     memory_limit: MemoryLimit = None,
+    nproc: PlannedProcesses = 1,
+    device: PlannedDevice = None,
     *,
     flags: Mapping[str, str],
 ) -> None:
-    """Print a run's examples, tokens, steps and memory, and do nothing: `train --dry-run`."""
+    """Print a run's examples, tokens, steps and memory, and do nothing: `train --dry-run`.
+
+        posttrain plan grpo.yaml --nproc 8 --device h100        what each process would hold and exchange
+        posttrain plan grpo.yaml --nproc 8 --device h100 --strategy fsdp
+    """
+    if probe and (nproc > 1 or device is not None):
+        raise UsageError("--probe takes real steps on this machine: give it without --nproc and --device")
     if memory_limit is not None and not (probe and memory_limit > 0):
         raise UsageError("--memory-limit is for --probe, a number of GiB above 0")
     stages = load_stages(config, overrides, flags)
@@ -158,7 +173,7 @@ def plan(
         from posttrain.planning.plan import plan as print_plan  # imports torch, which takes seconds
 
     limit = None if memory_limit is None else int(memory_limit * 2**30)
-    print_plan(stages, probed=probe, memory_limit=limit)
+    print_plan(stages, probed=probe, memory_limit=limit, ranks=nproc, device=device)
 
 
 def saved_config(checkpoint: Path) -> Path:

@@ -32,7 +32,7 @@ def shard(model: nn.Module, ranks: int, device: torch.device, dtype: torch.dtype
         reduce_dtype=None if dtype == torch.float32 else torch.float32,
         cast_forward_inputs=False,
     )
-    parts = [*_layers(model), model]
+    parts = [*layers_of(model), model]
     for part in parts:
         fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=part is not model)
         part.set_gradient_divide_factor(1.0)  # pyright: ignore[reportCallIssue]
@@ -116,7 +116,7 @@ def _gathered(parts: list[Any]) -> Iterator[None]:
             part.set_reshard_after_forward(part is not root, recurse=False)
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def layers_of(model: nn.Module) -> list[nn.Module]:
     """The modules that are gathered one after another: those of the longest list of the backbone."""
     lists = [module for module in backbone_of(base_of(model)).modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len, default=()))

@@ -26,6 +26,7 @@ from posttrain.models.matmul import ONEDNN, PACKS
 from posttrain.models.optional import takes_triton
 from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
 from posttrain.planning.activations import activations, empty_model
+from posttrain.planning.several import gathered
 from posttrain.ranks import ALONE, Ranks
 from posttrain.scoring import CHUNK_ELEMENTS, GRADIENT_ELEMENTS
 from posttrain.store.run import Run
@@ -83,7 +84,9 @@ def holds_reference(config: RunConfig, model: ModelConfig) -> bool:
     return method.scores_reference and (model.lora is None or method.reference_path is not None)
 
 
-def checkpoints_gradients(config: RunConfig, model: ModelConfig, device: torch.device) -> bool:
+def checkpoints_gradients(
+    config: RunConfig, model: ModelConfig, device: torch.device, ranks: int = 1, card: int | None = None
+) -> bool:
     """Whether layers are recomputed in backward: `auto` does so on a GPU if a full pack would not fit otherwise.
 
     A function of settings, model and card, not of the data: a resumed run on the same card decides the same.
@@ -93,15 +96,16 @@ def checkpoints_gradients(config: RunConfig, model: ModelConfig, device: torch.d
         return wanted is True
     tokens = config.training.tokens_per_pack
     whole = pack([Example((Node(np.zeros(tokens, np.int64), trained=True),), row=0)], tokens)
-    peak = estimate(config, model, empty_model(config, model), whole, device, checkpointing=False).peak
-    return peak > SAFE * _memory_of(device)
+    card = _memory_of(device) if card is None else card
+    peak = estimate(config, model, empty_model(config, model), whole, device, False, card, ranks).peak
+    return peak > SAFE * card
 
 
 def start_job(
     config: RunConfig, model: ModelConfig, run: Run, checkpoint: Path | None = None, ranks: Ranks = ALONE
 ) -> Job:
     """The job of a run, with gradient checkpointing by the settings or the estimate."""
-    recomputed = checkpoints_gradients(config, model, take_device(config.devices))
+    recomputed = checkpoints_gradients(config, model, take_device(config.devices), ranks.size)
     return Job.start(config, model, run, checkpoint, recomputed, ranks)
 
 
@@ -113,11 +117,12 @@ def estimate(
     device: torch.device,
     checkpointing: bool | None = None,
     card: int | None = None,
+    ranks: int = 1,
 ) -> Estimate:
     """The memory of a step of these packs, the fullest first, on `device`; `empty` has the model's shapes.
 
     `checkpointing`: whether layers are recomputed; None: as the settings say. `card`: bytes of the GPU; None: of the
-    current one.
+    current one. Of several `ranks` it is the memory of each.
     """
     if device.type == "cuda" and card is None:
         card = _memory_of(device)
@@ -142,8 +147,11 @@ def estimate(
             host += copied
     if holds_reference(config, model):
         parts["reference"] = _reference(config, model, empty, width)
+    if config.devices.strategy == "fsdp" and ranks > 1:
+        parts = {name: size // ranks for name, size in parts.items()}
+        parts["gathered weights"] = gathered(empty, width)
     if checkpointing is None:
-        checkpointing = checkpoints_gradients(config, model, device)
+        checkpointing = checkpoints_gradients(config, model, device, ranks, card)
     kept, working = activations(config, model, fullest, dtype, checkpointing, device.type == "cuda")
     logits = 0 if config.method.head == "reward" else _logits(model, empty, fullest, width, device)
     # The head has freed its logits before the layers' backward starts.
@@ -159,6 +167,8 @@ def estimate(
     updating = max(passing, parts["gradients"] + max(largest, beside))
     resting = sum(parts.values()) - passing - parts["gradients"]
     engine = generation(config, model, packs, device, card)
+    if engine and "gathered weights" in parts:
+        engine += weights  # the whole model is gathered
     keeps = card is not None and resting + updating + engine <= SAFE * card
     if engine:
         parts["engine" if keeps else "engine, between updates"] = engine

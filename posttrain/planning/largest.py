@@ -34,9 +34,9 @@ def first_epoch(config: RunConfig, size: int) -> list[np.ndarray]:
 
 
 def pack_rows(
-    config: RunConfig, data: Prepared, rows: np.ndarray, tokens_per_pack: int, pad_to: int | None = None
+    config: RunConfig, data: Prepared, rows: np.ndarray, tokens_per_pack: int, pad_to: int | None = None, ranks: int = 1
 ) -> list[Pack]:
-    """The packs of a step, as in the method's recipe."""
+    """The packs of a step, those of all ranks, as in the method's recipe."""
     examples = [data.train[int(row)] for row in rows]
     if config.method.samples_completions:
         length = config.rollout.max_completion_length
@@ -46,7 +46,7 @@ def pack_rows(
             for e in with_completions(one, config.method.completions_per_prompt, length, tokens_per_pack)
         ]
     keep_last = config.method.head == "reward"
-    pack_of = partial(pack, tokens_per_pack=tokens_per_pack, keep_last=keep_last, pad_to=pad_to)
+    pack_of = partial(pack, tokens_per_pack=tokens_per_pack, keep_last=keep_last, pad_to=pad_to, ranks=ranks)
     return pack_with_chosen_prompts(pack_of, examples) if scores_prompts(config.method) else pack_of(examples)
 
 
@@ -60,10 +60,12 @@ def with_completions(prompt: Example, n: int, length: int, tokens_per_pack: int)
     return [replace(prompt, trees=(replace(tree, children=(leaf,) * count),)) for count in counts]
 
 
-def largest_step(config: RunConfig, data: Prepared, tokens_per_pack: int, pad_to: int | None = None) -> list[Pack]:
+def largest_step(
+    config: RunConfig, data: Prepared, tokens_per_pack: int, pad_to: int | None = None, ranks: int = 1
+) -> list[Pack]:
     """The packs of that step of the first epoch which has the fullest pack; the fullest comes first."""
     steps = sorted(first_epoch(config, len(data.train)), key=lambda rows: -int(data.train.lengths[rows].sum()))
-    packed = [pack_rows(config, data, rows, tokens_per_pack, pad_to) for rows in steps[:CANDIDATES]]
+    packed = [pack_rows(config, data, rows, tokens_per_pack, pad_to, ranks) for rows in steps[:CANDIDATES]]
     largest = max(packed, key=lambda packs: max(map(_weight, packs)))
     return sorted(largest, key=_weight, reverse=True)
 
@@ -73,8 +75,9 @@ def keeps_engine(job: Job, data: Prepared) -> bool:
     if job.device.type != "cuda" or job.config.rollout.engine != "embedded":
         return True  # a CPU engine keeps nothing, and vLLM's settings limit its memory
     size = job.config.training.tokens_per_pack
-    packs = largest_step(job.config, data, size, width_step(job.device, size))
-    found = estimate(job.config, job.model, empty_model(job.config, job.model), packs, job.device)
+    ranks = job.ranks.size
+    packs = largest_step(job.config, data, size, width_step(job.device, size), ranks)
+    found = estimate(job.config, job.model, empty_model(job.config, job.model), packs, job.device, ranks=ranks)
     if not found.keeps_engine:
         log.warning(
             "the GPU has no room for completions' keys and values during an update: they are reallocated every step, "

@@ -17,15 +17,16 @@ from posttrain.config import ModelConfig, RunConfig, Stage, check_skip, learning
 from posttrain.console import PlainConsole
 from posttrain.data import Prepared, longest_sequence
 from posttrain.models.attention import width_step
-from posttrain.models.devices import compute_dtype, device_of
+from posttrain.models.devices import compute_dtype
 from posttrain.models.families import base_of, check_longest
 from posttrain.models.load import load_tokenizer
 from posttrain.models.matmul import multiplies_bfloat16
 from posttrain.optim.schedules import warmup_count
 from posttrain.planning.activations import empty_model
-from posttrain.planning.estimate import count, estimate
+from posttrain.planning.estimate import SAFE, count, estimate
 from posttrain.planning.largest import first_epoch, largest_step, pack_rows
 from posttrain.planning.probe import probe
+from posttrain.planning.several import Target, exchanged
 from posttrain.store.folder import run_folder
 from posttrain.training.job import data_of
 from posttrain.training.schedule import total_steps
@@ -68,10 +69,13 @@ def plan(
     skip: Collection[str] = (),
     probed: bool = False,
     memory_limit: int | None = None,
+    ranks: int = 1,
+    device: str | None = None,
 ) -> None:
     """Print the steps, tokens and memory of every model at every stage.
 
     With `probed`, also the largest tokens_per_pack that fits in `memory_limit` bytes (None: in the free memory).
+    `ranks` processes share each step, on GPUs of the name `device` (None: this machine's device).
     """
     console = console or PlainConsole()
     stages = (Stage("", None, config),) if isinstance(config, RunConfig) else config
@@ -84,7 +88,7 @@ def plan(
                 continue
             config, model = stage.config, stage.config.models[index]
             data = data_of(config, model, tokenizers.of(stage))
-            table = _table(stage, model, data)
+            table = _table(stage, model, data, Target.of(config.devices, device, ranks))
             if probed:
                 table.add_row("fits", str(probe(config, model, data, memory_limit)))
             console.print(table)
@@ -96,9 +100,8 @@ DTYPE_HINTS: dict[tuple[torch.dtype, bool | None], str] = {
 }
 
 
-def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
-    config = stage.config
-    device = device_of(config.devices)
+def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target) -> Table:
+    config, device, ranks = stage.config, target.device, target.ranks
     method = config.method
     empty = empty_model(config, model)
     check_longest(base_of(empty).config, longest_sequence(config, data))
@@ -106,9 +109,9 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
     training = config.training
     per_epoch = math.ceil(len(data.train) / training.batch_size)
     steps = total_steps(config, len(data.train))
-    packs, tokens, targets_seen = _sampled_steps(config, data)
-    largest = largest_step(config, data, training.tokens_per_pack, width_step(device, training.tokens_per_pack))
-    memory = estimate(config, model, empty, largest, device)
+    packs, tokens, targets_seen = _sampled_steps(config, data, ranks)
+    largest = largest_step(config, data, training.tokens_per_pack, width_step(device, training.tokens_per_pack), ranks)
+    memory = estimate(config, model, empty, largest, device, card=target.card, ranks=ranks)
 
     title = f"{method.type} of {model.folder_name}"
     if stage.name:
@@ -117,7 +120,9 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     dtype = compute_dtype(model, device)
-    table.add_row("device", f"{device}, {str(dtype).removeprefix('torch.')}")
+    sharded = config.devices.strategy == "fsdp"
+    shared = f", {ranks} processes with {'parts of the weights' if sharded else 'the whole model'}" if ranks > 1 else ""
+    table.add_row("device", f"{target.name or device}, {str(dtype).removeprefix('torch.')}{shared}")
     if device.type == "cpu" and (hint := DTYPE_HINTS.get((dtype, multiplies_bfloat16()))):
         table.add_row("", hint)
     table.add_row("parameters", f"{total:,}, {trained:,} of them trained ({trained / total:.1%})")
@@ -145,19 +150,30 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared) -> Table:
     warmup = warmup_count(training.warmup_steps, steps)
     rate = learning_rate(config, model)
     table.add_row("learning rate", f"{rate:.1e}, {training.lr_scheduler_type}, {counted(warmup, 'step')} of warm-up")
-    table.add_row("memory", f"about {memory.peak / 2**30:.2f} GiB at the peak, in addition to the program's own")
+    of_each = " of each process" if ranks > 1 else ""
+    table.add_row(
+        "memory", f"about {memory.peak / 2**30:.2f} GiB at the peak{of_each}, in addition to the program's own"
+    )
+    if target.card is not None:
+        fits = "fits" if memory.peak <= SAFE * target.card else "does not fit with a margin of a quarter"
+        table.add_row("", f"{fits}: {target.name} has {target.card / 2**30:.1f} GiB")
     for part, size in memory.parts.items():
         table.add_row("", f"{part} {size / 2**30:.2f} GiB")
     if memory.host:
         table.add_row("", f"and {memory.host / 2**30:.2f} GiB of CPU memory")
+    if ranks > 1:
+        each = exchanged(total, trained, dtype.itemsize, ranks, packs / ranks, sharded) * method.updates
+        table.add_row("exchanged", f"about {each / 2**30:.3g} GiB sent and received by each process in a step")
+    if ranks > 1 or target.card is not None:
+        table.add_row("", "memory and exchange are reckoned from shapes, not measured")
     return table
 
 
-def _sampled_steps(config: RunConfig, data: Prepared) -> tuple[float, float, float]:
+def _sampled_steps(config: RunConfig, data: Prepared, ranks: int) -> tuple[float, float, float]:
     """Mean packs, tokens and scored tokens of a step, over some batches sampled as in training."""
     counts = []
     for rows in first_epoch(config, len(data.train))[:STEPS_LOOKED_AT]:
-        packs = pack_rows(config, data, rows, config.training.tokens_per_pack)
+        packs = pack_rows(config, data, rows, config.training.tokens_per_pack, ranks=ranks)
         tokens = sum(p.num_tokens for p in packs)
         counts.append((len(packs), tokens, sum(len(p.target_N) for p in packs)))
     return tuple(np.mean(counts, axis=0))  # pyright: ignore[reportReturnType]
