@@ -253,6 +253,8 @@ def settings_only(rest: list[str]) -> list[str]:
             "--kills",
             "--model-index",
             "--memory-limit",
+            "--nproc",
+            "--device",
         ):
             next(words)
         elif word not in TRAINING_ONLY and not Path(word).is_dir():  # the folder is that of --resume

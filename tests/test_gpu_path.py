@@ -28,6 +28,7 @@ from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import checkpoints_gradients, estimate
 from posttrain.planning.largest import keeps_engine
 from posttrain.planning.plan import plan
+from posttrain.ranks import ALONE
 from posttrain.recipes.online import evaluate
 from posttrain.rollout import Sampler
 from posttrain.training import loop
@@ -211,12 +212,12 @@ def test_a_plan_names_the_engines_memory(sums_home, capsys):
 
 def test_memory_is_given_back_before_updates_where_a_gpu_is_short_of_it(monkeypatch, caplog):
     """The decision, and what the sampler then does; the same completions come either way (test_embedded.py)."""
-    job = SimpleNamespace(device=GPU, config=grpo("m"), model=None)
+    job = SimpleNamespace(device=GPU, config=grpo("m"), model=None, ranks=ALONE)
     monkeypatch.setattr(largest, "largest_step", lambda *given: [])
     monkeypatch.setattr(largest, "width_step", lambda *given: None)
     monkeypatch.setattr(largest, "empty_model", lambda *given: None)
     for keeps in (True, False):
-        monkeypatch.setattr(largest, "estimate", lambda *given, keeps=keeps: SimpleNamespace(keeps_engine=keeps))
+        monkeypatch.setattr(largest, "estimate", lambda *given, ranks, keeps=keeps: SimpleNamespace(keeps_engine=keeps))
         assert keeps_engine(job, None) is keeps  # pyright: ignore[reportArgumentType]
     assert "no room for completions' keys and values" in caplog.text
     released = []

@@ -12,9 +12,11 @@ from posttrain.cli.errors import Interrupted, UsageError
 from posttrain.cli.settings import Config, Overrides, load_stages, split_arguments
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
+from posttrain.config.schema.training import DEVICE_TYPES
 from posttrain.errors import RunError
 from posttrain.imports import quick_imports
 from posttrain.launch import is_rank, launch
+from posttrain.planning.cards import CARDS
 from posttrain.reports.progress import duration
 from posttrain.terminal import say
 
@@ -41,10 +43,6 @@ MemoryLimit = Annotated[
 
 PlannedProcesses = Annotated[
     int, typer.Option("--nproc", min=1, help="Plan for this many processes, as `posttrain launch` starts them.")
-]
-PlannedDevice = Annotated[
-    str | None,
-    typer.Option("--device", metavar="NAME", help="Plan for GPUs that are not here: h100, h200, a100, l40s, rtx-4090 …"),
 ]
 Skip = Annotated[
     list[str] | None,
@@ -155,17 +153,24 @@ def plan(
     probe: Probe = False,
     memory_limit: MemoryLimit = None,
     nproc: PlannedProcesses = 1,
-    device: PlannedDevice = None,
     *,
     flags: Mapping[str, str],
 ) -> None:
     """Print a run's examples, tokens, steps and memory, and do nothing: `train --dry-run`.
 
-        posttrain plan grpo.yaml --nproc 8 --device h100        what each process would hold and exchange
+    With --nproc, what each of several processes would hold and exchange; --device may also name GPUs that are not here.
+
+        posttrain plan grpo.yaml --nproc 8 --device h100
         posttrain plan grpo.yaml --nproc 8 --device h100 --strategy fsdp
     """
-    if probe and (nproc > 1 or device is not None):
-        raise UsageError("--probe takes real steps on this machine: give it without --nproc and --device")
+    card = flags.get("devices.type")
+    if card not in CARDS:
+        if card not in (None, *DEVICE_TYPES):
+            raise UsageError(f"--device {card}: it is one of {', '.join((*DEVICE_TYPES, *CARDS))}")
+        card = None
+    flags = {path: value for path, value in flags.items() if card is None or path != "devices.type"}
+    if probe and (nproc > 1 or card is not None):
+        raise UsageError("--probe takes real steps on this machine: give it without --nproc and without a GPU's name")
     if memory_limit is not None and not (probe and memory_limit > 0):
         raise UsageError("--memory-limit is for --probe, a number of GiB above 0")
     stages = load_stages(config, overrides, flags)
@@ -173,7 +178,7 @@ def plan(
         from posttrain.planning.plan import plan as print_plan  # imports torch, which takes seconds
 
     limit = None if memory_limit is None else int(memory_limit * 2**30)
-    print_plan(stages, probed=probe, memory_limit=limit, ranks=nproc, device=device)
+    print_plan(stages, probed=probe, memory_limit=limit, ranks=nproc, card=card)
 
 
 def saved_config(checkpoint: Path) -> Path:

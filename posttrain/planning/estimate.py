@@ -148,6 +148,8 @@ def estimate(
     if holds_reference(config, model):
         parts["reference"] = _reference(config, model, empty, width)
     if config.devices.strategy == "fsdp" and ranks > 1:
+        # The float32 parts are both weights and masters.
+        parts |= {"weights": weights + (4 - width) * trained, "optimizer": _moments(empty, kind)}
         parts = {name: size // ranks for name, size in parts.items()}
         parts["gathered weights"] = gathered(empty, width)
     if checkpointing is None:

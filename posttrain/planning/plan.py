@@ -70,12 +70,12 @@ def plan(
     probed: bool = False,
     memory_limit: int | None = None,
     ranks: int = 1,
-    device: str | None = None,
+    card: str | None = None,
 ) -> None:
     """Print the steps, tokens and memory of every model at every stage.
 
     With `probed`, also the largest tokens_per_pack that fits in `memory_limit` bytes (None: in the free memory).
-    `ranks` processes share each step, on GPUs of the name `device` (None: this machine's device).
+    `ranks` processes share each step, on GPUs of the name `card` (None: this machine's device).
     """
     console = console or PlainConsole()
     stages = (Stage("", None, config),) if isinstance(config, RunConfig) else config
@@ -88,7 +88,7 @@ def plan(
                 continue
             config, model = stage.config, stage.config.models[index]
             data = data_of(config, model, tokenizers.of(stage))
-            table = _table(stage, model, data, Target.of(config.devices, device, ranks))
+            table = _table(stage, model, data, Target.of(config.devices, card, ranks))
             if probed:
                 table.add_row("fits", str(probe(config, model, data, memory_limit)))
             console.print(table)
@@ -162,7 +162,7 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target) -> 
     if memory.host:
         table.add_row("", f"and {memory.host / 2**30:.2f} GiB of CPU memory")
     if ranks > 1:
-        each = exchanged(total, trained, dtype.itemsize, ranks, packs / ranks, sharded) * method.updates
+        each = exchanged(total, trained, dtype.itemsize, ranks, max(1.0, packs / ranks), sharded) * method.updates
         table.add_row("exchanged", f"about {each / 2**30:.3g} GiB sent and received by each process in a step")
     if ranks > 1 or target.card is not None:
         table.add_row("", "memory and exchange are reckoned from shapes, not measured")

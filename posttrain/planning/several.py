@@ -1,4 +1,4 @@
-"""A run on several processes, and on GPUs that are not here: what each process holds and exchanges."""
+"""A run on several processes, or on GPUs that are not here: what each process holds and exchanges."""
 
 from __future__ import annotations
 
@@ -9,29 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from posttrain.config import DevicesConfig
-from posttrain.errors import ConfigError
 from posttrain.models.devices import device_of
 from posttrain.models.sharding import layers_of
+from posttrain.planning.cards import CARDS
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-# GPUs by name: the GiB that PyTorch sees of their memory.
-CARDS = {
-    "t4": 14.6,
-    "rtx-3090": 23.6,
-    "rtx-4090": 23.6,
-    "l4": 22.0,
-    "a10": 22.0,
-    "rtx-5090": 31.4,
-    "a100-40gb": 39.4,
-    "l40s": 44.4,
-    "a6000": 47.4,
-    "a100": 79.2,
-    "h100": 79.2,
-    "h200": 139.8,
-    "b200": 178.0,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +26,14 @@ class Target:
     name: str | None = None
 
     @classmethod
-    def of(cls, devices: DevicesConfig, name: str | None = None, ranks: int = 1) -> Target:
-        """Raises ConfigError for an unknown name."""
-        if name is None or name == "cpu":
-            return cls(torch.device("cpu") if name else device_of(devices), ranks, name)
-        if name not in CARDS:
-            raise ConfigError(f"--device {name}: choose one of cpu, {', '.join(CARDS)}")
-        return cls(torch.device("cuda", 0), ranks, name)
+    def of(cls, devices: DevicesConfig, card: str | None = None, ranks: int = 1) -> Target:
+        """For GPUs of a name in CARDS, or for this machine's device."""
+        return cls(device_of(devices) if card is None else torch.device("cuda", 0), ranks, card)
 
     @property
     def card(self) -> int | None:
         """Bytes of the named GPU's memory; None for this machine's own device."""
-        return int(CARDS[self.name] * 2**30) if self.name in CARDS else None
+        return None if self.name is None else int(CARDS[self.name] * 2**30)
 
 
 def gathered(model: PreTrainedModel | PeftModel, width: int) -> int:

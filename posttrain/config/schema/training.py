@@ -1,6 +1,6 @@
 """The settings of optimisation, checkpoints, tracking and devices."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -119,12 +119,14 @@ class TrackingConfig(Settings):
         return self
 
 
+DeviceType = Literal["auto", "cpu", "cuda", "mps"]
+DEVICE_TYPES: tuple[DeviceType, ...] = get_args(DeviceType)
+
+
 class DevicesConfig(Settings):
     """Devices to train on."""
 
-    type: Literal["auto", "cpu", "cuda", "mps"] = Field(
-        default="auto", description="Type of device; auto: cuda, else mps, else cpu."
-    )
+    type: DeviceType = Field(default="auto", description="Type of device; auto: cuda, else mps, else cpu.")
     ids: Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(min_length=1)] | None = Field(
         default=None, description="Numbers of the GPUs, e.g. [0]; several: a process for each; null: the visible ones."
     )
