@@ -253,6 +253,17 @@ def test_an_interrupt_ends_what_is_open(server, settings):
     assert len(server.asked) == 4
 
 
+def test_an_interrupt_between_the_start_of_a_thread_and_its_record(server, settings, monkeypatch):
+    """Ctrl-C is raised, not an error of closing a thread that has not started."""
+
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), SingleJudge(settings()) as judge:
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        judge([JudgeInput("q", "a")])
+
+
 # --- what is asked, and how often -----------------------------------------------------------------------------------
 
 

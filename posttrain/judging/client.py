@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 import json
 import logging
@@ -31,6 +32,7 @@ log = logging.getLogger("posttrain")
 
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before the first retry, doubled for each further one
 CHARACTERS_PER_TOKEN = 3  # for the limit of tokens per minute, until the server has counted them
+SLICE_S = 0.5  # of the wait for a reply
 FEWEST_FAILURES = 4  # in a row, each after all its retries, before the judge counts as down
 MISTAKES = {401: "the API key is refused", 403: "access is refused", 404: "there is no such address or model"}
 
@@ -102,14 +104,14 @@ class JudgeClient:
         self._tasks.put(_Task(text.encode(), key, future, self._stop))
         if len(self._workers) < self.settings.concurrency:
             worker = threading.Thread(target=self._work, name="posttrain-judge", daemon=True)
-            self._workers.append(worker)
             worker.start()
+            self._workers.append(worker)  # only now: `close` joins all, and an interrupt may come in between
         return future
 
     def gather(self, futures: Sequence[Future[Reply]], title: str = "") -> list[Reply]:
         """Wait for the replies, with a progress bar if there is a title. If the wait is interrupted, so are they."""
         try:
-            return [future.result() for future in (progress(futures, title) if title else futures)]
+            return [_result(future) for future in (progress(futures, title) if title else futures)]
         except BaseException:
             self._abort()
             raise
@@ -241,6 +243,13 @@ class JudgeClient:
         )
         self._cache.put(task.key, self.settings.model, stored)
         return reply
+
+
+def _result(future: Future[Reply]) -> Reply:
+    """Its result. Waits in slices: a signal that comes just before a wait is noticed only when the wait ends."""
+    while not future.done():
+        concurrent.futures.wait([future], SLICE_S)
+    return future.result()
 
 
 def _key(settings: JudgeSettings) -> str | None:
