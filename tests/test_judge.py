@@ -253,15 +253,20 @@ def test_an_interrupt_ends_what_is_open(server, settings):
     assert len(server.asked) == 4
 
 
-def test_an_interrupt_between_the_start_of_a_thread_and_its_record(server, settings, monkeypatch):
-    """Ctrl-C is raised, not an error of closing a thread that has not started."""
+@pytest.mark.parametrize("runs", [False, True])
+def test_an_interrupt_while_a_thread_is_started(server, settings, monkeypatch, runs):
+    """Ctrl-C is raised, not an error of joining a thread that has not started; one that has is ended too."""
+    start = threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
+        if runs:
+            start(thread)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), SingleJudge(settings()) as judge:
-        monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt), SingleJudge(settings()) as judge, monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
         judge([JudgeInput("q", "a")])
+    assert not [thread for thread in threading.enumerate() if thread.name == "posttrain-judge"]
 
 
 # --- what is asked, and how often -----------------------------------------------------------------------------------

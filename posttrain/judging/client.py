@@ -104,8 +104,8 @@ class JudgeClient:
         self._tasks.put(_Task(text.encode(), key, future, self._stop))
         if len(self._workers) < self.settings.concurrency:
             worker = threading.Thread(target=self._work, name="posttrain-judge", daemon=True)
+            self._workers.append(worker)
             worker.start()
-            self._workers.append(worker)  # only now: `close` joins all, and an interrupt may come in between
         return future
 
     def gather(self, futures: Sequence[Future[Reply]], title: str = "") -> list[Reply]:
@@ -124,7 +124,8 @@ class JudgeClient:
         for _ in self._workers:
             self._tasks.put(None)
         for worker in self._workers:
-            worker.join(1.0)  # one that is still connecting ends with the process
+            if worker.is_alive():  # not one whose start was interrupted
+                worker.join(1.0)  # one that is still connecting ends with the process
         self._workers.clear()
         self._cache.close()
 
@@ -246,7 +247,7 @@ class JudgeClient:
 
 
 def _result(future: Future[Reply]) -> Reply:
-    """Its result. Waits in slices: a signal that comes just before a wait is noticed only when the wait ends."""
+    """The future's result. Waits in slices, since a signal just before a wait is noticed only when the wait ends."""
     while not future.done():
         concurrent.futures.wait([future], SLICE_S)
     return future.result()
