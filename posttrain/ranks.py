@@ -37,7 +37,7 @@ log = logging.getLogger("posttrain")
 T = TypeVar("T")
 BUCKET = 1 << 24  # numbers that are summed in one exchange: 64 MB in float32
 PATIENCE = timedelta(days=7)  # of exchanges: the first rank may tokenise for hours while others wait
-BEAT_S = 1.0  # between two signs of life
+BEAT_S = 1.0  # between two heartbeats
 SILENCE_S = 30.0  # without one, a rank counts as lost
 
 
@@ -233,7 +233,7 @@ class Watch(threading.Thread):
         super().__init__(name="posttrain-ranks", daemon=True)
         self._store, self._index, self._size = store, index, size
         self._others = [rank for rank in range(size) if rank != index] if index == 0 else [0]
-        self._seen: dict[int, tuple[str, float]] = {}  # the last sign of life, and when it came
+        self._seen: dict[int, tuple[str, float]] = {}  # the last heartbeat, and when it came
         self.ended_together = False
         self.in_step = False  # exchanges are part of every pass: no rank can go on without the others
         self.count, self.waits = 0, False  # exchanges so far; whether the main thread is in one
@@ -260,7 +260,7 @@ class Watch(threading.Thread):
         self._ended.set()
 
     def blame(self, error: BaseException) -> str:
-        """Which rank is lost, once its signs of life stop."""
+        """Which rank is lost, once its heartbeats stop."""
         if lost := self.lost(error):
             return lost
         try:
@@ -273,7 +273,7 @@ class Watch(threading.Thread):
         return f"the ranks do not exchange data any more; behind: {', '.join(behind) or 'none'} ({first})"
 
     def lost(self, error: BaseException) -> str | None:
-        """The ranks whose signs of life stop after this error, in words."""
+        """The ranks whose heartbeats stop after this error, in words."""
         log.debug("an exchange between ranks failed: %s", error)
         self.waits = self.in_step = False  # the main thread ends the run itself
         try:
@@ -305,7 +305,7 @@ class Watch(threading.Thread):
         return f"{', '.join(names)} {lost}"
 
     def _silent(self, seconds: float) -> list[int]:
-        """The ranks without a sign of life for this long."""
+        """The ranks without a heartbeat for this long."""
         now = time.monotonic()
         for rank, beat in self._beats(self._others).items():
             if rank not in self._seen or self._seen[rank][0] != beat:

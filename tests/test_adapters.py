@@ -54,7 +54,7 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", ["dpo", "reward"])
 def test_qlora(tmp_path, shared, scratch_model, method, dtype):
-    """Its frozen weights stay as they are (a vital sign), a run that goes on is the same, PEFT loads what is left."""
+    """Frozen weights stay unchanged (a vital check), a resumed run equals the whole one, and PEFT loads the adapter."""
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: the `quant` extra")
     file = settings(shared, scratch_model, tmp_path, method, load_in_4bit=True, dtype=dtype)
     whole = train(file, "name=whole")

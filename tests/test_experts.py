@@ -23,7 +23,7 @@ def test_the_load_is_that_of_the_tokens_one_by_one(family):
     model = make(family)
     model.set_attn_implementation("packed")
     if family == "qwen3_next":
-        lean(model)  # which forks its states; elsewhere the last layer would go on with what is read alone
+        lean(model)  # forks its states; in other families it limits the last layer to what is read
     load = RouterLoad(model)
     assert load.take() == {}
     [whole] = pack(chains, 1000, pad_to=100)

@@ -343,7 +343,7 @@ def test_a_model_without_a_stop_token_is_said_at_the_start(sums_home, tmp_path, 
 
 
 def test_a_step_with_nothing_in_the_loss_leaves_the_coefficient_of_the_kl(sums_home, tmp_path):
-    """Every completion is cut off at its limit and masked; a mean of no KL is no number to go on with."""
+    """Every completion is cut off at its limit and masked; there is no KL to adapt the coefficient to."""
     method = {"type": "ppo", "target_kl": 1.0, "mask_truncated_completions": True, "num_generations": 1}
     folder = train(sums_home, tmp_path, method, seed=6, rollout={"max_completion_length": 1})
     assert all("kl" not in line and "loss" not in line for line in lines(folder))

@@ -1,4 +1,4 @@
-"""Each vital sign fails when, and only when, what it watches is broken."""
+"""Each vital check fails when, and only when, what it checks is broken."""
 
 import copy
 from functools import partial

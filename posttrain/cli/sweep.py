@@ -31,7 +31,7 @@ Stopping = Annotated[
     Literal["median", "none"] | None,
     typer.Option("--stopping", help="Rule that ends bad trials early; default: median, and none if seeds are swept."),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with a sweep: finished trials are kept.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume a sweep: finished trials are kept.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete the sweep's trials first if it exists.")]
 
 

@@ -27,7 +27,7 @@ UNGRADED, SCORED = "ungraded", "scored"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What is known of an answer. `score` is None if it is not graded, with the reason."""
+    """What is known about an answer. `score` is None if it is not graded, with the reason."""
 
     verdict: str  # of posttrain.grading.verdict, or "ungraded"; of a function: "scored"
     score: float | None = None

@@ -38,7 +38,7 @@ CREATE TABLE IF NOT EXISTS answers (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One completion of one item, and what is known of it."""
+    """One completion of one item, and what is known about it."""
 
     suite: str
     setting: str  # of a sweep, such as "temperature=0.6 top_p=0.9"; else ""

@@ -103,7 +103,7 @@ def _simulate(
             enable_gradient_checkpointing(policy)
         policy.train(config.method.dropout)
         for module in policy.modules():
-            if hasattr(module, "layerdrop"):  # OPT of older transformers draws a number for each layer, and reads it
+            if hasattr(module, "layerdrop"):  # OPT of older transformers samples a number for each layer, and reads it
                 module.training = False
         for parameter in policy.parameters():
             if parameter.requires_grad:

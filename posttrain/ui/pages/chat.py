@@ -214,7 +214,7 @@ def _sides(now: Sequence[History], count: int) -> list[Any]:
 
 
 def _facts(place: Place, asked: Asked, talks: Sequence[Talk], seed: int) -> str:
-    """What is known of the last replies: their rewards, and the seed."""
+    """What is known about the last replies: their rewards, and the seed."""
     said = [f"seed {seed}"]
     if asked.reward:
         client = _client(place, asked.reward, "auto")
