@@ -12,13 +12,12 @@ of ranks changes no gradient but for the order of its terms.
 
 from __future__ import annotations
 
-import logging
+import hashlib
+import json
 import os
 import signal
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -29,16 +28,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from posttrain.errors import RankError, is_out_of_memory, reason_of
+from posttrain.heartbeats import Place, Watch, out_of_step
+from posttrain.rendezvous import connected, meeting
 from posttrain.signals import handling
-from posttrain.terminal import say
-
-log = logging.getLogger("posttrain")
 
 T = TypeVar("T")
 BUCKET = 1 << 24  # numbers that are summed in one exchange: 64 MB in float32
 PATIENCE = timedelta(days=7)  # of exchanges: the first rank may tokenise for hours while others wait
-BEAT_S = 1.0  # between two heartbeats
-SILENCE_S = 30.0  # without one, a rank counts as lost
+MOST_LISTED = 20  # differences in a message
+LONGEST_SHOWN = 120  # characters of a value in it
 
 
 @dataclass(frozen=True)
@@ -90,13 +88,33 @@ class Ranks:
         return [items[0]] * (-(-len(items) // self.size) - len(self.mine(items)))
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank. Raises RankError if a rank is lost."""
+        """Every rank's value, by rank. Raises RankError if a rank is lost, or calls this in another step."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        with self._exchange():
-            dist.all_gather_object(found, value, group=self._objects)
-        return found
+        with self._exchange("objects") as here:
+            dist.all_gather_object(found, (here, value), group=self._objects)
+        if any(place != here for place, _ in found):
+            raise RankError(out_of_step({f"rank {rank}": place for rank, (place, _) in enumerate(found)}))
+        return [value for _, value in found]
+
+    def at_step(self, step: int) -> None:
+        """This rank starts a step of training."""
+        if self._watch is not None:
+            self._watch.at_step(step)
+
+    def differences(self, facts: Mapping[str, Any]) -> list[str]:
+        """A line for every fact that is not the same on all ranks, with its values by rank; the same lines on each.
+
+        Digests are exchanged, and the facts only where these differ.
+        """
+        text = json.dumps(facts, sort_keys=True, default=str)
+        digests = self.gather(hashlib.sha256(text.encode(errors="surrogatepass")).digest())
+        if len(set(digests)) == 1:
+            return []
+        lines = list(_differences(self.gather((socket.gethostname(), json.loads(text)))))
+        more = [f"and {len(lines) - MOST_LISTED:,} more"] if len(lines) > MOST_LISTED else []
+        return lines[:MOST_LISTED] + more
 
     def passes(self, work: Callable[[], T]) -> list[T]:
         """As `together`, of work that makes passes over the model: where these are collective, the others cannot wait
@@ -166,7 +184,7 @@ class Ranks:
         if self.size == 1:
             return
         there = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
-        with self._exchange():
+        with self._exchange("gradients"):
             dist.all_reduce(there, dist.ReduceOp.MAX, group=self._objects)
         trained = [one for one, has in zip(parameters, there.tolist(), strict=True) if has]
         for one in trained:
@@ -199,7 +217,7 @@ class Ranks:
             one.copy_(part.view(one.shape))
 
     def _all_reduce(self, tensor: Tensor) -> None:
-        with self._exchange():
+        with self._exchange("sums"):
             dist.all_reduce(tensor)
 
     def on_lost(self, end: Callable[[BaseException], None]) -> None:
@@ -208,137 +226,66 @@ class Ranks:
             self._watch.on_lost = end
 
     @contextmanager
-    def _exchange(self) -> Iterator[None]:
+    def _exchange(self, kind: str) -> Iterator[Place]:
         assert self._watch is not None
-        self._watch.enter()
+        self._watch.enter(kind)
         try:
-            yield
+            yield self._watch.place
         except RuntimeError as error:  # a closed connection, or a timeout
             raise RankError(self._watch.blame(error)) from error
         finally:
-            self._watch.waits = False
+            self._watch.leave()
 
 
 ALONE = Ranks()
 
 
-class Watch(threading.Thread):
-    """Tells the other ranks that this one lives, and ends the process when another one does not.
+def _differences(each: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
+    """`each` has the host and the facts of every rank."""
+    for name in sorted({name for _, facts in each for name in facts}):
+        having: dict[str, list[int]] = {}
+        for rank, (_, facts) in enumerate(each):
+            having.setdefault(_shown(facts[name]) if name in facts else "nothing", []).append(rank)
+        if len(having) > 1:
+            first, *others = having.items()
+            yield f"{name}: " + "; ".join(f"{_these(ranks, each)} {value}" for value, ranks in [*others, first])
 
-    The first rank looks at all others, these at the first. A rank that is lost is usually noticed earlier, by the
-    exchange that it misses; one that hangs holds the exchange up, and the main thread with it.
-    """
 
-    def __init__(self, store: dist.Store, index: int, size: int):
-        super().__init__(name="posttrain-ranks", daemon=True)
-        self._store, self._index, self._size = store, index, size
-        self._others = [rank for rank in range(size) if rank != index] if index == 0 else [0]
-        self._seen: dict[int, tuple[str, float]] = {}  # the last heartbeat, and when it came
-        self.ended_together = False
-        self.in_step = False  # exchanges are part of every pass: no rank can go on without the others
-        self.count, self.waits = 0, False  # exchanges so far; whether the main thread is in one
-        self.on_lost: Callable[[BaseException], None] = lambda error: None
-        self._ended = threading.Event()
-        self._beat()
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) <= LONGEST_SHOWN:
+        return text
+    return f"{text[:LONGEST_SHOWN]}… ({hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]})"
 
-    def run(self) -> None:
-        while not self._ended.wait(BEAT_S):
-            try:
-                self._beat()
-                lost = self._silent(SILENCE_S)
-            except RuntimeError as error:  # the store went with its process
-                lost = [0]
-                log.debug("the store of the ranks does not answer: %s", error)
-            if lost and (self.waits or self.in_step):
-                self._give_up(RankError(self._named(lost)))
 
-    def enter(self) -> None:
-        """The main thread waits for the others now."""
-        self.count, self.waits = self.count + 1, True
-
-    def end(self) -> None:
-        self._ended.set()
-
-    def blame(self, error: BaseException) -> str:
-        """Which rank is lost, once its heartbeats stop."""
-        if lost := self.lost(error):
-            return lost
-        try:
-            beats = self._beats(range(self._size))
-        except RuntimeError:
-            return self._named([0])
-        counts = {rank: int(beat.split()[2]) for rank, beat in beats.items()}
-        behind = [f"rank {rank}" for rank, count in counts.items() if count < max(counts.values())]
-        first = " ".join(str(error).split())[:200]
-        return f"the ranks do not exchange data any more; behind: {', '.join(behind) or 'none'} ({first})"
-
-    def lost(self, error: BaseException) -> str | None:
-        """The ranks whose heartbeats stop after this error, in words."""
-        log.debug("an exchange between ranks failed: %s", error)
-        self.waits = self.in_step = False  # the main thread ends the run itself
-        try:
-            self._silent(0)
-            time.sleep(3 * BEAT_S)
-            lost = self._silent(2 * BEAT_S)
-        except RuntimeError:
-            lost = [0]
-        return self._named(lost) if lost else None
-
-    def _give_up(self, error: RankError) -> None:
-        """End the process, unless the main thread notices by itself, or waits no more."""
-        before = self.count
-        self._ended.wait(5 * BEAT_S)
-        if self._ended.is_set() or not (self.in_step or (self.waits and self.count == before)):
-            return
-        try:
-            self.on_lost(error)
-        finally:
-            say(f"error: {error}", error=True)
-            os._exit(1)
-
-    def _named(self, ranks: Sequence[int]) -> str:
-        names = []
-        for rank in ranks:
-            beat = self._seen.get(rank)
-            names.append(f"rank {rank}" + (f" on {beat[0].split()[1]}" if beat else ""))
-        lost = "is lost: its process has ended, or is stopped" if len(names) == 1 else "are lost"
-        return f"{', '.join(names)} {lost}"
-
-    def _silent(self, seconds: float) -> list[int]:
-        """The ranks without a heartbeat for this long."""
-        now = time.monotonic()
-        for rank, beat in self._beats(self._others).items():
-            if rank not in self._seen or self._seen[rank][0] != beat:
-                self._seen[rank] = beat, now
-        return [rank for rank, (_, since) in self._seen.items() if now - since > seconds]
-
-    def _beat(self) -> None:
-        self._store.set(f"posttrain/{self._index}", f"{time.time():.3f} {socket.gethostname()} {self.count}")
-
-    def _beats(self, ranks: Iterable[int]) -> dict[int, str]:
-        return {rank: self._store.get(f"posttrain/{rank}").decode() for rank in ranks}
+def _these(ranks: Sequence[int], each: Sequence[tuple[str, Any]]) -> str:
+    """Some ranks with their machines, and the verb."""
+    hosts = ", ".join(dict.fromkeys(each[rank][0] for rank in ranks))
+    names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return f"{names} on {hosts} {'has' if len(ranks) == 1 else 'have'}"
 
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """The ranks that torchrun or `accelerate launch` started, connected inside the block; ALONE without them."""
+    """The ranks that torchrun or `accelerate launch` started, connected inside the block; ALONE without them.
+
+    Raises RankError if they do not find one another in time, or were started with different numbers of ranks.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or "RANK" not in os.environ:
         yield ALONE
         return
     index, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
-        watch = Watch(_own_connection(), index, size)
-        objects = dist.new_group(timeout=PATIENCE, backend="gloo")
+        with meeting(index, size) as store:
+            dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=index, world_size=size)
+            # A connection of its own for another thread: one that waits in a connection holds it up.
+            watch = Watch(connected(index, as_client=True), index, size)
+            objects = dist.new_group(timeout=PATIENCE, backend="gloo")
         watch.start()
         yield Ranks(index, size, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _watch=watch, _objects=objects)
         watch.end()
     finally:
-        dist.destroy_process_group()
-
-
-def _own_connection() -> dist.Store:
-    """A connection to the ranks' store for another thread: one that waits in a connection holds it up."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    return store.clone() if hasattr(store, "clone") else store
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -3,20 +3,24 @@
     python -m torch.distributed.run --nproc-per-node 2 tests/ranks_worker.py FILE.json…
 
 Each FILE.json is a configuration; `gradients.safetensors` goes to its run folder. In those named `double-…`, weights
-and gradients are float64, and a single process makes the packs that two ranks have.
+and gradients are float64, and a single process makes the packs that two ranks have. `refused.json` is a run for ranks
+that differ; what each says goes to `refused-RANK.json`.
 """
 
 import gc
+import json
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import chdir, nullcontext
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from posttrain import ranks, runner
-from posttrain.config import load
+from posttrain.config import RunConfig, load
+from posttrain.errors import RankError
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.sharded import ShardedAdamW
 from posttrain.training import finish, job
@@ -38,6 +42,26 @@ def keep(self: AdamW) -> torch.Tensor:
     return norms[type(self)](self)
 
 
+def refuse(here: ranks.Ranks, config: RunConfig) -> None:
+    """Train on ranks with other settings, with other data, and with another number of steps behind them."""
+    root, said = Path(config.output_dir), dict[str, str | int]()
+
+    def hear(name: str, work: Callable[[], object]) -> None:
+        try:
+            said[name] = str(work())
+        except RankError as error:
+            said[name] = str(error)
+
+    rate = config.training.model_copy(update={"learning_rate": 1e-3 * (1 + here.index)})
+    hear("settings", lambda: runner.train(config.model_copy(update={"name": "settings", "training": rate})))
+    with chdir(root / f"rank-{here.index}"):
+        hear("data", lambda: runner.train(config.model_copy(update={"name": "data"})))
+    here.at_step(7 + here.index)
+    hear("step", lambda: here.gather(None))
+    here.at_step(0)
+    (root / f"refused-{here.index}.json").write_text(json.dumps(said))
+
+
 def main(files: list[str]) -> None:
     AdamW._norm = ShardedAdamW._norm = keep
     os.fsync = lambda descriptor: None
@@ -53,6 +77,9 @@ def main(files: list[str]) -> None:
             job.pack = (lambda *given: packed(*given[:4], ranks=2)) if double else packed
             job.Job.policy = (lambda self, head: policy(self, head).double()) if double else policy
             config = load(Path(file)).config
+            if Path(file).stem == "refused":
+                refuse(here, config)
+                continue
             runner.train(config)
             if here.is_first:
                 save_file(kept, Path(config.output_dir) / str(config.name) / "gradients.safetensors")

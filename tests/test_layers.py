@@ -14,6 +14,7 @@ LAYERS = [
     ["console"],
     ["caches", "errors", "helpers", "hub", "imports", "memory", "progress", "threads"],
     ["atomic", "extras", "launch", "paths", "signals"],
+    ["heartbeats", "rendezvous"],
     ["ranks"],
     ["output"],
     ["config"],

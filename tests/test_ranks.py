@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -40,6 +42,7 @@ def configurations(shared: Path, sums_home: Path, root: Path) -> dict[str, dict]
         "sft": {"model": story, "method": {"type": "sft"}, "data": hh},
         "empty": {"model": story, "method": {"type": "sft"}, "data": hh, "training": {"batch_size": 1}},
         "dpo": {"model": story | lora, "method": {"type": "dpo"}, "data": hh},
+        "qlora": {"model": story | lora | {"load_in_4bit": True}, "method": {"type": "sft"}, "data": hh},
         "coupled": {"model": story, "method": coupled, "data": hh},
         "kto": {"model": story, "method": {"type": "kto"}, "data": labelled},
         "orpo": {"model": story, "method": {"type": "orpo"}, "data": hh},
@@ -64,8 +67,17 @@ def sharded(made: dict[str, dict]) -> dict[str, dict]:
     """The same runs with sharded weights."""
     return {
         f"fsdp-{name}": made[name] | {"name": f"fsdp-{name}", "devices": {"type": "cpu", "strategy": "fsdp"}}
-        for name in (*NAMES, "double-coupled")
+        for name in (*SHARDED, "double-coupled")
     }
+
+
+def refused(settings: dict, root: Path) -> dict:
+    """A run whose data is in the current folder, where the second rank has one row more."""
+    for rank in range(2):
+        (root / f"rank-{rank}").mkdir(parents=True)
+        rows = [{"prompt": f"{n} and", "completion": " more."} for n in range(4 + rank)]
+        (root / f"rank-{rank}/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return settings | {"data": {"source": "rows.jsonl", "template": "none", "max_length": 50}}
 
 
 def write(made: dict[str, dict], root: Path, sums_home: Path) -> list[str]:
@@ -99,15 +111,16 @@ def both(shared, sums_home, tmp_path_factory) -> tuple[Path, Path]:
     folders = root / "one", root / "two"
     for number, folder in enumerate(folders, 1):
         made = configurations(shared, sums_home, folder)
-        launch(write(made | (sharded(made) if number > 1 else {}), folder, sums_home), number)
+        apart = sharded(made) | {"refused": refused(made["sft"], folder)} if number > 1 else {}
+        launch(write(made | apart, folder, sums_home), number)
     return folders
 
 
-NAMES = ("sft", "empty", "dpo", "coupled", "kto", "orpo", "reward", "grpo", "empty-grpo", "ppo", "distill")
+SHARDED = ("sft", "empty", "dpo", "coupled", "kto", "orpo", "reward", "grpo", "empty-grpo", "ppo", "distill")
+RUNS = [(name, strategy) for name in SHARDED for strategy in ("", "fsdp-")] + [("qlora", "")]
 
 
-@pytest.mark.parametrize("strategy", ["", "fsdp-"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "strategy"), RUNS)
 def test_two_ranks_have_the_gradients_of_one_process(both, name, strategy):
     places = both[0] / name, both[1] / f"{strategy}{name}"
     one, two = (load_file(place / "gradients.safetensors") for place in places)
@@ -148,6 +161,35 @@ def test_the_sum_over_ranks_is_that_of_one_process_to_rounding(both, name):
     for key in (key for key in one if key.startswith("0|")):
         assert one[key].dtype == torch.float64
         assert float((one[key] - two[key]).abs().max()) <= 1e-10 * float(one[key].abs().max() + 1e-30), key
+
+
+def test_ranks_that_were_started_otherwise_or_read_other_data_are_refused(both):
+    """On every rank; with other settings before there is a run folder, with other data before a model is loaded."""
+    said = [json.loads((both[1] / f"refused-{rank}.json").read_text()) for rank in range(2)]
+    host = socket.gethostname()
+    assert said[0]["settings"] == (
+        "the ranks were not started alike:\n"
+        f"  training.learning_rate: rank 1 on {host} has 0.002; rank 0 on {host} has 0.001\n"
+        "Start every machine with the same command and settings, and install the same versions on each"
+    )
+    assert said[1]["settings"] == "1", "the first rank of a machine has said it"
+    assert not (both[1] / "settings").exists()
+    assert re.fullmatch(
+        "the ranks read different data:\n"
+        rf"  train rows.jsonl: rank 1 on {host} has rows \w{{12}}; rank 0 on {host} has rows \w{{12}}\n"
+        "Copy the same files and tokenizer to every machine, or read them from a folder that all have",
+        said[0]["data"],
+    )
+    assert said[1]["data"] == "1"
+    assert json.loads((both[1] / "data/run.json").read_text())["reason"] == said[0]["data"]
+    assert not list((both[1] / "data").glob("*.safetensors"))
+
+
+def test_a_rank_that_is_a_step_ahead_is_named_on_all(both):
+    said = {json.loads((both[1] / f"refused-{rank}.json").read_text())["step"] for rank in range(2)}
+    first, second = (rf"rank {rank} is at step {7 + rank}, exchange" for rank in range(2))
+    assert len(said) == 1
+    assert re.match(rf"the ranks are out of step: {first} (\d+) \(objects\); {second} \1 \(objects\)", said.pop())
 
 
 @pytest.mark.parametrize(

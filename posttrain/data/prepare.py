@@ -43,6 +43,7 @@ class Prepared:
     validation: dict[str, Dataset]
     reports: dict[str, Report]
     fingerprint: str
+    contents: dict[str, str]  # SHA-256 of the rows of each source, by set and source
     prompts: dict[str, Dataset] = field(default_factory=dict)
 
     @property
@@ -213,7 +214,13 @@ def prepare(
     loaded = {"train": whole, **further}
     validation |= {n: Dataset(one.table, one.fitted, np.arange(len(one.fitted.view))) for n, one in further.items()}
     reports = {name: one.report for name, one in loaded.items()}
-    return Prepared(kind, train, validation, reports, _fingerprint(loaded, train, validation))
+    sources = {"train": parts} | {name: [part] for name, part in further_parts(data, datasets)}
+    contents = {
+        f"{name} {part.source}": content
+        for name, one in loaded.items()
+        for part, content in zip(sources[name], one.contents, strict=False)  # max_rows may leave out the last sources
+    }
+    return Prepared(kind, train, validation, reports, _fingerprint(loaded, train, validation), contents)
 
 
 def _is_held_out(data: DataConfig, whole: Loaded, held_out: np.ndarray | None, seed: int) -> np.ndarray:

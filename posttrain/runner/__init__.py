@@ -9,9 +9,10 @@ from datetime import datetime
 from pathlib import Path
 
 from posttrain.config import RunConfig, Stage
-from posttrain.errors import RunError, is_out_of_memory
+from posttrain.errors import RankError, RunError, is_out_of_memory
 from posttrain.output import enduring
 from posttrain.ranks import Ranks, joined
+from posttrain.runner.agreement import refuse_differences
 from posttrain.runner.comparison import compare
 from posttrain.runner.one import follow, train_one
 from posttrain.runner.pipeline import Pipeline, Task
@@ -42,10 +43,17 @@ def train(
     checkpoint. As a path it names the folder of the whole run, or a single run folder or checkpoint in it. If a run
     fails, the runs that do not depend on it are still trained; a single run raises its error. `compared`: the stages
     are methods to compare at the end (comparison.py). `watch` sees every evaluation and may end a run early. A closed
-    pipe or terminal does not end the run; `training.log` has all messages. On several ranks, the first one decides what
-    is trained next, and the others follow.
+    pipe or terminal does not end the run; `training.log` has all messages. On several ranks, which must have been
+    started alike, the first one decides what is trained next, and the others follow.
     """
+    options = {"--resume": resume, "--overwrite": overwrite, "--model-index": model_index, "--skip": sorted(skip)}
     with enduring(), joined() as ranks:
+        try:
+            refuse_differences(ranks, stages_of(config), options)
+        except RankError:
+            if ranks.local:  # the first rank of each machine says it
+                return 1
+            raise
         if not ranks.is_first:
             return follow(ranks)
         status = _train(config, resume, overwrite, model_index, skip, compared, watch, ranks)
@@ -63,7 +71,7 @@ def _train(
     watch: Watch | None,
     ranks: Ranks,
 ) -> int:
-    stages = (Stage("", None, config),) if isinstance(config, RunConfig) else tuple(config)
+    stages = stages_of(config)
     for stage in stages:
         require_trackers(stage.config.tracking)
     if isinstance(resume, Path) and not is_whole_run(resume):
@@ -80,6 +88,10 @@ def _train(
     finally:
         if compared and not isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
             compare(root, stages)
+
+
+def stages_of(config: RunConfig | Sequence[Stage]) -> tuple[Stage, ...]:
+    return (Stage("", None, config),) if isinstance(config, RunConfig) else tuple(config)
 
 
 def root_of(

@@ -22,7 +22,7 @@ from posttrain.config.schema.run import RunConfig
 from posttrain.data import Prepared, prepare_run
 from posttrain.data.published import own_stop
 from posttrain.engines.stops import stop_token_ids
-from posttrain.errors import ConfigError, DamagedError, ModelError, WeightsError
+from posttrain.errors import ConfigError, DamagedError, ModelError, RankError, WeightsError
 from posttrain.memory import reset_peak_memory, return_tensors_at_once
 from posttrain.models.attention import width_step
 from posttrain.models.checkpointing import enable_gradient_checkpointing
@@ -90,9 +90,19 @@ class Job:
         return cls(config, model, run, device, dtype, tokenizer, checkpoint, gradient_checkpointing, ranks=ranks)
 
     def data(self) -> Prepared:
-        """The training and validation sets, tokenised or from the cache. Logs what was dropped."""
+        """The training and validation sets, tokenised or from the cache. Logs what was dropped.
+
+        Raises RankError on every rank if one reads other data than the first.
+        """
         with self.ranks.ahead(of_machine=True):
             prepared = data_of(self.config, self.model, self.tokenizer)
+        read = {name: f"rows {content[:12]}" for name, content in prepared.contents.items()}
+        rest = {"the order, the split and the limits of the same rows": prepared.fingerprint[:12]}
+        if lines := self.ranks.differences(read) or self.ranks.differences(rest):
+            raise RankError(
+                "\n  ".join(["the ranks read different data:", *lines])
+                + "\nCopy the same files and tokenizer to every machine, or read them from a folder that all have"
+            )
         self.run.add_provenance({"dataset_fingerprint": prepared.fingerprint})
         for report in prepared.reports.values():
             for line in report.lines():

@@ -120,6 +120,7 @@ class Loop:
                     self._best.report(self.state)
                     break
                 started = time.perf_counter()
+                ranks.at_step(step)
                 if ranks.size > 1:  # a stream for each rank and step, whose state no checkpoint needs
                     torch.manual_seed(seed_of(self.job.config.seed, "dropout", step, ranks.index))
                 yield step, self._examples(step)

@@ -1,0 +1,105 @@
+"""How the ranks of a run find one another when they start: a store that all reach, in which they check in."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from posttrain.errors import RankError
+from posttrain.terminal import say
+
+JOIN_S = 300.0  # until all ranks must have started: they import torch, perhaps from a slow file system
+MARGIN_S = 10.0  # beyond that, for a connection that hangs
+POLL_S = 0.05  # between two looks for a rank that starts
+READ_S = 1.0  # for the others to read what this rank wrote, before it ends
+OTHERWISE = "start all machines with the same --address, --nodes and --nproc"
+
+
+@contextmanager
+def meeting(index: int, size: int) -> Iterator[Store]:
+    """A connection to the store that all ranks share, once every rank has checked in; the block is part of joining.
+
+    Raises RankError when a rank does not come in time or expects another number of ranks. Ends the process if
+    the connection itself hangs, as with another program at the port.
+    """
+
+    def give_up() -> None:
+        say(
+            f"error: rank {index} got no answer from the first rank at {_address()} within {JOIN_S:.0f} seconds: its "
+            f"process hangs, or another program has this port; {OTHERWISE}",
+            error=True,
+        )
+        os._exit(1)
+
+    timer = threading.Timer(JOIN_S + MARGIN_S, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        store = connected(index)
+        try:
+            _check_in(store, index, size)
+        except RuntimeError as error:
+            raise RankError(f"rank {index}: the first rank ended before all had started: see its output") from error
+        yield store
+    finally:
+        timer.cancel()
+
+
+def connected(index: int, as_client: bool = False) -> Store:
+    """A connection to the ranks' store, which is in the launcher, or else in the first rank."""
+    variables = os.environ
+    if "MASTER_ADDR" not in variables or not variables.get("MASTER_PORT", "").isdecimal():
+        raise RankError(
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR and MASTER_PORT are not: start ranks by `posttrain launch`, "
+            "or unset these variables to train in one process"
+        )
+    host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    hosts = index == 0 and not as_client and variables.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    patience = timedelta(seconds=JOIN_S)
+    try:
+        store = TCPStore(host, port, None, hosts, patience, wait_for_workers=False, multi_tenant=True)
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise RankError(
+                f"port {port} (MASTER_PORT) is in use on this machine: set it to a free port, the same for every rank"
+            ) from None
+        raise RankError(
+            f"rank {index} does not reach the first rank at {_address()} (MASTER_ADDR and MASTER_PORT): {OTHERWISE}"
+        ) from error
+    return PrefixStore(f"posttrain/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _address() -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def _check_in(store: Store, index: int, size: int) -> None:
+    """Wait until all ranks are here."""
+    host, deadline = socket.gethostname(), time.monotonic() + JOIN_S
+    store.set(f"here/{index}", f"{size} {host}")
+    missing = list(range(size))
+    while missing:
+        if not store.check([f"here/{missing[0]}"]):
+            if time.monotonic() > deadline:
+                late = [str(rank) for rank in missing if not store.check([f"here/{rank}"])]
+                raise RankError(
+                    f"rank {', '.join(late)} of {size} did not start within {JOIN_S:.0f} seconds: look at the output "
+                    f"of its machine; {OTHERWISE}"
+                )
+            time.sleep(POLL_S)
+            continue
+        rank = missing.pop(0)
+        count, _, where = store.get(f"here/{rank}").decode().partition(" ")
+        if count != str(size):
+            time.sleep(READ_S)
+            raise RankError(
+                f"rank {rank} on {where} was started as one of {count} ranks (WORLD_SIZE), rank {index} on {host} as "
+                f"one of {size}: {OTHERWISE}"
+            )
