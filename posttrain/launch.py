@@ -24,16 +24,26 @@ def is_rank() -> bool:
 def launch(arguments: Sequence[str], processes: int, nodes: int = 1, node: int = 0, address: str | None = None) -> None:
     """`posttrain train ARGUMENTS` as `processes` ranks on each of `nodes` machines, of which this is number `node`.
 
-    `address` is HOST:PORT of the first machine. Raises RunError if a rank fails.
+    `address` is HOST:PORT of the first machine; on one machine a free port is chosen. Raises RunError if a rank fails,
+    the port is in use, or the machines do not join.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from posttrain.rendezvous import reach, refuse_port_in_use
+
+    if address is not None:
+        host, _, port = address.rpartition(":")
+        if node == 0:
+            refuse_port_in_use(int(port))
+        else:
+            reach(host.strip("[]"), int(port), NODE_PATIENCE_S)
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # its reports have a page
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of the ranks: lost connections are named by posttrain
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     settings = {
         "min_nodes": nodes,
@@ -55,10 +65,15 @@ def launch(arguments: Sequence[str], processes: int, nodes: int = 1, node: int =
         code = failure.exitcode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
         raise RunError(
-            f"rank {rank} {how}, and the other ranks with it. See training.log and logs/ in the run folder; "
-            "posttrain launch … --resume continues from the last checkpoint"
+            f"rank {rank} {how}, and the other ranks with it. The reason is above, or in training.log and logs/ of the "
+            "run folder; posttrain launch … --resume continues from the last checkpoint"
         ) from error
     except SignalException as error:
         raise SystemExit(128 + error.sigval) from error  # the first rank has said what was saved
-    except (RuntimeError, ValueError, OSError) as error:  # a port in use, machines that do not join
+    except (RuntimeError, ValueError, OSError) as error:
+        if "waiting for clients" in str(error):
+            raise RunError(
+                f"not all of {nodes} machines joined within {NODE_PATIENCE_S} seconds: run the same command on each, "
+                f"with --node-rank 0 to {nodes - 1} and the same --address"
+            ) from None
         raise RunError(f"the ranks could not be started: {error}") from error

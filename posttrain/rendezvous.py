@@ -17,6 +17,7 @@ from posttrain.terminal import say
 
 JOIN_S = 300.0  # until all ranks must have started: they import torch, perhaps from a slow file system
 MARGIN_S = 10.0  # beyond that, for a connection that hangs
+ANSWER_S = 30.0  # for a launcher that listens
 POLL_S = 0.05  # between two looks for a rank that starts
 READ_S = 1.0  # for the others to read what this rank wrote, before it ends
 OTHERWISE = "start all machines with the same --address, --nodes and --nproc"
@@ -29,27 +30,71 @@ def meeting(index: int, size: int) -> Iterator[Store]:
     Raises RankError when a rank does not come in time or expects another number of ranks. Ends the process if
     the connection itself hangs, as with another program at the port.
     """
-
-    def give_up() -> None:
-        say(
-            f"error: rank {index} got no answer from the first rank at {_address()} within {JOIN_S:.0f} seconds: its "
-            f"process hangs, or another program has this port; {OTHERWISE}",
-            error=True,
-        )
-        os._exit(1)
-
-    timer = threading.Timer(JOIN_S + MARGIN_S, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
+    with _in_time(f"rank {index} got no answer from the first rank", JOIN_S + MARGIN_S):
         store = connected(index)
         try:
             _check_in(store, index, size)
         except RuntimeError as error:
             raise RankError(f"rank {index}: the first rank ended before all had started: see its output") from error
         yield store
+
+
+@contextmanager
+def _in_time(problem: str, seconds: float) -> Iterator[None]:
+    """Context for calls that may never return; the process ends if they take longer."""
+
+    def give_up() -> None:
+        say(
+            f"error: {problem} within {seconds:.0f} seconds: its process hangs, or another program has the port; "
+            f"{OTHERWISE}",
+            error=True,
+        )
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
     finally:
         timer.cancel()
+
+
+def refuse_port_in_use(port: int) -> None:
+    """Raise RankError if this machine cannot listen on a port."""
+    with socket.socket() as tried, socket.socket() as free:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that were just closed do not count
+        free.bind(("", 0))
+        try:
+            tried.bind(("", port))
+            tried.listen()
+        except OSError as error:
+            raise RankError(
+                f"port {port} of --address cannot be used on this machine ({error.strerror}): another run or program "
+                f"may have it. Give a free one, such as {free.getsockname()[1]}, the same on every machine"
+            ) from None
+
+
+def reach(host: str, port: int, seconds: float) -> None:
+    """Wait until the launcher of the first machine listens, and answers. Raises RankError if it does not in time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RankError(
+                    f"the first machine was not reached at {host}:{port} within {seconds:.0f} seconds "
+                    f"({error.strerror or error}): start `posttrain launch … --node-rank 0` there, and open the port"
+                ) from None
+            time.sleep(1)
+    problem = f"no answer from a launcher at {host}:{port}"
+    with _in_time(problem, ANSWER_S):
+        try:
+            TCPStore(host, port, None, False, timedelta(seconds=ANSWER_S), wait_for_workers=False)
+        except RuntimeError:
+            raise RankError(f"{problem}: another program has this port; {OTHERWISE}") from None
 
 
 def connected(index: int, as_client: bool = False) -> Store:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from posttrain import launch as launching
+from posttrain import rendezvous
 from posttrain.batch import Example, Node, pack
+from posttrain.cli import main
 from posttrain.config import load
-from posttrain.errors import ConfigError, DamagedError
+from posttrain.errors import ConfigError, DamagedError, RankError, RunError
+from posttrain.launch import launch as start
 from posttrain.store.metrics import read_metrics
 from posttrain.store.parts import load_parts, part_file
 from posttrain.store.stored_rollouts import StoredRun
@@ -334,3 +339,40 @@ def until(holds, seconds: float = 60) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.fixture
+def occupied() -> Iterator[str]:
+    """The address of a port at which a program listens that never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_port_in_use_is_named_and_another_proposed(occupied, nodes):
+    port = occupied.rpartition(":")[2]
+    with pytest.raises(RankError, match=rf"port {port} of --address .*already in use.*Give a free one, such as \d+"):
+        start(["sft.yaml"], 2, nodes, 0, occupied)
+
+
+def test_machines_that_do_not_join_or_answer_are_named(occupied, monkeypatch):
+    monkeypatch.setattr(launching, "NODE_PATIENCE_S", 1)
+    monkeypatch.setattr(rendezvous, "ANSWER_S", 2.0)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(RankError, match=rf"was not reached at {address} within 1 sec.*--node-rank 0` there"):
+        start(["sft.yaml"], 2, 2, 1, address)
+    with pytest.raises(RunError, match=r"not all of 2 machines joined within 1 seconds: .* --node-rank 0 to 1"):
+        start(["sft.yaml"], 2, 2, 0, address)
+    ended = []
+    monkeypatch.setattr(rendezvous.os, "_exit", ended.append)  # what would end this process
+    monkeypatch.setattr(rendezvous, "say", lambda text, error: ended.append(text))
+    monkeypatch.setattr(rendezvous, "TCPStore", lambda *given, **named: until(lambda: ended, 10))
+    rendezvous.reach("127.0.0.1", int(occupied.rpartition(":")[2]), 1)
+    assert f"no answer from a launcher at {occupied} within 2 seconds" in ended[0] and ended[1] == 1
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", ":29500", "10.0.0.1:x", "10.0.0.1:70000"])
+def test_an_address_without_a_port_is_refused(address, capsys):
+    assert main(["launch", "sft", "--address", address]) == 2
+    assert "it is HOST:PORT with a port from 1 to 65535" in capsys.readouterr().err

@@ -42,8 +42,11 @@ def launch(
         posttrain launch grpo.yaml --nproc 8
         posttrain launch grpo.yaml --nproc 8 --nodes 2 --node-rank 1 --address 10.0.0.1:29500
     """
-    if nodes > 1 and (address is None or not address.rpartition(":")[2].isdecimal()):
+    if nodes > 1 and address is None:
         raise UsageError("--nodes needs --address HOST:PORT, a free port of the first machine")
+    host, _, port = (address or "127.0.0.1:1").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"--address {address}: it is HOST:PORT with a port from 1 to 65535, such as 10.0.0.1:29500")
     if node_rank >= nodes:
         raise UsageError(f"--node-rank {node_rank}: the machines have the numbers 0 to {nodes - 1}")
     if overwrite and resume is not None:
