@@ -78,16 +78,21 @@ class Watch:
         self.in_step = False  # exchanges are part of every pass: no rank can go on without the others
         self.place, self._since = Place(), self._heard
         self.on_lost: Callable[[BaseException], None] = lambda error: None
+        self._threads: list[threading.Thread] = []
         self._ended, self._handled = threading.Event(), threading.Event()
         self._set()
 
     def start(self) -> None:
         for work in (self._talk, self._judge):
-            threading.Thread(target=work, name=f"posttrain-ranks{work.__name__}", daemon=True).start()
+            self._threads.append(threading.Thread(target=work, name=f"posttrain-ranks{work.__name__}", daemon=True))
+            self._threads[-1].start()
 
     def end(self) -> None:
+        """Stop watching. A thread that is still in the store's code when the interpreter exits would abort it."""
         self._handled.set()
         self._ended.set()
+        for thread in self._threads:
+            thread.join(2 * BEAT_S)  # a store that hangs does not hold up the end
 
     def enter(self, kind: str) -> None:
         """The main thread waits for the others now."""

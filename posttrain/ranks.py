@@ -284,8 +284,11 @@ def joined() -> Iterator[Ranks]:
             watch = Watch(connected(index, as_client=True), index, size)
             objects = dist.new_group(timeout=PATIENCE, backend="gloo")
         watch.start()
-        yield Ranks(index, size, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _watch=watch, _objects=objects)
-        watch.end()
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        try:
+            yield Ranks(index, size, local, here, _watch=watch, _objects=objects)
+        finally:
+            watch.end()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -376,3 +376,34 @@ def test_machines_that_do_not_join_or_answer_are_named(occupied, monkeypatch):
 def test_an_address_without_a_port_is_refused(address, capsys):
     assert main(["launch", "sft", "--address", address]) == 2
     assert "it is HOST:PORT with a port from 1 to 65535" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_damaged_part_of_a_sharded_checkpoint_is_named_and_the_one_before_is_used(shared, tmp_path):
+    """By two processes and by one, in the end as from the intact checkpoint before; one that is named is refused."""
+    file, environment = started(shared, tmp_path, 9, **FSDP), os.environ | ENVIRONMENT
+    subprocess.run([*launched(tmp_path, str(file)), "--name", "whole"], env=environment, check=True)
+    whole = load_file(tmp_path / "whole/final/model.safetensors")
+
+    damages = {
+        "missing": Path.unlink,
+        "truncated": lambda part: part.write_bytes(part.read_bytes()[:-9]),
+    }
+    alone = [sys.executable, "-m", "posttrain", "train"]
+    for number, (problem, damage) in enumerate(damages.items()):
+        folder = tmp_path / f"run-{number}"
+        shutil.copytree(tmp_path / "whole", folder)
+        for later in ("checkpoint-9", "final"):
+            shutil.rmtree(folder / later)
+        damage(folder / "checkpoint-6/optimizer-00002-of-00002.safetensors")
+        start = launched(tmp_path) if number % 2 == 0 else alone
+        named = [*start, "--resume", str(folder / "checkpoint-6")]
+        refused = subprocess.run(named, env=environment, capture_output=True, text=True, timeout=60)
+        assert refused.returncode == 1 and "checkpoint-6 is damaged" in refused.stderr and problem in refused.stderr
+        assert (folder / "checkpoint-6").is_dir(), "nothing was touched"
+        subprocess.run([*start, "--resume", str(folder)], env=environment, check=True, timeout=120)
+        log = (folder / "training.log").read_text()
+        assert "checkpoint-6 is damaged" in log and problem in log and "falling back to checkpoint-3" in log
+        again = load_file(folder / "final/model.safetensors")
+        largest = max(float((whole[key] - again[key]).abs().max()) for key in whole)
+        assert largest == 0 if start is not alone else largest < 1e-5, problem
