@@ -407,3 +407,32 @@ def test_a_damaged_part_of_a_sharded_checkpoint_is_named_and_the_one_before_is_u
         again = load_file(folder / "final/model.safetensors")
         largest = max(float((whole[key] - again[key]).abs().max()) for key in whole)
         assert largest == 0 if start is not alone else largest < 1e-5, problem
+
+
+@pytest.mark.slow
+def test_a_machine_that_hangs_ends_the_other_in_time(shared, tmp_path):
+    """Two launchers as on two machines; the second is stopped. The first rank saves the finished steps."""
+    file, environment = started(shared, tmp_path, 400), os.environ | ENVIRONMENT
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    base = [sys.executable, "-m", "posttrain", "launch", str(file), "--name", "run", "--nodes", "2"]
+    machines = [
+        subprocess.Popen(
+            [*base, "--address", address, "--node-rank", str(node)], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for node in range(2)
+    ]
+    until(lambda: (tmp_path / "run/checkpoint-3").exists())
+    other, hung = machines[0], [machines[1].pid, rank_of(machines[1].pid, 1)]
+    try:
+        for process in hung:
+            os.kill(process, signal.SIGSTOP)
+        said = other.communicate(timeout=60)[1]
+    finally:
+        for process in hung:
+            os.kill(process, signal.SIGKILL)
+        machines[1].communicate(timeout=30)
+    assert other.returncode == 1 and "Traceback" not in said
+    assert f"rank 1 on {socket.gethostname()} is lost: its process has ended, or is stopped" in said
+    last = read_metrics(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / f"run/checkpoint-{last}").exists()
