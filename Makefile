@@ -2,9 +2,10 @@
 # quickstart with the packages that posttrain itself needs, the others with those of the tests and benchmarks too.
 PYTHON ?= python3
 OLD_PYTHON ?= $(PYTHON)
+PYTHON313 ?= python3.13
 BIN := .venv/bin
 
-.PHONY: quickstart test test-ui bench-ui slow faults test-vllm test-eval test-old check lint bench learn gpu wheel wheels clean
+.PHONY: quickstart test test-ui bench-ui slow faults test-vllm test-eval test-old test-313 audit licences check lint bench learn gpu wheel wheels clean
 
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
@@ -63,6 +64,32 @@ build/old/.installed: pyproject.toml constraints-old.txt
 	build/old/bin/pip install --quiet "$$(grep '^torch==' constraints-old.txt)"
 	build/old/bin/pip install --quiet -c constraints-old.txt -e '.[bench,dev]'
 	touch $@
+
+# The suite on Python 3.13, with the versions of constraints.txt.
+test-313: build/py313/.installed
+	build/py313/bin/python -m pytest -n 2 --dist worksteal -m "not slow and not ui"
+
+build/py313/.installed: pyproject.toml constraints.txt
+	$(PYTHON313) -m venv build/py313
+	build/py313/bin/pip install --quiet --upgrade pip
+	build/py313/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	build/py313/bin/pip install --quiet -c constraints.txt -e '.[bench,dev,gpu-dev]'
+	touch $@
+
+# Known vulnerabilities of every pinned version (docs/security.md): 0 only if all advisories were read and none applies.
+# It resolves and installs nothing of ours, and needs PyPI's JSON interface; PIP_AUDIT_VULNERABILITY_SERVICE=osv asks OSV.
+audit: build/audit/bin/pip-audit
+	$(PYTHON) tests/supply_audit.py build/audit/bin/pip-audit constraints*.txt
+
+build/audit/bin/pip-audit: Makefile
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/pip install --quiet --upgrade pip
+	build/audit/bin/pip install --quiet pip-audit==2.10.1
+	touch $@
+
+# The licence of every package that posttrain and its extras bring, from what is installed.
+licences: .venv/.installed-dev
+	$(BIN)/python tests/supply_licences.py docs/licences.md
 
 # The wheel holds the whole package, and the README's example runs with it: installed by itself, from an empty folder.
 # build/lib would keep modules that are gone; PYTHONPATH could name the checkout, which pip would take for installed.
