@@ -4,6 +4,7 @@ For programs: `train`, `train_all`, `load_run`, `evaluate` (posttrain/api.py, do
 """
 
 import logging
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Evaluated", "TrainedRun", "evaluate", "load_run", "train", "train_all"]
+
+# Libraries that report their use do not, unless the user's environment says so. They ask when they are imported.
+TELEMETRY = {
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "GRADIO_ANALYTICS_ENABLED": "False",
+    "VLLM_NO_USAGE_STATS": "1",
+    "WANDB_ERROR_REPORTING": "false",
+}
+for _name, _value in TELEMETRY.items():
+    os.environ.setdefault(_name, _value)
 
 # PEFT imports bitsandbytes if it is installed, which then prints advice about generation kernels on standard error.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -13,6 +13,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from posttrain.system import sync_file, sync_folder
+
 LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
 
 
@@ -86,17 +88,5 @@ def sync_tree(folder: Path) -> None:
     """Force every file and folder under `folder` (and itself) to the disk."""
     for root, _, files in os.walk(folder):
         for name in files:
-            with open(Path(root) / name, "rb") as file:
-                os.fsync(file.fileno())
+            sync_file(Path(root) / name)
         sync_folder(Path(root))
-
-
-def sync_folder(folder: Path) -> None:
-    """Force a folder's list of names to the disk (not on Windows, which cannot open folders)."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
-import select
 import sys
 import threading
 from collections.abc import Hashable
 from typing import Generic, Protocol, TypeVar
+
+from posttrain.system import has_input
 
 IDLE_SECONDS = 60.0  # how long an idle process is kept
 
@@ -94,8 +95,7 @@ def end_with_parent(parent: int | None = None) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            ready, _, _ = select.select([sys.stdin], [], [], 1.0)
-            if ready and not os.read(sys.stdin.fileno(), 1):
+            if has_input(sys.stdin.fileno(), 1.0) and not os.read(sys.stdin.fileno(), 1):
                 break
         os._exit(1)
 

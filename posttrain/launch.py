@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Sequence
 
 from posttrain.errors import RunError
+from posttrain.system import usable_cores
 
 GRACE_S = 120  # for the checkpoint after a signal, before processes are killed
 NODE_PATIENCE_S = 900  # until all machines must have joined
@@ -42,9 +43,8 @@ def launch(arguments: Sequence[str], processes: int, nodes: int = 1, node: int =
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # its reports have a page
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of the ranks: lost connections are named by posttrain
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     settings = {
         "min_nodes": nodes,
         "max_nodes": nodes,

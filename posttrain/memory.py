@@ -10,13 +10,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from posttrain.system import resource
+
 if TYPE_CHECKING:  # grading workers use this module and must not import torch
     import torch
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 # Files with a container's limit, in versions 2 and 1 of Linux's control groups.
 CGROUPS = (

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 from posttrain.signals import handling
+from posttrain.system import HANGUP
 
 log = logging.getLogger("posttrain")
 
@@ -81,7 +82,7 @@ def enduring() -> Iterator[None]:
     def note(number: int, frame: object) -> None:
         log.warning("the terminal was closed: continuing without it")
 
-    hang_up = [signal.SIGHUP] if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL else []
+    hang_up = [HANGUP] if HANGUP is not None and signal.getsignal(HANGUP) is signal.SIG_DFL else []
     with _wrapped(quits=False), handling(note, *hang_up):
         yield
 

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from posttrain.system import usable_cores
+
 INTERVAL_S = 0.1  # between two measurements
 CONTENDED = 0.15  # share of an interval, summed over threads: threads sleep if the wait for a core is at least this
 CALM, CALM_LOOKS = 0.03, 10  # threads spin again after this many intervals in a row with less waiting
@@ -112,7 +114,7 @@ class _Team(threading.Thread):
 
 def team_beside(threads: int) -> int:
     """Size of a team that raises libgomp's count above the cores. libgomp does not count the thread that makes it."""
-    return max(len(os.sched_getaffinity(0)) - threads, 0) + 2
+    return max(usable_cores() - threads, 0) + 2
 
 
 def waited() -> int | None:

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from network import calls_outside
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -30,7 +31,9 @@ def test_a_small_one(tmp_path, capsys):
     """One test, since all that is looked at is what one quickstart of half a minute leaves."""
     folder = tmp_path / "start"
     console = Console(width=80, record=True, quiet=False, force_terminal=False)
-    quickstart(folder, size=TINY, console=console)
+    with calls_outside() as calls:
+        quickstart(folder, size=TINY, console=console)
+    assert calls == []
     printed = console.export_text()
     check_that_the_folder_is_whole(folder)
     check_that_numbers_come_from_the_runs(folder, printed)

@@ -5,13 +5,12 @@ template; this process adds limits on memory and output, and its parent one on t
 """
 
 import json
-import signal
 import sys
 
+from posttrain.system import IS_LINUX, leave_signals_to_parent, resource
+
 if __name__ == "__main__":  # before the second that the import takes
-    for name in ("SIGINT", "SIGHUP"):  # the parent handles Ctrl-C and a closed terminal, and may render again
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    leave_signals_to_parent()  # which may render again
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -21,9 +20,7 @@ OUTPUT_BYTES = 1_000_000
 
 def limit_memory() -> None:
     """Limit memory against templates such as `{{ 'a' * 10 ** 12 }}`, where the platform can."""
-    if sys.platform == "linux":
-        import resource
-
+    if IS_LINUX and resource is not None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
 

@@ -12,6 +12,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+from posttrain import system
 from posttrain.atomic import put_file, put_folder
 from posttrain.doctor.finding import Broken, Found
 from posttrain.reports.listing import in_units
@@ -37,7 +38,7 @@ except sqlite3.OperationalError as error:
 
 def usable_cores() -> int:
     """Cores that this process may use: those of its affinity, within a container's share."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    there = system.usable_cores()
     for files in QUOTAS:
         try:
             quota, period, *_ = " ".join(Path(file).read_text() for file in files).split()

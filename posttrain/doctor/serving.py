@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
@@ -49,7 +48,6 @@ def pages() -> Found:
     """A page is described, as a browser gets it."""
     if missing := absent("gradio", "gradio", "posttrain ui", "ui"):
         return missing
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before the import, which asks
     import gradio
 
     with gradio.Blocks(analytics_enabled=False) as blocks:

@@ -12,7 +12,8 @@ import ctypes
 import os
 import signal
 import struct
-import sys
+
+from posttrain.system import IS_LINUX, resource
 
 MEMORY_BYTES = 1_000_000_000  # of address space, which bounds memory too
 ROOM_BYTES = 500_000_000  # of address space for answers, where a rule's packages leave less of it
@@ -28,7 +29,7 @@ NEW_USER, NEW_NET = 0x10000000, 0x40000000
 def isolate(memory_bytes: int = MEMORY_BYTES) -> list[str]:
     """Drop rights that grading does not need; returns the names of the active restrictions."""
     in_force = []
-    if sys.platform == "linux":
+    if IS_LINUX:
         if _no_network_namespace():
             in_force.append("no network")
         files, network = _landlock()
@@ -41,9 +42,7 @@ def isolate(memory_bytes: int = MEMORY_BYTES) -> list[str]:
 
 def allow_cpu_seconds(seconds: float) -> None:
     """Limit this process's further CPU time: the last resort if its parent has died."""
-    if os.name == "posix":
-        import resource
-
+    if resource is not None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         soft = int(used.ru_utime + used.ru_stime + seconds) + 2
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -56,20 +55,18 @@ def die_with_parent() -> None:
 
     Linux. After `isolate`, whose new user namespace would undo it.
     """
-    if sys.platform == "linux":
+    if IS_LINUX:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 def _limits(memory_bytes: int, files_open: bool) -> list[str]:
-    if os.name != "posix":
+    if resource is None:
         return []
-    import resource
-
     in_force = []
     memory_bytes = max(memory_bytes, _address_space() + ROOM_BYTES)
     # macOS accepts the limit and does not enforce it
-    kept = f"at most {memory_bytes / 1e9:.2g} GB of memory" if sys.platform == "linux" else ""
+    kept = f"at most {memory_bytes / 1e9:.2g} GB of memory" if IS_LINUX else ""
     wanted = [(resource.RLIMIT_AS, memory_bytes, kept)]
     wanted += [(resource.RLIMIT_CORE, 0, "")]
     wanted += [(resource.RLIMIT_FSIZE, 0, "no growing files")] if files_open else []

@@ -26,9 +26,10 @@ from typing import Self
 
 from posttrain.errors import RewardError
 from posttrain.grading.process import Deadlines, WorkerProcess, worker_environment
-from posttrain.grading.template import CAN_FORK, Template
+from posttrain.grading.template import Template
 from posttrain.grading.verdict import NON_VERDICTS, Grade, GradeRequest
 from posttrain.helpers import HelperPool
+from posttrain.system import CAN_FORK
 
 log = logging.getLogger("posttrain")
 

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import BinaryIO
 
-CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 FORK = "--fork"  # first argument of a worker program that becomes a template
 NUMBER = struct.Struct("=i")
 UNKNOWN_STATUS = -9  # for a worker whose template was killed, which kills the worker too

@@ -32,15 +32,14 @@ from posttrain.grading.isolation import MEMORY_BYTES, allow_cpu_seconds, die_wit
 from posttrain.grading.template import FORK, NUMBER
 from posttrain.grading.verdict import EXTRACTED_CHARACTERS, BadGold, Rule
 from posttrain.memory import peak_of_process
+from posttrain.system import leave_signals_to_parent
 
 RETIRE_BYTES = MEMORY_BYTES // 2  # above this, ordinary answers might run out of memory
 ORPHAN_S = 0.25  # interval at which a worker checks whether its parent is alive
 
 
 def main() -> None:
-    for name in ("SIGINT", "SIGHUP"):  # the parent handles Ctrl-C and a closed terminal
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    leave_signals_to_parent()
     if sys.argv[1:2] == [FORK]:
         _be_a_template(sys.argv[2:])
         return

@@ -9,11 +9,7 @@ from pathlib import Path
 
 from posttrain.errors import RunError
 from posttrain.store.atomic import cannot_write
-
-try:
-    import fcntl
-except ImportError:  # Windows has no flock: users must not run two processes in one folder
-    fcntl = None
+from posttrain.system import BINARY, fcntl
 
 LOCK = ".lock"
 PATIENCE_S = 0.5  # `is_locked` in another process holds the lock for an instant
@@ -29,7 +25,7 @@ class FolderLock:
     def __init__(self, folder: Path):
         path = folder / LOCK
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | BINARY, 0o666)
         except OSError as error:
             raise cannot_write(path, error) from error
         deadline = time.monotonic() + PATIENCE_S

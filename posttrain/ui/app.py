@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 
 import fastapi
-
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before Gradio is imported: it asks at import
-os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-
 import gradio as gr
 
 from posttrain.serving.process import ModelServers

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import hashlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from posttrain.atomic import put_file
 from posttrain.errors import ConfigError
+from posttrain.system import kill_session
 
 DEADLINE_S = 600.0  # data may have to be downloaded
 KEPT, KEPT_SIZE = 50, 32_000_000  # answers, and characters of all together
@@ -162,6 +162,5 @@ def _key(verb: str, text: str, arguments: Sequence[str] = ()) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_session(process)
     process.wait()

@@ -31,7 +31,6 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model must be in this process to receive weights
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the newer one has another interface for logits processors
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # one more than the model's positions: the last token needs none
-    "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are in this process, too
 }
 ARGUMENT = "posttrain"  # of a request: (sampling, seed, number), for processor.py

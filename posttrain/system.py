@@ -1,0 +1,79 @@
+"""What the operating system has, asked in one place. Linux and macOS have all of it, Windows lacks the POSIX parts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock: users must not run two processes in one folder
+    fcntl = None
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+IS_LINUX = sys.platform == "linux"  # with /proc, prctl, Landlock and namespaces
+CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
+BINARY = getattr(os, "O_BINARY", 0)  # without it `os.write` to a file makes each newline two characters on Windows
+HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # a closed terminal
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, or all where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def leave_signals_to_parent() -> None:
+    """Ignore Ctrl-C and a closed terminal: the parent handles both, and ends this process."""
+    for number in (signal.SIGINT, HANGUP):
+        if number is not None:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def kill_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that was started with `start_new_session`, and its children; on Windows the process alone."""
+    with contextlib.suppress(ProcessLookupError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+
+
+def has_input(descriptor: int, seconds: float) -> bool:
+    """Whether a pipe has something to read, or its end, within `seconds`.
+
+    Always on Windows, which can wait for sockets alone: the read then waits.
+    """
+    if os.name == "nt":
+        return True
+    return bool(select.select([descriptor], [], [], seconds)[0])
+
+
+def sync_file(path: str | os.PathLike[str]) -> None:
+    """Force a written file to the disk."""
+    access = os.O_RDWR if os.name == "nt" else os.O_RDONLY  # Windows syncs what it may write
+    descriptor = os.open(path, access | BINARY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Force a folder's list of names to the disk (not on Windows, which cannot open folders)."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
