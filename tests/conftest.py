@@ -12,6 +12,7 @@ from tempfile import mkdtemp
 
 import pytest
 from filelock import FileLock
+from proofs import figure, pytest_addoption, pytest_configure  # noqa: F401  (of `make prove`)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

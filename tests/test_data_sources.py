@@ -245,11 +245,12 @@ def malformed_file(path: Path, good: int) -> list[int]:
     return at
 
 
-def test_fifty_malformed_rows_are_counted_with_their_lines(tmp_path):
+def test_fifty_malformed_rows_are_counted_with_their_lines(tmp_path, figure):
     at = malformed_file(tmp_path / "rows.jsonl", good=5_000)
     data = DataConfig(source=str(tmp_path / "rows.jsonl"), template="none")
     prepared = prepare(data, byte_tokenizer(), "pair", cache_dir=tmp_path / "cache")
     assert [row.line for row in prepared.report.malformed] == at
+    figure("malformed rows named", len(at))
     assert len(at) == 50 and len(prepared.train) == 5_000 and prepared.report.read == 5_050
     reasons = [row.reason for row in prepared.report.malformed]
     for part in ("missing", "null", "not a number", "NUL", "surrogate", "twice", "not JSON", "the same", "not UTF-8"):

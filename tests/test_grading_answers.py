@@ -41,12 +41,15 @@ def further_pairs() -> list[tuple[str, str, str]]:
     return same + [(*line.split(" ≢ "), "wrong") for line in lines if " ≢ " in line]
 
 
-def test_further_pairs(grading_pool):
+def test_further_pairs(grading_pool, figure):
     """The breadth of competition maths, word problems and careless writing; nothing crashes, no right answer is bad."""
     pairs = further_pairs()
     grades = grading_pool.grade([boxed(gold, answer) for gold, answer, _ in pairs])
     other = [(pair, grade) for pair, grade in zip(pairs, grades, strict=True) if grade.verdict != pair[2]]
     print(f"{len(pairs)} pairs, {sum(want == 'wrong' for *_, want in pairs)} of them different; not as wanted: {other}")
+    figure("pairs of answers", len(pairs))
+    figure("different answers taken as equal", sum(pair[2] == "wrong" for pair, _ in other))
+    figure("equal answers missed", sum(pair[2] == "correct" for pair, _ in other))
     assert len(pairs) >= 600 and not other
 
 

@@ -487,7 +487,7 @@ def test_hostile_completions_get_a_verdict_in_time():
 @pytest.mark.slow
 @LINUX
 @pytest.mark.parametrize("caller", ["main thread", "worker thread", "asyncio"])
-def test_all_hostile_completions_at_the_default_deadline(caller):
+def test_all_hostile_completions_at_the_default_deadline(caller, figure):
     with Pool(2, modules=modules_of(RULES)) as pool:
         pool.grade(math_jobs(["none"] * 4))
         before, gaps = resident_bytes(), [0.0]
@@ -515,8 +515,10 @@ def test_all_hostile_completions_at_the_default_deadline(caller):
         heart.join()
         grown = resident_bytes() - before
         check_hostile(hostile.COMPLETIONS, grades, pool.deadline)
-        print(f"{caller}: longest wait of the parent {max(gaps):.3f} s, it grew by {grown / 1e6:.1f} MB")
-        assert max(gaps) <= 0.25 and grown <= 50e6
+        figure("hostile completions", len(grades))
+        figure("slowest verdict, s", max(grade.seconds for grade in grades))
+        figure("longest standstill, s", max(gaps))
+        figure("growth of the training process, MB", grown / 1e6)
 
 
 @pytest.mark.slow

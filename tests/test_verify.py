@@ -117,33 +117,40 @@ def test_kills_are_spread_over_the_run():
     assert [kill.moment for kill in planned(1, 40, random.Random(0))] == ["saving"]
 
 
-def check(tmp_path, shared, scratch_model, method: str, kills: int, **training):
+def measured(outcome, figure) -> None:
+    print("\n".join(outcome.lines()))
+    figure("kills of a run", outcome.kills)
+    figure("of these inside a save", outcome.inside_a_save)
+    figure("differences after the last resume", sum(len(seen.differences) for seen in outcome.comparisons.values()))
+
+
+def check(tmp_path, shared, scratch_model, method: str, kills: int, figure, **training):
     """15 rows in batches of 4 over several epochs."""
     sections = settings(shared, scratch_model, method, **training)
     stages = prepared(load(write_config(tmp_path, sections)).stages)
     outcome = verify_resume(stages, tmp_path, kills)
-    print("\n".join(outcome.lines()))
+    measured(outcome, figure)
     assert outcome.identical and outcome.kills == kills
     (seen,) = outcome.comparisons.values()
     assert seen.lines >= stages[0].config.training.max_steps and {"best", "final"} <= set(seen.folders)
     return outcome
 
 
-def test_a_killed_and_resumed_run_is_the_uninterrupted_one(tmp_path, shared, scratch_model):
-    check(tmp_path, shared, scratch_model, "sft", 3, max_steps=8)
+def test_a_killed_and_resumed_run_is_the_uninterrupted_one(tmp_path, shared, scratch_model, figure):
+    check(tmp_path, shared, scratch_model, "sft", 3, figure, max_steps=8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["sft", "reward", "dpo", "kto"])
-def test_thirty_five_kills(tmp_path, shared, scratch_model, method):
+def test_thirty_five_kills(tmp_path, shared, scratch_model, method, figure):
     """With the other methods' more than 100 kills in all, 30 of them inside a save."""
-    outcome = check(tmp_path, shared, scratch_model, method, 35, max_steps=30)
+    outcome = check(tmp_path, shared, scratch_model, method, 35, figure, max_steps=30)
     assert outcome.inside_a_save >= 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
-def test_thirty_kills_while_completions_are_drawn(tmp_path, sums_home, method):
+def test_thirty_kills_while_completions_are_sampled(tmp_path, sums_home, method, figure):
     """50 prompts in batches of 12, two minibatches each, rewarded and evaluated, on the sums of benchmarks/sums.py."""
     data = {"source": str(sums_home / "train.jsonl"), "template": "none", "max_length": 24, "max_rows": 60}
     sections = {
@@ -160,7 +167,7 @@ def test_thirty_kills_while_completions_are_drawn(tmp_path, sums_home, method):
         "devices": {"type": "cpu"},
     }
     outcome = verify_resume(prepared(load(write_config(tmp_path, sections)).stages), tmp_path, 30)
-    print("\n".join(outcome.lines()))
+    measured(outcome, figure)
     assert outcome.identical and outcome.kills == 30 and outcome.inside_a_save >= 10
 
 
