@@ -5,7 +5,7 @@ OLD_PYTHON ?= $(PYTHON)
 PYTHON313 ?= python3.13
 BIN := .venv/bin
 
-.PHONY: quickstart test test-ui bench-ui slow faults test-vllm test-eval test-old test-313 audit licences check lint bench learn gpu wheel wheels clean
+.PHONY: quickstart test test-ui bench-ui slow faults prove prove-long test-vllm test-eval test-old test-313 audit licences check lint bench learn gpu wheel wheels clean
 
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
@@ -27,6 +27,13 @@ slow: .venv/.installed-dev build/trl-1.12 build/go
 # Kills, damage, full disks, numbers that are not finite, signals: all of the proofs, the slow ones too (docs/resume.md).
 faults: .venv/.installed-dev
 	$(BIN)/pytest -n 2 tests/test_faults.py tests/test_verify.py tests/test_resume.py tests/test_store_checkpoint.py
+
+# Every promise of docs/reliability.md with its figures, which it writes there; and with 100 kills of ranks.
+prove: .venv/.installed-dev
+	$(BIN)/pytest -n 2 --dist worksteal --prove
+
+prove-long: .venv/.installed-dev
+	$(BIN)/pytest -n 2 --dist worksteal --prove --rank-kills 100
 
 # The engines' conformance suite on vLLM itself, its server too.
 test-vllm: build/vllm/.installed

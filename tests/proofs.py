@@ -366,7 +366,8 @@ class Prover:
         self.reports.append(report)
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        found = outcomes(self.reports)
+        every = outcomes(self.reports)
+        found = [outcome for outcome in every if outcome.passed or outcome.failed]
         terminalreporter.section("promises")
         for outcome in found:
             state = "met" if outcome.met else "NOT MET"
@@ -375,7 +376,7 @@ class Prover:
                 terminalreporter.line(f"{'':8}{name}: {measured} ({goal}){'' if met else ' NOT MET'}")
         missed = [outcome.promise.name for outcome in found if not outcome.met]
         terminalreporter.line(f"not met: {', '.join(missed)}" if missed else f"all {len(found)} promises are met")
-        if all(outcome.passed or outcome.failed for outcome in found):  # not of a part of them
+        if found == every:  # not of a part of them
             begin, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
             made = as_markdown(found, time.monotonic() - self.began)
             PAGE.write_text(f"{begin}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}", encoding="utf-8")
@@ -383,5 +384,6 @@ class Prover:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session) -> None:
         """A figure that was missed makes the status 1, as a failed test does."""
-        if not hasattr(session.config, "workerinput") and not all(outcome.met for outcome in outcomes(self.reports)):
+        found = [outcome for outcome in outcomes(self.reports) if outcome.passed or outcome.failed]
+        if not hasattr(session.config, "workerinput") and not all(outcome.met for outcome in found):
             session.exitstatus = session.exitstatus or 1

@@ -37,7 +37,7 @@ def installed(clone, target):
 
 def test_each_command_installs_what_it_needs_and_once(clone):
     assert installed(clone, "quickstart") == ["."]
-    for target in ("test", "lint", "slow", "faults", "bench", "learn"):
+    for target in ("test", "lint", "slow", "faults", "prove", "bench", "learn"):
         assert installed(clone, target) == [".", ".[bench,dev,gpu-dev]"], target
     (clone / ".venv").mkdir()
     (clone / ".venv" / ".installed").touch()

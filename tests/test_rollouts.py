@@ -7,6 +7,7 @@ import re
 import signal
 import sqlite3
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -129,7 +130,7 @@ def write_forever(folder) -> None:
 
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_killed_writer_leaves_whole_steps(tmp_path, kills, figure):
-    """After kills at random moments the file is sound, and every step has all its prompts and completions."""
+    """After each kill at a random moment the file is sound, and in the end every step has all its prompts and completions."""
     luck, context = random.Random(0), multiprocessing.get_context("fork")
     for _ in range(kills):
         process = context.Process(target=write_forever, args=(tmp_path,))
@@ -138,8 +139,9 @@ def test_a_killed_writer_leaves_whole_steps(tmp_path, kills, figure):
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-    with sqlite3.connect(tmp_path / rollouts.NAME) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+        with closing(sqlite3.connect(tmp_path / rollouts.NAME)) as connection:
+            assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+    with closing(sqlite3.connect(tmp_path / rollouts.NAME)) as connection:
         counts = connection.execute("SELECT COUNT(*) FROM rollouts GROUP BY step").fetchall()
         prompts = connection.execute("SELECT COUNT(*) FROM prompts GROUP BY step").fetchall()
     print(f"{len(counts)} steps written by {kills} killed writers")
