@@ -130,7 +130,7 @@ def write_forever(folder) -> None:
 
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_killed_writer_leaves_whole_steps(tmp_path, kills, figure):
-    """After each kill at a random moment the file is sound, and in the end every step has all its prompts and completions."""
+    """After each kill at a random moment the file is sound; in the end every step has all its completions."""
     luck, context = random.Random(0), multiprocessing.get_context("fork")
     for _ in range(kills):
         process = context.Process(target=write_forever, args=(tmp_path,))
