@@ -50,6 +50,10 @@ class EngineError(PosttrainError):
     """An engine is absent, does not answer in time, has died, or is of another version."""
 
 
+class EngineLostError(EngineError):
+    """An engine's server has died, or has lost its model: once it is back, the same requests can be sent again."""
+
+
 class RewardError(PosttrainError):
     """A reward function, its settings or its grader does not work as required."""
 

@@ -75,6 +75,7 @@ class Watch:
         self._beats: dict[int, Beat] = {}
         self._heard = time.monotonic()  # the last time that the store answered
         self.ended_together = False
+        self.told: Exception | None = None  # the error of this rank that the others know of
         self.in_step = False  # exchanges are part of every pass: no rank can go on without the others
         self.place, self._since = Place(), self._heard
         self.on_lost: Callable[[BaseException], None] = lambda error: None

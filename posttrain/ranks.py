@@ -122,7 +122,10 @@ class Ranks:
         return self.gather(work()) if self.in_step else self.together(work)
 
     def together(self, work: Callable[[], T]) -> list[T]:
-        """What `work` returns on every rank. An error on one of them is raised there, and a RankError on the others."""
+        """What `work` returns on every rank. An error on one of them is raised there, and a RankError on the others.
+
+        `work` may itself call `together`, on all ranks alike.
+        """
         if self.size == 1:
             return [work()]
         failed: Exception | None = None
@@ -132,9 +135,12 @@ class Ranks:
         except RankError:
             raise
         except Exception as error:
+            if self._watch is not None and self._watch.told is error:  # by a `together` inside this one
+                raise
             failed = error
         found = self.gather((value, None if failed is None else reason_of(failed)))
         assert self._watch is not None
+        self._watch.told = failed
         self._watch.ended_together = any(reason is not None for _, reason in found)
         if failed is not None:
             raise failed

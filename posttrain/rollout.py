@@ -248,15 +248,18 @@ class Sampler:
     def _generate(
         self, asked: Sequence[tuple[Example, int]], n: int, version: int
     ) -> tuple[tuple[Completion, ...], tuple[str, ...], Rewarded]:
-        """The completions of prompts with these seeds, their texts and rewards."""
+        """The completions of prompts with these seeds, their texts and rewards.
+
+        The engine is called without prompts, too: its servers are shared by the ranks.
+        """
         prompts = [prompt for prompt, _ in asked]
-        if not prompts:
-            return (), (), Rewarded((), ())
         groups = self.engine.generate(
             [np.asarray(prompt.trees[0].tokens).tolist() for prompt in prompts],
             replace(self.sampling, num_generations=n),
             seeds=[seed for _, seed in asked],
         )
+        if not prompts:
+            return (), (), Rewarded((), ())
         completions = tuple(completion for group in groups for completion in group)
         stale = {completion.version for completion in completions} - {version}
         if stale:

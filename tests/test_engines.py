@@ -79,7 +79,7 @@ def with_lora(model):
 def vllm_server():
     """The address of a server that many engines use in turn."""
     from posttrain.engines.vllm import wire
-    from posttrain.engines.vllm.client import Process
+    from posttrain.engines.vllm.process import Process
 
     process = Process(timeout=300.0)
     with pytest.MonkeyPatch.context() as patch:

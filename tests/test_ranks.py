@@ -10,12 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm_stand_in import Killable, killable
 
 from posttrain import launch as launching
 from posttrain import rendezvous
@@ -68,6 +71,16 @@ def configurations(shared: Path, sums_home: Path, root: Path) -> dict[str, dict]
     return made
 
 
+def served(made: dict[str, dict], urls: list[str]) -> dict[str, dict]:
+    """Two of the runs, with completions from two servers; one of them with sharded weights."""
+    vllm = {"engine": "vllm", "vllm": {"mode": "server", "base_url": urls, "timeout": 30.0}}
+    return {
+        f"served-{name}": made[name]
+        | {"name": f"served-{name}", "rollout": made[name]["rollout"] | vllm, "devices": {"type": "cpu", **devices}}
+        for name, devices in {"grpo": {}, "empty-grpo": {"strategy": "fsdp"}}.items()
+    }
+
+
 def sharded(made: dict[str, dict]) -> dict[str, dict]:
     """The same runs with sharded weights."""
     return {
@@ -104,7 +117,7 @@ def launch(files: list[str], ranks: int, **variables: str) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{Path(files[0]).parent}:{WORKER.parents[1]}"}
     done = subprocess.run(
         [sys.executable, *start, str(WORKER), *files], env=environment | variables, capture_output=True, text=True,
-        timeout=120, cwd=Path(files[0]).parent,
+        timeout=300, cwd=Path(files[0]).parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -116,9 +129,41 @@ def both(shared, sums_home, tmp_path_factory) -> tuple[Path, Path]:
     folders = root / "one", root / "two"
     for number, folder in enumerate(folders, 1):
         made = configurations(shared, sums_home, folder)
-        apart = sharded(made) | {"refused": refused(made["sft"], folder)} if number > 1 else {}
-        launch(write(made | apart, folder, sums_home), number)
+        if number == 1:
+            launch(write(made, folder, sums_home), number)
+            continue
+        with killable() as (desk, server), killable() as (second, other):
+            second.during = partial(dies_and_returns, other)
+            urls = [server.url, other.url]
+            apart = sharded(made) | served(made, urls) | {"refused": refused(made["sft"], folder)}
+            launch(write(made | apart, folder, sums_home), number)
+            asked.update(prompts=[desk.prompts, second.prompts], loads=[desk.loads, second.loads], starts=second.starts)
     return folders
+
+
+def dies_and_returns(server: Killable) -> None:
+    """The first time, while a rank waits for it."""
+    if server.kills == 0:
+        server.kill()
+        server.start()
+
+
+asked: dict[str, Any] = {}  # what the two servers were asked by two ranks
+
+
+def test_two_ranks_with_two_servers_have_the_completions_of_one_process(both):
+    """One server is killed in the first step. Each rank asks its own; weights are pushed once, and again to the one
+    that died; every completion is stored once, and equals that of one process with the embedded engine."""
+    for name in ("grpo", "empty-grpo"):
+        found = []
+        for folder in (both[0] / name, both[1] / f"served-{name}"):
+            with StoredRun(folder) as stored:
+                found.append([(one["tokens"].tolist(), one["reward"]) for n in (1, 2) for one in stored.rollouts(n)])
+        assert found[0] == found[1] and len(found[0]) > 0, name
+    assert asked["starts"] == 2
+    first, second = asked["loads"]
+    assert len(first) == len({*first}) == 2 * 3 and {*first} == {*second} and len(second) == len(first) + 1
+    assert [sum(prompts) for prompts in asked["prompts"]] == [2 * 3, 2 * 2 + 2]
 
 
 SHARDED = ("sft", "empty", "dpo", "coupled", "kto", "orpo", "reward", "grpo", "empty-grpo", "ppo", "distill")

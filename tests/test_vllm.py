@@ -20,6 +20,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from pydantic import ValidationError
 from test_engines import PROMPTS, SAMPLED, assert_trainers, policy_of, tokens_of, with_lora
+from test_engines import vllm_server as vllm_server
 from vllm_stand_in import HAS_VLLM, NO_VLLM, Core, standing_in
 
 from posttrain.config.schema.rollout import RolloutConfig, VllmConfig
@@ -49,6 +50,12 @@ def change(policy):
     [
         ({"base_url": "http://gpu:8001"}, "base_url.*mode: server only, not with colocate"),
         ({"timeout": 5.0}, "timeout.*mode: server only"),
+        ({"servers": 2}, "servers.*mode: server only"),
+        ({"push": "nccl"}, "push.*mode: server only"),
+        ({"mode": "server", "base_url": ["http://gpu:8001", "http://gpu:8001"]}, "each of them once"),
+        ({"mode": "server", "base_url": []}, "needs addresses"),
+        ({"mode": "server", "base_url": "http://gpu:8001", "servers": 2}, "servers.*are started here"),
+        ({"mode": "server", "servers": 2, "gpus": [1]}, "1 GPUs for 2 servers"),
         ({"mode": "server", "base_url": "gpu:8001"}, "give http://HOST:PORT"),
         ({"mode": "server", "base_url": "http://gpu"}, "give http://HOST:PORT"),
         ({"mode": "server", "base_url": "http://gpu:8001/v1"}, "give http://HOST:PORT"),
@@ -195,19 +202,6 @@ def test_weights_of_another_run_are_not_drawn_from():
             mine.generate(PROMPTS, SAMPLED)
 
 
-def test_a_server_that_was_started_anew():
-    with standing_in() as url:
-        policy = policy_of()
-        engine = make_engine("vllm", policy, vllm=at(url))
-        port = int(url.rpartition(":")[2])
-    bound = server.server_at("127.0.0.1", port, None, server.Desk("0.32.0", 0.7))
-    threading.Thread(target=bound.serve_forever, daemon=True).start()
-    with pytest.raises(EngineError, match="has no model: it was restarted"):
-        engine.generate(PROMPTS, SAMPLED)
-    bound.shutdown()
-    bound.server_close()
-
-
 def test_a_server_that_is_absent():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -221,7 +215,10 @@ def test_a_server_that_is_absent():
 def test_a_server_of_another_version():
     with (
         standing_in(server.Desk("0.29.1", 0.7)) as url,
-        pytest.raises(EngineError, match=r"another version.*vLLM 0\.29\.1.*install the same posttrain"),
+        pytest.raises(
+            EngineError,
+            match=r"http://.* another version of vLLM: 0\.29\.1, and 0\.32 is needed.*pip",
+        ),
     ):
         make_engine("vllm", policy_of(), vllm=at(url))
 
@@ -235,6 +232,13 @@ class Other(BaseHTTPRequestHandler):
 
     def log_message(self, format, *args):
         pass
+
+
+def test_a_server_of_another_posttrain(monkeypatch):
+    with standing_in() as url:
+        monkeypatch.setattr(server.Desk, "health", lambda self: {"protocol": 1, "vllm": "0.32.0"})
+        with pytest.raises(EngineError, match=r"another version of posttrain.*protocol 1.*install the same posttrain"):
+            make_engine("vllm", policy_of(), vllm=at(url))
 
 
 def test_a_server_of_something_else():
@@ -274,19 +278,6 @@ def test_work_may_take_longer_than_the_deadline_but_silence_may_not(monkeypatch)
         assert len(engine.generate(PROMPTS, SAMPLED)) == len(PROMPTS)
         monkeypatch.setattr(Slow, "alive", False)
         with pytest.raises(EngineError, match=r"no heartbeat for 1 s.*rollout\.vllm\.timeout"):
-            engine.generate(PROMPTS, SAMPLED)
-
-
-def test_a_server_that_dies_while_it_draws():
-    class Dying(Core):
-        def generate(self, mark, asked, sampling, tick=lambda: None):
-            if len(asked) > 1:
-                raise ConnectionResetError
-            return super().generate(mark, asked, sampling)
-
-    with standing_in(patched=Dying) as url:
-        engine = make_engine("vllm", policy_of(), vllm=at(url))
-        with pytest.raises(EngineError, match="closed the connection"):
             engine.generate(PROMPTS, SAMPLED)
 
 
@@ -374,13 +365,13 @@ def test_a_group_shares_its_prefill_and_a_push_forgets_it():
     sampling = replace(SAMPLED, num_generations=8, max_completion_length=20, stop_token_ids=())
     policy = policy_of()
     engine = make_engine("vllm", policy)
-    before = engine.host.prefilled
+    before = engine.host.core.prefilled
     for version in range(2):
         engine.load(policy, version)
         got = engine.generate([prompt], sampling)
         assert tokens_of(got) == tokens_of(EmbeddedEngine(policy).generate([prompt], sampling))
         change(policy)
-    fed = (engine.host.prefilled - before) / 2
+    fed = (engine.host.core.prefilled - before) / 2
     print(f"{fed:.0f} tokens of the prompt's {8 * 80} were computed for 8 completions")
     assert 80 <= fed < 80 + 8 * core.CPU_BLOCK, "whole blocks are shared, the rest is each completion's own"
     engine.close()
@@ -392,7 +383,7 @@ def test_weights_that_are_missing_are_named():
     engine = make_engine("vllm", policy)
     some = [(name, tensor) for name, tensor in weights_of(policy) if "layers.1.mlp.down" not in name]
     with pytest.raises(ModelError, match=r"not given all weights.*layers\.1\.mlp\.down_proj"):
-        engine.host.load("x", some)
+        engine.host.core.load("x", some)
     with pytest.raises(VitalSignError, match="holds other weights"):
         engine.generate(PROMPTS, SAMPLED)
     engine.close()
@@ -421,25 +412,50 @@ def test_bfloat16():
     engine.close()
 
 
+def pids(engine):
+    return [one.process.process.pid for one in engine.host._mine.values()]
+
+
 @needs_vllm
-def test_our_own_server_is_started_killed_and_noticed():
+def test_our_own_servers_are_replaced_when_killed_and_stopped_at_the_end():
+    """Two of them; one is killed while it samples."""
     policy = policy_of()
-    engine = make_engine("vllm", policy, vllm=VllmConfig(mode="server", timeout=300.0))
+    engine = make_engine("vllm", policy, vllm=VllmConfig(mode="server", servers=2, timeout=300.0))
     want = tokens_of(EmbeddedEngine(policy).generate(PROMPTS, SAMPLED))
     assert tokens_of(engine.generate(PROMPTS, SAMPLED)) == want
-    pid = engine.host.process.process.pid
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=r"(is gone|closed the connection).*it ended with status -9"):
-        engine.generate(PROMPTS, SAMPLED)
+    first = pids(engine)
+    killer = threading.Timer(0.3, os.kill, (first[1], signal.SIGKILL))
+    killer.start()
+    sampling = replace(SAMPLED, max_completion_length=150, stop_token_ids=())
+    assert tokens_of(engine.generate(PROMPTS, sampling)) == tokens_of(
+        EmbeddedEngine(policy).generate(PROMPTS, sampling)
+    )
+    killer.join()
+    assert tokens_of(engine.generate(PROMPTS, SAMPLED)) == want
+    second = pids(engine)
+    assert second[0] == first[0] and second[1] != first[1]
     engine.close()
+    assert all(ended(pid, within=1.0) for pid in second)
 
 
 @needs_vllm
-def test_our_own_server_is_stopped():
-    engine = make_engine("vllm", policy_of(), vllm=VllmConfig(mode="server", timeout=300.0))
-    pid = engine.host.process.process.pid
-    engine.close()
-    assert ended(pid, within=1.0)
+def test_ranks_that_ask_a_server_together_share_its_steps(vllm_server):
+    """Requests of several clients at once give the completions that each gets alone."""
+    policy = policy_of()
+    engine = make_engine("vllm", policy, vllm=at(vllm_server, timeout=300.0))
+    sampling = replace(SAMPLED, max_completion_length=60, stop_token_ids=())
+    want = [EmbeddedEngine(policy).generate([prompt], sampling, seeds=[7]) for prompt in PROMPTS]
+    found = [None] * len(PROMPTS)
+
+    def ask(place):
+        found[place] = engine.generate([PROMPTS[place]], sampling, seeds=[7])
+
+    threads = [threading.Thread(target=ask, args=[place]) for place in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [tokens_of(one) for one in found] == [tokens_of(one) for one in want]
 
 
 @needs_vllm

@@ -1,13 +1,19 @@
 """What tests of the vLLM engine share: whether vLLM is there, what it refuses, and a server without it.
 
 The stand-in is the real server over real HTTP, with a core that samples by the embedded engine from a model of its own,
-whose weights are those that were pushed. So all but vLLM itself is tested wherever the suite runs.
+whose weights are those that were pushed. So all but vLLM itself is tested wherever the suite runs. `Killable` puts a
+process in front of one, whose death is that of a server.
 """
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -28,6 +34,9 @@ VLLM_REFUSES = {
     ("vllm", "qwen2"): r"Sliding window for some but all layers",
     ("vllm-server", "qwen2"): r"Sliding window for some but all layers",
 }
+
+
+PROXY = Path(__file__).with_name("vllm_proxy.py")
 
 
 class Core:
@@ -71,10 +80,78 @@ class Core:
         pass
 
 
+class Desk(server.Desk):
+    """Counts what it is asked, and calls `during` when it samples for training."""
+
+    def __init__(self):
+        super().__init__("0.32.0", 0.7)
+        self.loads, self.prompts, self.starts = [], [], 0
+        self.during = lambda: None
+
+    def load(self, body, arrived):
+        self.loads.append(body["mark"])
+        return super().load(body, arrived)
+
+    def generate(self, body, tick):
+        if len(body["requests"]) > 1:  # not the probe
+            self.prompts.append(len(body["requests"]))
+            self.during()
+        return super().generate(body, tick)
+
+    def forget(self):
+        """As a server that has just started."""
+        self.core, self.starts = None, self.starts + 1
+        return {}
+
+
+class Handler(server.Handler):
+    def do_POST(self):
+        if self.path == "/forget":
+            self.rfile.read(2)
+            self._answer(self.desk.forget)
+            self.close_connection = True
+        else:
+            super().do_POST()
+
+
+class Killable:
+    """A stand-in behind a process of its own, at a fixed address."""
+
+    def __init__(self, backing, port=0):
+        self.backing, self.port, self.kills = backing, port, 0
+        self.start()
+
+    def start(self):
+        command = [sys.executable, str(PROXY), "--port", str(self.port)]
+        environment = os.environ | {"BACKING": self.backing.removeprefix("http://")}
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        self.url = json.loads(self.process.stdout.readline())["listening"]
+        self.port = int(self.url.rpartition(":")[2])
+
+    def kill(self):
+        self.kills += 1
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@contextmanager
+def killable(desk=None):
+    """A desk and the process in front of it."""
+    desk = desk or Desk()
+    with standing_in(desk) as url:
+        one = Killable(url)
+        try:
+            yield desk, one
+        finally:
+            one.kill()
+
+
 @contextmanager
 def standing_in(desk=None, key=None, patched=Core):
     """The address of a server in a thread of this process, on loopback."""
     real, server.Core = server.Core, patched
+    handler, server.Handler = server.Handler, Handler if isinstance(desk, Desk) else server.Handler
     bound = server.server_at("127.0.0.1", 0, key, desk or server.Desk("0.32.0", 0.7))
     thread = threading.Thread(target=bound.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
@@ -83,4 +160,4 @@ def standing_in(desk=None, key=None, patched=Core):
     finally:
         bound.shutdown()
         bound.server_close()
-        server.Core = real
+        server.Core, server.Handler = real, handler

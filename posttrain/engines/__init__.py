@@ -11,6 +11,7 @@ from posttrain.engines.plain import TransformersEngine
 from posttrain.engines.protocol import Completion, Engine, Finished, Sampling
 from posttrain.engines.stops import stop_token_ids, text_of
 from posttrain.engines.streams import seed_of
+from posttrain.ranks import ALONE, Ranks
 
 __all__ = [
     "Completion",
@@ -34,16 +35,18 @@ def make_engine(
     version: int = 0,
     vllm: VllmConfig | None = None,
     longest_prompt: int = 1,
+    ranks: Ranks = ALONE,
 ) -> Engine:
     """The engine of that name over `policy`; `vllm` has the settings of vLLM. Raises ModelError if it cannot run this
     model. Close it after use: it may hold a process or GPU memory.
 
-    The GPU memory of the embedded engine is sized for prompts of `longest_prompt` tokens.
+    The GPU memory of the embedded engine is sized for prompts of `longest_prompt` tokens. `ranks` use the engine
+    together: servers of vLLM are shared between them.
     """
     if name == "vllm":
         from posttrain.engines.vllm.engine import VllmEngine
 
-        return VllmEngine(policy, tokenizer, version=version, settings=vllm)
+        return VllmEngine(policy, tokenizer, version=version, settings=vllm, ranks=ranks)
     if name == "transformers":
         return TransformersEngine(policy, tokenizer, version=version)
     return EmbeddedEngine(policy, tokenizer, version=version, longest_prompt=longest_prompt)

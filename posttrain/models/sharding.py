@@ -64,6 +64,13 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
+def architecture_of(model: nn.Module) -> str:
+    """The name of the model's class, which FSDP replaces by a subclass."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
 @contextmanager
 def whole(model: nn.Module) -> Iterator[None]:
     """Context in which every rank has the whole model, in the dtype of the computation; all ranks enter it together.

@@ -20,7 +20,6 @@ from posttrain.config.schema.rewards import Reward
 from posttrain.data import Dataset, Prepared
 from posttrain.data.published import own_stop
 from posttrain.engines import make_engine, stop_token_ids
-from posttrain.errors import ConfigError
 from posttrain.evaluation.statistics import passes
 from posttrain.grading.extract import THINK_END
 from posttrain.grading.pool import workers_of
@@ -50,8 +49,6 @@ class _Samplers:
         self._resources, self._job, rollout = resources, job, job.config.rollout
         self._stops = stop_token_ids(policy, job.tokenizer)
         online = job.config.method.samples_completions
-        if job.ranks.size > 1 and rollout.engine == "vllm":
-            raise ConfigError("rollout.engine: vllm does not serve several ranks yet: use the embedded engine")
         used = rollout if online else job.config.evaluation.sampling(rollout)
         if not self._stops and not used.stop:
             log.warning(
@@ -70,6 +67,7 @@ class _Samplers:
                     job.tokenizer,
                     vllm=rollout.vllm,
                     longest_prompt=longest,
+                    ranks=job.ranks,
                 )
             )
         )

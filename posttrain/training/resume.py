@@ -20,7 +20,7 @@ from posttrain.training.state import Saved
 
 log = logging.getLogger("posttrain")
 
-# Training length, intervals of logging, saving and evaluation; the folder; devices and pack size.
+# Training length, intervals of logging, saving and evaluation; the folder; devices, where vLLM runs, and pack size.
 CHANGEABLE = (
     "name",
     "output_dir",
@@ -34,6 +34,7 @@ CHANGEABLE = (
     "checkpoint",
     "tracking",
     "devices",
+    "rollout.vllm",
 )
 
 

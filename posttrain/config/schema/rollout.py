@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 
 from posttrain.config.schema.base import Float, Int, OneOrMore, Positive, Problems, Settings, Text
 
+SERVER_ONLY = ("base_url", "servers", "gpus", "push", "timeout", "max_restarts")
+
 EngineName = Literal["embedded", "transformers", "vllm"]
 
 
@@ -19,31 +21,50 @@ class VllmConfig(Settings):
     gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = Field(
         default=0.7, description="Share of the GPU's memory for vLLM; on a CPU its cache has 2 GiB."
     )
-    base_url: Text | None = Field(
-        default=None, description="Address of a running server, http://HOST:PORT; null: the run starts and stops one."
+    base_url: Annotated[tuple[Text, ...] | None, OneOrMore] = Field(
+        default=None,
+        description="Addresses of running servers, http://HOST:PORT; null: the run starts and stops its own.",
+    )
+    servers: Positive = Field(default=1, description="Number of servers that the run starts on each machine.")
+    gpus: tuple[Annotated[Int, Field(ge=0)], ...] = Field(
+        default=(), description="Index of the GPU of each server that the run starts; empty: the first visible one."
+    )
+    push: Literal["http", "nccl"] = Field(
+        default="http", description="Transport of the weights to servers; nccl: between two GPUs, without main memory."
     )
     timeout: Annotated[Float, Field(gt=0)] = Field(
-        default=600.0, description="Seconds that a server may take to start, and between heartbeats."
+        default=600.0, description="Seconds that a server may take to start or to come back, and between heartbeats."
+    )
+    max_restarts: Annotated[Int, Field(ge=0)] = Field(
+        default=3, description="Number of times that a server may die and be replaced before the run fails."
     )
 
     @model_validator(mode="after")
     def _check(self) -> "VllmConfig":
         problems, defaults = Problems(), type(self).model_fields
-        for field in ("base_url", "timeout"):
+        for field in SERVER_ONLY:
             problems.check(
                 self.mode == "server" or getattr(self, field) == defaults[field].default,
                 field,
                 f"is read with mode: server only, not with {self.mode}",
             )
         if self.base_url is not None:
+            wrong = next((url for url in self.base_url if not _is_address(url)), None)
+            problems.check(wrong is None, "base_url", f"has {wrong!r}; give http://HOST:PORT and no more")
             problems.check(
-                _is_address(self.base_url), "base_url", f"is {self.base_url!r}; give http://HOST:PORT and no more"
+                len({*self.base_url}) == len(self.base_url) > 0, "base_url", "needs addresses, each of them once"
             )
-            problems.check(
-                self.gpu_memory_utilization == defaults["gpu_memory_utilization"].default,
-                "gpu_memory_utilization",
-                "is for a server that is started here; the one at base_url has its own",
-            )
+            for field in ("gpu_memory_utilization", "servers", "gpus"):
+                problems.check(
+                    getattr(self, field) == defaults[field].default,
+                    field,
+                    "is for servers that are started here; one at base_url has its own",
+                )
+        problems.check(
+            len(self.gpus) in (0, self.servers),
+            "gpus",
+            f"has {len(self.gpus)} GPUs for {self.servers} servers; give one for each",
+        )
         problems.report()
         return self
 

@@ -1,89 +1,99 @@
-"""The trainer's side of a vLLM server: one started and stopped here, or one at a given address."""
+"""The trainer's side of one vLLM server: started and stopped here, or at a given address."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import secrets
-import select
-import subprocess
-import sys
+import socket
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from importlib.util import find_spec
-from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 from urllib.parse import urlsplit
-
-import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from posttrain.config.schema.rollout import VllmConfig
 from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.vllm import wire
 from posttrain.engines.vllm.core import VERSIONS, RawCompletion
+from posttrain.engines.vllm.nccl import Sender
+from posttrain.engines.vllm.process import Process
 from posttrain.engines.vllm.weights import Named
-from posttrain.errors import EngineError
-from posttrain.extras import need
+from posttrain.errors import EngineError, EngineLostError
 
-STOPPING = 3.0  # seconds that our own server has to end before it is killed
 COMMAND = "python -m posttrain.engines.vllm.server --port 8001"
+POLL_S = 0.5  # between two looks for a server that is to come back
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server is, and what its model can take; its owner tells the other ranks."""
+
+    url: str
+    key: str | None
+    vocabulary: int = 0
+    positions: int = 0
 
 
 class Server:
-    """A host (engine.py) in another process. Every wait ends after `settings.timeout` seconds without a heartbeat.
+    """One server, used by one rank. `given` is its address if it is not ours, `gpu` the one that ours runs on.
 
-    Raises EngineError if the server is absent, silent, dead, or of another version.
+    Every wait ends after `settings.timeout` seconds without a heartbeat. Methods raise EngineLostError if the server
+    has died or restarted, EngineError if it is silent, refuses, or is of another version.
     """
 
-    def __init__(
-        self,
-        settings: VllmConfig,
-        config: PreTrainedConfig,
-        architecture: str,
-        dtype: torch.dtype,
-        tokenizer: PreTrainedTokenizerBase | None,
-    ):
-        self.timeout, self.process = settings.timeout, None
-        self.key = os.environ.get(wire.KEY)
-        if settings.base_url is None:
-            self.process = Process(settings.timeout)
-            self.url, self.key = self.process.url, self.process.key
-        else:
-            self.url = settings.base_url
+    def __init__(self, settings: VllmConfig, given: str | None, gpu: int | None = None):
+        self.settings, self.gpu = settings, gpu
+        self.is_ours = given is None
+        self.at = Address(given or "", os.environ.get(wire.KEY))
+        self.process: Process | None = None
+        self.nccl: Sender | None = None
+        self.mark = ""  # of the last weights that it took from this rank
+        self.deaths = 0
+        self._open: set[HTTPConnection] = set()
+
+    def start(self, model: Mapping[str, Any]) -> None:
+        """Start it, if it is ours, and give it the model."""
+        if self.is_ours:
+            self.process = Process(self.settings.timeout, self.gpu)
+            self.at = Address(self.process.url, self.process.key)
         try:
             self._check_versions()
             # A server that we did not start has its own share of memory.
-            share = None if self.process is None else settings.gpu_memory_utilization
-            shape = self._post(
-                "/model",
-                {
-                    "architecture": architecture,
-                    "config": json.loads(json.dumps(config.to_dict(), default=str)),
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "tokenizer": _files_of(tokenizer),
-                    "gpu_memory_utilization": share,
-                },
-            )
+            share = self.settings.gpu_memory_utilization if self.is_ours else None
+            shape = self._post("/model", {**model, "gpu_memory_utilization": share})
+            self.at = Address(self.at.url, self.at.key, shape["vocabulary"], shape["positions"])
+            if self.settings.push == "nccl":
+                self.nccl = Sender(lambda body: self._post("/nccl", body), self.where, self.settings.timeout)
         except BaseException:
             self.close()
             raise
-        self.vocabulary: int = shape["vocabulary"]
-        self.positions: int = shape["positions"]
 
-    def load(self, mark: str, weights: Iterable[Named]) -> None:
-        with self._connected() as connection:
-            count = 0
-            for name, tensor in weights:
-                header, data = wire.tensor_to_wire(name, tensor)
-                self._ask(connection, "/tensor", data, {wire.TENSOR_HEADER: header})
-                count += 1
-            loaded = self._ask(connection, "/load", json.dumps({"mark": mark, "count": count}).encode(), {})
+    def revive(self, model: Mapping[str, Any]) -> None:
+        """Start it again, if it is ours, or else wait until it is back; then give it the model."""
+        self.mark = ""
+        self.close()
+        if not self.is_ours:
+            self._await()
+        self.start(model)
+
+    def load(self, mark: str, weights: Callable[[], Iterable[Named]]) -> None:
+        self.mark = ""
+        if self.nccl is not None:
+            loaded = self.nccl.send(mark, weights)
+        else:
+            with self._connected() as connection:
+                count = 0
+                for name, tensor in weights():
+                    header, data = wire.tensor_to_wire(name, tensor)
+                    self._ask(connection, "/tensor", data, {wire.TENSOR_HEADER: header})
+                    count += 1
+                loaded = self._ask(connection, "/load", json.dumps({"mark": mark, "count": count}).encode(), {})
         if loaded["mark"] != mark:
             raise EngineError(f"{self.where} took the weights {loaded['mark']!r}, and was sent {mark!r}")
+        self.mark = mark
 
     def generate(self, mark: str, asked: Sequence[Request], sampling: Sampling) -> list[list[RawCompletion]]:
         with self._connected() as connection:
@@ -99,25 +109,79 @@ class Server:
                 wire.raise_failure(line, self.where)
         return wire.answer_from(line)
 
+    def interrupt(self) -> None:
+        """End the requests that other threads of this rank wait for."""
+        for connection in [*self._open]:
+            if connection.sock is not None:
+                with contextlib.suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
+        if self.nccl is not None:
+            self.nccl.close()
+            self.nccl = None
         if self.process is not None:
             self.process.stop()
+            self.process = None
 
     @property
     def where(self) -> str:
-        return f"the vLLM server at {self.url}"
+        return f"the vLLM server at {self.at.url}"
+
+    def _await(self) -> None:
+        """Wait until something listens at the address."""
+        until = time.monotonic() + self.settings.timeout
+        while True:
+            try:
+                self._health()
+                return
+            except EngineLostError as error:
+                if time.monotonic() > until:
+                    raise EngineError(
+                        f"{self.where} has not come back within {self.settings.timeout:g} s (rollout.vllm.timeout): "
+                        f"{error}. Then continue with --resume"
+                    ) from error
+                time.sleep(POLL_S)
+
+    def _health(self) -> dict[str, Any]:
+        with self._connected() as connection:
+            return self._ask(connection, "/health", None, {})
 
     def _check_versions(self) -> None:
-        with self._connected() as connection:
-            health = self._ask(connection, "/health", None, {})
-        if health.get("protocol") != wire.PROTOCOL or not str(health.get("vllm", "")).startswith(VERSIONS):
+        try:
+            health = self._health()
+        except EngineLostError:
+            raise
+        except EngineError as error:
+            if other := self._plain_vllm():
+                raise EngineError(
+                    f"{self.where} is `vllm serve` of vLLM {other}, which takes no weights from a trainer: start "
+                    f"posttrain's server there, with vLLM {' or '.join(VERSIONS)}: `{COMMAND}`"
+                ) from error
+            raise
+        protocol, vllm = health.get("protocol"), str(health.get("vllm", ""))
+        if protocol != wire.PROTOCOL:
             raise EngineError(
-                f"{self.where} is of another version: it speaks protocol {health.get('protocol')} with vLLM "
-                f"{health.get('vllm')}, and protocol {wire.PROTOCOL} with vLLM {' or '.join(VERSIONS)} is needed: "
-                "install the same posttrain on both sides"
+                f"{self.where} is of another version of posttrain: it speaks protocol {protocol}, and protocol "
+                f"{wire.PROTOCOL} is needed: install the same posttrain on both sides"
+            )
+        if not vllm.startswith(tuple(f"{version}." for version in VERSIONS)):
+            raise EngineError(
+                f"{self.where} has another version of vLLM: {vllm}, and {' or '.join(VERSIONS)} is needed: run "
+                "`pip install 'posttrain[vllm]'` there, and start the server again"
             )
 
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _plain_vllm(self) -> str | None:
+        """The version of vLLM if its own server listens there."""
+        with contextlib.suppress(EngineError), self._connected() as connection:
+            connection.request("GET", "/version")
+            response = connection.getresponse()
+            found = json.loads(response.read(1 << 16)) if response.status == 200 else None
+            if isinstance(found, dict) and isinstance(found.get("version"), str):
+                return found["version"]
+        return None
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         with self._connected() as connection:
             return self._ask(connection, path, json.dumps(body).encode(), {})
 
@@ -133,7 +197,7 @@ class Server:
     def _send(
         self, connection: HTTPConnection, path: str, body: bytes | memoryview | None, headers: dict[str, str]
     ) -> HTTPResponse:
-        given = headers | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        given = headers | ({"Authorization": f"Bearer {self.at.key}"} if self.at.key else {})
         connection.request("GET" if body is None else "POST", path, body, given)  # pyright: ignore[reportArgumentType]
         response = connection.getresponse()
         if response.status != 200:
@@ -143,93 +207,56 @@ class Server:
     @contextlib.contextmanager
     def _connected(self) -> Iterator[HTTPConnection]:
         """A connection whose failures are EngineErrors."""
-        parts = urlsplit(self.url)
-        connection = HTTPConnection(parts.hostname or "", parts.port, timeout=self.timeout)
+        parts = urlsplit(self.at.url)
+        connection = HTTPConnection(parts.hostname or "", parts.port, timeout=self.settings.timeout)
+        self._open.add(connection)
         try:
             yield connection
         except TimeoutError as error:
-            raise EngineError(
-                f"{self.where} sent no heartbeat for {self.timeout:g} s: it is stuck, or its machine is too slow; "
-                "raise rollout.vllm.timeout"
-            ) from error
+            silent = f"{self.where} sent no heartbeat for {self.settings.timeout:g} s: it is stuck, or its machine is "
+            kind = EngineLostError if self.is_ours else EngineError  # ours can be replaced
+            raise kind(f"{silent}too slow; raise rollout.vllm.timeout") from error
         except ConnectionRefusedError as error:
-            raise EngineError(self._absent()) from error
+            raise EngineLostError(self._absent()) from error
         except (OSError, HTTPException) as error:
             gone = f"{self.where} closed the connection: {error or type(error).__name__}"
-            raise EngineError(gone + (self.process.last_words() if self.process else "")) from error
+            raise EngineLostError(gone + (self.process.last_words() if self.process else "")) from error
         except (ValueError, KeyError) as error:
             raise EngineError(f"{self.where} is not one of posttrain's: {error}. Start it with `{COMMAND}`") from error
         finally:
+            self._open.discard(connection)
             connection.close()
 
     def _absent(self) -> str:
-        if self.process is not None:
-            return f"{self.where} is gone{self.process.last_words()}"
-        return f"nothing listens at {self.url} (rollout.vllm.base_url): start the server there with `{COMMAND}`"
+        if self.is_ours:
+            return f"{self.where} is gone{self.process.last_words() if self.process else ''}"
+        return f"nothing listens at {self.at.url} (rollout.vllm.base_url): start the server there with `{COMMAND}`"
 
 
-class Process:
-    """Our own server: on loopback, at any free port, with a key that only this process knows."""
+def side_by_side(servers: Sequence[Server], work: Callable[[Server], None]) -> None:
+    """`work` of every server, each in its own thread; of one only, in this one. Raises the first error, after all have
+    ended; if this thread is interrupted, requests in flight are abandoned."""
+    if len(servers) <= 1:
+        for server in servers:
+            work(server)
+        return
+    errors: list[BaseException] = []
 
-    def __init__(self, timeout: float):
-        if find_spec("vllm") is None:
-            need("vllm", "vllm", "rollout.engine: vllm")
-        self.key = secrets.token_hex(16)
-        self.log = TemporaryFile()  # noqa: SIM115 (open as long as the server)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "posttrain.engines.vllm.server", "--port", "0", "--child", str(os.getpid())],
-            stdin=subprocess.PIPE,  # when it closes, the server ends
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            env=os.environ | {wire.KEY: self.key},
-            start_new_session=True,  # Ctrl-C is for the trainer, which then stops it
-        )
+    def guarded(server: Server) -> None:
         try:
-            self.url = self._listening(time.monotonic() + timeout, timeout)
-        except BaseException:
-            self.stop()
-            raise
+            work(server)
+        except BaseException as error:
+            errors.append(error)
 
-    def _listening(self, until: float, timeout: float) -> str:
-        assert self.process.stdout is not None
-        while (left := until - time.monotonic()) > 0:
-            ready, _, _ = select.select([self.process.stdout], [], [], min(left, 1.0))
-            if ready:
-                line = self.process.stdout.readline()
-                if line.startswith(b'{"listening"'):
-                    return json.loads(line)["listening"]
-                if not line:
-                    self.process.wait(STOPPING)
-                    raise EngineError(f"the vLLM server did not start{self.last_words()}")
-        raise EngineError(f"the vLLM server did not start within {timeout:g} s: raise rollout.vllm.timeout")
-
-    def last_words(self) -> str:
-        """Its exit status, if it has ended, and its last output."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(1.0)
-        status = self.process.poll()
-        self.log.seek(0)
-        lines = [line for line in self.log.read().decode(errors="replace").splitlines() if line.strip()]
-        ended = "" if status is None else f" (it ended with status {status})"
-        return ended + (f": {lines[-1].strip()}" if lines else "")
-
-    def stop(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-        try:
-            self.process.wait(STOPPING)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.log.close()
-
-
-def _files_of(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str] | None:
-    """The text files that a tokenizer is saved as."""
-    if tokenizer is None:
-        return None
-    with TemporaryDirectory(prefix="posttrain-vllm-") as folder:
-        tokenizer.save_pretrained(folder)
-        files = [path for path in Path(folder).iterdir() if path.is_file()]
-        return {path.name: path.read_text(encoding="utf-8") for path in files}
+    threads = [threading.Thread(target=guarded, args=[server], daemon=True) for server in servers]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:
+        for server in servers:
+            server.interrupt()
+        raise
+    if errors:
+        raise errors[0]

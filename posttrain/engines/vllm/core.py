@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -33,6 +34,7 @@ ENVIRONMENT = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # one more than the model's positions: the last token needs none
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are in this process, too
 }
+PATIENCE_S = 0.5  # how long a call waits for another one's step before its own heartbeat is due
 ARGUMENT = "posttrain"  # of a request: (sampling, seed, number), for processor.py
 
 
@@ -60,7 +62,10 @@ def import_vllm() -> ModuleType:
 
 
 class Core:
-    """A model of this `config` in vLLM, without weights until the first `load`. `tokenizer` is for stop strings."""
+    """A model of this `config` in vLLM, without weights until the first `load`. `tokenizer` is for stop strings.
+
+    Several threads may call `generate`: their requests run together, in steps that any of them makes.
+    """
 
     def __init__(
         self,
@@ -76,6 +81,8 @@ class Core:
         _check_model(vllm, config, architecture, beside_trainer)
         self.version: str = vllm.__version__
         self.tokenizer, self.mark = tokenizer, ""
+        self._lock, self._calls = threading.RLock(), 0  # of the engine, and how many calls there were
+        self._outputs: dict[int, list[Any]] = {}  # of each call that runs: what others' steps gave it
         self.prefilled = 0  # prompt tokens that went through the model, for tests
         threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
         with TemporaryDirectory(prefix="posttrain-vllm-") as folder:
@@ -115,6 +122,10 @@ class Core:
 
     def load(self, mark: str, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load all weights. Raises ModelError for unknown or missing names."""
+        with self._lock:
+            self._load(mark, weights)
+
+    def _load(self, mark: str, weights: Iterable[tuple[str, Tensor]]) -> None:
         reload = import_module("vllm.model_executor.model_loader.reload")
         current = import_module("vllm.config").set_current_vllm_config
 
@@ -146,18 +157,14 @@ class Core:
 
         Raises VitalSignError when the weights are not those of `mark`.
         """
-        if not mark or mark != self.mark:
-            raise VitalSignError(
-                f"vLLM holds other weights ({self.mark or 'none'}) than those asked for ({mark or 'none'})"
-            )
         texts = StopTexts(sampling.stop, self.tokenizer)
         stops = set(sampling.stop_token_ids)
         found: list[list[Any]] = [[None] * len(request.limits) for request in asked]
-        waiting = self._ask(asked, sampling, streamed=bool(texts))
+        call, waiting = self._begin(mark, asked, sampling, streamed=bool(texts))
         seen = dict.fromkeys(waiting, 0)
         try:
             while waiting:
-                for output in self.engine.step():
+                for output in self._step(call):
                     if output.request_id not in waiting:
                         continue
                     place, number = waiting[output.request_id]
@@ -171,7 +178,7 @@ class Core:
                     elif end is None:
                         continue
                     else:
-                        self.engine.abort_request([output.request_id])
+                        self._abort([output.request_id])
                     size = len(ids) if end is None else end
                     values = [one.logprobs[i][token].logprob for i, token in enumerate(ids[:size])]
                     found[place][number] = RawCompletion(ids[:size], values, end is not None or ids[size - 1] in stops)
@@ -179,10 +186,43 @@ class Core:
                 tick()
         finally:
             if waiting:  # an error, or a signal: the next call must start with an empty engine
-                self.engine.abort_request(list(waiting))
+                self._abort(list(waiting))
+            self._outputs.pop(call, None)
         return found
 
-    def _ask(self, asked: Sequence[Request], sampling: Sampling, streamed: bool) -> dict[str, tuple[int, int]]:
+    def _begin(
+        self, mark: str, asked: Sequence[Request], sampling: Sampling, streamed: bool
+    ) -> tuple[int, dict[str, tuple[int, int]]]:
+        """The number of a new call, and its requests as from `_ask`."""
+        with self._lock:
+            if not mark or mark != self.mark:
+                raise VitalSignError(
+                    f"vLLM holds other weights ({self.mark or 'none'}) than those asked for ({mark or 'none'})"
+                )
+            self._calls += 1
+            self._outputs[self._calls] = []
+            return self._calls, self._ask(self._calls, asked, sampling, streamed)
+
+    def _step(self, call: int) -> list[Any]:
+        """Outputs of the call's requests: from steps of other calls, or else from a new step; empty while one runs."""
+        if not self._lock.acquire(timeout=PATIENCE_S):
+            return []
+        try:
+            if not self._outputs[call]:
+                for output in self.engine.step():
+                    self._outputs.get(int(output.request_id.partition("-")[0]), []).append(output)
+            outputs, self._outputs[call] = self._outputs[call], []
+            return outputs
+        finally:
+            self._lock.release()
+
+    def _abort(self, names: list[str]) -> None:
+        with self._lock:
+            self.engine.abort_request(names)
+
+    def _ask(
+        self, call: int, asked: Sequence[Request], sampling: Sampling, streamed: bool
+    ) -> dict[str, tuple[int, int]]:
         """Submit the requests, one per completion; returns (index of the prompt, number of the completion) by name."""
         params_of = import_module("vllm.sampling_params")
         kind = params_of.RequestOutputKind.CUMULATIVE if streamed else params_of.RequestOutputKind.FINAL_ONLY
@@ -202,7 +242,7 @@ class Core:
                     output_kind=kind,
                     extra_args={ARGUMENT: (its_sampling, request.seed & (1 << 64) - 1, number)},
                 )
-                name = f"{place}-{number}"
+                name = f"{call}-{place}-{number}"
                 self.engine.add_request(name, {"prompt_token_ids": list(request.tokens)}, params)
                 waiting[name] = (place, number)
         return waiting
@@ -215,8 +255,9 @@ class Core:
     def close(self) -> None:
         """Release its memory."""
         if hasattr(self, "engine"):
-            self.engine.engine_core.shutdown()
-            del self.engine
+            with self._lock:
+                self.engine.engine_core.shutdown()
+                del self.engine
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

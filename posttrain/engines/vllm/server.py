@@ -1,8 +1,9 @@
 """vLLM as a server for the engine: `python -m posttrain.engines.vllm.server --port 8001`.
 
-The trainer sends it the model's configuration, and the weights after every step (wire.py). It listens on loopback
-unless --host gives another address, which needs a key in the environment (POSTTRAIN_SERVER_KEY), the same on both
-sides: whoever may push weights may also fill this machine's memory. With --child it ends with its parent.
+The trainer sends it the model's configuration, and the weights after every step (wire.py). Several ranks may ask at
+once: their completions are generated together. It listens on loopback unless --host gives another address, which needs
+a key in the environment (POSTTRAIN_SERVER_KEY), the same on both sides: whoever may push weights may also fill this
+machine's memory. With --child it ends with its parent.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +29,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from posttrain.engines.vllm import wire
 from posttrain.engines.vllm.core import Core, import_vllm
-from posttrain.errors import ConfigError, EngineError, PosttrainError
+from posttrain.engines.vllm.nccl import Receiver
+from posttrain.errors import ConfigError, EngineError, EngineLostError, PosttrainError
 from posttrain.helpers import end_with_parent
 
 IDLE = 600.0  # seconds that a connection may be silent
@@ -36,42 +39,56 @@ LARGEST = 1 << 34  # bytes of one request
 
 
 class Desk:
-    """The server's state between requests: the model, and received tensors that are not loaded yet."""
+    """The server's state between requests: the model, and the trainer's end of NCCL. Used by several threads."""
 
     def __init__(self, vllm_version: str, gpu_memory_utilization: float):
         self.vllm_version, self.gpu_memory_utilization = vllm_version, gpu_memory_utilization
         self.core: Core | None = None
-        self.arrived: dict[str, torch.Tensor] = {}
+        self.receiver = Receiver()
+        self._changing = threading.Lock()  # the model
 
     def health(self) -> dict[str, Any]:
         mark = self.core.mark if self.core is not None else ""
         return {"protocol": wire.PROTOCOL, "vllm": self.vllm_version, "mark": mark}
 
     def model(self, body: dict[str, Any]) -> dict[str, Any]:
-        if self.core is not None:
-            self.core.close()
-        self.core, self.arrived = None, {}
-        settings = dict(body["config"])
-        self.core = Core(
-            AutoConfig.for_model(settings.pop("model_type"), **settings),
-            body["architecture"],
-            getattr(torch, body["dtype"]),
-            gpu_memory_utilization=body.get("gpu_memory_utilization") or self.gpu_memory_utilization,
-            tokenizer=_tokenizer(body.get("tokenizer")),
-        )
-        return {"vocabulary": self.core.vocabulary, "positions": self.core.positions}
+        with self._changing:
+            if self.core is not None:
+                self.core.close()
+            self.core = None
+            settings = dict(body["config"])
+            self.core = Core(
+                AutoConfig.for_model(settings.pop("model_type"), **settings),
+                body["architecture"],
+                getattr(torch, body["dtype"]),
+                gpu_memory_utilization=body.get("gpu_memory_utilization") or self.gpu_memory_utilization,
+                tokenizer=_tokenizer(body.get("tokenizer")),
+            )
+            return {"vocabulary": self.core.vocabulary, "positions": self.core.positions}
 
-    def tensor(self, header: str, data: bytearray) -> dict[str, Any]:
-        name, tensor = wire.tensor_from_wire(header, data)
-        self.arrived[name] = tensor
-        return {}
-
-    def load(self, body: dict[str, Any]) -> dict[str, Any]:
-        arrived, self.arrived = self.arrived, {}
+    def load(self, body: dict[str, Any], arrived: dict[str, torch.Tensor]) -> dict[str, Any]:
         if len(arrived) != body["count"]:
             raise EngineError(f"{len(arrived)} of {body['count']} weights arrived")
-        self.loaded().load(body["mark"], arrived.items())
+        with self._changing:
+            self.loaded().load(body["mark"], arrived.items())
         return {"mark": body["mark"]}
+
+    def nccl(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Check for NCCL, join the trainer, or receive weights from it (nccl.py)."""
+        with self._changing:
+            if body.get("check"):
+                self.receiver.check()
+                return {}
+            if "join" in body:
+                self.receiver.join(body["join"])
+                return {}
+            coming = self.receiver.tensors(body["tensors"])
+            try:
+                self.loaded().load(body["mark"], coming)
+            finally:
+                for _ in coming:
+                    pass
+            return {"mark": body["mark"]}
 
     def generate(self, body: dict[str, Any], tick: Callable[[], None]) -> dict[str, Any]:
         mark, asked, sampling = wire.question_from(body)
@@ -79,7 +96,7 @@ class Desk:
 
     def loaded(self) -> Core:
         if self.core is None:
-            raise EngineError("the server has no model: it was restarted; start the run again, with --resume")
+            raise EngineLostError("the server has no model: it was restarted")
         return self.core
 
 
@@ -96,11 +113,17 @@ def _tokenizer(files: dict[str, str] | None) -> PreTrainedTokenizerBase | None:
 
 
 class Handler(BaseHTTPRequestHandler):
+    """One connection, in a thread of its own."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     timeout = IDLE
     desk: Desk  # set by `serve`
     key: str | None
+
+    def setup(self) -> None:
+        super().setup()
+        self.arrived: dict[str, torch.Tensor] = {}  # weights that came by this connection, and are not loaded yet
 
     def do_GET(self) -> None:
         self._answer(lambda: self.desk.health() if self.path == "/health" else self._unknown())
@@ -118,12 +141,21 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if self.path == "/tensor":
-            self._answer(lambda: self.desk.tensor(self.headers[wire.TENSOR_HEADER], data))
+            self._answer(lambda: self._tensor(self.headers[wire.TENSOR_HEADER], data))
         elif self.path == "/generate":
             self._stream(json.loads(data))
         else:
-            verbs = {"/model": self.desk.model, "/load": self.desk.load}
+            verbs = {"/model": self.desk.model, "/load": self._load, "/nccl": self.desk.nccl}
             self._answer(lambda: verbs[self.path](json.loads(data)) if self.path in verbs else self._unknown())
+
+    def _tensor(self, header: str, data: bytearray) -> dict[str, Any]:
+        name, tensor = wire.tensor_from_wire(header, data)
+        self.arrived[name] = tensor
+        return {}
+
+    def _load(self, body: dict[str, Any]) -> dict[str, Any]:
+        arrived, self.arrived = self.arrived, {}
+        return self.desk.load(body, arrived)
 
     def _stream(self, body: dict[str, Any]) -> None:
         """Lines: a heartbeat every second while the engine makes steps, then the answer."""
@@ -177,7 +209,9 @@ class Handler(BaseHTTPRequestHandler):
         """No log: a push is hundreds of requests."""
 
 
-class _Server(HTTPServer):
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
     def server_bind(self) -> None:
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)

@@ -3,11 +3,12 @@
     GET  /health     -> {protocol, vllm, mark}
     POST /model      {architecture, config, dtype, tokenizer, gpu_memory_utilization} -> {vocabulary, positions}
     POST /tensor     a tensor's bytes, with the header X-Tensor: {name, dtype, shape, crc32} -> {}
-    POST /load       {mark, count}: the tensors sent before are the weights -> {mark}
+    POST /load       {mark, count}: the tensors sent before, by the same connection, are the weights -> {mark}
+    POST /nccl       {check} or {join} -> {}; {mark, tensors: [[name, dtype, shape], ...]} -> {mark} (nccl.py)
     POST /generate   {mark, requests, sampling} -> a line {tokens} each second of work; finally a line {groups}
 
 A failure is {error: {kind, message}}, where kind is a class of posttrain.errors. Every answer except /generate's is
-one JSON object. Requests are handled one at a time, and need `Authorization: Bearer KEY` if a key is set.
+one JSON object. Requests are handled side by side, and need `Authorization: Bearer KEY` if a key is set.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.vllm.core import RawCompletion
 from posttrain.errors import EngineError, PosttrainError
 
-PROTOCOL = 1
+PROTOCOL = 2
 KEY = "POSTTRAIN_SERVER_KEY"  # environment variable, on both sides
 TENSOR_HEADER = "X-Tensor"
 
 
 def tensor_to_wire(name: str, tensor: Tensor) -> tuple[str, memoryview]:
     """The header and the bytes."""
-    whole = tensor.detach().cpu().contiguous()
+    # A copy: the storage of gathered weights is released afterwards, which numpy's view of it would prevent.
+    whole = tensor.detach().to("cpu", copy=True).contiguous()
     data = memoryview(whole.flatten().view(torch.uint8).numpy().data)
     dtype = str(whole.dtype).removeprefix("torch.")
     return json.dumps({"name": name, "dtype": dtype, "shape": list(whole.shape), "crc32": zlib.crc32(data)}), data
