@@ -37,6 +37,7 @@ def main() -> None:
         client, _ = listening.accept()
         backing = socket.create_connection((host, int(port)))
         for one, other in ((client, backing), (backing, client)):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a push is many small messages
             threading.Thread(target=pass_on, args=(one, other), daemon=True).start()
 
 
