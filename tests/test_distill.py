@@ -251,7 +251,9 @@ def test_given_completions_are_learned_from_beside_sampled_ones(tmp_path, studen
     assert len(sequences) == 6
     loss, norm = dense_step(student, scratch_model, sequences, "forward_kl")
     [line] = lines(folder)
-    assert line["loss"] == pytest.approx(loss, rel=1e-5) and line["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    # A small divergence is a difference of log-probabilities, each rounded in float32.
+    assert line["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["copy", "adapter"])

@@ -178,7 +178,7 @@ def test_times_that_not_every_zone_has(run, time):
     assert row.state == "damaged" and filtered([row], ["age>1s"]) in ([], [row])
 
 
-@pytest.mark.parametrize("value", ["1" + "0" * 400, "NaN", "1e999", "[" * 3000 + "]" * 3000])
+@pytest.mark.parametrize("value", ["1" + "0" * 400, "NaN", "1e999", "[1]", '"1"', "[" * 3000 + "]" * 3000])
 def test_numbers_of_metrics_that_are_none(run, value):
     before = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(f'{before}{{"step": 3, "loss": {value}}}\n')

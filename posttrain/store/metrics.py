@@ -139,15 +139,19 @@ def first_latest(folder: Path, names: Iterable[str]) -> tuple[int, str, float | 
 
 
 def line_of(raw: bytes) -> dict[str, Any] | None:
-    """A line as an object with its step and numbers that a float can be; None for any other line, which is damaged."""
+    """A line as an object of its step and of numbers that a float can be, or null; None for any other line, which is
+    damaged."""
     try:
         found = parse_json(raw)
     except ValueError:
         return None
     if not isinstance(found, dict) or type(found.get("step")) is not int or abs(found["step"]) > LARGEST_STEP:
         return None
-    finite = all(abs(one) <= sys.float_info.max for one in found.values() if isinstance(one, int | float))
-    return found if finite else None
+    return found if all(map(_is_value, found.values())) else None
+
+
+def _is_value(one: Any) -> bool:
+    return one is None or (isinstance(one, int | float) and abs(one) <= sys.float_info.max)
 
 
 def _parsed(line: bytes, folder: Path) -> dict[str, Any]:
