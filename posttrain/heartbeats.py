@@ -1,4 +1,4 @@
-"""What the ranks of a run tell one another beside their exchanges: that they live, and where they wait.
+"""Heartbeats between the ranks of a run, beside their exchanges: that they live, and where they wait.
 
 Each rank writes a line to a common store every second; the first rank reads all lines, the others read its line. A rank
 that dies is usually noticed earlier, by the exchange that it misses; one that hangs holds the exchange up, and the main
@@ -64,7 +64,7 @@ class Beat:
 
 
 class Watch:
-    """Tells the other ranks that this one lives, and ends the process when another one does not.
+    """Reports to the other ranks that this one lives, and ends the process when another one does not.
 
     One thread talks to the store, which may be in a process that hangs; another judges what the first one heard.
     """
@@ -75,8 +75,8 @@ class Watch:
         self._beats: dict[int, Beat] = {}
         self._heard = time.monotonic()  # the last time that the store answered
         self.ended_together = False
-        self.told: Exception | None = None  # the error of this rank that the others know of
-        self.in_step = False  # exchanges are part of every pass: no rank can go on without the others
+        self.reported: Exception | None = None  # the error of this rank that the others know of
+        self.in_step = False  # exchanges are part of every pass: no rank can continue without the others
         self.place, self._since = Place(), self._heard
         self.on_lost: Callable[[BaseException], None] = lambda error: None
         self._threads: list[threading.Thread] = []
@@ -196,7 +196,7 @@ class Watch:
                 self._give_up(RankError(self._named(lost)))
             elif apart := self._out_of_step():
                 self._give_up(RankError(apart))
-            elif gone:  # the exchanges go on: the launcher has died, and nothing else would end the ranks
+            elif gone:  # the exchanges continue: the launcher has died, and nothing else would end the ranks
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 

@@ -135,12 +135,12 @@ class Ranks:
         except RankError:
             raise
         except Exception as error:
-            if self._watch is not None and self._watch.told is error:  # by a `together` inside this one
+            if self._watch is not None and self._watch.reported is error:  # by a `together` inside this one
                 raise
             failed = error
         found = self.gather((value, None if failed is None else reason_of(failed)))
         assert self._watch is not None
-        self._watch.told = failed
+        self._watch.reported = failed
         self._watch.ended_together = any(reason is not None for _, reason in found)
         if failed is not None:
             raise failed

@@ -1,4 +1,4 @@
-"""Calls that leave this machine, as Python's own audit events tell them: connections, datagrams and look-ups of names.
+"""Calls that leave this machine, from Python's audit events: connections, datagrams and look-ups of names.
 
 python network.py ARGUMENTS    runs `posttrain ARGUMENTS` and ends with status 3 and a list if there were any
 """

@@ -57,8 +57,8 @@ PROMISES = (
     ),
     Promise(
         "verdicts",
-        "A timeout, a crash and a bad gold answer are no rewards: they are left out of the update and counted, with an "
-        "alarm above 0.5 %. Time in the queue is not counted against a deadline.",
+        "A timeout, a crash and a bad gold answer are no rewards: they are excluded from the update and counted, with "
+        "an alarm above 0.5 %. Time in the queue is not counted against a deadline.",
         (
             f"{POOL}what_goes_wrong_is_a_verdict_without_a_score",
             f"{POOL}counts_and_the_alarm",
@@ -182,7 +182,7 @@ PROMISES = (
     ),
     Promise(
         "web pages",
-        "Pages are served on 127.0.0.1 unless told otherwise, and elsewhere only with a token. No path leads out of "
+        "Pages are served on 127.0.0.1 by default, and on another address only with a token. No path leads out of "
         "the listed folders, and what a model says is shown as inert text.",
         (
             "test_ui.py::test_nothing_outside_the_list_is_read",

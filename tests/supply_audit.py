@@ -26,7 +26,7 @@ class Looked:
 
     read: set[str] = field(default_factory=set)
     unread: dict[str, str] = field(default_factory=dict)  # -> why
-    known: dict[str, list[str]] = field(default_factory=dict)  # -> its advisories, each with the versions that mend it
+    known: dict[str, list[str]] = field(default_factory=dict)  # -> its advisories, each with the versions that fix it
 
 
 def pins(file: Path) -> dict[str, str]:
@@ -56,8 +56,8 @@ def look_up(pip_audit: str, wanted: dict[str, str], looked: Looked) -> None:
             continue
         looked.read.add(pin)
         for one in row["vulns"]:
-            mended = ", ".join(one.get("fix_versions", ())) or "no version yet"
-            said = f"{', '.join([one['id'], *one.get('aliases', ())])} (mended in: {mended})"
+            fixed = ", ".join(one.get("fix_versions", ())) or "no version yet"
+            said = f"{', '.join([one['id'], *one.get('aliases', ())])} (fixed in: {fixed})"
             looked.known.setdefault(pin, []).append(said)
 
 

@@ -1,4 +1,4 @@
-"""What is installed with posttrain: versions without known holes, an audit that is never clean by mistake, licences."""
+"""What is installed with posttrain: no known vulnerabilities, an audit that is never clean by mistake, licences."""
 
 import re
 import stat
@@ -98,7 +98,7 @@ def test_an_audit_lists_what_is_known(audit):
     status, said = audit({"beta": {"version": "2.1", "vulns": [HOLE]}})
     assert status == 1
     assert said.splitlines() == [
-        "beta 2.1: PYSEC-2026-1, CVE-2026-1111 (mended in: 2.0)",
+        "beta 2.1: PYSEC-2026-1, CVE-2026-1111 (fixed in: 2.0)",
         "1 of 3 checked versions have known vulnerabilities",
     ]
 

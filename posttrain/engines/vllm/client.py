@@ -29,7 +29,7 @@ POLL_S = 0.5  # between two looks for a server that is to come back
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is, and what its model can take; its owner tells the other ranks."""
+    """Where a server is, and what its model can take; its owner announces it to the other ranks."""
 
     url: str
     key: str | None

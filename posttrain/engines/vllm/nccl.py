@@ -51,7 +51,7 @@ class Sender:
     def __init__(self, post: Post, where: str, timeout: float):
         self._post, self._where, self._timeout = post, where, timeout
         library = _library()
-        post({"check": True})  # what the server lacks is told before anything waits for it
+        post({"check": True})  # what the server lacks is reported before anything waits for it
         unique_id = bytes(library.ncclGetUniqueId())
         with self._asking({"join": base64.b64encode(unique_id).decode()}) as answer:
             self._group = answer.while_waiting(lambda: _joined(unique_id, TRAINER))
@@ -60,8 +60,8 @@ class Sender:
     def send(self, mark: str, weights: Callable[[], Iterable[Named]]) -> dict[str, Any]:
         """Broadcast the weights; returns the server's answer. Raises EngineError if they do not leave in time."""
         # Adapters are merged twice, once for the shapes: no more than one merged layer is in memory at a time.
-        told = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in weights()]
-        with self._asking({"mark": mark, "tensors": told}) as answer:
+        described = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in weights()]
+        with self._asking({"mark": mark, "tensors": described}) as answer:
             for _, tensor in weights():
                 whole = tensor.detach().contiguous()
                 self._stream.wait_stream(torch.cuda.current_stream())
@@ -150,11 +150,11 @@ class Receiver:
         self.close()
         self._group = _joined(base64.b64decode(unique_id), SERVER)
 
-    def tensors(self, told: Iterable[tuple[str, str, list[int]]]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, described: Iterable[tuple[str, str, list[int]]]) -> Iterator[tuple[str, Tensor]]:
         """The tensors as they arrive. Read all of them, whatever happens: the trainer waits for that."""
         if self._group is None:
             raise EngineError("the server has not joined a communicator of NCCL: it is another version of posttrain")
-        for name, dtype, shape in told:
+        for name, dtype, shape in described:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._group.device)
             self._group.broadcast(tensor, TRAINER)
             yield name, tensor

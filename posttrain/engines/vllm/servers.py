@@ -4,8 +4,8 @@ Each rank sends its own prompts to one server: that of its number modulo the num
 servers than ranks, a rank has several, and deals its prompts out to them. A server belongs to the first of its ranks,
 which starts it, pushes the weights to it, and replaces it if it dies.
 
-All ranks call the methods together. A server that is lost in the middle is agreed on by all; its owner brings it back,
-with the same weights, before the completions that are missing are asked for again.
+All ranks call the methods together. A server that is lost in the middle is known to all; its owner brings it back,
+with the same weights, before the missing completions are requested again.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Servers:
                     f"{self._settings.max_restarts}: look into its memory and its log, then continue with --resume"
                 )
             how = "it is started again" if server.is_ours else f"waiting {self._settings.timeout:g} s for it to return"
-            log.warning("%s: %s, and what is missing is asked again", reason, how)
+            log.warning("%s: %s, and the missing completions are requested again", reason, how)
             try:
                 server.revive(self._model)
                 self._push(server)
