@@ -259,7 +259,7 @@ def figure(request) -> Callable[[str, float], None]:
 
 def proves(test: str, nodeid: str) -> bool:
     """Whether `test` of a promise names the test with this id of pytest's."""
-    found = nodeid.rpartition("/")[2] if "[" not in nodeid else _tail(nodeid)
+    found = _tail(nodeid)
     return found == test or found.startswith((f"{test}::", f"{test}["))
 
 
@@ -332,7 +332,7 @@ def as_markdown(found: Iterable[Outcome], seconds: float) -> str:
         for index, row in enumerate(rows):
             lines.append("| " + " | ".join((*(first if index == 0 else ("", "")), *row)) + " |")
     skipped = sorted({reason for outcome in found for reason in outcome.skipped})
-    lines += ["", "Skipped on this machine:" if skipped else "No test was skipped.", ""] if skipped else [""]
+    lines += ["", "Skipped on this machine:" if skipped else "No test was skipped.", ""]
     return "\n".join(lines + [f"- `{reason}`" for reason in skipped])
 
 
