@@ -30,13 +30,14 @@ from torch import Tensor
 from posttrain.errors import RankError, is_out_of_memory, reason_of
 from posttrain.heartbeats import Place, Watch, out_of_step
 from posttrain.rendezvous import connected, meeting
+from posttrain.shared_sums import ROOM, SharedSums, shared_sums
 from posttrain.signals import handling
 
 T = TypeVar("T")
-BUCKET = 1 << 24  # numbers that are summed in one exchange: 64 MB in float32
 PATIENCE = timedelta(days=7)  # of exchanges: the first rank may tokenise for hours while others wait
 MOST_LISTED = 20  # differences in a message
 LONGEST_SHOWN = 120  # characters of a value in it
+LEAST_SHARED = 1 << 16  # numbers that are summed in shared memory: two meetings take longer than one exchange of fewer
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Ranks:
     in_step: bool = False  # whether a pass over the model is a collective operation, of which all make as many
     _watch: Watch | None = field(default=None, repr=False, compare=False)
     _objects: Any = field(default=None, repr=False, compare=False)  # the group that exchanges objects
+    _memory: SharedSums | None = field(default=None, repr=False, compare=False)  # of ranks on one machine, on its CPU
 
     @property
     def is_first(self) -> bool:
@@ -177,13 +179,13 @@ class Ranks:
         """Replace tensors of one dtype and device by their sums over the ranks; the same bits on every rank."""
         if self.size == 1 or not tensors:
             return
-        some: list[Tensor] = []
-        for number, tensor in enumerate(tensors):
-            some.append(tensor)
-            last = number + 1 == len(tensors)
-            if last or sum(one.numel() for one in some) + tensors[number + 1].numel() > BUCKET:
-                self._sum(some)
-                some = []
+        whole = [tensor.contiguous() for tensor in tensors]
+        for pieces in _exchanges([tensor.view(-1) for tensor in whole]):
+            with self._exchange("sums"):
+                self._sum(pieces)
+        for tensor, total in zip(tensors, whole, strict=True):
+            if total is not tensor:
+                tensor.copy_(total)
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Sum the gradients of parameters; one without a gradient on this rank but on another counts as 0."""
@@ -213,18 +215,16 @@ class Ranks:
         self.sum_(made)
         return made
 
-    def _sum(self, tensors: Sequence[Tensor]) -> None:
-        if len(tensors) == 1 and tensors[0].is_contiguous():
-            self._all_reduce(tensors[0])
+    def _sum(self, pieces: Sequence[Tensor]) -> None:
+        """Sum flat tensors that fit one exchange."""
+        if self._memory is not None and sum(one.numel() for one in pieces) >= LEAST_SHARED:
+            self._memory.sum_(pieces)
             return
-        flat = torch.cat([one.reshape(-1) for one in tensors])
-        self._all_reduce(flat)
-        for one, part in zip(tensors, flat.split([one.numel() for one in tensors]), strict=True):
-            one.copy_(part.view(one.shape))
-
-    def _all_reduce(self, tensor: Tensor) -> None:
-        with self._exchange("sums"):
-            dist.all_reduce(tensor)
+        flat = torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
+        dist.all_reduce(flat)
+        if len(pieces) > 1:
+            for one, total in zip(pieces, flat.split([one.numel() for one in pieces]), strict=True):
+                one.copy_(total)
 
     def on_lost(self, end: Callable[[BaseException], None]) -> None:
         """Call `end(error)` before this process ends because another one is lost while the main thread waits for it."""
@@ -244,6 +244,18 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def _exchanges(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Flat tensors of one dtype in groups of at most ROOM bytes, longer ones in several parts."""
+    room = ROOM // tensors[0].element_size()
+    some: list[Tensor] = []
+    for part in (part for tensor in tensors for part in tensor.split(room)):
+        if some and sum(one.numel() for one in some) + part.numel() > room:
+            yield some
+            some = []
+        some.append(part)
+    yield some
 
 
 def _differences(each: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
@@ -292,7 +304,10 @@ def joined() -> Iterator[Ranks]:
         watch.start()
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         try:
-            yield Ranks(index, size, local, here, _watch=watch, _objects=objects)
+            ranks = Ranks(index, size, local, here, _watch=watch, _objects=objects)
+            if here == size and not torch.cuda.is_available():
+                ranks = replace(ranks, _memory=shared_sums(index, dist.barrier, ranks.gather))
+            yield ranks
         finally:
             watch.end()
     finally:

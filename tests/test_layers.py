@@ -14,7 +14,7 @@ LAYERS = [
     ["console"],
     ["caches", "errors", "helpers", "hub", "imports", "memory", "progress", "threads"],
     ["atomic", "extras", "paths", "signals"],
-    ["heartbeats", "rendezvous"],
+    ["heartbeats", "rendezvous", "shared_sums"],
     ["launch", "ranks"],
     ["output"],
     ["config"],

@@ -50,10 +50,17 @@ def redact(data: Any) -> Any:
     return _redact(data, _secrets())
 
 
+_last: tuple[dict[Any, Any] | None, list[str]] = None, []  # an environment, and its secrets
+
+
 def _secrets() -> list[str]:
     """The secrets in the environment, longest first."""
-    values = {v for name, v in os.environ.items() if len(v) >= LEAST_CHARACTERS and _is_secret(name, v)}
-    return sorted(values, key=len, reverse=True)
+    global _last
+    now: dict[Any, Any] | None = getattr(os.environ, "_data", None)  # CPython's: quick to compare, as os.environ is not
+    if now is None or now != _last[0]:
+        values = {v for name, v in os.environ.items() if len(v) >= LEAST_CHARACTERS and _is_secret(name, v)}
+        _last = now and dict(now), sorted(values, key=len, reverse=True)
+    return _last[1]
 
 
 def _is_secret(name: str, value: str) -> bool:
