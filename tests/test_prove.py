@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import proofs
 import pytest
-from test_ranks import ENVIRONMENT, rank_of, until
+from test_launched_ranks import ENVIRONMENT, rank_of, until
 from test_resume import start
 
 from benchmarks.models import write_model

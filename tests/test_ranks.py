@@ -4,12 +4,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm_stand_in import Killable, killable
 
-from posttrain import launch as launching
-from posttrain import rendezvous
 from posttrain.batch import Example, Node, pack
-from posttrain.cli import main
 from posttrain.config import load
-from posttrain.errors import ConfigError, DamagedError, RankError, RunError
-from posttrain.launch import launch as start
+from posttrain.errors import ConfigError, DamagedError
 from posttrain.store.metrics import read_metrics
 from posttrain.store.parts import load_parts, part_file
 from posttrain.store.stored_rollouts import StoredRun
@@ -287,197 +280,3 @@ def test_parts_of_a_state_are_read_by_any_number_of_ranks(tmp_path):
     part_file(tmp_path, "state", 1, 2).unlink()
     with pytest.raises(DamagedError, match=r"state-00002-of-00002.safetensors is missing: 2 ranks"):
         load_parts(tmp_path, "state", lambda name, rows: slice(0, rows))
-
-
-SETTINGS = {"tracking": {"logging_steps": 1}, "devices": {"type": "cpu"}}
-
-
-def launched(folder: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "posttrain", "launch", *arguments, "--nproc", "2"]
-
-
-def started(shared: Path, folder: Path, steps: int, **sections) -> Path:
-    hh = {"source": str(shared / "data/hh-harmless"), "template": "none", "max_length": 200, "max_rows": 40}
-    file = folder / "run.json"
-    settings = {"model": str(shared / "models/stories260K"), "method": "dpo", "data": hh, "output_dir": str(folder)}
-    settings |= {"training": {"batch_size": 4, "max_steps": steps, "learning_rate": 1e-3}, **SETTINGS}
-    settings |= {"checkpoint": {"save_steps": 3, "save_total_limit": None}, **sections}
-    file.write_text(json.dumps(settings))
-    return file
-
-
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[1])}
-
-
-DROPOUT = {"method": "sft", "model": {"lora": {"r": 4, "dropout": 0.3}}}
-
-
-FSDP = {"devices": {"type": "cpu", "strategy": "fsdp"}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "numbers", "sections"),
-    [(2, (2, 1), {}), (2, (2,), DROPOUT), (2, (2, 1), FSDP), (2, (2,), FSDP | DROPOUT), (1, (2,), FSDP)],
-    ids=["dpo", "sft with dropout", "fsdp", "fsdp with dropout", "fsdp from one process"],
-)
-def test_resumed_on_as_many_ranks_to_the_bit_and_on_others_to_rounding(shared, tmp_path, first, numbers, sections):
-    lora = "model" in sections
-    if lora:
-        sections = sections | {"model": {"path": str(shared / "models/stories260K"), **sections["model"]}}
-    file, environment = started(shared, tmp_path, 6, **sections), os.environ | ENVIRONMENT
-    name = "adapter_model.safetensors" if lora else "model.safetensors"
-    alone = [sys.executable, "-m", "posttrain", "train"]
-    start = [*alone, str(file)] if first == 1 else launched(tmp_path, str(file))
-    subprocess.run([*start, "--name", "whole"], env=environment, check=True)
-    whole = load_file(tmp_path / "whole/final" / name)
-    for ranks in numbers:
-        folder = tmp_path / f"resumed-{ranks}"
-        shutil.copytree(tmp_path / "whole", folder)
-        for later in ("checkpoint-6", "final"):
-            shutil.rmtree(folder / later)
-        command = [*launched(tmp_path, "--resume", str(folder))]
-        if ranks == 1:
-            command = [*alone, "--resume", str(folder)]
-        subprocess.run(command, env=environment, check=True)
-        again = load_file(folder / "final" / name)
-        largest = max(float((whole[key] - again[key]).abs().max()) for key in whole)
-        assert largest == 0 if ranks == first else largest < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sections", [{}, FSDP], ids=["replicas", "sharded"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_hangs_is_named_and_the_run_is_saved(shared, tmp_path, how, sections):
-    file = started(shared, tmp_path, 400, **sections)
-    run = subprocess.Popen(
-        launched(tmp_path, str(file), "--name", "run"), env=os.environ | ENVIRONMENT, stderr=subprocess.PIPE, text=True
-    )
-    until(lambda: (tmp_path / "run/checkpoint-3").exists())
-    os.kill(rank_of(run.pid, 1), how)
-    said = run.communicate(timeout=120)[1]
-    assert run.returncode == 1 and "rank 1" in said and "is lost" in said and "Traceback" not in said
-    facts = json.loads((tmp_path / "run/run.json").read_text())
-    assert facts["state"] == "failed" and "rank 1" in facts["reason"]
-    last = [line["step"] for line in read_metrics(tmp_path / "run")][-1]
-    if sections:  # the lost rank had a part of the weights
-        assert (tmp_path / "run/checkpoint-3").exists()
-    else:
-        assert (tmp_path / f"run/checkpoint-{last}").exists(), "the steps that were finished are saved"
-
-
-def rank_of(launcher: int, rank: int) -> int:
-    """The process of a rank below a launcher."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            variables = (folder / "environ").read_bytes().split(b"\0")
-        except (OSError, ValueError):
-            continue
-        if parent == launcher and f"RANK={rank}".encode() in variables:
-            return int(folder.name)
-    raise AssertionError(f"there is no rank {rank}")
-
-
-def until(holds, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-@pytest.fixture
-def occupied() -> Iterator[str]:
-    """The address of a port at which a program listens that never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_port_in_use_is_named_and_another_proposed(occupied, nodes):
-    port = occupied.rpartition(":")[2]
-    with pytest.raises(RankError, match=rf"port {port} of --address .*already in use.*Give a free one, such as \d+"):
-        start(["sft.yaml"], 2, nodes, 0, occupied)
-
-
-def test_machines_that_do_not_join_or_answer_are_named(occupied, monkeypatch):
-    monkeypatch.setattr(launching, "NODE_PATIENCE_S", 1)
-    monkeypatch.setattr(rendezvous, "ANSWER_S", 2.0)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(RankError, match=rf"was not reached at {address} within 1 sec.*--node-rank 0` there"):
-        start(["sft.yaml"], 2, 2, 1, address)
-    with pytest.raises(RunError, match=r"not all of 2 machines joined within 1 seconds: .* --node-rank 0 to 1"):
-        start(["sft.yaml"], 2, 2, 0, address)
-    ended = []
-    monkeypatch.setattr(rendezvous.os, "_exit", ended.append)  # what would end this process
-    monkeypatch.setattr(rendezvous, "say", lambda text, error: ended.append(text))
-    monkeypatch.setattr(rendezvous, "TCPStore", lambda *given, **named: until(lambda: ended, 10))
-    rendezvous.reach("127.0.0.1", int(occupied.rpartition(":")[2]), 1)
-    assert f"no answer from a launcher at {occupied} within 2 seconds" in ended[0] and ended[1] == 1
-
-
-@pytest.mark.parametrize("address", ["10.0.0.1", ":29500", "10.0.0.1:x", "10.0.0.1:70000"])
-def test_an_address_without_a_port_is_refused(address, capsys):
-    assert main(["launch", "sft", "--address", address]) == 2
-    assert "it is HOST:PORT with a port from 1 to 65535" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_damaged_part_of_a_sharded_checkpoint_is_named_and_the_one_before_is_used(shared, tmp_path):
-    """By two processes and by one, in the end as from the intact checkpoint before; one that is named is refused."""
-    file, environment = started(shared, tmp_path, 9, **FSDP), os.environ | ENVIRONMENT
-    subprocess.run([*launched(tmp_path, str(file)), "--name", "whole"], env=environment, check=True)
-    whole = load_file(tmp_path / "whole/final/model.safetensors")
-
-    damages = {
-        "missing": Path.unlink,
-        "truncated": lambda part: part.write_bytes(part.read_bytes()[:-9]),
-    }
-    alone = [sys.executable, "-m", "posttrain", "train"]
-    for number, (problem, damage) in enumerate(damages.items()):
-        folder = tmp_path / f"run-{number}"
-        shutil.copytree(tmp_path / "whole", folder)
-        for later in ("checkpoint-9", "final"):
-            shutil.rmtree(folder / later)
-        damage(folder / "checkpoint-6/optimizer-00002-of-00002.safetensors")
-        start = launched(tmp_path) if number % 2 == 0 else alone
-        named = [*start, "--resume", str(folder / "checkpoint-6")]
-        refused = subprocess.run(named, env=environment, capture_output=True, text=True, timeout=60)
-        assert refused.returncode == 1 and "checkpoint-6 is damaged" in refused.stderr and problem in refused.stderr
-        assert (folder / "checkpoint-6").is_dir(), "nothing was touched"
-        subprocess.run([*start, "--resume", str(folder)], env=environment, check=True, timeout=120)
-        log = (folder / "training.log").read_text()
-        assert "checkpoint-6 is damaged" in log and problem in log and "falling back to checkpoint-3" in log
-        again = load_file(folder / "final/model.safetensors")
-        largest = max(float((whole[key] - again[key]).abs().max()) for key in whole)
-        assert largest == 0 if start is not alone else largest < 1e-5, problem
-
-
-@pytest.mark.slow
-def test_a_machine_that_hangs_ends_the_other_in_time(shared, tmp_path):
-    """Two launchers as on two machines; the second is stopped. The first rank saves the finished steps."""
-    file, environment = started(shared, tmp_path, 400), os.environ | ENVIRONMENT
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    base = [sys.executable, "-m", "posttrain", "launch", str(file), "--name", "run", "--nodes", "2"]
-    machines = [
-        subprocess.Popen(
-            [*base, "--address", address, "--node-rank", str(node)], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for node in range(2)
-    ]
-    until(lambda: (tmp_path / "run/checkpoint-3").exists())
-    other, hung = machines[0], [machines[1].pid, rank_of(machines[1].pid, 1)]
-    try:
-        for process in hung:
-            os.kill(process, signal.SIGSTOP)
-        said = other.communicate(timeout=60)[1]
-    finally:
-        for process in hung:
-            os.kill(process, signal.SIGKILL)
-        machines[1].communicate(timeout=30)
-    assert other.returncode == 1 and "Traceback" not in said
-    assert f"rank 1 on {socket.gethostname()} is lost: its process has ended, or is stopped" in said
-    last = read_metrics(tmp_path / "run")[-1]["step"]
-    assert (tmp_path / f"run/checkpoint-{last}").exists()

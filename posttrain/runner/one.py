@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -142,15 +143,24 @@ class Order:
 def follow(ranks: Ranks) -> int:
     """Train the runs that the first rank orders, beside it, until there are no more. Returns the exit status.
 
-    Why a run ended is in this rank's log; the first rank tells the user.
+    Why a run ended is in this rank's log. The first rank tells the user, and the first one of another machine when a
+    rank is lost.
     """
+    terminal = sys.stderr  # which a run's log replaces
+
+    def tell(error: BaseException) -> None:
+        if ranks.local == 0 or not isinstance(error, RankError):
+            with redirect_stderr(terminal):
+                say(f"rank {ranks.index} ended: {reason_of(error)}", error=True)
+
+    ranks.on_lost(tell)
     try:
         _follow(ranks)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:  # whatever code of the run raised; the log of this rank has the stack trace
-        if not isinstance(error, RankError):  # the consequence of another rank's error
-            say(f"rank {ranks.index} ended: {reason_of(error)}", error=True)
+        if not ranks.ended_together or not isinstance(error, RankError):
+            tell(error)
         return 1
     return 0
 
