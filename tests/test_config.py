@@ -214,6 +214,7 @@ def test_texts_on_the_command_line_are_taken_whole(text):
 def test_entries_of_any_list_by_number(write):
     write({"a.yaml": "model: gpt2\nmethod: {type: grpo}\nrewards: [{type: math}]\ndata: {source: x}\n"})
     assert load("a.yaml", ["rewards.0.weight=2"]).config.rewards[0].weight == 2
+    assert load("a.yaml", ["rewards=[math]"]).config == load("a.yaml").config
     method = "{type: dpo, loss_type: [sigmoid, ipo], loss_weights: [1, 2]}"
     write({"b.yaml": f"model: gpt2\nmethod: {method}\ndata: {{source: x}}\n"})
     assert load("b.yaml", ["method.loss_weights.0=3"]).config.method.loss_weights == (3, 2)

@@ -138,6 +138,21 @@ def test_wrong_data_settings(tmp_path, data, message):
 
 
 @pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("maths", "rewards.0 is 'maths'; did you mean math? it is one of match_format_exactly, "),
+        (3, "rewards.0 is 3; it must be one of match_format_exactly, "),
+        (None, "rewards.0 is null; it must be one of match_format_exactly, "),
+        ({"type": "maths"}, "rewards.0.type is 'maths'; did you mean math?"),
+        ({"weight": 2}, "rewards.0.type is missing"),
+        ("length", "rewards.0.target is missing"),
+    ],
+)
+def test_wrong_rewards(tmp_path, reward, message):
+    assert message in refused_values(tmp_path, method="grpo", rewards=[reward])
+
+
+@pytest.mark.parametrize(
     ("method", "message"),
     [
         ({"type": "dpoo"}, f"method.type is 'dpoo'; did you mean dpo? it is one of {NAMES}"),

@@ -58,6 +58,7 @@ def _line(where: str) -> tuple[str, int]:
 def _messages(problem: Any, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     path, annotation = _locate(problem["loc"], values)
     conflict = problem.get("ctx", {}).get("error")
+    kinds, whole = METHOD_NAMES if path == ("method",) else kinds_of(annotation), value_at(values, path)
     if problem["type"] == "extra_forbidden":
         yield path, unknown(path, values)
     elif problem["type"] == "missing":
@@ -66,13 +67,12 @@ def _messages(problem: Any, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath
         for inner, message in conflict.problems:
             keys = [int(key) if key.isdecimal() else key for key in inner.split(".") if key]
             yield (*path, *keys), message
-    elif path == ("method",) and not isinstance(value_at(values, path), dict):
-        names = ", ".join(METHOD_NAMES)
-        yield path, f"is {show(problem['input'])}; it must be one of {names}, or a mapping with type and its settings"
+    elif kinds and not isinstance(whole, dict):
+        meant = did_you_mean(whole, kinds) if isinstance(whole, str) else f"it must be one of {', '.join(kinds)}"
+        yield path, f"is {show(whole)}; {meant}, or a mapping with type and its settings"
     elif problem["type"].startswith("union_tag"):
-        given = value_at(values, path).get("type")
-        words = METHOD_NAMES if path == ("method",) else kinds_of(annotation)
-        yield (*path, "type"), "is missing" if given is None else f"is {show(given)}; {did_you_mean(given, words)}"
+        given = whole.get("type")
+        yield (*path, "type"), "is missing" if given is None else f"is {show(given)}; {did_you_mean(given, kinds)}"
     else:
         yield path, wrong_value(problem["input"], annotation)
 

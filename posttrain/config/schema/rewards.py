@@ -1,9 +1,9 @@
 """The `rewards:` list of an online run: each entry's type, weight and settings. Imports no torch."""
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from posttrain.config.schema.base import FUNCTION, Float, Int, Label, Place, Positive, Problems, Settings, Text
 from posttrain.config.schema.judge import ScoreSettings
@@ -114,9 +114,14 @@ class JudgeReward(RewardTerm, ScoreSettings):
     strip_thinking: bool = Field(default=False, description="Whether to score only what follows the last </think>.")
 
 
+def _term(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
 Reward = Annotated[
     RuleReward | LengthReward | OverlongReward | RepetitionReward | ModelReward | PythonReward | JudgeReward,
     Field(discriminator="type"),
+    BeforeValidator(_term),  # `math` is {type: math}
 ]
 
 
