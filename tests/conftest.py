@@ -5,6 +5,8 @@ One thread: two workers of the suite on two cores would otherwise wait for one a
 
 import gc
 import os
+import shutil
+from collections.abc import Callable
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -100,17 +102,29 @@ def power_cut(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def sums_home(tmp_path_factory) -> Path:
-    """The task of benchmarks/sums.py: `model/`, `train.jsonl`, `test.jsonl`; made once for all workers."""
+def made_once(tmp_path_factory):
+    """`made_once(name, make)`: a folder that `make(folder)` fills, once for all workers."""
+
+    def once(name: str, make: Callable[[Path], object]) -> Path:
+        base = tmp_path_factory.getbasetemp()
+        folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+        done = folder.with_suffix(".done")
+        with FileLock(f"{folder}.lock"):
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
+                make(folder)
+                done.touch()
+        return folder
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def sums_home(made_once) -> Path:
+    """The task of benchmarks/sums.py: `model/`, `train.jsonl`, `test.jsonl`."""
     from benchmarks import sums
 
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sums"
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            sums.make(folder.with_suffix(".part"))
-            folder.with_suffix(".part").rename(folder)
-    return folder
+    return made_once("sums", sums.make)
 
 
 @pytest.fixture(scope="session")

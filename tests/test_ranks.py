@@ -9,7 +9,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -116,22 +115,25 @@ def launch(files: list[str], ranks: int, **variables: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def both(shared, sums_home, tmp_path_factory) -> tuple[Path, Path]:
+def both(shared, sums_home, made_once) -> tuple[Path, Path]:
     """The folders of the same runs by one process and by two."""
-    root = tmp_path_factory.mktemp("ranks")
-    folders = root / "one", root / "two"
-    for number, folder in enumerate(folders, 1):
-        made = configurations(shared, sums_home, folder)
-        if number == 1:
-            launch(write(made, folder, sums_home), number)
-            continue
+
+    def make(root: Path) -> None:
+        one, two = root / "one", root / "two"
+        for folder in (one, two):
+            folder.mkdir(parents=True)
+        launch(write(configurations(shared, sums_home, one), one, sums_home), 1)
+        made = configurations(shared, sums_home, two)
         with killable() as (desk, server), killable() as (second, other):
             second.during = partial(dies_and_returns, other)
             urls = [server.url, other.url]
-            apart = sharded(made) | served(made, urls) | {"refused": refused(made["sft"], folder)}
-            launch(write(made | apart, folder, sums_home), number)
-            asked.update(prompts=[desk.prompts, second.prompts], loads=[desk.loads, second.loads], starts=second.starts)
-    return folders
+            apart = sharded(made) | served(made, urls) | {"refused": refused(made["sft"], two)}
+            launch(write(made | apart, two, sums_home), 2)
+            asked = {"prompts": [desk.prompts, second.prompts], "loads": [desk.loads, second.loads]}
+        (root / "asked.json").write_text(json.dumps(asked | {"starts": second.starts}))
+
+    root = made_once("ranks", make)
+    return root / "one", root / "two"
 
 
 def dies_and_returns(server: Killable) -> None:
@@ -139,9 +141,6 @@ def dies_and_returns(server: Killable) -> None:
     if server.kills == 0:
         server.kill()
         server.start()
-
-
-asked: dict[str, Any] = {}  # what the two servers were asked by two ranks
 
 
 def test_two_ranks_with_two_servers_have_the_completions_of_one_process(both):
@@ -153,6 +152,7 @@ def test_two_ranks_with_two_servers_have_the_completions_of_one_process(both):
             with StoredRun(folder) as stored:
                 found.append([(one["tokens"].tolist(), one["reward"]) for n in (1, 2) for one in stored.rollouts(n)])
         assert found[0] == found[1] and len(found[0]) > 0, name
+    asked = json.loads((both[0].parent / "asked.json").read_text())
     assert asked["starts"] == 2
     first, second = asked["loads"]
     assert len(first) == len({*first}) == 2 * 3 and {*first} == {*second} and len(second) == len(first) + 1
