@@ -1,16 +1,19 @@
-"""Trains runs on the ranks of torchrun, or alone, and keeps the gradients of every update for tests/test_ranks.py.
+"""Trains runs by one process and then by two ranks, and keeps the gradients of every update for tests/test_ranks.py.
 
-    python -m torch.distributed.run --nproc-per-node 2 tests/ranks_worker.py FILE.json…
+    python tests/ranks_worker.py ONE TWO
 
-Each FILE.json is a configuration; `gradients.safetensors` goes to its run folder. In those named `double-…`, weights
-and gradients are float64, and a single process makes the packs that two ranks have. `refused.json` is a run for ranks
-that differ; what each says goes to `refused-RANK.json`.
+All processes are forks of this one, which has imported what they need. Each is in its folder, ONE or TWO, and trains
+the configurations that `runs.json` there names in turn; `gradients.safetensors` goes to the folder of each run. In
+those named `double-…`, weights and gradients are float64, and a single process makes the packs that two ranks have.
+`refused.json` is a run for ranks that differ; what each says goes to `refused-RANK.json`.
 """
 
 import gc
 import json
 import os
+import socket
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import chdir, nullcontext
 from pathlib import Path
@@ -85,5 +88,31 @@ def main(files: list[str]) -> None:
                 save_file(kept, Path(config.output_dir) / str(config.name) / "gradients.safetensors")
 
 
+def forked(folder: str, rank: int, ranks: int, port: int) -> int:
+    """A process that is one of the ranks in this folder."""
+    if process := os.fork():
+        return process
+    status = 1
+    try:
+        os.chdir(folder)
+        sys.path.insert(0, folder)
+        if ranks > 1:
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+            os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        main(json.loads(Path("runs.json").read_text()))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    for number, place in enumerate(sys.argv[1:], 1):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        processes = [forked(place, rank, number, port) for rank in range(number)]
+        if any([os.waitpid(process, 0)[1] for process in processes]):
+            sys.exit(1)

@@ -90,7 +90,7 @@ def refused(settings: dict, root: Path) -> dict:
     return settings | {"data": {"source": "rows.jsonl", "template": "none", "max_length": 50}}
 
 
-def write(made: dict[str, dict], root: Path, sums_home: Path) -> list[str]:
+def write(made: dict[str, dict], root: Path, sums_home: Path) -> None:
     shutil.copytree(sums_home / "model", root / "teacher")
     tensors = load_file(root / "teacher/model.safetensors")
     save_file({name: 1.1 * tensor for name, tensor in tensors.items()}, root / "teacher/model.safetensors")
@@ -101,16 +101,15 @@ def write(made: dict[str, dict], root: Path, sums_home: Path) -> list[str]:
     for name, settings in made.items():
         files.append(str(root / f"{name}.json"))
         Path(files[-1]).write_text(json.dumps(settings))
-    return files
+    (root / "runs.json").write_text(json.dumps(files))
 
 
-def launch(files: list[str], ranks: int, **variables: str) -> None:
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{Path(files[0]).parent}:{WORKER.parents[1]}"}
+def launch(*folders: Path) -> None:
+    """The runs of the first folder by one process, of the second by two."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[1])}
     done = subprocess.run(
-        [sys.executable, *start, str(WORKER), *files], env=environment | variables, capture_output=True, text=True,
-        timeout=300, cwd=Path(files[0]).parent,
-    )  # fmt: skip
+        [sys.executable, WORKER, *folders], env=environment, capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -122,13 +121,14 @@ def both(shared, sums_home, made_once) -> tuple[Path, Path]:
         one, two = root / "one", root / "two"
         for folder in (one, two):
             folder.mkdir(parents=True)
-        launch(write(configurations(shared, sums_home, one), one, sums_home), 1)
+        write(configurations(shared, sums_home, one), one, sums_home)
         made = configurations(shared, sums_home, two)
         with killable() as (desk, server), killable() as (second, other):
             second.during = partial(dies_and_returns, other)
             urls = [server.url, other.url]
             apart = sharded(made) | served(made, urls) | {"refused": refused(made["sft"], two)}
-            launch(write(made | apart, two, sums_home), 2)
+            write(made | apart, two, sums_home)
+            launch(one, two)
             asked = {"prompts": [desk.prompts, second.prompts], "loads": [desk.loads, second.loads]}
         (root / "asked.json").write_text(json.dumps(asked | {"starts": second.starts}))
 
