@@ -149,8 +149,8 @@ DEEP = [("llama", False), ("gemma2", False), ("gpt2", False), ("opt", False), ("
 
 
 @pytest.mark.parametrize(("family", "checkpointing"), DEEP)
-def test_further_layers_keep_what_the_third_does(tmp_path, family, checkpointing):
-    """What is said of a deep model from two and three layers = what all its layers keep."""
+def test_further_layers_keep_what_the_first_ones_do(tmp_path, family, checkpointing):
+    """What is said of a deep model from three or four layers = what all its layers keep."""
     settings = CONFIGS[family] | IDS | {"num_hidden_layers": 5}
     settings.pop("n_layer", None)
     if "layer_types" in settings:
@@ -161,9 +161,9 @@ def test_further_layers_keep_what_the_third_does(tmp_path, family, checkpointing
     config = load(file).config
     [packed] = pack(forest(), 4096)
     kept, working = activations(config, config.models[0], packed, torch.float32, checkpointing, on_gpu=False)
-    all_kept, all_working = _simulate(config, config.models[0], packed, torch.float32, checkpointing, 5, PackedMask)
+    all_kept, all_working, _ = _simulate(config, config.models[0], packed, torch.float32, checkpointing, 5, PackedMask)
     print(f"{family}: {kept} kept, {working} more for a moment")
-    assert kept == pytest.approx(all_kept, rel=0.03) and working == pytest.approx(all_working, rel=0.1)
+    assert kept == all_kept and working == pytest.approx(all_working, rel=0.1)
     assert kept > packed.num_tokens * 32 * 4 * 5
 
 

@@ -20,11 +20,15 @@ def of_7b(tmp_path_factory):
     """From a strategy and a number of processes to the estimate of a model of 7 billion weights on an H100."""
     folder = tmp_path_factory.mktemp("7B")
     CONFIGS["7B"].save_pretrained(folder)
-    packs = pack([Example((Node([5] * 1025, True),), 0)], 1024)
+    packs = pack([Example((Node([5] * 257, True),), 0)], 256)
 
     def made(strategy: str, ranks: int, **model):
-        settings = {"model": {"path": str(folder), **model}, "method": "sft", "data": {"source": "none.jsonl"}}
-        devices, training = {"strategy": strategy}, {"gradient_checkpointing": True, "tokens_per_pack": 1024}
+        settings = {
+            "model": {"path": str(folder), **model},
+            "method": "sft",
+            "data": {"source": "none.jsonl", "max_length": 256},
+        }
+        devices, training = {"strategy": strategy}, {"gradient_checkpointing": True, "tokens_per_pack": 256}
         config = load({**settings, "devices": devices, "training": training}).config
         target, empty = Target.of(config.devices, "h100", ranks), empty_model(config, config.models[0])
         found = estimate(config, config.models[0], empty, packs, target.device, card=target.card, ranks=ranks)

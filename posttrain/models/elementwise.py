@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from posttrain.models.matmul import product
 
@@ -194,7 +195,8 @@ def _grad_gate(gate: Tensor, up: Tensor, grad_y: Tensor, out: Tensor) -> None:
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The tensors' rows, on a CPU a block at a time, so that the next operation finds them in the cache."""
     rows = [tensor.flatten(0, -2) for tensor in tensors]
-    size = BLOCK_ELEMENTS // rows[0].shape[1] if rows[0].device.type == "cpu" else len(rows[0])
+    has_cache = rows[0].device.type == "cpu" and not isinstance(rows[0], FakeTensor)  # of a plan, without numbers
+    size = BLOCK_ELEMENTS // rows[0].shape[1] if has_cache else len(rows[0])
     return zip(*(tensor.split(max(1, size)) for tensor in rows), strict=True)
 
 

@@ -1,12 +1,14 @@
 """The memory of activations, by simulation: forward and backward of a few layers on fake tensors.
 
-Models of two and of three layers run in torch's FakeTensorMode, which allocates nothing, with adapters, dropout and
-checkpointing. The saved bytes are counted, and each further layer is assumed to save as much as the third.
+A model of a few layers runs in torch's FakeTensorMode, which allocates nothing, with adapters, dropout and
+checkpointing: its first one, one of every type, its last one, of which only some rows may be computed. The saved bytes
+are counted, and each further layer is assumed to save as much as the one of its type.
 """
 
 from __future__ import annotations
 
 import weakref
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.batch import Pack
 from posttrain.config import ModelConfig, RunConfig
@@ -29,7 +32,6 @@ from posttrain.models.lora import add_lora
 if TYPE_CHECKING:
     from peft import PeftModel
 
-FEW, MORE = 2, 3  # numbers of simulated layers
 
 
 def empty_model(
@@ -44,7 +46,7 @@ def empty_model(
     if layers is not None:
         settings.num_hidden_layers = layers
         if getattr(settings, "layer_types", None):
-            settings.layer_types = settings.layer_types[:layers]
+            settings.layer_types = [*settings.layer_types[: layers - 1], settings.layer_types[-1]]
     with torch.device("meta"):
         empty = auto.from_config(settings, dtype=dtype, trust_remote_code=model.trust_remote_code)
         return empty if model.lora is None else add_lora(empty, model.lora, "reward" if reward else "lm")
@@ -59,11 +61,11 @@ def activations(
     if family is None or not family.packed or model.attention not in ("auto", "packed"):
         return _by_formula(settings, pack, dtype, checkpointing), 0
     depth, masks = settings.num_hidden_layers, _OneKernel if on_gpu else PackedMask
-    if depth <= MORE:
-        return _simulate(config, model, pack, dtype, checkpointing, depth, masks)
-    kept_few, _ = _simulate(config, model, pack, dtype, checkpointing, FEW, masks)
-    kept, working = _simulate(config, model, pack, dtype, checkpointing, MORE, masks)
-    return kept + (depth - MORE) * (kept - kept_few), working
+    types = getattr(settings, "layer_types", None) or [""] * depth
+    inner = {kind: 1 + types[1:].index(kind) for kind in types[1 : depth - 1]}  # the first layer of a type, but layer 0
+    layers = min(depth, 2 + max(inner.values(), default=1))
+    kept, working, saved = _simulate(config, model, pack, dtype, checkpointing, layers, masks)
+    return kept + sum(saved[inner[kind]] for kind in types[layers - 1 : depth - 1]), working
 
 
 class _OneKernel(PackedMask):
@@ -87,8 +89,9 @@ def _simulate(
     checkpointing: bool,
     layers: int,
     masks: type[PackedMask],
-) -> tuple[int, int]:
-    """The result of `activations` for a model of this number of layers, from a simulated forward and backward."""
+) -> tuple[int, int, list[int]]:
+    """The result of `activations` for a model of this number of layers, from a simulated forward and backward; and the
+    bytes that each layer but the last saves."""
     read = pack.last_S if config.method.head == "reward" else pack.read_U
     mask = masks(pack, read)
     mask.masks(None, dtype)
@@ -110,11 +113,15 @@ def _simulate(
                 parameter.register_post_accumulate_grad_hook(_forget)
         inputs: dict[str, Any] = {"input_ids": fake.from_tensor(pack.tokens_T)[None], "use_cache": False}
         inputs |= {"position_ids": fake.from_tensor(pack.position_T)[None], "packed": mask}
+        before: list[int] = []  # each layer, the bytes of live tensors
         with _Live(policy) as live:
+            for layer in base.modules():
+                if isinstance(layer, GradientCheckpointingLayer):
+                    layer.register_forward_pre_hook(lambda *_: before.append(live.now))
             hidden = backbone_of(base)(**inputs).last_hidden_state
             kept = live.now
             hidden.sum().backward()
-        return kept, live.peak - kept
+        return kept, live.peak - kept, [then - now for now, then in pairwise(before)]
 
 
 def _on_cpu(model: nn.Module) -> None:
