@@ -141,6 +141,8 @@ class Watch:
         return f"{', '.join(names)} {lost}"
 
     def _name(self, rank: int) -> str:
+        if rank == self._index:
+            return f"rank {rank} on {socket.gethostname()}"
         return f"rank {rank} on {self._beats[rank].host}" if rank in self._beats else f"rank {rank}"
 
     def _out_of_step(self) -> str | None:
@@ -155,7 +157,7 @@ class Watch:
         }
         if not apart:
             return None
-        return out_of_step({f"rank {self._index}": here, **apart})
+        return out_of_step({self._name(self._index): here, **apart})
 
     # The threads
 

@@ -33,9 +33,9 @@ def shared() -> Path:
     return SHARED
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def quick_collections() -> None:
-    """Every run collects garbage at its end: it need not look at what imported libraries have made each time."""
+    """Every run collects garbage: it need not look at what libraries have made, those of the test's module too."""
     gc.collect()
     gc.freeze()
 

@@ -145,7 +145,7 @@ def test_distillation_takes_the_memory_of_grpo(middling_model, tmp_path, diverge
     assert distill <= 1.1 * grpo
 
 
-DEEP = [("llama", False), ("gemma2", False), ("gpt2", False), ("opt", False), ("qwen3", True)]
+DEEP = [("llama", False), ("gemma2", False), ("gpt2", False), ("opt", False), ("qwen3", True), ("mixtral", False)]
 
 
 @pytest.mark.parametrize(("family", "checkpointing"), DEEP)

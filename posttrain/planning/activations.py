@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 
-
 def empty_model(
     config: RunConfig, model: ModelConfig, dtype: torch.dtype = torch.float32, layers: int | None = None
 ) -> PreTrainedModel | PeftModel:
@@ -124,6 +123,14 @@ def _simulate(
         return kept, live.peak - kept, [then - now for now, then in pairwise(before)]
 
 
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """An empty tensor of the shape of torch's function, whose own rule for simulated tensors takes bfloat16 alone.
+
+    a (T, K) with b (E, K, N): the rows of each expert by its weight. a (K, T) with b (T, N): the experts' gradients.
+    """
+    return a.new_empty((len(offsets), a.shape[0], b.shape[1]) if b.ndim == 2 else (a.shape[0], b.shape[2]))
+
+
 def _on_cpu(model: nn.Module) -> None:
     """Replace meta tensors with fake CPU tensors, for which torch chooses the same kernels as for real ones."""
     replaced: dict[torch.Tensor, torch.Tensor] = {}
@@ -157,7 +164,8 @@ class _Live(TorchDispatchMode):
         self._weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        of_experts = func is torch.ops.aten._grouped_mm.default
+        out = _grouped_mm(*args[:3]) if of_experts else func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor.untyped_storage())
