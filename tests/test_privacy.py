@@ -54,8 +54,8 @@ def test_the_quickstart_in_an_empty_network_namespace(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     environment |= {"POSTTRAIN_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(NETWORK.parents[1])}
     done = subprocess.run(
-        [*unshare, sys.executable, str(NETWORK), "quickstart", str(tmp_path / "start")],
+        [*unshare, sys.executable, str(NETWORK), "quickstart"],
         env=environment, capture_output=True, text=True, timeout=1200, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert (tmp_path / "start/report.html").is_file()
+    assert (tmp_path / "runs/quickstart/report.html").is_file()
