@@ -220,11 +220,13 @@ class Ranks:
         if self._memory is not None and sum(one.numel() for one in pieces) >= LEAST_SHARED:
             self._memory.sum_(pieces)
             return
-        flat = torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
+        if len(pieces) == 1:
+            dist.all_reduce(pieces[0])
+            return
+        flat = torch.cat(list(pieces))
         dist.all_reduce(flat)
-        if len(pieces) > 1:
-            for one, total in zip(pieces, flat.split([one.numel() for one in pieces]), strict=True):
-                one.copy_(total)
+        for one, total in zip(pieces, flat.split([one.numel() for one in pieces]), strict=True):
+            one.copy_(total)
 
     def on_lost(self, end: Callable[[BaseException], None]) -> None:
         """Call `end(error)` before this process ends because another one is lost while the main thread waits for it."""

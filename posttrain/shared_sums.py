@@ -28,13 +28,14 @@ class SharedSums:
     def sum_(self, pieces: Sequence[Tensor]) -> None:
         """Replace flat tensors of one dtype, together at most ROOM bytes, by their sums; the same bits on every rank.
 
-        The halves are used in turn: all ranks meet between the last look at one and the next word in it.
+        The halves are used in turn: all ranks meet between the last read of one and the next write to it.
         """
         lengths, dtype, self._turn = [one.numel() for one in pieces], pieces[0].dtype, 1 - self._turn
         each = [halves[self._turn].view(dtype)[: sum(lengths)] for halves in self._halves]
         torch.cat(list(pieces), out=each[self._index])
         self._meet()
-        own, *others = _from(self._index, [one.tensor_split(len(each))[self._index] for one in each])
+        parts = [one.tensor_split(len(each))[self._index] for one in each]  # the one that this rank sums
+        own, *others = parts[self._index :] + parts[: self._index]
         for other in others:
             own.add_(other)
         for other in others:
@@ -76,8 +77,3 @@ def _mapped(place: str, name: bytes) -> Tensor | None:
     except (OSError, ValueError):
         return None
     return torch.frombuffer(memory, dtype=torch.uint8) if memory[: len(name)] == name else None
-
-
-def _from(index: int, items: Sequence[Tensor]) -> list[Tensor]:
-    """The items in a circle, from this one on."""
-    return [*items[index:], *items[:index]]

@@ -157,7 +157,7 @@ class Reader:
             self.evaluations(rest)
             self.run(arguments)
         elif (
-            verb in ("quickstart", "ui", "chat", "launch")  # tests/test_ranks.py launches
+            verb in ("quickstart", "ui", "chat", "launch")  # tests/test_launched_ranks.py launches
             or "--push-to-hub" in rest
             or (verb == "doctor" and (not rest or rest[0].startswith("-")))
         ):

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 SETTINGS = {"tracking": {"logging_steps": 1}, "devices": {"type": "cpu"}}
 
 
-def launched(folder: Path, *arguments: str) -> list[str]:
+def launched(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "posttrain", "launch", *arguments, "--nproc", "2"]
 
 
@@ -58,7 +58,7 @@ def test_resumed_on_as_many_ranks_to_the_bit_and_on_others_to_rounding(shared, t
     file, environment = started(shared, tmp_path, 6, **sections), os.environ | ENVIRONMENT
     name = "adapter_model.safetensors" if lora else "model.safetensors"
     alone = [sys.executable, "-m", "posttrain", "train"]
-    start = [*alone, str(file)] if first == 1 else launched(tmp_path, str(file))
+    start = [*alone, str(file)] if first == 1 else launched(str(file))
     subprocess.run([*start, "--name", "whole"], env=environment, check=True)
     whole = load_file(tmp_path / "whole/final" / name)
     for ranks in numbers:
@@ -66,7 +66,7 @@ def test_resumed_on_as_many_ranks_to_the_bit_and_on_others_to_rounding(shared, t
         shutil.copytree(tmp_path / "whole", folder)
         for later in ("checkpoint-6", "final"):
             shutil.rmtree(folder / later)
-        command = [*launched(tmp_path, "--resume", str(folder))]
+        command = launched("--resume", str(folder))
         if ranks == 1:
             command = [*alone, "--resume", str(folder)]
         subprocess.run(command, env=environment, check=True)
@@ -81,7 +81,7 @@ def test_resumed_on_as_many_ranks_to_the_bit_and_on_others_to_rounding(shared, t
 def test_a_rank_that_dies_or_hangs_is_named_and_the_run_is_saved(shared, tmp_path, how, sections):
     file = started(shared, tmp_path, 400, **sections)
     run = subprocess.Popen(
-        launched(tmp_path, str(file), "--name", "run"), env=os.environ | ENVIRONMENT, stderr=subprocess.PIPE, text=True
+        launched(str(file), "--name", "run"), env=os.environ | ENVIRONMENT, stderr=subprocess.PIPE, text=True
     )
     until(lambda: (tmp_path / "run/checkpoint-3").exists())
     os.kill(rank_of(run.pid, 1), how)
@@ -157,7 +157,7 @@ def test_an_address_without_a_port_is_refused(address, capsys):
 def test_a_damaged_part_of_a_sharded_checkpoint_is_named_and_the_one_before_is_used(shared, tmp_path):
     """By two processes and by one, in the end as from the intact checkpoint before; one that is named is refused."""
     file, environment = started(shared, tmp_path, 9, **FSDP), os.environ | ENVIRONMENT
-    subprocess.run([*launched(tmp_path, str(file)), "--name", "whole"], env=environment, check=True)
+    subprocess.run([*launched(str(file)), "--name", "whole"], env=environment, check=True)
     whole = load_file(tmp_path / "whole/final/model.safetensors")
 
     damages = {
@@ -171,7 +171,7 @@ def test_a_damaged_part_of_a_sharded_checkpoint_is_named_and_the_one_before_is_u
         for later in ("checkpoint-9", "final"):
             shutil.rmtree(folder / later)
         damage(folder / "checkpoint-6/optimizer-00002-of-00002.safetensors")
-        start = launched(tmp_path) if number % 2 == 0 else alone
+        start = launched() if number % 2 == 0 else alone
         named = [*start, "--resume", str(folder / "checkpoint-6")]
         refused = subprocess.run(named, env=environment, capture_output=True, text=True, timeout=60)
         assert refused.returncode == 1 and "checkpoint-6 is damaged" in refused.stderr and problem in refused.stderr

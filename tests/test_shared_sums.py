@@ -65,7 +65,7 @@ def test_sums_are_those_of_all_ranks_with_the_same_bits(monkeypatch, size, dtype
 
 
 def test_without_a_look_at_the_memory_of_the_others_there_are_none(monkeypatch):
-    """One rank on another system; one whose process has the number of another, as in another container."""
+    """Where a number of a process is that of another one, as in two containers; where the system has no such memory."""
 
     def blind(index, gather):
         return shared_sums.shared_sums(index, lambda: gather(None), gather)

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         found = {part: run_part(part, PARTS[part](setup), setup, book, options.minutes) for part in parts}
     except CardLostError as error:
-        print(f"the card is lost to this process ({error}): going on in a new one", flush=True)
+        print(f"the card is lost to this process ({error}): continuing in a new one", flush=True)
         rest = [word for word in given if word != "--continue"]
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *rest, "--continue"])
     for part, cases in found.items():

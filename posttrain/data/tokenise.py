@@ -55,7 +55,7 @@ class Tokeniser:
         self.assistant_only_loss = assistant_only_loss
         self.stop = str(tokenizer.eos_token) if tokenizer.eos_token else ""
         self.endings = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-        # Whether the tokenizer itself ends a text with the stop token. It has one already, and a prompt goes on.
+        # Whether the tokenizer itself ends a text with the stop token. It has one already, and a prompt is continued.
         whole, bare = (list(cast(list[Ids], self._call(["a"], special)["input_ids"])[0]) for special in (True, False))
         self.appends_stop = bool(bare) and whole[-len(bare) - 1 :] == [*bare, tokenizer.eos_token_id]
         if assistant_only_loss and not tokenizer.is_fast:
