@@ -1,17 +1,19 @@
 """Run the kit on this machine's card: `python -m benchmarks.gpu right train generate learn soak` (all: no PART).
 
 A part takes at most `--minutes`; a case that there is no time for is said to be `not run: time`. With `--continue`
-cases that FILE has are kept, and the rest is run. The exit status is 1 where a check failed, or a goal was missed on a
-card.
+cases that FILE has are kept, and the rest is run. `--only` takes the cases whose name matches a regular expression.
+The exit status is 1 where a check failed, or a goal was missed on a card.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -25,6 +27,8 @@ from posttrain.models.devices import take_device
 PARTS = {"right": right.cases, "train": train.cases, "generate": generate.cases, "learn": learn.cases}
 PARTS |= {"soak": soak.cases}
 ROOT = Path(__file__).resolve().parents[2]
+# Processes that a run starts import posttrain too, which may be no more than this checkout here.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu.json", metavar="FILE.json")
     parser.add_argument("--models", type=Path, default=ROOT / "build/gpu-models", help="where made models are kept")
     parser.add_argument("--minutes", type=float, default=8.0, help="a part's budget")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX", help="these cases alone")
     parser.add_argument("--continue", dest="going_on", action="store_true", help="keep the cases that FILE has")
     options = parser.parse_args(given)
     if unknown := [name for name in options.parts if name not in PARTS]:
@@ -47,15 +52,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.going_on:
         for part in parts:
             book.write(part, setup, {})
+    found: dict[str, dict[str, Any]] = {}
     try:
-        found = {part: run_part(part, PARTS[part](setup), setup, book, options.minutes) for part in parts}
+        for part in parts:
+            cases = [case for case in PARTS[part](setup) if options.only.search(case.name)]
+            found[part] = run_part(part, cases, setup, book, options.minutes)
     except CardLostError as error:
         print(f"the card is lost to this process ({error}): continuing in a new one", flush=True)
         rest = [word for word in given if word != "--continue"]
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *rest, "--continue"])
-    for part, cases in found.items():
-        print(f"\n{table(part, cases)}")
-    return int(any(is_bad(result) for cases in found.values() for result in cases.values()))
+    for part, results in found.items():
+        print(f"\n{table(part, results)}")
+    return int(any(is_bad(result) for results in found.values() for result in results.values()))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -30,6 +31,7 @@ from posttrain.models.elementwise import TORCH, Kernels
 from posttrain.models.families import FAMILIES
 from posttrain.models.lean import lean
 from posttrain.models.load import load_model
+from posttrain.models.sharding import own_part, shard
 from posttrain.scoring import Scorer
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
@@ -41,7 +43,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EXACT = {"cpu": (1e-5, 1e-4), "cuda": (1e-3, 1e-3)}
 HEADS = (64, 96, 128, 256)
 KERNELS_OF = ("qwen3", "llama")
+GROUPS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 RMS_GOAL = Goal("rms", most=0.03)
+Sides = tuple[Tensor, Tensor]  # log-probabilities, and all gradients
 
 
 def cases(setup: Setup) -> Iterator[Case]:
@@ -58,6 +62,8 @@ def cases(setup: Setup) -> Iterator[Case]:
     yield Case("engine = scorer, float32", partial(engine_is_scorer, setup))
     yield Case("engine = scorer, 0.6B, bfloat16", partial(engine_and_trainer, setup), (), (RMS_GOAL,))
     yield Case("graphs on = graphs off", partial(graphs_change_nothing, setup), ("CUDA",))
+    for dtype in DTYPES:
+        yield Case(f"sharded over one rank = whole, {dtype}", partial(sharded_is_whole, setup, dtype))
     yield from runs.cases(setup)
 
 
@@ -100,16 +106,26 @@ def one_by_one(model, examples: list[Example]) -> Tensor:
     return torch.cat(out)
 
 
-def backward(model, logprob_N: Tensor, weight_N: Tensor) -> tuple[Tensor, Tensor]:
+def backward(model, logprob_N: Tensor, weight_N: Tensor) -> Sides:
     """The log-probabilities, and all gradients of their weighted sum in one vector; on the CPU, float32."""
     (logprob_N * weight_N.to(logprob_N)).sum().backward()
-    grads = [p.grad.float().cpu().flatten() for p in model.parameters() if p.grad is not None]
+    grads = [own_part(p.grad).float().cpu().flatten() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     return logprob_N.detach().float().cpu(), torch.cat(grads)
 
 
 def rms(values: Tensor) -> float:
     return float(values.square().mean().sqrt())
+
+
+def compared(dtype: str, right: Sides, found: Sides) -> list[float]:
+    """The errors of log-probabilities and gradients relative to their root mean square."""
+    errors = [rms(a - b) / rms(b) for a, b in zip(found, right, strict=True)]
+    most = 1e-4 if dtype == "float32" else 0.03
+    for what, error in zip(("log-probabilities", "gradients"), errors, strict=True):
+        if not error <= most:
+            raise CheckError(f"{what} differ by {error:.1%} (RMS), at most {most:.1%}")
+    return errors
 
 
 def kernels_change_nothing(setup: Setup, family: str, dtype: str) -> dict[str, float]:
@@ -127,11 +143,7 @@ def kernels_change_nothing(setup: Setup, family: str, dtype: str) -> dict[str, f
         found.append(backward(model, Scorer(model)(whole.to(setup.device)).logprob_N, weight_N))
         groups = EmbeddedEngine(model).generate(prompts_for(model.config.vocab_size), SAMPLED)
         sampled.append([completion.tokens for group in groups for completion in group])
-    errors = [rms(a - b) / rms(b) for b, a in zip(*found, strict=True)]
-    most = 1e-4 if dtype == "float32" else 0.03
-    for what, error in zip(("log-probabilities", "gradients"), errors, strict=True):
-        if not error <= most:
-            raise CheckError(f"{what} differ by {error:.1%} (RMS), at most {most:.1%}")
+    errors = compared(dtype, *found)
     if dtype == "float32" and sampled[0] != sampled[1]:
         raise CheckError("other tokens are sampled")
     return {"error": errors[0], "gradient_error": errors[1]}
@@ -239,3 +251,27 @@ def graphs_change_nothing(setup: Setup) -> dict[str, float]:
         raise CheckError("other tokens are sampled")
     logprobs = [torch.tensor([value for c in side for value in c.logprobs]) for side in (one, two)]
     return {"error": float((logprobs[0] - logprobs[1]).abs().max())}
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def sharded_is_whole(setup: Setup, dtype: str) -> dict[str, float]:
+    """Scores and gradients of FSDP2 on one rank, whose group is NCCL's on a GPU, and of the same model unsharded."""
+    [whole] = pack(forest(), 1000)
+    weight_N, found = torch.linspace(0.5, 1.5, len(whole.target_N)), []
+    dist.init_process_group(GROUPS[setup.device.type], store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for sharded in (False, True):
+            model = make("qwen3").to(setup.device, torch.float32 if sharded else DTYPES[dtype])
+            model.set_attn_implementation("packed")
+            lean(model)
+            if sharded:
+                shard(model, 1, setup.device, DTYPES[dtype])
+            found.append(backward(model, Scorer(model)(whole.to(setup.device)).logprob_N, weight_N))
+        total = torch.ones(3, device=setup.device)
+        dist.all_reduce(total)
+    finally:
+        dist.destroy_process_group()
+    errors = compared(dtype, *found)
+    return {"error": errors[0], "gradient_error": errors[1]}
