@@ -26,7 +26,7 @@ from posttrain.models.sharding import as_forward
 # Elements of the largest block of logits: 16 MB in float32, inside a CPU's cache; more on a GPU, where small products
 # leave the device idle.
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
-GRADIENT_ELEMENTS = 1 << 27  # of logits' gradients with kernels/scores.py: 256 MB in 16 bits
+GRADIENT_ELEMENTS = 1 << 27  # at least, of logits' gradients with kernels/scores.py: 256 MB in 16 bits
 READ_STEP = 4 * ROWS  # the last layer continues with a multiple of this number of tokens
 
 
@@ -215,7 +215,7 @@ class ChunkedScores(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         if ctx.fused:
             factor, gradient = weight, _triton().logits_gradient
-            chunks = chunks_of(len(target_N), max(1, GRADIENT_ELEMENTS // len(weight)))
+            chunks = chunks_of(len(target_N), max(1, gradient_elements(weight, need_weight) // len(weight)))
         else:
             factor, gradient = float32_weight(weight), _logits_gradient
             chunks = _chunks(len(target_N), weight, row_step(factor))
@@ -329,6 +329,12 @@ def logits_of(hidden, weight, bias, temperature, softcap):
 
 def row_step(weight: torch.Tensor) -> int:
     return ROWS if is_for_onednn(weight) else 1
+
+
+def gradient_elements(weight: torch.Tensor, trained: bool) -> int:
+    """Elements of a chunk of the logits' gradient with kernels/scores.py. A trained weight's gradient, float32, is read
+    and written for every chunk: one of as many bytes costs little beside the products with it."""
+    return max(GRADIENT_ELEMENTS, 2 * weight.numel()) if trained else GRADIENT_ELEMENTS
 
 
 def _rows_of_a_chunk(weight: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,11 +15,11 @@ from transformers import AutoTokenizer, Qwen3Config
 from posttrain.config.schema.model import ModelConfig
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.engines.cache import Cache
-from posttrain.engines.decode import Shape, State
+from posttrain.engines.decode import Shape
 from posttrain.engines.graphs import Recordings, StaticStepper
 from posttrain.engines.room import Room, cache_tokens, token_bytes
+from posttrain.engines.sampling import sample_tokens
 from posttrain.errors import VitalSignError
-from posttrain.models import matmul
 from posttrain.models.load import load_model
 from posttrain.models.matmul import float32_product
 
@@ -177,7 +178,7 @@ def recorded(monkeypatch) -> list[Shape]:
         if (self, shape) not in self.recordings.graphs:
             made.append(shape)
             self.recordings.graphs[self, shape] = object()
-        self.run(state, cache, shape)
+        super(StaticStepper, self).step(state, cache, shape)
 
     monkeypatch.setattr(StaticStepper, "step", step)
     return made
@@ -211,37 +212,27 @@ def test_a_recording_is_replayed_with_what_it_was_made_with_only(monkeypatch):
     assert not count(), "another way of drawing has recordings of its own"
 
 
-@pytest.mark.parametrize("n", [pytest.param(3, marks=pytest.mark.slow), 1])
-def test_one_compilation_serves_every_shape(monkeypatch, n):
-    """Numbers of rows, groups and columns are symbols in what torch.compile makes."""
+def test_one_compilation_serves_every_shape(monkeypatch):
+    """The number of rows is a symbol in what torch.compile makes of sampling, without a break."""
     torch._dynamo.reset()
-    monkeypatch.setattr(matmul, "ONEDNN", False)
-    policy, room = policy_of("qwen3", num_hidden_layers=1, layer_types=None), Room(64, 32, n, 32, 64)
-    counter = CompileCounterWithBackend("eager")
-    stepper = StaticStepper(policy, replace(SAMPLED, num_generations=n), CPU, Recordings(), compiled=False)
-    stepper.run = torch.compile(stepper.run, dynamic=True, fullgraph=True, backend=counter)
-    cache, state = Cache(room, still=True), State.empty(room, CPU)
-    with torch.inference_mode():
-        cache.layer(policy.model.layers[0].self_attn, torch.zeros(1, 1, 1, 32))  # prompts come first
-        for rows, groups, own in ((64, 32, 16), (8, 2, 16), (64, 16, 64), (32, 8, 32)):
-            shape = stepper.rounded(Shape(rows, groups, n, 20, own, False, False), room)
-            stepper.step(state, cache, shape)
+    counter, whole = CompileCounterWithBackend("eager"), partial(torch.compile, fullgraph=True)
+    monkeypatch.setattr(torch, "compile", lambda function, **given: whole(function, backend=counter, **given))
+    policy, sampling = policy_of("qwen3", num_hidden_layers=1, layer_types=None), replace(SAMPLED, top_k=5, top_p=0.9)
+    stepper = StaticStepper(policy, sampling, CPU, Recordings(), compiled=True)
+    for rows in (64, 8, 32):
+        logits = torch.randn(rows, len(stepper.words_V))
+        given = sampling, stepper.words_V, torch.randint(99, (rows, 2), dtype=torch.int32), torch.arange(rows)
+        before = logits.clone()
+        got, want = stepper.sample(logits, *given), sample_tokens(logits.clone(), *given)
+        assert torch.equal(logits, before)
+        torch.testing.assert_close(got, want)
     assert counter.frame_count == 1
 
 
-def test_compiled_steps_round_as_single_operations_do(monkeypatch):
-    given = {}
-    monkeypatch.setattr(torch, "compile", lambda function, **settings: given.update(settings) or function)
-    StaticStepper(policy_of("qwen3"), SAMPLED, CPU, Recordings(), compiled=True)
-    assert given["options"] == {"emulate_precision_casts": True}
-    assert "emulate_precision_casts" in torch._inductor.list_options()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_step_is_compiled_whole(monkeypatch, dtype):
-    """Inductor takes the whole step of a static shape without a break, and what it samples is the trainer's."""
-    policy, sampling = policy_of("qwen3").to(dtype), replace(SAMPLED, stop_token_ids=(7,))
+def test_compiled_sampling_is_sampling(monkeypatch):
+    """Inductor's code for it gives the tokens and log-probabilities of single operations."""
+    policy, sampling = policy_of("qwen3"), replace(SAMPLED, stop_token_ids=(7,))
     want = EmbeddedEngine(policy, static=True).generate(PROMPTS, sampling)
     init = StaticStepper.__init__
     monkeypatch.setattr(StaticStepper, "__init__", lambda self, *given: init(self, *given[:-1], True))

@@ -71,6 +71,12 @@ NEED_CUDA = {
 }
 
 
+def test_only(run):
+    _, written, _ = run("right", "generate", "--only", "^(packed.*bloom, float32|copy)$")
+    assert list(written["right"]["cases"]) == ["packed = one by one, bloom, float32"]
+    assert list(written["generate"]["cases"]) == ["copy"]
+
+
 def test_right(run):
     status, written, printed = run("right")
     found = outcomes(written["right"])

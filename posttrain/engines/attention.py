@@ -98,6 +98,7 @@ class Decoding:
         self.prompt_columns, self.own_columns = prompt_columns, own_columns
         self.even_prompts, self.even_ages = even_prompts, even_ages
         self.row_R = torch.arange(len(group_R), device=group_R.device)
+        self.position_R, self.age_R = length_G[group_R] + column_R, column_R + 1
         self._masks: dict[int | None, tuple[Tensor | None, Tensor | None]] = {}
         self._places: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -165,7 +166,10 @@ class Decoding:
             self.member_R,
             self.row_GM,
             self.length_G,
+            self.row_R[:, None],
             self.column_R,
+            self.age_R,
+            self.position_R,
             how.scaling,
             how.softcap,
             how.window,

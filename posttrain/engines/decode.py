@@ -111,6 +111,7 @@ class Stepper:
         head: nn.Linear = base.get_output_embeddings()  # pyright: ignore[reportAssignmentType]
         self.backbone, self.fused = backbone_of(base), kernels.are_on(base, head.weight)
         self.words_V = token_words(len(head.weight), device)
+        self.sample = sample_tokens
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
 
     def rounded(self, shape: Shape, room: Room) -> Shape:
@@ -146,7 +147,7 @@ class Stepper:
         place_R, done_R, key_R2 = state.count_R[rows].clone(), state.done_R[rows], state.key_R2[rows]
         for part in row_chunks(self.policy, len(hidden_R)):
             logits = next_token_logits(self.policy, hidden_R[part])
-            token, logprob = sample_tokens(logits, self.sampling, self.words_V, key_R2[part], place_R[part])
+            token, logprob = self.sample(logits, self.sampling, self.words_V, key_R2[part], place_R[part])
             state.token_R[rows][part] = torch.where(done_R[part], state.token_R[rows][part], token)
             state.tokens_RL[rows][part].scatter_(1, place_R[part, None], token[:, None])
             state.logprobs_RL[rows][part].scatter_(1, place_R[part, None], logprob[:, None])

@@ -7,6 +7,8 @@ parent's final states; gradients flow back through them. Siblings start with the
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from types import MethodType
 
 import torch
@@ -56,6 +58,25 @@ class _States:
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return True  # states are never changed in place: siblings start with them, too
+
+    # transformers 5.17 reads them from cache.layers[layer_idx] instead.
+
+    record_past = True
+
+    def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> bool:
+        return self.recurrent is not None
+
+    @property
+    def layers(self) -> Mapping[int, _States]:
+        return defaultdict(lambda: self)
+
+    @property
+    def conv_states(self) -> list[Tensor | None]:
+        return [self.conv]
+
+    @property
+    def recurrent_states(self) -> list[Tensor | None]:
+        return [self.recurrent]
 
     def update_conv_state(self, inputs: Tensor, layer_idx: int, conv_kernel_size: int, **_unused) -> Tensor:
         """The inputs (1, channels, T) with the preceding ones in front, which the convolution sees, too."""

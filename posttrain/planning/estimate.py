@@ -28,7 +28,7 @@ from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
 from posttrain.planning.activations import activations, empty_model
 from posttrain.planning.several import gathered
 from posttrain.ranks import ALONE, Ranks
-from posttrain.scoring import CHUNK_ELEMENTS, GRADIENT_ELEMENTS
+from posttrain.scoring import CHUNK_ELEMENTS, gradient_elements
 from posttrain.store.run import Run
 from posttrain.training.inputs import reference_settings
 from posttrain.training.job import Job
@@ -237,7 +237,7 @@ def _logits(
     assert isinstance(head, nn.Linear)
     scored, (vocabulary, hidden) = len(pack.target_N), head.weight.shape
     if takes_triton(settings, device) and width < 4:
-        chunk = width * min(GRADIENT_ELEMENTS, scored * vocabulary)
+        chunk = width * min(gradient_elements(head.weight, head.weight.requires_grad), scored * vocabulary)
     else:
         chunk = 3 * 4 * min(CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]), scored * vocabulary)
     wide = 4 * head.weight.numel() if device.type == "cpu" and width < 4 else 0  # models/matmul.py: float32_weight

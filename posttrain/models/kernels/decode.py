@@ -131,7 +131,6 @@ def _joined(
     )
 
 
-@torch.library.custom_op("posttrain::decode_attention", mutates_args=())
 def decode_attention(
     query_RKrd: Tensor,
     prompt_key: Tensor,
@@ -142,22 +141,23 @@ def decode_attention(
     member_R: Tensor,
     row_GM: Tensor,
     length_G: Tensor,
+    row_R1: Tensor,
     column_R: Tensor,
+    age_R: Tensor,
+    position_R: Tensor,
     scale: float,
     softcap: float | None,
     window: int | None,
 ) -> Tensor:
     """Keys and values (G, K, P, d) and (R, K, L, d), with any strides -> (R, K, r, d).
 
-    The new token of row R is at `column_R` of its own keys, already written; `length_G` has the prompts' lengths.
-    `group_R`, `member_R` and `row_GM` map rows to completions of prompts; an entry of `row_GM` without a completion
-    may name any row.
+    The new token of row R is at `column_R` of its own keys, already written, whose number is `age_R`, and at
+    `position_R` of its sequence; `length_G` has the prompts' lengths. `group_R`, `member_R` and `row_GM` map rows to
+    completions of prompts; an entry of `row_GM` without a completion may name any row. `row_R1` are the rows' numbers.
     """
     rows, _, each, size = query_RKrd.shape
-    position_R = length_G[group_R] + column_R
-    own_RM = torch.arange(rows, device=column_R.device)[:, None]
     prompt = _attend(query_RKrd, prompt_key, prompt_value, row_GM, length_G, position_R, scale, softcap, window)
-    own = _attend(query_RKrd, own_key, own_value, own_RM, column_R + 1, column_R, scale, softcap, window)
+    own = _attend(query_RKrd, own_key, own_value, row_R1, age_R, column_R, scale, softcap, window)
     result = torch.empty(query_RKrd.shape, dtype=query_RKrd.dtype, device=query_RKrd.device)
     heads, (groups, members) = prompt_key.shape[1], row_GM.shape
     _joined[rows * heads,](
@@ -166,11 +166,6 @@ def decode_attention(
         EACH=triton.next_power_of_2(each), SIZE=triton.next_power_of_2(size),
     )  # fmt: skip
     return result
-
-
-@decode_attention.register_fake
-def _(query_RKrd, *inputs):
-    return torch.empty(query_RKrd.shape, dtype=query_RKrd.dtype, device=query_RKrd.device)
 
 
 def _attend(

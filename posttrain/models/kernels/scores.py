@@ -17,6 +17,7 @@ Shapes: N rows, D hidden size, V vocabulary, S splits of it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -25,9 +26,12 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-# Sizes of a block of logits and of its sums: 64 KB of shared memory, which all GPUs with bfloat16 have.
-BLOCKS = {"ROWS": 128, "WORDS": 128, "INNER": 64}
-OPTIONS = {"num_warps": 8, "num_stages": 2}
+# Bytes of shared memory -> sizes of a block of logits and of its sums. All GPUs with bfloat16 have the first; with the
+# second an H200 takes two thirds of the time (docs/gpu.md).
+BLOCKS: dict[int, dict[str, int]] = {
+    64 << 10: {"ROWS": 128, "WORDS": 128, "INNER": 64, "num_warps": 8, "num_stages": 2},
+    144 << 10: {"ROWS": 128, "WORDS": 256, "INNER": 64, "num_warps": 8, "num_stages": 3},
+}
 PROGRAMS = 264  # twice the multiprocessors of an H100: the vocabulary is divided to reach this number
 
 
@@ -147,8 +151,8 @@ def scores(
     The softmax is that of cap(h W^T + b) / temperature, where the cap is c tanh(x / c).
     """
     hidden_ND, weight_VD = _rows(hidden_ND), _rows(weight_VD)
-    size, words = len(hidden_ND), len(weight_VD)
-    row_blocks, word_blocks = triton.cdiv(size, BLOCKS["ROWS"]), triton.cdiv(words, BLOCKS["WORDS"])
+    size, words, block = len(hidden_ND), len(weight_VD), block_on(hidden_ND.device)
+    row_blocks, word_blocks = triton.cdiv(size, block["ROWS"]), triton.cdiv(words, block["WORDS"])
     blocks = max(1, word_blocks * row_blocks // PROGRAMS)  # of the vocabulary, for one program
     splits = triton.cdiv(word_blocks, blocks)
     highest_SN, total_SN, along_SN = torch.empty(3, splits, size, device=hidden_ND.device).unbind()
@@ -186,13 +190,21 @@ def logits_gradient(
     # Kernels read contiguous numbers; autograd's gradient of a sum is one number, expanded.
     grads = [None if grad_N is None else grad_N.contiguous() for grad_N in (grad_logprob_N, grad_entropy_N)]
     grad_NV = weight_VD.new_empty(len(hidden_ND), len(weight_VD))
-    _gradient[triton.cdiv(len(hidden_ND), BLOCKS["ROWS"]), triton.cdiv(len(weight_VD), BLOCKS["WORDS"])](
+    block = block_on(hidden_ND.device)
+    _gradient[triton.cdiv(len(hidden_ND), block["ROWS"]), triton.cdiv(len(weight_VD), block["WORDS"])](
         hidden_ND, weight_VD, bias_V, target_N, log_z_N, entropy_N, *grads, grad_NV,
         *_sizes(hidden_ND, weight_VD, temperature, softcap),
         HAS_LOGPROB=grad_logprob_N is not None, HAS_ENTROPY=grad_entropy_N is not None,
         **_constants(hidden_ND, bias_V, softcap),
     )  # fmt: skip
     return grad_NV
+
+
+@functools.cache
+def block_on(device: torch.device) -> dict[str, int]:
+    """The largest of BLOCKS that fits the device, with an eighth left for the kernel's own."""
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
+    return BLOCKS[max((need for need in BLOCKS if 9 * need // 8 <= shared), default=min(BLOCKS))]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -206,13 +218,12 @@ def _sizes(hidden_ND: Tensor, weight_VD: Tensor, temperature: float, softcap: fl
 
 
 def _constants(hidden_ND: Tensor, bias_V: Tensor | None, softcap: float | None) -> dict[str, Any]:
-    wide = hidden_ND.dtype == torch.float32
+    wide, block = hidden_ND.dtype == torch.float32, block_on(hidden_ND.device)
     return {
         "HAS_BIAS": bias_V is not None,
         "HAS_CAP": softcap is not None,
         "PRECISION": "ieee" if wide else "tf32",  # no effect on 16-bit products
         "WIDE": knobs.runtime.interpret,  # Triton's interpreter cannot multiply bfloat16
-        **BLOCKS,
-        **({"INNER": BLOCKS["INNER"] // 2} if wide else {}),
-        **OPTIONS,
+        **block,
+        **({"INNER": block["INNER"] // 2} if wide else {}),
     }
