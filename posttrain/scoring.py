@@ -303,11 +303,7 @@ def next_token_logits(model: nn.Module, hidden_N: torch.Tensor) -> torch.Tensor:
 
 def row_chunks(model: nn.Module, size: int) -> list[slice]:
     """`size` rows split so that the logits of one part are a block of CHUNK_ELEMENTS."""
-    weight = head_of(model)[0].weight
-    # The only condition on `size`, so that a compiled caller serves all smaller sizes.
-    if size <= _rows_of_a_chunk(weight):
-        return [slice(None)]
-    return _chunks(size, weight)
+    return _chunks(size, head_of(model)[0].weight)
 
 
 def head_of(model: nn.Module) -> tuple[nn.Linear, float, float | None]:

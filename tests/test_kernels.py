@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from test_engines import PROMPTS, SAMPLED, assert_trainers, policy_of, tokens_of
 from test_equivalence import assert_close_gradients, forest, gradients, make
 
+from benchmarks.gpu import tune
+from benchmarks.gpu.common import Setup
 from posttrain.batch import pack
 from posttrain.config.schema.model import ModelConfig
 from posttrain.engines import EmbeddedEngine
@@ -223,6 +226,22 @@ def test_completions_by_kernels_are_the_trainers():
     got = EmbeddedEngine(policy, static=True).generate(prompts, sampling)
     assert tokens_of(got) == tokens_of(want)
     assert_trainers(policy, prompts, got, sampling.temperature)
+
+
+def test_tuning_runs_what_it_times(monkeypatch):
+    """The functions of the kit's part `tune` with small sizes, without its clock."""
+    done = []
+    monkeypatch.setattr(tune, "median", lambda setup, work, times=1: done.append(work()) or 1.0)
+    monkeypatch.setattr(tune, "bandwidth", lambda setup: 1.0)
+    for name, value in {"TOKENS": 64, "WORDS": 300, "ROWS": 16, "COLUMNS": 8}.items():
+        monkeypatch.setattr(tune, name, value)
+    setup, block = Setup(torch.device("cpu"), "tiny", Path()), {"ROWS": 64, "WORDS": 64, "INNER": 32}
+    before = scores.block_on
+    tune.scores(setup, 48, block | {"num_warps": 4, "num_stages": 1})
+    assert scores.block_on is before
+    tune.decode(setup)
+    (_, logprob_N, *_), gradient_NV, attended = done
+    assert logprob_N.shape == (64,) and gradient_NV.shape == (8, 300) and attended.shape == (16, 8, 2, 128)
 
 
 def test_which_models_take_them(monkeypatch):

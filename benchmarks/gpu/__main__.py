@@ -1,5 +1,7 @@
 """Run the kit on this machine's card: `python -m benchmarks.gpu right train generate learn soak` (all: no PART).
 
+`tune` compares sizes of kernels and runs only when it is named.
+
 A part takes at most `--minutes`; a case that there is no time for is said to be `not run: time`. With `--continue`
 cases that FILE has are kept, and the rest is run. `--only` takes the cases whose name matches a regular expression.
 The exit status is 1 where a check failed, or a goal was missed on a card.
@@ -19,13 +21,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-from benchmarks.gpu import generate, learn, right, soak, train
+from benchmarks.gpu import generate, learn, right, soak, train, tune
 from benchmarks.gpu.common import Book, CardLostError, Setup, is_bad, run_part, table
 from posttrain.config import DevicesConfig
 from posttrain.models.devices import take_device
 
 PARTS = {"right": right.cases, "train": train.cases, "generate": generate.cases, "learn": learn.cases}
-PARTS |= {"soak": soak.cases}
+PARTS |= {"soak": soak.cases, "tune": tune.cases}
 ROOT = Path(__file__).resolve().parents[2]
 # Processes that a run starts import posttrain too, which may be no more than this checkout here.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [name for name in options.parts if name not in PARTS]:
         parser.error(f"no part is called {', '.join(unknown)}: they are {', '.join(PARTS)}")
     setup = Setup(take_device(DevicesConfig(type=options.device)), options.size, options.models)
-    book, parts = Book(options.out), options.parts or list(PARTS)
+    book, parts = Book(options.out), options.parts or [part for part in PARTS if part != "tune"]
     if not options.going_on:
         for part in parts:
             book.write(part, setup, {})

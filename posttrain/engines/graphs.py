@@ -89,7 +89,7 @@ class StaticStepper(Stepper):
         """The shape of the recording: all prompt columns and every slot of a group."""
         return Shape(
             rows=min(room.rows, max(FEWEST_ROWS, power_of_two(shape.rows))),
-            groups=min(room.groups, max(2, power_of_two(shape.groups))),  # torch.compile takes a 1 for a constant
+            groups=min(room.groups, power_of_two(shape.groups)),
             members=room.members,
             prompt_columns=room.prompt_columns,
             own_columns=min(room.own_columns, in_columns(shape.own_columns)),
