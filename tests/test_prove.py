@@ -45,6 +45,7 @@ def test_every_promise_has_its_tests_and_its_line_of_the_page():
         assert f"| **{promise.name}**: {promise.text} |" in page, f"`make prove` writes {promise.name} to the page"
         for name, goal in (promise.at_most | promise.at_least).items():
             assert re.search(rf"\| {re.escape(name)} \| [\d.e+-]+ \| [≤≥] {goal:g} \|", page), name
+    assert "not met" not in page
 
 
 def report(test: str, *figures: tuple[str, float], outcome: str = "passed", when: str = "call"):
