@@ -135,10 +135,8 @@ class Stepper:
             even_ages=shape.even_ages,
             fused=self.fused,
         )
-        position_R = state.length_G[group_R] + column_R
-        out = self.backbone(
-            input_ids=state.token_R[rows][None], position_ids=position_R[None], use_cache=False, packed=decoding
-        )
+        token_R, position_R = state.token_R[rows], decoding.position_R
+        out = self.backbone(input_ids=token_R[None], position_ids=position_R[None], use_cache=False, packed=decoding)
         self.record(state, rows, out.last_hidden_state[0])
         state.age_G[groups] += 1
 

@@ -151,9 +151,9 @@ def decode_attention(
 ) -> Tensor:
     """Keys and values (G, K, P, d) and (R, K, L, d), with any strides -> (R, K, r, d).
 
-    The new token of row R is at `column_R` of its own keys, already written, whose number is `age_R`, and at
+    The new token of row R is the last of `age_R` own keys, already written, at `column_R` = age_R - 1, and at
     `position_R` of its sequence; `length_G` has the prompts' lengths. `group_R`, `member_R` and `row_GM` map rows to
-    completions of prompts; an entry of `row_GM` without a completion may name any row. `row_R1` are the rows' numbers.
+    completions of prompts; an entry of `row_GM` without a completion may name any row. `row_R1` has the rows' numbers.
     """
     rows, _, each, size = query_RKrd.shape
     prompt = _attend(query_RKrd, prompt_key, prompt_value, row_GM, length_G, position_R, scale, softcap, window)
