@@ -41,7 +41,10 @@ SAMPLED = Sampling(temperature=0.8, max_completion_length=14, num_generations=3,
 HEADS = dict(hidden_size=64, num_attention_heads=2)
 GQA = HEADS | dict(num_key_value_heads=1, head_dim=32)
 SHAPES = {
-    **dict.fromkeys(("llama", "mistral"), GQA),
+    **dict.fromkeys(("llama", "mistral", "olmo2", "olmo3", "smollm3", "granite", "glm", "glm4", "cohere2"), GQA),
+    "mixtral": GQA,
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), GQA | dict(moe_intermediate_size=32)),  # vLLM pads others on a CPU
+    "olmoe": GQA | dict(intermediate_size=64),
     "qwen3": GQA | dict(use_sliding_window=False, layer_types=None, attention_bias=False),  # as published; vLLM's only
     **dict.fromkeys(("gemma2", "gemma3_text"), GQA | dict(query_pre_attn_scalar=32)),
     **dict.fromkeys(("qwen2", "phi3"), HEADS | dict(num_key_value_heads=1)),
@@ -103,7 +106,7 @@ def engine_of(request):
             elif kind == "vllm-server":
                 settings["vllm"] = VllmConfig(mode="server", base_url=request.getfixturevalue("vllm_server"))
             if refusal := VLLM_REFUSES.get((kind, base_of(policy).config.model_type)):
-                with pytest.raises(ModelError, match=refusal):
+                with pytest.raises((ModelError, VitalSignError), match=refusal):
                     make_engine("vllm", policy, **settings)
                 pytest.skip("vLLM does not run this family here, and says so")
             engine = make_engine("vllm" if kind == "stand-in" or name == "vllm" else kind, policy, **settings)

@@ -30,9 +30,19 @@ NO_VLLM = "vLLM is not installed here: run `make test-vllm`, which has it in an 
 
 # (engine, family) that vLLM 0.32 cannot run on a CPU, and what is said then.
 VLLM_REFUSES = {
-    ("vllm", "gpt_neox"): r"changes them in the whole process.*mode: server",
-    ("vllm", "qwen2"): r"Sliding window for some but all layers",
-    ("vllm-server", "qwen2"): r"Sliding window for some but all layers",
+    **dict.fromkeys(
+        [("vllm", family) for family in ("gpt_neox", "olmo2", "olmo3", "smollm3", "glm")],
+        r"changes them in the whole process.*mode: server",
+    ),
+    **{
+        (engine, family): refusal
+        for engine in ("vllm", "vllm-server")
+        for family, refusal in {
+            "qwen2": r"Sliding window for some but all layers",
+            "mixtral": r"does not take these weights: There is no module or parameter named 'layers.0.mlp'",
+            **dict.fromkeys(("cohere2", "qwen2_moe", "qwen3_moe", "olmoe"), "does not serve the weights it was given"),
+        }.items()
+    },
 }
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from posttrain.engines.protocol import Request, Sampling
 from posttrain.engines.stops import StopTexts
-from posttrain.errors import ConfigError, ModelError, VitalSignError
+from posttrain.errors import ConfigError, ModelError, VitalSignError, is_out_of_memory
 from posttrain.extras import need
 from posttrain.models.families import positions_of
 
@@ -136,7 +136,9 @@ class Core:
             reload.initialize_layerwise_reload(model)
             try:
                 loaded = set(model.load_weights(iter(weights)))  # pyright: ignore[reportCallIssue]
-            except (KeyError, ValueError, AttributeError) as error:
+            except (KeyError, ValueError, AttributeError, RuntimeError) as error:
+                if is_out_of_memory(error):
+                    raise
                 raise ModelError(f"vLLM does not take these weights: {_first_line(error)}") from error
             reload.finalize_layerwise_reload(model, config.model_config)
             _repack_tied_head(model)
