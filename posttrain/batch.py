@@ -180,7 +180,9 @@ def pack(
             )
     bins, room = _filled(examples, lengths, tokens_per_pack)
     if ranks > 1:
-        bins, room = _filled(examples, lengths, tokens_per_pack, -(-len(bins) // ranks) * ranks)
+        count = -(-len(bins) // ranks) * ranks
+        ways = [_filled(examples, lengths, tokens_per_pack, count, keep_roots) for keep_roots in (True, False)]
+        bins, room = max(ways, key=lambda way: (-len(way[0]), min(way[1], default=0)))  # whose fullest pack is the emptiest
     fullest_first = sorted(zip(room, bins, strict=True), key=itemgetter(0))
     return [_Layout(keep_last).build(_in_order(held, examples), pad_to or 1) for _, held in fullest_first]
 
@@ -190,15 +192,31 @@ Root = tuple[bytes, bytes] | int
 Bins = tuple[list[dict[Root, list[int]]], list[int]]
 
 
-def _filled(examples: Sequence[Example], lengths: Sequence[int], tokens_per_pack: int, count: int = 0) -> Bins:
+def _filled(
+    examples: Sequence[Example],
+    lengths: Sequence[int],
+    tokens_per_pack: int,
+    count: int = 0,
+    keep_roots: bool = False,
+) -> Bins:
     """The longest example first, each into the first pack that has its root, else the first with room, else a new one.
 
-    With a `count`, that many packs are there from the start, and each example goes into the emptiest.
+    With a `count`, that many packs are there from the start, and each example goes into the emptiest. With
+    `keep_roots` so do all examples of one root, those that take the most tokens together first.
     """
     roots = [_root(example, index) for index, example in enumerate(examples)]
+    order = [(-length, index) for index, length in enumerate(lengths)]
+    if keep_roots:
+        first: dict[Root, int] = {}
+        size: dict[Root, int] = {}
+        for index, (root, example) in enumerate(zip(roots, examples, strict=True)):
+            first.setdefault(root, index)
+            shared = len(example.trees[0].tokens)
+            size[root] = size.get(root, shared) + lengths[index] - shared
+        order = [(-size[root], first[root], *key) for root, key in zip(roots, order, strict=True)]
     bins: list[dict[Root, list[int]]] = [{} for _ in range(count)]
     room = [tokens_per_pack] * count
-    for index in sorted(range(len(examples)), key=lambda i: -lengths[i]):
+    for index in sorted(range(len(examples)), key=order.__getitem__):
         root, shared = roots[index], len(examples[index].trees[0].tokens)
         needed = [lengths[index] - shared * (root in held) for held in bins]
         fitting = [b for b, free in enumerate(room) if needed[b] <= free]
@@ -208,7 +226,7 @@ def _filled(examples: Sequence[Example], lengths: Sequence[int], tokens_per_pack
             room.append(tokens_per_pack)
             needed.append(lengths[index])
         elif count:
-            b = max(fitting, key=lambda b: room[b] - needed[b])
+            b = max(fitting, key=lambda b: (keep_roots and root in bins[b], room[b] - needed[b]))
         else:
             b = min(fitting, key=needed.__getitem__)  # the first that has the root, else the first
         bins[b].setdefault(root, []).append(index)

@@ -263,6 +263,23 @@ def test_packs_of_several_ranks_are_equal_shares():
     assert [len(pack(examples[:count], 300, ranks=4)) for count in (1, 3, 4)] == [1, 3, 4], "a rank may have none"
 
 
+def labelled(prompts: int, completions: int) -> list[Example]:
+    """Completions of 20 tokens, as many of each prompt of 100."""
+    return [
+        Example((Node(np.full(100, prompt), children=(Node(np.full(21, row), True),)),), row)
+        for prompt in range(prompts)
+        for row in range(prompt * completions, (prompt + 1) * completions)
+    ]
+
+
+def test_rows_of_a_prompt_share_it_on_one_rank():
+    """Unless one rank would have it all."""
+    packs = pack(labelled(4, 2), 600, ranks=2)
+    assert [one.num_tokens for one in packs] == [280, 280], "two prompts each, and their four completions"
+    packs = pack(labelled(1, 8), 600, ranks=2)
+    assert [one.num_tokens for one in packs] == [180, 180], "the prompt twice, and half of its completions"
+
+
 def test_parts_of_a_state_are_read_by_any_number_of_ranks(tmp_path):
     """As rows of the whole, split as torch.chunk does; numbers and whole tensors are the first rank's."""
     state = {"weight": torch.arange(14.0).view(7, 2), "bias": torch.arange(3.0), "step": torch.tensor(4.0)}
