@@ -182,7 +182,8 @@ def pack(
     if ranks > 1:
         count = -(-len(bins) // ranks) * ranks
         ways = [_filled(examples, lengths, tokens_per_pack, count, keep_roots) for keep_roots in (True, False)]
-        bins, room = max(ways, key=lambda way: (-len(way[0]), min(way[1], default=0)))  # whose fullest pack is the emptiest
+        # The way of as many packs whose fullest is the emptiest.
+        bins, room = max(ways, key=lambda way: (-max(len(way[0]), count), min(way[1], default=0)))
     fullest_first = sorted(zip(room, bins, strict=True), key=itemgetter(0))
     return [_Layout(keep_last).build(_in_order(held, examples), pad_to or 1) for _, held in fullest_first]
 
