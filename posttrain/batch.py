@@ -19,7 +19,7 @@ says causality, document boundaries and prompt sharing, for trees of any depth.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import itemgetter
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.bins import Items, equal, fewest
 from posttrain.losses.reduce import sum_segments
 
 
@@ -178,65 +179,14 @@ def pack(
                 f"row {example.row} takes {length} tokens, more than tokens_per_pack {tokens_per_pack}: raise "
                 "training.tokens_per_pack or lower data.max_length"
             )
-    bins, room = _filled(examples, lengths, tokens_per_pack)
-    if ranks > 1:
-        count = -(-len(bins) // ranks) * ranks
-        ways = [_filled(examples, lengths, tokens_per_pack, count, keep_roots) for keep_roots in (True, False)]
-        # The way of as many packs whose fullest is the emptiest.
-        bins, room = max(ways, key=lambda way: (-max(len(way[0]), count), min(way[1], default=0)))
+    roots = [_root(example, index) for index, example in enumerate(examples)]
+    items = Items(lengths, roots, [len(example.trees[0].tokens) for example in examples])
+    bins, room = equal(items, tokens_per_pack, ranks) if ranks > 1 else fewest(items, tokens_per_pack)
     fullest_first = sorted(zip(room, bins, strict=True), key=itemgetter(0))
     return [_Layout(keep_last).build(_in_order(held, examples), pad_to or 1) for _, held in fullest_first]
 
 
-Root = tuple[bytes, bytes] | int
-# The examples of each pack by what they share, and its free tokens.
-Bins = tuple[list[dict[Root, list[int]]], list[int]]
-
-
-def _filled(
-    examples: Sequence[Example],
-    lengths: Sequence[int],
-    tokens_per_pack: int,
-    count: int = 0,
-    keep_roots: bool = False,
-) -> Bins:
-    """The longest example first, each into the first pack that has its root, else the first with room, else a new one.
-
-    With a `count`, that many packs are there from the start, and each example goes into the emptiest. With
-    `keep_roots` so do all examples of one root, those that take the most tokens together first.
-    """
-    roots = [_root(example, index) for index, example in enumerate(examples)]
-    order = [(-length, index) for index, length in enumerate(lengths)]
-    if keep_roots:
-        first: dict[Root, int] = {}
-        size: dict[Root, int] = {}
-        for index, (root, example) in enumerate(zip(roots, examples, strict=True)):
-            first.setdefault(root, index)
-            shared = len(example.trees[0].tokens)
-            size[root] = size.get(root, shared) + lengths[index] - shared
-        order = [(-size[root], first[root], *key) for root, key in zip(roots, order, strict=True)]
-    bins: list[dict[Root, list[int]]] = [{} for _ in range(count)]
-    room = [tokens_per_pack] * count
-    for index in sorted(range(len(examples)), key=order.__getitem__):
-        root, shared = roots[index], len(examples[index].trees[0].tokens)
-        needed = [lengths[index] - shared * (root in held) for held in bins]
-        fitting = [b for b, free in enumerate(room) if needed[b] <= free]
-        if not fitting:
-            b = len(bins)
-            bins.append({})
-            room.append(tokens_per_pack)
-            needed.append(lengths[index])
-        elif count:
-            b = max(fitting, key=lambda b: (keep_roots and root in bins[b], room[b] - needed[b]))
-        else:
-            b = min(fitting, key=needed.__getitem__)  # the first that has the root, else the first
-        bins[b].setdefault(root, []).append(index)
-        room[b] -= needed[b]
-    used = [b for b, held in enumerate(bins) if held]
-    return [bins[b] for b in used], [room[b] for b in used]
-
-
-def _root(example: Example, index: int) -> Root:
+def _root(example: Example, index: int) -> Hashable:
     """Equal for examples that may share their root: its tokens, and which are trained; else a number of its own."""
     root = example.trees[0]
     if len(example.trees) > 1 or not root.children:
@@ -245,7 +195,7 @@ def _root(example: Example, index: int) -> Root:
     return ids.tobytes(), np.broadcast_to(np.asarray(root.trained, bool), ids.shape).tobytes()
 
 
-def _in_order(held: dict[Root, list[int]], examples: Sequence[Example]) -> list[list[tuple[int, Example]]]:
+def _in_order(held: dict[Hashable, list[int]], examples: Sequence[Example]) -> list[list[tuple[int, Example]]]:
     """A pack's examples with their numbers; those of one root together, where the first of them stands in the list."""
     return [[(i, examples[i]) for i in members] for members in sorted(sorted(members) for members in held.values())]
 

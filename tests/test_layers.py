@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "posttrain"
 
 # Lowest first. Modules on one line may not import one another.
 LAYERS = [
-    ["distributions", "latex", "pieces", "plain_yaml", "system", "terminal", "words"],
+    ["bins", "distributions", "latex", "pieces", "plain_yaml", "system", "terminal", "words"],
     ["console"],
     ["caches", "errors", "helpers", "hub", "imports", "memory", "progress", "threads"],
     ["atomic", "extras", "paths", "signals"],
