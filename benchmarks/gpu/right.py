@@ -1,10 +1,10 @@
 """Part `right`: what must hold on every device, from masks to whole runs.
 
 The oracles are those of the test suite (tests/test_equivalence.py): models with sharp attention, a forest of trees, one
-sequence at a time. What is compared with is computed on the CPU in float32. In bfloat16 a pack may be at most
-three times as far from that as plain transformers is in bfloat16 on the same device: on an H200 the ratio was 0.6 to
-2.3 for seven samples of Cohere's weights, whose gradients here are lost in rounding, and 0.8 to 1.1 for Qwen3's and Gemma
-2's. Whole runs are in runs.py.
+sequence at a time. What is compared with is computed on the CPU in float32. In bfloat16 a pack may be at most three
+times as far from that as plain transformers is in bfloat16 on the same device: on an H200 the ratio was 0.6 to 2.3 for
+seven samples of Cohere's weights, whose gradients here are lost in rounding, and 0.8 to 1.1 for Qwen3's and Gemma 2's.
+Whole runs are in runs.py.
 """
 
 from __future__ import annotations
