@@ -15,7 +15,7 @@ from posttrain.cli import main
 from posttrain.errors import RunError
 from posttrain.reports.completions import marked, spans
 from posttrain.reports.intervals import Interval, intervals
-from posttrain.reports.page import MOST_BYTES, POLICY, SCRIPT, Drawn, Facts, Table, Text, cut, write_page
+from posttrain.reports.page import MOST_BYTES, POLICY, SCRIPT, Facts, Html, Table, Text, cut, write_page
 from posttrain.reports.report import write_report
 from posttrain.reports.several import differing, write_pipeline_report
 from posttrain.store.metrics import NAME
@@ -181,7 +181,7 @@ def test_sections_without_content_are_omitted_and_numbers_are_aligned(tmp_path):
     sections = [
         Table("Nothing", ["x"], []),
         Facts("None", {}),
-        Drawn("Empty", intervals("", [])[:0]),
+        Html("Empty", intervals("", [])[:0]),
         Facts("Some", {"rows": {"kept": 1234567}}, folded=True),
         Table("Numbers", ["name", "value", "text"], [["a", 1.5, "x"], ["b", "+2.0 %", "2"], ["c", "", "y"]]),
     ]

@@ -87,7 +87,7 @@ def safetensors() -> Found:
 
 
 def matplotlib() -> Found:
-    """A picture drawn into memory."""
+    """A picture rendered in memory."""
     version = version_of("matplotlib")
     from matplotlib.figure import Figure
 
@@ -96,7 +96,7 @@ def matplotlib() -> Found:
     figure.savefig(picture, format="png")
     if not picture.getvalue().startswith(b"\x89PNG"):
         raise Broken(f"{version}: a picture is not a PNG")
-    return Found(f"{version}: draws a PNG")
+    return Found(f"{version}: renders a PNG")
 
 
 def bitsandbytes() -> Found:

@@ -68,13 +68,13 @@ def chart(
     if not shown:
         return el("figure", caption, el("p", "no values yet", class_="quiet"), class_="chart")
     width, height = size
-    drawn = [(line, smoothed(line.ys, 0.0 if line.dashed else smooth)) for line in shown]
+    smoothed_lines = [(line, smoothed(line.ys, 0.0 if line.dashed else smooth)) for line in shown]
     x = scale_of([value for line in shown for value in line.xs], LEFT, width - RIGHT, pad=0.0)
-    values = [_usual([*ys, *_middle(line.ys)] if smooth else ys) for line, ys in drawn]
+    values = [_usual([*ys, *_middle(line.ys)] if smooth else ys) for line, ys in smoothed_lines]
     y = scale_of([value for of in values for value in of], height - BOTTOM, TOP, pad=0.06, share=share)
     parts = _axes(x, y, width, height, whole=x_label == "step")
     points = []
-    for line, ys in drawn:
+    for line, ys in smoothed_lines:
         style = f"line c{line.colour % COLOURS}{' dashed' if line.dashed else ''}"
         if smooth and not line.dashed:
             parts.append(_path(*thinned(line.xs, line.ys, most), x, y, f"{style} raw"))

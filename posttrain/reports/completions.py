@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.errors import PosttrainError
 from posttrain.reports.markup import Markup, el, join, number
-from posttrain.reports.page import Drawn, cut
+from posttrain.reports.page import Html, cut
 from posttrain.store.logs import harmless
 from posttrain.store.rollouts import NAME
 from posttrain.store.stored_rollouts import StoredRun
@@ -25,7 +25,7 @@ NOTE = " Marked: the tags that a format reward counts, and (underlined) the answ
 Span = tuple[int, int, str]  # from, to, class
 
 
-def completions(folder: Path, config: Mapping[str, Any], missing: list[str], count: int = SHOWN) -> Iterator[Drawn]:
+def completions(folder: Path, config: Mapping[str, Any], missing: list[str], count: int = SHOWN) -> Iterator[Html]:
     """A section each with the best and the worst completions: of the last stored step, and of the last evaluation.
 
     What cannot be read is added to `missing`. Nothing for a run without rollouts.
@@ -45,7 +45,7 @@ def completions(folder: Path, config: Mapping[str, Any], missing: list[str], cou
             for name, rows in zip(("Best", "Worst"), ends, strict=True)
         ]
         body = el("div", *sides, class_="columns")
-        yield Drawn(f"Completions, {when}", body, f"By reward, of different prompts.{NOTE if '<mark' in body else ''}")
+        yield Html(f"Completions, {when}", body, f"By reward, of different prompts.{NOTE if '<mark' in body else ''}")
 
 
 def _extremes(stored: StoredRun, count: int) -> Iterator[tuple[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]]]:

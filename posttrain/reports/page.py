@@ -62,7 +62,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class Html:
     """What is HTML already: charts, completions, messages."""
 
     title: str
@@ -71,17 +71,17 @@ class Drawn:
     folded: bool = False
 
 
-Section = Facts | Table | Text | Drawn
+Section = Facts | Table | Text | Html
 
 
-def charts(title: str, figures: Iterable[Markup], note: str = "") -> Drawn:
+def charts(title: str, figures: Iterable[Markup], note: str = "") -> Html:
     """Figures side by side; those of one section point at the same step together."""
-    return Drawn(title, el("div", *figures, class_="charts") if (figures := list(figures)) else Markup(""), note)
+    return Html(title, el("div", *figures, class_="charts") if (figures := list(figures)) else Markup(""), note)
 
 
-def messages(title: str, said: Iterable[str]) -> Drawn:
+def messages(title: str, said: Iterable[str]) -> Html:
     """Warnings, each in a frame of its own."""
-    return Drawn(title, join(el("p", one, class_="message warning") for one in said))
+    return Html(title, join(el("p", one, class_="message warning") for one in said))
 
 
 def write_page(path: Path, title: str, sections: Iterable[Section], cards: Mapping[str, str] | None = None) -> None:
@@ -114,7 +114,7 @@ def cut(text: str, limit: int) -> str | list[Markup | str]:
 
 
 def _is_empty(section: Section) -> bool:
-    content = {Facts: "facts", Table: "rows", Text: "text", Drawn: "body"}
+    content = {Facts: "facts", Table: "rows", Text: "text", Html: "body"}
     return not getattr(section, content[type(section)])
 
 
@@ -171,7 +171,7 @@ def _body(section: Section, limit: int) -> Markup:
             return el(
                 "pre" if section.code else "p", cut(section.text, limit), class_=None if section.code else "prose"
             )
-        case Drawn():
+        case Html():
             return section.body
 
 

@@ -1,4 +1,4 @@
-"""The panels of a run's curves: which metrics are drawn together, on pages and in `curves.png`."""
+"""The panels of a run's curves: which metrics share a chart, on pages and in `curves.png`."""
 
 from __future__ import annotations
 

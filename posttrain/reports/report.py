@@ -14,7 +14,7 @@ from typing import Any
 from posttrain.reports.advice import MESSAGES
 from posttrain.reports.chart import Line, chart
 from posttrain.reports.completions import completions
-from posttrain.reports.page import Drawn, Facts, Section, Table, Text, charts, messages, write_page
+from posttrain.reports.page import Facts, Html, Section, Table, Text, charts, messages, write_page
 from posttrain.reports.panels import PANELS, lines_of
 from posttrain.reports.progress import duration
 from posttrain.reports.reading import Run, read
@@ -82,7 +82,7 @@ def _when(time: str) -> str:
     return f"{datetime.fromisoformat(time).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
-def alarms(runs: Sequence[Run]) -> Drawn:
+def alarms(runs: Sequence[Run]) -> Html:
     """Every alarm that was raised, how often and since when, with what helps."""
     found = []
     for run in runs:
@@ -98,14 +98,14 @@ def alarms(runs: Sequence[Run]) -> Drawn:
     return messages("Alarms", found)
 
 
-def curves(run: Run, title: str = "Curves", most: int = 0) -> Drawn:
-    drawn = [(panel, list(lines_of(panel, run.series, "step"))) for panel in PANELS]
-    drawn = [(panel, lines) for panel, lines in drawn if lines]
-    most = most or points_of(sum(len(lines) for _, lines in drawn))
-    smooth = [smoothing(lines, panel.small) for panel, lines in drawn]
+def curves(run: Run, title: str = "Curves", most: int = 0) -> Html:
+    panels = [(panel, list(lines_of(panel, run.series, "step"))) for panel in PANELS]
+    panels = [(panel, lines) for panel, lines in panels if lines]
+    most = most or points_of(sum(len(lines) for _, lines in panels))
+    smooth = [smoothing(lines, panel.small) for panel, lines in panels]
     made = (
         chart(lines, panel.title, smooth=weight, share=panel.share, ends=True, most=most, size=SIZE)
-        for (panel, lines), weight in zip(drawn, smooth, strict=True)
+        for (panel, lines), weight in zip(panels, smooth, strict=True)
     )
     return charts(title, made, SMOOTHED if any(smooth) else "")
 

@@ -11,7 +11,7 @@ from posttrain.reports.chart import COLOURS, Line, chart
 from posttrain.reports.completions import completions
 from posttrain.reports.headline import LABELS, OF_METHOD
 from posttrain.reports.markup import Markup, el, join
-from posttrain.reports.page import Drawn, Facts, Section, Table, Text, charts, messages, write_page
+from posttrain.reports.page import Facts, Html, Section, Table, Text, charts, messages, write_page
 from posttrain.reports.panels import PANELS
 from posttrain.reports.progress import duration
 from posttrain.reports.reading import Run, read
@@ -47,17 +47,17 @@ def _pipeline_page(root: Path, runs: Sequence[Run], path: Path) -> list[Section]
     return [*first, *each, Text("Settings", written, code=True, folded=True), *_provenance(runs)]
 
 
-def _of_run(run: Run, most: int) -> Drawn:
+def _of_run(run: Run, most: int) -> Html:
     """The curves of a run, and its best and worst completion."""
-    drawn = curves(run, run.name, most)
+    figures = curves(run, run.name, most)
     said = (
         [el("h3", one.title), el("p", one.note, class_="note"), one.body]
         for one in completions(run.folder, run.config, run.missing, count=1)
     )
-    return Drawn(run.name, join([drawn.body, *said]), drawn.note)
+    return Html(run.name, join([figures.body, *said]), figures.note)
 
 
-def not_complete(runs: Sequence[Run]) -> Drawn:
+def not_complete(runs: Sequence[Run]) -> Html:
     return messages("Not complete", [f"{run.name}: {said}" for run in runs for said in run.missing])
 
 
