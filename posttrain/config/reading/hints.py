@@ -21,7 +21,6 @@ _REWARDS = "write rewards, e.g. [{type: math}, {type: python, function: 'my_rewa
 _REWARD_MODEL = "write rewards: [{type: model, path: FOLDER}], or {type: model, from: STAGE}"
 _QUANTISED = "not offered for reward models and references; model.load_in_4bit is QLoRA of the policy"
 _STAGES = "write stages, e.g. {sft: {method: sft}, grpo: {method: grpo, init_from: sft}}"
-_ONE_MACHINE = "not offered: one process, on the devices of devices.ids"
 _TAG = "write data.tags, with data.template: tags"
 _RULES = (
     "each rule is an entry of rewards: match_format_exactly, match_format_approximately, check_answer, check_numbers"
@@ -162,14 +161,16 @@ HINTS = {
     "log_dir": "write tracking.logging_dir, with tracking.report_to: [tensorboard]",
     "run_name": "write name",
     "save_path": "write output_dir and name: the model is in {output_dir}/{name}/final",
-    **dict.fromkeys(
-        ("push_to_hub", "hub_model_id"),
-        "not offered: final/ is a transformers folder, to be uploaded by hand",
-    ),
+    **dict.fromkeys(("push_to_hub", "hub_model_id"), "after training: posttrain export RUN --push-to-hub ID"),
     "error_analysis_samples": "leave it out: posttrain score FOLDER FILE gives the reward of any rows",
     # the machine
     **dict.fromkeys(("gpu", "device_ids"), "write devices.ids, e.g. [0]"),
-    **dict.fromkeys(("deepspeed", "use_ddp", "ddp_timeout", "fsdp", "ddp_find_unused_parameters"), _ONE_MACHINE),
+    **dict.fromkeys(
+        ("deepspeed", "fsdp"), "write devices.strategy: fsdp, and start it with posttrain launch FILE --nproc N"
+    ),
+    "use_ddp": "start it with posttrain launch FILE --nproc N, or write devices.ids, e.g. [0, 1]",
+    "ddp_timeout": "leave it out: a rank without a heartbeat for 30 s ends the run",
+    "ddp_find_unused_parameters": "leave it out: gradients are summed after the backward pass",
     # the shape of a run
     "config": "give the file alone: posttrain train FILE",
     **dict.fromkeys(("sft_training", "grpo_training"), f"{_STAGES}; each with its own training"),
