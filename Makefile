@@ -26,7 +26,7 @@ slow: .venv/.installed-dev build/trl-1.12 build/go
 
 # Kills, damage, full disks, numbers that are not finite, signals: all of the proofs, the slow ones too (docs/resume.md).
 faults: .venv/.installed-dev
-	$(BIN)/pytest -n 2 tests/test_faults.py tests/test_verify.py tests/test_resume.py tests/test_store_checkpoint.py
+	$(BIN)/pytest -n 2 tests/test_faults.py tests/test_failures.py tests/test_verify.py tests/test_resume.py tests/test_store_checkpoint.py
 
 # Every promise of docs/reliability.md with its figures, which it writes there; and with 100 kills of ranks.
 prove: .venv/.installed-dev

@@ -1,8 +1,8 @@
 """The processes that train one model together: what each does, and how they exchange it.
 
-Every rank has the whole model and packs the whole batch; it scores its own packs, and gradients, metrics and
-log-probabilities are summed over the ranks. As all denominators are those of the whole step, sums are exact: the number
-of ranks changes no gradient but for the order of its terms.
+Every rank has the whole model, or its rows of every tensor (models/sharding.py), and packs the whole batch; it scores
+its own packs, and gradients, metrics and log-probabilities are summed over the ranks. As all denominators are those of
+the whole step, sums are exact: the number of ranks changes no gradient but for the order of its terms.
 
     with joined() as ranks:              # of torchrun's environment; ALONE without it
         mine = ranks.mine(packs)

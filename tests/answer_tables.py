@@ -1,4 +1,7 @@
-"""Pairs of (right answer, given answer): what must count as equal, and what must not. Read by tests/test_answers.py."""
+"""Pairs of (right answer, given answer): what must count as equal, and what must not.
+
+Read by tests/test_grading_answers.py.
+"""
 
 EQUAL = [
     # separators, signs, dressing

@@ -8,7 +8,7 @@ import torch
 from posttrain.cli import main
 from posttrain.config import DevicesConfig
 from posttrain.errors import ModelError
-from posttrain.models.devices import device_of
+from posttrain.models.devices import device_of, own_device
 
 
 @pytest.fixture
@@ -41,13 +41,25 @@ def test_the_best_there_is_or_the_one_named(gpus):
         (0, {"type": "mps"}, "this machine has no MPS device"),
         (0, {"ids": (0,)}, "this run computes on cpu"),
         (2, {"ids": (2,)}, "names GPU 2, but PyTorch sees 2, numbered from 0"),
-        (2, {"ids": (0, 1)}, "names 2 GPUs, but one process trains on one.*--model-index"),
     ],
 )
 def test_missing_devices_are_reported(gpus, count, settings, message):
     gpus(count)
     with pytest.raises(ModelError, match=message):
         device_of(DevicesConfig(**settings))
+
+
+def test_ranks_have_a_gpu_each_and_a_process_alone_the_first(gpus):
+    gpus(4)
+    two, visible = DevicesConfig(ids=(3, 1)), DevicesConfig()
+    assert device_of(two) == torch.device("cuda:3"), "what is not training needs one"
+    assert [own_device(two, rank, 2).ids for rank in range(2)] == [(3,), (1,)]
+    assert [own_device(visible, rank, 8).ids for rank in range(4)] == [(0,), (1,), (2,), (3,)]
+    assert own_device(visible, 0, 1) is visible
+    with pytest.raises(ModelError, match="process 2 of this machine has no GPU, it has 2"):
+        own_device(two, 2, 3)
+    with pytest.raises(ModelError, match=r"names 2 GPUs, and this process trains on one.*launch --nproc 2"):
+        own_device(two, 0, 1)
 
 
 @pytest.mark.parametrize("ids", [None, 1])

@@ -67,6 +67,8 @@ def test_the_command(shared, tmp_path, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "h100, bfloat16, 8 processes with parts of the weights" in shown and "fits: h100 has 79.2 GiB" in shown
     assert "gathered weights" in shown and "sent and received by each process" in shown and "not measured" in shown
+    assert main(["plan", str(file), "--device", "h100", "devices.ids=[0, 1]", "--strategy", "fsdp"]) == 0
+    assert "h100, bfloat16, 2 processes with parts of the weights" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", str(file), "--device", "h1000"]) == 2 and "h100, h200" in capsys.readouterr().err
     assert main(["plan", str(file), "--probe", "--nproc", "2"]) == 2 and "real steps" in capsys.readouterr().err
 

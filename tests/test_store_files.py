@@ -117,9 +117,24 @@ def test_random_state_that_cannot_be_restored_is_refused():
     tensors, facts = rng_state()
     with pytest.raises(RunError, match=r"the random state lacks rng\.numpy"):
         restore_rng({name: tensor for name, tensor in tensors.items() if name != "rng.numpy"}, facts)
-    more = {f"rng.cuda.{torch.cuda.device_count()}": tensors["rng.torch"]}
-    with pytest.raises(RunError, match="CUDA devices"):
-        restore_rng(tensors | more, facts)
+    with pytest.raises(RunError, match="the random state is invalid"):
+        restore_rng(tensors | {"rng.torch": tensors["rng.torch"][:9]}, facts)
+
+
+def test_the_random_state_of_a_gpu_is_that_of_the_current_device_on_any_number(monkeypatch):
+    """On GPUs by name: what is saved on one is restored on the current one, and a process without GPUs reads it."""
+    states = {0: torch.arange(16, dtype=torch.uint8), 1: torch.zeros(16, dtype=torch.uint8)}
+    current = 1
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: states[current].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: states.update({current: state}))
+    tensors, facts = rng_state()
+    current = 0
+    restore_rng(tensors, facts)
+    assert not states[0].any(), "device 1 then, device 0 now"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    restore_rng(tensors, facts)
+    assert "rng.cuda" not in rng_state()[0], "a run on the CPU does not start a GPU"
 
 
 def test_rows_of_any_data_set_are_written(tmp_path):

@@ -57,7 +57,7 @@ def export(
 
     An adapter is merged into its base and compared with it on real prompts; the written files are loaded by plain
     transformers and compared, too. The folder has safetensors, tokenizer, chat template, stop tokens, and a model card
-    with data, settings and results of the run. It is complete or absent, and nothing is overwritten.
+    with data, settings and results of the run. It is complete or absent; --overwrite replaces an earlier one.
     """
     for name, given, known in (("--dtype", [dtype], DTYPES), ("--for", engine or [], ENGINES)):
         for value in given:

@@ -42,7 +42,8 @@ MemoryLimit = Annotated[
 
 
 PlannedProcesses = Annotated[
-    int, typer.Option("--nproc", min=1, help="Plan for this many processes, as `posttrain launch` starts them.")
+    int | None,
+    typer.Option("--nproc", min=1, help="Plan for this many processes; default: one, or as many as devices.ids."),
 ]
 Skip = Annotated[
     list[str] | None,
@@ -152,7 +153,7 @@ def plan(
     overrides: Overrides = None,
     probe: Probe = False,
     memory_limit: MemoryLimit = None,
-    nproc: PlannedProcesses = 1,
+    nproc: PlannedProcesses = None,
     *,
     flags: Mapping[str, str],
 ) -> None:
@@ -169,7 +170,7 @@ def plan(
             raise UsageError(f"--device {card}: it is one of {', '.join((*DEVICE_TYPES, *CARDS))}")
         card = None
     flags = {path: value for path, value in flags.items() if card is None or path != "devices.type"}
-    if probe and (nproc > 1 or card is not None):
+    if probe and ((nproc or 1) > 1 or card is not None):
         raise UsageError("--probe takes real steps on this machine: give it without --nproc and without a GPU's name")
     if memory_limit is not None and not (probe and memory_limit > 0):
         raise UsageError("--memory-limit is for --probe, a number of GiB above 0")

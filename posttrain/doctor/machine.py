@@ -95,7 +95,7 @@ def run_folder(path: str) -> Found:
         found = _disk(place, folder)
         _complete_files(folder)
         locked = _locks(folder)
-        _sqlite(folder / "rollouts.db")
+        _sqlite(folder / "rollouts.sqlite")
     state, mend = found.state, found.mend
     if not locked:
         state, mend = "limited", "run one process per run folder, or use another disk: posttrain doctor --output-dir"
@@ -188,7 +188,7 @@ def _locks(folder: Path) -> bool:
 
 
 def _sqlite(path: Path) -> None:
-    """A database as `rollouts.db` is used: while one process writes, others read, and none writes."""
+    """A database as `rollouts.sqlite` is used: while one process writes, others read, and none writes."""
     remedy = "choose a local disk: SQLite needs working locks and shared memory"
     try:
         with closing(sqlite3.connect(path, isolation_level=None)) as writer:

@@ -1,4 +1,4 @@
-"""A judge's score of one completion: a reward (`type: judge`), or the rule of an evaluation suite."""
+"""A judge's score of one completion: a reward (`type: judge`)."""
 
 from __future__ import annotations
 

@@ -21,9 +21,19 @@ def take_device(devices: DevicesConfig) -> torch.device:
     return device
 
 
-def own_device(devices: DevicesConfig, rank: int) -> DevicesConfig:
-    """The settings for one of the ranks on a machine: the GPU of its number among the named or visible ones."""
+def own_device(devices: DevicesConfig, rank: int, ranks: int) -> DevicesConfig:
+    """The settings for one of the ranks on a machine: the GPU of its number among the named or visible ones.
+
+    Raises ModelError if there is none, or if one process alone was given several.
+    """
     if device_type(devices) != "cuda":
+        return devices
+    if ranks == 1:
+        if devices.ids and len(devices.ids) > 1:
+            raise ModelError(
+                f"devices.ids names {len(devices.ids)} GPUs, and this process trains on one: start the run with "
+                f"`posttrain train` or `posttrain launch --nproc {len(devices.ids)}`, or give a single id"
+            )
         return devices
     ids = devices.ids or tuple(range(torch.cuda.device_count()))
     if rank >= len(ids):
@@ -57,7 +67,7 @@ def device_type(devices: DevicesConfig) -> str:
 
 
 def device_of(devices: DevicesConfig) -> torch.device:
-    """The device to compute on: the named one, or the best available. A GPU has its index."""
+    """The device to compute on: the first of those named, or the best available. A GPU has its index."""
     kind = device_type(devices)
     if kind == "cuda" and not torch.cuda.is_available():
         raise ModelError(
@@ -69,13 +79,8 @@ def device_of(devices: DevicesConfig) -> torch.device:
         raise ModelError(
             f"devices.ids names GPUs, but PyTorch sees none: this run computes on {kind}; remove the setting"
         )
-    if devices.ids and len(devices.ids) > 1:
-        raise ModelError(
-            f"devices.ids names {len(devices.ids)} GPUs, but one process trains on one: give a single id, and "
-            "distribute the models of a list over processes with --model-index"
-        )
     if kind == "cuda":
-        [chosen], there = devices.ids or (0,), torch.cuda.device_count()
+        chosen, there = (devices.ids or (0,))[0], torch.cuda.device_count()
         if chosen >= there:
             raise ModelError(
                 f"devices.ids names GPU {chosen}, but PyTorch sees {there}, numbered from 0: choose one, or check "

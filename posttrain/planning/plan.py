@@ -69,13 +69,14 @@ def plan(
     skip: Collection[str] = (),
     probed: bool = False,
     memory_limit: int | None = None,
-    ranks: int = 1,
+    ranks: int | None = None,
     card: str | None = None,
 ) -> None:
     """Print the steps, tokens and memory of every model at every stage.
 
     With `probed`, also the largest tokens_per_pack that fits in `memory_limit` bytes (None: in the free memory).
-    `ranks` processes share each step, on GPUs of the name `card` (None: this machine's device).
+    `ranks` processes share each step (None: one for each of devices.ids), on GPUs of the name `card` (None: this
+    machine's device).
     """
     console = console or PlainConsole()
     stages = (Stage("", None, config),) if isinstance(config, RunConfig) else config
@@ -88,7 +89,8 @@ def plan(
                 continue
             config, model = stage.config, stage.config.models[index]
             data = data_of(config, model, tokenizers.of(stage))
-            table = _table(stage, model, data, Target.of(config.devices, card, ranks))
+            target = Target.of(config.devices, card, ranks or len(config.devices.ids or (0,)))
+            table = _table(stage, model, data, target)
             if probed:
                 table.add_row("fits", str(probe(config, model, data, memory_limit)))
             console.print(table)

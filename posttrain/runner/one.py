@@ -123,8 +123,7 @@ def _train_from(
 
 def _steps(checkpoint: Path | None, config: RunConfig, run: Run, watch: Watch | None, ranks: Ranks) -> Loop:
     """Every step of a run, on this rank."""
-    if ranks.size > 1:
-        config = config.model_copy(update={"devices": own_device(config.devices, ranks.local)})
+    config = config.model_copy(update={"devices": own_device(config.devices, ranks.local, ranks.size)})
     job = start_job(config, config.models[0], run, checkpoint, ranks)
     data = job.data()
     job = replace(job, keeps_engine=keeps_engine(job, data), watch=watch)

@@ -149,7 +149,7 @@ def load_tensors(path: Path, device: "str | torch.device" = "cpu") -> "dict[str,
 
 
 def rng_state() -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
-    """The state of the global generators of Python, NumPy and PyTorch (CPU and every CUDA device).
+    """The state of the global generators of Python, NumPy and PyTorch (the CPU, and the current GPU if one is in use).
 
     Returns tensors, for `save_tensors`, and the rest, for `save_json`. All names start with `rng.`.
     """
@@ -163,8 +163,8 @@ def rng_state() -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
         "rng.numpy": torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)),
         "rng.torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
-        tensors |= {f"rng.cuda.{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    if torch.cuda.is_initialized():
+        tensors["rng.cuda"] = torch.cuda.get_rng_state()
     facts = {
         "rng.python": {"version": version, "gauss": python_gauss},
         "rng.numpy": {"position": int(position), "has_gauss": int(has_gauss), "gauss": float(gauss)},
@@ -175,8 +175,8 @@ def rng_state() -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
 def restore_rng(tensors: "Mapping[str, torch.Tensor]", facts: Mapping[str, Any]) -> None:
     """Restore every generator to a saved `rng_state`; other names in the two mappings are ignored.
 
-    Raises DamagedError if a state is missing or invalid, and RunError if the number of CUDA devices differs from the
-    saved run's: the run could not continue with the same random numbers.
+    The state of a GPU is that of the current device then and now; that of a run that changed to a GPU stays as it is.
+    Raises DamagedError if a state is missing or invalid.
     """
     import numpy
     import torch
@@ -184,24 +184,16 @@ def restore_rng(tensors: "Mapping[str, torch.Tensor]", facts: Mapping[str, Any])
     missing = {"rng.python", "rng.numpy", "rng.torch"} - tensors.keys() | {"rng.python", "rng.numpy"} - facts.keys()
     if missing:
         raise DamagedError(f"the random state lacks {', '.join(sorted(missing))}")
-    cuda = [tensors[name] for name in sorted(tensors, key=_cuda_index) if name.startswith("rng.cuda.")]
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if len(cuda) != devices:
-        raise RunError(f"the checkpoint was made with {len(cuda)} visible CUDA devices, but there are now {devices}")
     python, legacy = facts["rng.python"], facts["rng.numpy"]
     try:
         random.setstate((python["version"], tuple(tensors["rng.python"].tolist()), python["gauss"]))
         keys = tensors["rng.numpy"].numpy().astype(numpy.uint32)
         numpy.random.set_state(("MT19937", keys, legacy["position"], legacy["has_gauss"], legacy["gauss"]))
         torch.set_rng_state(tensors["rng.torch"].cpu())
-        if cuda:
-            torch.cuda.set_rng_state_all([state.cpu() for state in cuda])
+        if "rng.cuda" in tensors and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(tensors["rng.cuda"].cpu())
     except (KeyError, TypeError, ValueError, RuntimeError) as error:  # each generator raises its own type
         raise DamagedError(f"the random state is invalid: {error}") from error
-
-
-def _cuda_index(name: str) -> int:
-    return int(name.rpartition(".")[2]) if name.startswith("rng.cuda.") else -1
 
 
 def bits(tensor: "torch.Tensor") -> "torch.Tensor":

@@ -72,7 +72,7 @@ def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
     if changed:
         raise RunError(
             f"{checkpoint} was made with other settings ({'; '.join(changed)}). A resumed run may change step and "
-            "epoch counts, logging, saving and evaluation intervals, and the memory settings "
+            "epoch counts, logging, saving and evaluation intervals, devices, where vLLM runs, and the memory settings "
             "(training.tokens_per_pack, training.gradient_checkpointing); for anything else start a new run"
         )
 

@@ -20,5 +20,7 @@ def add_report(app: fastapi.FastAPI, place: Place) -> None:
         row = place.viewer.runs.find(run)
         file = row and row.folder / "report.html"
         if file is None or not file.is_file():
-            return PlainTextResponse("There is no report of this run: it is written when a run ends.", 404)
+            return PlainTextResponse(
+                "There is no report of this run: it is written when a run ends, or by `posttrain report RUN`.", 404
+            )
         return FileResponse(file, media_type="text/html", headers={"Content-Security-Policy": POLICY})

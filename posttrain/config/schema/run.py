@@ -39,7 +39,7 @@ class RunConfig(Settings):
     )
     rewards: tuple[Reward, ...] = Field(
         default=(),
-        description="Rewards of completions, summed by weight: trained on by GRPO and PPO, else evaluated.",
+        description="Rewards of completions, summed by weight: trained on by online methods, else evaluated.",
     )
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)] = Field(
         description="Models to train, one after another; `model:` is the short form for one."

@@ -41,7 +41,8 @@ def weights_of(policy: nn.Module) -> Iterator[Named]:
     base = base_of(policy)
     if getattr(base, "is_quantized", False):
         raise ModelError(
-            "vLLM needs unquantised weights, but this model has 4-bit ones (load_in_4bit): set rollout.engine: embedded"
+            "vLLM needs unquantised weights, and this model's are quantised (load_in_4bit, or posttrain quantize): set "
+            "rollout.engine: embedded"
         )
     wrapped = {
         name: module
