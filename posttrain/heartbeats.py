@@ -14,7 +14,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -219,6 +220,17 @@ class Watch:
         finally:
             say(f"error: {error}", error=True)
             os._exit(1)
+
+
+@contextmanager
+def watching(store: Store, index: int, size: int) -> Iterator[Watch]:
+    """A watch over the other ranks, until the block ends."""
+    watch = Watch(store, index, size)
+    watch.start()
+    try:
+        yield watch
+    finally:
+        watch.end()
 
 
 def out_of_step(places: dict[str, Place]) -> str:

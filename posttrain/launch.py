@@ -28,6 +28,7 @@ def launch(arguments: Sequence[str], processes: int, nodes: int = 1, node: int =
     `address` is HOST:PORT of the first machine; on one machine a free port is chosen. Raises RunError if a rank fails,
     the port is in use, or the machines do not join.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # lost connections are named by posttrain
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -43,7 +44,6 @@ def launch(arguments: Sequence[str], processes: int, nodes: int = 1, node: int =
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # its reports have a page
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of the ranks: lost connections are named by posttrain
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     settings = {
         "min_nodes": nodes,

@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from posttrain.errors import RankError, is_out_of_memory, reason_of
-from posttrain.heartbeats import Place, Watch, out_of_step
-from posttrain.rendezvous import connected, meeting
+from posttrain.heartbeats import Place, Watch, out_of_step, watching
+from posttrain.rendezvous import choose_network, connected, meeting
 from posttrain.shared_sums import ROOM, SharedSums, shared_sums
 from posttrain.signals import handling
 
@@ -296,22 +296,37 @@ def joined() -> Iterator[Ranks]:
         yield ALONE
         return
     index, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if here < size:
+        choose_network()
     try:
-        with meeting(index, size) as store:
-            dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=index, world_size=size)
-            # A connection of its own for another thread: one that waits in a connection holds it up.
-            watch = Watch(connected(index, as_client=True), index, size)
-            objects = dist.new_group(timeout=PATIENCE, backend="gloo")
-        watch.start()
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        try:
+        with ExitStack() as stack:
+            with meeting(index, size) as store:
+                # A connection of its own for another thread: one that waits in a connection holds it up.
+                watch = stack.enter_context(watching(connected(index, as_client=True), index, size))
+                objects = _connect(store, watch, index, size)
             ranks = Ranks(index, size, local, here, _watch=watch, _objects=objects)
             if here == size and not torch.cuda.is_available():
                 ranks = replace(ranks, _memory=shared_sums(index, dist.barrier, ranks.gather))
             yield ranks
-        finally:
-            watch.end()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _connect(store: dist.Store, watch: Watch, index: int, size: int) -> Any:
+    """Connect the ranks for tensors on their devices. Returns the group for objects, which times out by itself."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    watch.enter("connect")
+    try:
+        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=index, world_size=size)
+        objects = dist.new_group(timeout=PATIENCE, backend="gloo")
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {index} on {socket.gethostname()} cannot connect to the others ({reason_of(error)}): all ports must "
+            "be open between the machines; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface to use "
+            f"(now {os.environ.get('GLOO_SOCKET_IFNAME', 'the one that the name of the machine leads to')})"
+        ) from error
+    finally:
+        watch.leave()
+    return objects

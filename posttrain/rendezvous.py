@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import psutil
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from posttrain.errors import RankError
@@ -20,6 +22,7 @@ MARGIN_S = 10.0  # beyond that, for a connection that hangs
 ANSWER_S = 30.0  # for a launcher that listens
 POLL_S = 0.05  # between two looks for a rank that starts
 READ_S = 1.0  # for the others to read what this rank wrote, before it ends
+ELSEWHERE = "192.0.2.1"  # an address of no machine (RFC 5737)
 OTHERWISE = "start all machines with the same --address, --nodes and --nproc"
 
 
@@ -30,7 +33,7 @@ def meeting(index: int, size: int) -> Iterator[Store]:
     Raises RankError when a rank does not come in time or expects another number of ranks. Ends the process if
     the connection itself hangs, as with another program at the port.
     """
-    with _in_time(f"rank {index} got no answer from the first rank", JOIN_S + MARGIN_S):
+    with _in_time(f"rank {index} got no answer from the others", JOIN_S + MARGIN_S):
         store = connected(index)
         try:
             _check_in(store, index, size)
@@ -45,8 +48,8 @@ def _in_time(problem: str, seconds: float) -> Iterator[None]:
 
     def give_up() -> None:
         say(
-            f"error: {problem} within {seconds:.0f} seconds: its process hangs, or another program has the port; "
-            f"{OTHERWISE}",
+            f"error: {problem} within {seconds:.0f} seconds: a process hangs, another program has the port, or the "
+            f"machines do not reach one another; {OTHERWISE}",
             error=True,
         )
         os._exit(1)
@@ -58,6 +61,35 @@ def _in_time(problem: str, seconds: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def choose_network() -> None:
+    """Let gloo connect this machine with others over the interface that leads to the first one, if the user's
+    GLOO_SOCKET_IFNAME names none. By itself gloo takes the address of the host name: on many machines the loopback's.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    of = {
+        one.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family == socket.AF_INET and not ipaddress.ip_address(one.address).is_loopback
+    }
+    # On the first machine its own name may lead to the loopback: then the interface of the default route, or any.
+    hosts = (os.environ.get("MASTER_ADDR", ELSEWHERE), ELSEWHERE)
+    found = next((address for address in (*map(_own_address, hosts), *of) if address in of), None)
+    if found is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = of[found]
+
+
+def _own_address(host: str) -> str | None:
+    """The address (IPv4) from which this machine would send to a host; nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unused:
+            unused.connect((host, 1))
+            return unused.getsockname()[0]
+    except OSError:
+        return None
 
 
 def refuse_port_in_use(port: int) -> None:

@@ -9,7 +9,7 @@ from importlib import metadata
 from posttrain.doctor.finding import Broken, Found
 
 # What the other checks do not call: the command line, the settings, and what PEFT needs.
-NOT_CALLED = ("accelerate", "pydantic", "typer", "rich")
+NOT_CALLED = ("accelerate", "pydantic", "typer", "rich", "psutil")
 
 
 def version_of(package: str) -> str:
