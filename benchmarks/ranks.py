@@ -1,8 +1,8 @@
 """Two ranks with one thread each beside one process with two: `python -m benchmarks.ranks dpo grpo --rounds 3`.
 
 The same settings, rows and steps, in turn; the time is that of the steps, without loading and saving. The model is that
-of the other benchmarks (34M parameters, float32); GRPO takes 8 prompts x 4 completions of at most 64 tokens. Prints the
-table and writes results/ranks.json. Leave the machine alone meanwhile.
+of the other benchmarks (34M parameters, float32); GRPO, PPO and distillation take 8 prompts x 4 completions of at most
+64 tokens. Prints the table and writes results/ranks.json. Leave the machine alone meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from benchmarks.common import (
 )
 
 RESULTS = Path(__file__).parent / "results"
-METHODS = ("sft", "dpo", "dpo-lora", "kto", "orpo", "reward", "grpo")
+METHODS = ("sft", "dpo", "dpo-lora", "kto", "orpo", "reward", "grpo", "ppo", "distill")
+ONLINE = ("grpo", "ppo", "distill")
 GOAL = 0.9  # one process's time over that of two ranks
 STEPS = 10
 REWARD = "def brief(completions, **columns):\n    return [-len(one) / 100 for one in completions]\n"
@@ -45,14 +46,16 @@ def settings(method: str, folder: Path, models: Path) -> list[str]:
         "training.lr_scheduler_type=constant", "tracking.logging_steps=1", "checkpoint.save_steps=1000",
         "devices.type=cpu",
     ]  # fmt: skip
-    if method == "grpo":
+    if method in ONLINE:
         prompts = [{"prompt": row["prompt"]} for row in preference_rows()]
         (folder / "brevity.py").write_text(REWARD)
+        from_what = f"method.teacher={chosen}"
+        if method != "distill":
+            from_what = "rewards=[{type: python, function: 'brevity:brief'}]"
         return [
-            *common, "method.type=grpo", "method.num_generations=4",
+            *common, f"method.type={method}", "method.num_generations=4", from_what,
             f"data.source={write_rows(folder / 'prompts.jsonl', prompts)}", "data.max_length=1024",
-            "rollout.max_completion_length=64", "rewards=[{type: python, function: 'brevity:brief'}]",
-            "training.learning_rate=1e-6",
+            "rollout.max_completion_length=64", "training.learning_rate=1e-6",
         ]  # fmt: skip
     lora = ["model.lora.r=16", "model.lora.dropout=0"] if method == "dpo-lora" else []
     return [
