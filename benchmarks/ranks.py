@@ -2,7 +2,7 @@
 
 The same settings, rows and steps, in turn; the time is that of the steps, without loading and saving. The model is that
 of the other benchmarks (34M parameters, float32); GRPO, PPO and distillation take 8 prompts x 4 completions of at most
-64 tokens. Prints the table and writes results/ranks.json. Leave the machine alone meanwhile.
+64 tokens, and have one update per step. Prints the table and writes results/ranks.json. Leave the machine alone meanwhile.
 """
 
 from __future__ import annotations
@@ -49,11 +49,14 @@ def settings(method: str, folder: Path, models: Path) -> list[str]:
     if method in ONLINE:
         prompts = [{"prompt": row["prompt"]} for row in preference_rows()]
         (folder / "brevity.py").write_text(REWARD)
-        from_what = f"method.teacher={chosen}"
-        if method != "distill":
-            from_what = "rewards=[{type: python, function: 'brevity:brief'}]"
+        reward = "rewards=[{type: python, function: 'brevity:brief'}]"
+        own = {
+            "grpo": [reward],
+            "ppo": [reward, "method.num_ppo_epochs=1", "method.num_minibatches=1"],
+            "distill": [f"method.teacher={chosen}"],
+        }
         return [
-            *common, f"method.type={method}", "method.num_generations=4", from_what,
+            *common, f"method.type={method}", "method.num_generations=4", *own[method],
             f"data.source={write_rows(folder / 'prompts.jsonl', prompts)}", "data.max_length=1024",
             "rollout.max_completion_length=64", "training.learning_rate=1e-6",
         ]  # fmt: skip
