@@ -2,7 +2,8 @@
 
 The same settings, rows and steps, in turn; the time is that of the steps, without loading and saving. The model is that
 of the other benchmarks (34M parameters, float32); GRPO, PPO and distillation take 8 prompts x 4 completions of at most
-64 tokens, and have one update per step. Prints the table and writes results/ranks.json. Leave the machine alone meanwhile.
+64 tokens, and have one update per step. Prints the table and writes results/ranks.json. Leave the machine alone
+meanwhile.
 """
 
 from __future__ import annotations
