@@ -35,6 +35,8 @@ class Store(Protocol):
 
     def get(self, key: str, /) -> bytes: ...
 
+    def check(self, keys: list[str], /) -> bool: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -73,8 +75,8 @@ class Watch:
     def __init__(self, store: Store, index: int, size: int):
         self._store, self._index = store, index
         self._others = [rank for rank in range(size) if rank != index] if index == 0 else [0]
-        self._beats: dict[int, Beat] = {}
         self._heard = time.monotonic()  # the last time that the store answered
+        self._beats = {rank: Beat("", self._heard, Place(), self._heard, "") for rank in self._others}
         self.ended_together = False
         self.reported: Exception | None = None  # the error of this rank that the others know of
         self.in_step = False  # exchanges are part of every pass: no rank can continue without the others
@@ -144,7 +146,8 @@ class Watch:
     def _name(self, rank: int) -> str:
         if rank == self._index:
             return f"rank {rank} on {socket.gethostname()}"
-        return f"rank {rank} on {self._beats[rank].host}" if rank in self._beats else f"rank {rank}"
+        host = self._beats[rank].host if rank in self._beats else ""
+        return f"rank {rank} on {host}" if host else f"rank {rank}"
 
     def _out_of_step(self) -> str | None:
         """The ranks that wait in another exchange than this one, and have for long, in words."""
@@ -166,8 +169,9 @@ class Watch:
         try:
             while not self._ended.wait(BEAT_S):
                 self._set()
-                for rank in self._others:
-                    self._note(rank, self._store.get(f"posttrain/{rank}").decode())
+                for key, rank in ((f"posttrain/{rank}", rank) for rank in self._others):
+                    if self._store.check([key]):  # to read what is not there yet would wait for it
+                        self._note(rank, self._store.get(key).decode())
                 self._heard = time.monotonic()
         except RuntimeError as error:  # the store went with its process
             log.debug("the store of the ranks does not answer: %s", error)
@@ -177,12 +181,12 @@ class Watch:
         self._store.set(f"posttrain/{self._index}", f"{time.time():.3f} {socket.gethostname()} {self.place}")
 
     def _note(self, rank: int, line: str) -> None:
-        now, before = time.monotonic(), self._beats.get(rank)
-        if before is not None and before.line == line:
+        now, before = time.monotonic(), self._beats[rank]
+        if before.line == line:
             return
         _, host, place = line.split(" ", 2)
         at = Place.read(place)
-        there = before.there if before is not None and before.place == at else now
+        there = before.there if before.place == at else now
         self._beats[rank] = Beat(line, now, at, there, host)
 
     def _judge(self) -> None:

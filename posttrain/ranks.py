@@ -29,11 +29,12 @@ from torch import Tensor
 
 from posttrain.errors import RankError, is_out_of_memory, reason_of
 from posttrain.heartbeats import Place, Watch, out_of_step, watching
-from posttrain.rendezvous import choose_network, connected, meeting
+from posttrain.rendezvous import choose_network, connected, in_time, meeting
 from posttrain.shared_sums import ROOM, SharedSums, shared_sums
 from posttrain.signals import handling
 
 T = TypeVar("T")
+CONNECT_S = 120.0  # for connections between ranks that have all started
 PATIENCE = timedelta(days=7)  # of exchanges: the first rank may tokenise for hours while others wait
 MOST_LISTED = 20  # differences in a message
 LONGEST_SHOWN = 120  # characters of a value in it
@@ -317,16 +318,19 @@ def joined() -> Iterator[Ranks]:
 def _connect(store: dist.Store, watch: Watch, index: int, size: int) -> Any:
     """Connect the ranks for tensors on their devices. Returns the group for objects, which times out by itself."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or "the one that the name of the machine leads to"
+    failed = f"rank {index} on {socket.gethostname()} cannot connect to the others"
+    advice = (
+        "another rank has ended, or not all ports are open between the machines; GLOO_SOCKET_IFNAME names the network "
+        f"interface to use (now {interface})"
+    )
     watch.enter("connect")
     try:
-        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=index, world_size=size)
-        objects = dist.new_group(timeout=PATIENCE, backend="gloo")
+        with in_time(f"{failed} {{}}: {advice}", CONNECT_S):
+            dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=index, world_size=size)
+            objects = dist.new_group(timeout=PATIENCE, backend="gloo")
     except RuntimeError as error:
-        raise RankError(
-            f"rank {index} on {socket.gethostname()} cannot connect to the others ({reason_of(error)}): all ports must "
-            "be open between the machines; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface to use "
-            f"(now {os.environ.get('GLOO_SOCKET_IFNAME', 'the one that the name of the machine leads to')})"
-        ) from error
+        raise RankError(f"{failed} ({reason_of(error)}): {advice}") from error
     finally:
         watch.leave()
     return objects

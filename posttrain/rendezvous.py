@@ -22,8 +22,9 @@ MARGIN_S = 10.0  # beyond that, for a connection that hangs
 ANSWER_S = 30.0  # for a launcher that listens
 POLL_S = 0.05  # between two looks for a rank that starts
 READ_S = 1.0  # for the others to read what this rank wrote, before it ends
-ELSEWHERE = "192.0.2.1"  # an address of no machine (RFC 5737)
+ELSEWHERE = "192.0.2.1"  # for documentation alone (RFC 5737): the default route leads there
 OTHERWISE = "start all machines with the same --address, --nodes and --nproc"
+OTHER_PROGRAM = "{}: its process hangs, or another program has the port; " + OTHERWISE
 
 
 @contextmanager
@@ -33,7 +34,7 @@ def meeting(index: int, size: int) -> Iterator[Store]:
     Raises RankError when a rank does not come in time or expects another number of ranks. Ends the process if
     the connection itself hangs, as with another program at the port.
     """
-    with _in_time(f"rank {index} got no answer from the others", JOIN_S + MARGIN_S):
+    with in_time(f"rank {index} got no answer from the others {OTHER_PROGRAM}", JOIN_S + MARGIN_S):
         store = connected(index)
         try:
             _check_in(store, index, size)
@@ -43,15 +44,12 @@ def meeting(index: int, size: int) -> Iterator[Store]:
 
 
 @contextmanager
-def _in_time(problem: str, seconds: float) -> Iterator[None]:
-    """Context for calls that may never return; the process ends if they take longer."""
+def in_time(problem: str, seconds: float) -> Iterator[None]:
+    """Context for calls that may never return; the process ends if they take longer, with the problem, in which `{}`
+    is the time."""
 
     def give_up() -> None:
-        say(
-            f"error: {problem} within {seconds:.0f} seconds: a process hangs, another program has the port, or the "
-            f"machines do not reach one another; {OTHERWISE}",
-            error=True,
-        )
+        say(f"error: {problem.format(f'within {seconds:.0f} seconds')}", error=True)
         os._exit(1)
 
     timer = threading.Timer(seconds, give_up)
@@ -67,27 +65,31 @@ def choose_network() -> None:
     """Let gloo connect this machine with others over the interface that leads to the first one, if the user's
     GLOO_SOCKET_IFNAME names none. By itself gloo takes the address of the host name: on many machines the loopback's.
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     of = {
-        one.address: name
+        one.address.partition("%")[0]: name
         for name, addresses in psutil.net_if_addrs().items()
         for one in addresses
-        if one.family == socket.AF_INET and not ipaddress.ip_address(one.address).is_loopback
+        if one.family in (socket.AF_INET, socket.AF_INET6)
     }
-    # On the first machine its own name may lead to the loopback: then the interface of the default route, or any.
+    of = {address: name for address, name in of.items() if not ipaddress.ip_address(address).is_loopback}
+    # On the first machine its own name may lead to the loopback: then that of the default route, or the only one.
     hosts = (os.environ.get("MASTER_ADDR", ELSEWHERE), ELSEWHERE)
-    found = next((address for address in (*map(_own_address, hosts), *of) if address in of), None)
-    if found is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = of[found]
+    names = [of[address] for address in map(_own_address, hosts) if address in of]
+    if not names and len(set(of.values())) == 1:
+        names = list(of.values())
+    if names:
+        os.environ["GLOO_SOCKET_IFNAME"] = names[0]
 
 
 def _own_address(host: str) -> str | None:
-    """The address (IPv4) from which this machine would send to a host; nothing is sent."""
+    """The address from which this machine would send to a host; nothing is sent."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unused:
-            unused.connect((host, 1))
-            return unused.getsockname()[0]
+        family, kind, *_, there = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as unused:
+            unused.connect(there)
+            return unused.getsockname()[0].partition("%")[0]
     except OSError:
         return None
 
@@ -122,7 +124,7 @@ def reach(host: str, port: int, seconds: float) -> None:
                 ) from None
             time.sleep(1)
     problem = f"no answer from a launcher at {host}:{port}"
-    with _in_time(problem, ANSWER_S):
+    with in_time(f"{problem} {OTHER_PROGRAM}", ANSWER_S):
         try:
             TCPStore(host, port, None, False, timedelta(seconds=ANSWER_S), wait_for_workers=False)
         except RuntimeError:

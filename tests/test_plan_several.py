@@ -70,7 +70,8 @@ def test_the_command(shared, tmp_path, capsys):
     assert main(["plan", str(file), "--device", "h100", "devices.ids=[0, 1]", "--strategy", "fsdp"]) == 0
     assert "h100, bfloat16, 2 processes with parts of the weights" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", str(file), "--device", "h1000"]) == 2 and "h100, h200" in capsys.readouterr().err
-    assert main(["plan", str(file), "--probe", "--nproc", "2"]) == 2 and "real steps" in capsys.readouterr().err
+    for several in (["--nproc", "2"], ["devices.ids=[0, 1]"], ["--device", "h100"]):
+        assert main(["plan", str(file), "--probe", *several]) == 2 and "real steps" in capsys.readouterr().err
 
 
 def test_named_gpus_are_planned_for_as_they_are():

@@ -25,6 +25,7 @@ from posttrain.store.files import (
     save_tensors,
 )
 
+CPU = torch.device("cpu")
 TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates too
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -103,38 +104,38 @@ def test_random_streams_go_on_where_they_were(tmp_path):
         random.seed(seed), numpy.random.seed(seed), torch.manual_seed(seed)
         for _ in range(seed):
             draw()  # an odd number of draws leaves half of a gaussian pair behind
-        tensors, facts = rng_state()
+        tensors, facts = rng_state(CPU)
         save_tensors(tmp_path / "rng.safetensors", tensors | {"other": torch.zeros(1)})
         save_json(tmp_path / "rng.json", facts | {"other": 1})
         expected = [draw() for _ in range(3)]
         random.seed(99), numpy.random.seed(99), torch.manual_seed(99)
         assert draw() != expected[0]
-        restore_rng(load_tensors(tmp_path / "rng.safetensors"), load_json(tmp_path / "rng.json"))
+        restore_rng(load_tensors(tmp_path / "rng.safetensors"), load_json(tmp_path / "rng.json"), CPU)
         assert [draw() for _ in range(3)] == expected
 
 
 def test_random_state_that_cannot_be_restored_is_refused():
-    tensors, facts = rng_state()
+    tensors, facts = rng_state(CPU)
     with pytest.raises(RunError, match=r"the random state lacks rng\.numpy"):
-        restore_rng({name: tensor for name, tensor in tensors.items() if name != "rng.numpy"}, facts)
+        restore_rng({name: tensor for name, tensor in tensors.items() if name != "rng.numpy"}, facts, CPU)
     with pytest.raises(RunError, match="the random state is invalid"):
-        restore_rng(tensors | {"rng.torch": tensors["rng.torch"][:9]}, facts)
+        restore_rng(tensors | {"rng.torch": tensors["rng.torch"][:9]}, facts, CPU)
 
 
-def test_the_random_state_of_a_gpu_is_that_of_the_current_device_on_any_number(monkeypatch):
-    """On GPUs by name: what is saved on one is restored on the current one, and a process without GPUs reads it."""
-    states = {0: torch.arange(16, dtype=torch.uint8), 1: torch.zeros(16, dtype=torch.uint8)}
-    current = 1
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: states[current].clone())
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: states.update({current: state}))
-    tensors, facts = rng_state()
-    current = 0
-    restore_rng(tensors, facts)
-    assert not states[0].any(), "device 1 then, device 0 now"
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    restore_rng(tensors, facts)
-    assert "rng.cuda" not in rng_state()[0], "a run on the CPU does not start a GPU"
+def test_the_random_state_of_a_gpu_is_that_of_the_run_on_any_number_of_them(monkeypatch):
+    """What is saved on one GPU is restored on another, or not at all on a CPU; also what earlier versions saved."""
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    states = {first: torch.arange(16, dtype=torch.uint8), second: torch.zeros(16, dtype=torch.uint8)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device: state}))
+    tensors, facts = rng_state(second)
+    restore_rng(tensors, facts, first)
+    assert not states[first].any()
+    of_each = {f"rng.cuda.{number}": torch.full((16,), number, dtype=torch.uint8) for number in range(4)}
+    restore_rng(rng_state(CPU)[0] | of_each, facts, second)
+    assert (states[second] == 1).all() and not states[first].any()
+    restore_rng(tensors, facts, CPU)
+    assert "rng.cuda" in tensors and "rng.cuda" not in rng_state(CPU)[0]
 
 
 def test_rows_of_any_data_set_are_written(tmp_path):

@@ -170,11 +170,15 @@ def plan(
             raise UsageError(f"--device {card}: it is one of {', '.join((*DEVICE_TYPES, *CARDS))}")
         card = None
     flags = {path: value for path, value in flags.items() if card is None or path != "devices.type"}
-    if probe and ((nproc or 1) > 1 or card is not None):
-        raise UsageError("--probe takes real steps on this machine: give it without --nproc and without a GPU's name")
     if memory_limit is not None and not (probe and memory_limit > 0):
         raise UsageError("--memory-limit is for --probe, a number of GiB above 0")
     stages = load_stages(config, overrides, flags)
+    ranks = nproc or max(len(stage.config.devices.ids or (0,)) for stage in stages)
+    if probe and (ranks > 1 or card is not None):
+        raise UsageError(
+            "--probe takes real steps in one process on this machine: give it without --nproc, several devices.ids or "
+            "the name of a GPU"
+        )
     with quick_imports():
         from posttrain.planning.plan import plan as print_plan  # imports torch, which takes seconds
 

@@ -148,8 +148,8 @@ def load_tensors(path: Path, device: "str | torch.device" = "cpu") -> "dict[str,
         raise DamagedError(f"{path} is damaged: {error}") from None
 
 
-def rng_state() -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
-    """The state of the global generators of Python, NumPy and PyTorch (the CPU, and the current GPU if one is in use).
+def rng_state(device: "torch.device") -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
+    """The state of the global generators of Python, NumPy and PyTorch: of the CPU, and of the run's own GPU.
 
     Returns tensors, for `save_tensors`, and the rest, for `save_json`. All names start with `rng.`.
     """
@@ -163,8 +163,8 @@ def rng_state() -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
         "rng.numpy": torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)),
         "rng.torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_initialized():
-        tensors["rng.cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
     facts = {
         "rng.python": {"version": version, "gauss": python_gauss},
         "rng.numpy": {"position": int(position), "has_gauss": int(has_gauss), "gauss": float(gauss)},
@@ -172,10 +172,10 @@ def rng_state() -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
     return tensors, facts
 
 
-def restore_rng(tensors: "Mapping[str, torch.Tensor]", facts: Mapping[str, Any]) -> None:
+def restore_rng(tensors: "Mapping[str, torch.Tensor]", facts: Mapping[str, Any], device: "torch.device") -> None:
     """Restore every generator to a saved `rng_state`; other names in the two mappings are ignored.
 
-    The state of a GPU is that of the current device then and now; that of a run that changed to a GPU stays as it is.
+    The state of the run's GPU then is set on its GPU now; if none was saved, that GPU's state is left alone.
     Raises DamagedError if a state is missing or invalid.
     """
     import numpy
@@ -190,8 +190,10 @@ def restore_rng(tensors: "Mapping[str, torch.Tensor]", facts: Mapping[str, Any])
         keys = tensors["rng.numpy"].numpy().astype(numpy.uint32)
         numpy.random.set_state(("MT19937", keys, legacy["position"], legacy["has_gauss"], legacy["gauss"]))
         torch.set_rng_state(tensors["rng.torch"].cpu())
-        if "rng.cuda" in tensors and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(tensors["rng.cuda"].cpu())
+        # Checkpoints of earlier versions have the state of every GPU, by number.
+        saved = tensors.get("rng.cuda", tensors.get(f"rng.cuda.{device.index}"))
+        if device.type == "cuda" and saved is not None:
+            torch.cuda.set_rng_state(saved.cpu(), device)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:  # each generator raises its own type
         raise DamagedError(f"the random state is invalid: {error}") from error
 

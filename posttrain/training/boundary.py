@@ -29,15 +29,15 @@ class Boundary:
     state: State
     rng: tuple[dict[str, torch.Tensor], dict[str, Any]]
 
-    def __init__(self, optimizer: AdamW):
-        self._optimizer = optimizer
+    def __init__(self, optimizer: AdamW, device: torch.device):
+        self._optimizer, self._device = optimizer, device
         self._copies: dict[str, torch.Tensor] = {}
         self._copied_at: int | None = None  # the step of the copies
         self._has_room: bool | None = None
 
     def mark(self, state: State) -> None:
         """A step, or its evaluation, is finished."""
-        self.state, self.rng = state.copy(), rng_state()
+        self.state, self.rng = state.copy(), rng_state(self._device)
 
     @torch.no_grad()
     def copy_weights(self) -> None:

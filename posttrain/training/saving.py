@@ -38,7 +38,7 @@ class Saver:
     def __init__(self, job: Job, policy: nn.Module, optimizer: AdamW, data: Prepared, total: int):
         self.policy, self._job, self._optimizer, self._data, self._total = policy, job, optimizer, data, total
         self.rollouts: RolloutStore | None = None  # None for methods without rollouts
-        self._boundary = Boundary(optimizer)
+        self._boundary = Boundary(optimizer, job.device)
         self._newest = 0  # the step of the last checkpoint
 
     def save(self, state: State) -> None:
@@ -50,7 +50,7 @@ class Saver:
         if self.rollouts is not None:
             self.rollouts.flush()
         check_same_weights(self._job.ranks, self._optimizer.masters, state.step)
-        self._write(state, rng_state())
+        self._write(state, rng_state(self._job.device))
 
     @property
     def finished_step(self) -> int:
@@ -159,7 +159,7 @@ class Saver:
                 f"{OPTIMIZER}.safetensors: it has {len(tensors)} tensors, but {saved.tensors} were saved"
             )
         self._optimizer.load_state(tensors)
-        restore_rng(load_tensors(checkpoint / "rng.safetensors"), saved.rng)
+        restore_rng(load_tensors(checkpoint / "rng.safetensors"), saved.rng, self._job.device)
         state = saved.loop
         with self._job.ranks.ahead():
             self._job.run.rewind(state.step, state.evaluated)

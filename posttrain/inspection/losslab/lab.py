@@ -84,7 +84,7 @@ def losses(
         bench = Bench(job, weights, batch, rows_of(job, folder, step) if mixed else None)
         _refuse_too_large(bench.optimizer, len(chosen))
         if config.method.dropout:
-            weights.restore_generators()
+            weights.restore_generators(job.device)
         rows, gradients = _measure(bench, chosen, batch)
     line = logged(folder, step) if weights.exact and config.method.updates == 1 else None
     norm = None if line is None else line.get("grad_norm")
@@ -111,9 +111,9 @@ def _measure(bench: Bench, chosen: Sequence[Variant], batch: Rows | StoredStep) 
     masters = bench.optimizer.masters.values()
     gradients = torch.zeros(len(chosen), sum(master.numel() for master in masters))
     stored = batch if isinstance(batch, StoredStep) and bench.job.config.method.updates > 1 else None
-    generators, rows = rng_state(), []
+    generators, rows = rng_state(bench.job.device), []
     for variant, gradient in zip(progress(chosen, "losses"), gradients, strict=True):
-        restore_rng(*generators)  # the same dropout for all
+        restore_rng(*generators, bench.job.device)  # the same dropout for all
         loss = bench.loss(variant.method)
         metrics = backward(loss.packs, loss.objective)
         norm = _take(bench.optimizer, gradient)

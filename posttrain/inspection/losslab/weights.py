@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from posttrain.config import RunConfig, load
 from posttrain.errors import RunError
 from posttrain.store.checkpoint import list_checkpoints, verify
@@ -40,10 +42,10 @@ class Weights:
             return f"{self.name}, which step {self.step} began with"
         return f"{self.name}: nearest before step {self.step}, as there is no checkpoint-{self.step - 1}"
 
-    def restore_generators(self) -> None:
+    def restore_generators(self, device: torch.device) -> None:
         """Set the random generators, which dropout reads, to the checkpoint's; without one they are as at the start."""
         if self.checkpoint is not None:
-            restore_rng(load_tensors(self.checkpoint / "rng.safetensors"), Saved.read(self.checkpoint).rng)
+            restore_rng(load_tensors(self.checkpoint / "rng.safetensors"), Saved.read(self.checkpoint).rng, device)
 
 
 def weights_for(folder: Path, step: int) -> Weights:
