@@ -153,6 +153,11 @@ def test_an_address_without_a_port_is_refused(address, capsys):
     assert "it is HOST:PORT with a port from 1 to 65535" in capsys.readouterr().err
 
 
+def test_a_process_for_each_gpu_that_is_named(shared, tmp_path, capsys):
+    assert main(["launch", str(started(shared, tmp_path, 1)), "devices.ids=[0, 1, 3]", "--nproc", "2"]) == 2
+    assert "devices.ids names 3 GPUs: give --nproc 3" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_damaged_part_of_a_sharded_checkpoint_is_named_and_the_one_before_is_used(shared, tmp_path):
     """By two processes and by one, in the end as from the intact checkpoint before; one that is named is refused."""

@@ -52,13 +52,10 @@ def launch(
     if overwrite and resume is not None:
         raise UsageError("--resume continues a run and --overwrite deletes it; give one of them")
     if resume is None and not several_methods(flags):
-        devices = load_stages(config, overrides, flags)[
-            0
-        ].config.devices  # an error here is said once, not by every rank
-        if devices.ids and len(devices.ids) != nproc:
-            raise UsageError(
-                f"devices.ids names {len(devices.ids)} GPUs: give --nproc {len(devices.ids)}, or other ids"
-            )
+        stages = load_stages(config, overrides, flags)  # an error here is said once, not by every process
+        ids = stages[0].config.devices.ids
+        if ids and len(ids) != nproc:
+            raise UsageError(f"devices.ids names {len(ids)} GPUs: give --nproc {len(ids)}, or other ids")
     arguments = as_given(config, overrides, flags, resume, overwrite, model_index, skip)
     from posttrain.launch import launch as start
 
