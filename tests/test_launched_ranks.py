@@ -154,7 +154,8 @@ def test_an_address_without_a_port_is_refused(address, capsys):
 
 
 def test_a_process_for_each_gpu_that_is_named(shared, tmp_path, capsys):
-    assert main(["launch", str(started(shared, tmp_path, 1)), "devices.ids=[0, 1, 3]", "--nproc", "2"]) == 2
+    file = started(shared, tmp_path, 1, devices={"type": "cuda", "ids": [0, 1, 3]})
+    assert main(["launch", str(file), "--nproc", "2"]) == 2
     assert "devices.ids names 3 GPUs: give --nproc 3" in capsys.readouterr().err
 
 
