@@ -25,6 +25,7 @@ from posttrain.config.render import EXAMPLES
 from posttrain.config.schema.base import is_name
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
 from posttrain.errors import ConfigError
+from posttrain.training.resume import as_started
 
 ROOT = Path(__file__).parent.parent / "posttrain"
 ONLINE = "data: {source: x}\nrewards: [{type: math}]\n"
@@ -417,3 +418,31 @@ def test_home_folders_are_meant_by_their_short_name(monkeypatch):
 def test_sources_of_a_mixture_by_name_alone():
     config = load(None, ["model=m", "method=sft", "data.source=[a.jsonl, {source: b.jsonl, weight: 2}]"]).config
     assert [(part.source, part.weight) for part in config.data.source] == [("a.jsonl", 1), ("b.jsonl", 2)]
+
+
+def test_a_saved_run_keeps_the_rules_that_it_started_with(write):
+    """Settings of a run from before the record are read as version 1; a file of the user's is new."""
+    old = dump(load({"model": "gpt2", "method": "sft", "data": {"source": "x"}}).config).replace(
+        "version: 2", "version: 1"
+    )
+    without = "".join(line for line in old.splitlines(True) if not line.startswith("behavior_version"))
+    for beside in ("run/run.json", "checkpoint-1/state.json", "stages/sft/run.json", "both/model/sft/run.json"):
+        write({beside: "{}", f"{beside.split('/')[0]}/config.yaml": without})
+        assert load(f"{beside.split('/')[0]}/config.yaml").config.behavior_version == 1
+    write(
+        {
+            "recorded/run.json": "{}",
+            "recorded/config.yaml": old.replace("version: 1", "version: 2"),
+            "config.yaml": BASE,
+        }
+    )
+    assert load("recorded/config.yaml").config.behavior_version == 2
+    assert load("config.yaml").config.behavior_version == 2
+    write({"new.yaml": "extends: run/config.yaml\n"})
+    assert load("new.yaml").config.behavior_version == 2
+
+    given = load("config.yaml").config
+    assert as_started(given, Path("run")).behavior_version == 1
+    assert as_started(given, Path("none yet")).behavior_version == 2
+    asked = load("config.yaml", ["behavior_version=2"]).config
+    assert as_started(asked, Path("run")).behavior_version == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from posttrain.store.runs import is_whole_run
 from posttrain.store.tracking import require_trackers
 from posttrain.training.best import Watch
 from posttrain.training.inputs import located
-from posttrain.training.resume import memory_settings, run_folder_of, saved_settings, smaller_packs
+from posttrain.training.resume import as_started, memory_settings, run_folder_of, saved_settings, smaller_packs
 from posttrain.training.state import problems_of
 
 __all__ = ["train"]
@@ -77,6 +78,8 @@ def _train(
     if isinstance(resume, Path) and not is_whole_run(resume):
         return _resume_one(stages, resume, ranks)
     root = root_of(stages, resume, skip, model_index, compared)
+    if resume:
+        stages = tuple(replace(stage, config=as_started(stage.config, root)) for stage in stages)
     runs = Pipeline.of(stages, root, skip, model_index, keeps_going=ranks.size == 1)
 
     def train_task(task: Task, resume: bool, overwrite: bool) -> None:

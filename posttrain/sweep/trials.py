@@ -38,7 +38,7 @@ from posttrain.sweep.records import (
 from posttrain.sweep.show import table, write_picture
 from posttrain.sweep.space import Settings, short_names
 from posttrain.sweep.stopping import Curve, curve_of, is_hopeless
-from posttrain.training.resume import refuse_changes
+from posttrain.training.resume import as_started, refuse_changes
 from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
@@ -117,6 +117,7 @@ def _refuse_the_same_failure(sweep: Sweep, done: int) -> None:
 def _run(sweep: Sweep, trial: Trial, config: RunConfig) -> None:
     folder = sweep.root / trial.name
     exists = (folder / "run.json").is_file()
+    config = as_started(config, sweep.root / sweep.trials[0].name)  # all trials by the same rules
     if exists and _is_finished(folder, config):
         log.info("%s is finished already", trial.name)
         _collect(sweep, trial)

@@ -46,6 +46,14 @@ def run_folder_of(path: Path) -> Path:
     raise RunError(f"{path} is neither a run folder nor a checkpoint in one")
 
 
+def as_started(given: RunConfig, folder: Path) -> RunConfig:
+    """The settings by the rules that the run or the runs in `folder` started with, unless they say which."""
+    if "behavior_version" in given.model_fields_set or not (folder / "config.yaml").is_file():
+        return given
+    version = load(folder / "config.yaml").stages[0].config.behavior_version
+    return given.model_copy(update={"behavior_version": version})
+
+
 def saved_settings(folder: Path, given: RunConfig) -> RunConfig:
     """The settings to resume the run in `folder` with: the given ones, for the folder's model."""
     saved = load(folder / "config.yaml").config
@@ -53,6 +61,7 @@ def saved_settings(folder: Path, given: RunConfig) -> RunConfig:
     own = [model for model in given.models if model.folder_name == name]
     if not own:
         raise RunError(f"{folder} is a run of the model {name}, which the given config does not have")
+    given = as_started(given, folder)
     return given.model_copy(update={"models": (own[0],), "name": saved.name, "output_dir": saved.output_dir})
 
 

@@ -84,6 +84,8 @@ def load(
             common.lay(rest)
             for name, layer in own.items():
                 stages.setdefault(name, []).append(layer)
+        if not isinstance(source, Mapping) and _predates_the_record(find(source), common.values, stages):
+            common.lay(Tree({"behavior_version": 1}))
     given: list[Assignment] = [_assignment(text) for text in overrides]
     flagged: list[Assignment] = [
         (path, value, value.flag if isinstance(value, FlagText) else f"--{path.replace('_', '-')}")
@@ -100,6 +102,19 @@ def load(
         notes = [*common.notes, *said, *result.unread()]
         return Loaded((Stage("", None, result),), list(dict.fromkeys(notes)))
     raise _refusal(result)
+
+
+def _predates_the_record(path: Path, values: Mapping[str, Any], stages: Mapping[str, Sequence[Tree]]) -> bool:
+    """Whether these are the saved settings of a run, or of one of several models or stages, without a version.
+
+    A user's own `config.yaml` may lie above runs, too: saved settings are complete.
+    """
+    if path.name != "config.yaml" or "behavior_version" in values:
+        return False
+    own = {key for trees in stages.values() for tree in trees for key in tree.values}
+    complete = RunConfig.model_fields.keys() - {"behavior_version"} <= values.keys() | own
+    beside = ("run.json", "state.json", *(("*/run.json", "*/*/run.json") if complete else ()))
+    return any(any(path.parent.glob(name)) for name in beside)
 
 
 def _plain(value: Any, depth: int = 0) -> Any:

@@ -12,7 +12,7 @@ from posttrain.errors import ConfigError
 
 # Other entries of the folder of the stages' folders: names that a stage cannot have.
 RESERVED = ("best", "final", "base", "comparison")
-WHOLE_RUN = ("name", "output_dir", "extends", "stages")
+WHOLE_RUN = ("name", "output_dir", "behavior_version", "extends", "stages")
 
 
 @dataclass(frozen=True, slots=True)

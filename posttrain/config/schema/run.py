@@ -1,6 +1,6 @@
 """Every setting of a run with its default and description, defined here only. Imports no torch."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,6 +26,9 @@ from posttrain.config.schema.training import (
     TrainingConfig,
 )
 
+# 1: runs from before the record. Code that computes something else since then asks for the version of the run.
+BEHAVIOR_VERSION: Literal[2] = 2
+
 
 class RunConfig(Settings):
     """Every setting of a run."""
@@ -36,6 +39,10 @@ class RunConfig(Settings):
     output_dir: Folder = Field(default="runs", description="Folder that contains the run folders.")
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = Field(
         default=0, description="Random seed for shuffling, initialisation and dropout."
+    )
+    behavior_version: Literal[1, 2] = Field(
+        default=BEHAVIOR_VERSION,
+        description="Version of the rules for reading data and settings; a run keeps the one that it started with.",
     )
     rewards: tuple[Reward, ...] = Field(
         default=(),
