@@ -1,23 +1,36 @@
-"""QLoRA, DoRA and rsLoRA through the settings a user writes; what is asked for and not installed."""
+"""Adapters: QLoRA, DoRA and rsLoRA through the settings a user writes; what is asked for and not installed.
+
+Those that PEFT wrote: read as PEFT reads them, or refused by name.
+"""
 
 import json
 import math
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
 
 from posttrain import runner
+from posttrain.cli import main
 from posttrain.config import ModelConfig, load
 from posttrain.config.schema.model import LoraConfig
-from posttrain.errors import ConfigError, ModelError
-from posttrain.models.load import base_settings, load_model
-from posttrain.models.lora import target_modules
+from posttrain.errors import ConfigError, DamagedError, ModelError, WeightsError
+from posttrain.models.load import base_settings, load_model, load_tokenizer, with_adapter
+from posttrain.models.lora import load_lora, target_modules
 from posttrain.models.optional import is_4bit
+from posttrain.models.untrusted import ADAPTERS
 from posttrain.training.inputs import reference_settings
 
 CPU = torch.device("cpu")
@@ -170,3 +183,162 @@ def test_what_is_not_installed_names_its_extra(scratch_model, monkeypatch, packa
 def test_kernels_for_gpus_are_refused_on_a_cpu(scratch_model):
     with pytest.raises(ModelError, match="use_liger_kernel: its kernels are for GPUs, and this run computes on cpu"):
         load_model(ModelConfig(path=str(scratch_model), use_liger_kernel=True), "lm", torch.float32, CPU)
+
+
+# --- adapters that others made ----------------------------------------------------------------------------------------
+
+IDS = torch.arange(5, 45)[None]
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def made_by_peft(base: Path, folder: Path, config: peft.PeftConfig, tokenizer: bool = True) -> torch.Tensor:
+    """An adapter with random weights of a base folder, written by PEFT. Returns its logits (or rewards) of IDS."""
+    torch.manual_seed(0)
+    reward = config.task_type == "SEQ_CLS"
+    auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
+    model = auto.from_pretrained(base, **({"num_labels": 1, "pad_token_id": 0} if reward else {}))
+    adapted = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad and "original_module" not in name:
+                parameter += 0.1 * torch.randn_like(parameter)
+        adapted.save_pretrained(folder)
+        if tokenizer:
+            AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+        return adapted(IDS).logits
+
+
+def lora(**settings) -> peft.LoraConfig:
+    return peft.LoraConfig(**{"r": 4, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **settings})
+
+
+def renamed(tensors):
+    return {key.replace("q_proj", "query"): tensor for key, tensor in tensors.items()}
+
+
+MISMATCHES = {
+    "renamed": (renamed, r"lacks base_model\.model\.model\.layers\.0\.self_attn\.q_proj\.lora_A\.weight, .* and 1 more"
+                r".* and the adapter has base_model\.model\.model\.layers\.0\.self_attn\.query\.lora_A\.weight"),
+    "half of the layers": (lambda of: {k: t for k, t in of.items() if ".1." not in k}, r"lacks .*layers\.1\..* more"),
+    "another layer": (lambda of: of | {k.replace(".1.", ".7."): t + 0 for k, t in of.items()}, r"has .*layers\.7\."),
+    "another prefix": (lambda of: {k.removeprefix("base_model."): t for k, t in of.items()}, r"lacks .*has model\.mod"),
+    "one tensor": (lambda of: dict([*of.items()][1:]), r"lacks base_model\S*, which its adapter_config.json describes"),
+    "other shapes": (lambda of: {k: t[:, :3].contiguous() for k, t in of.items()}, "have other shapes than its base"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_an_adapter_whose_tensors_do_not_match_is_refused(name, scratch_model, tmp_path, capsys):
+    """In every command: they load it here. A damaged checkpoint makes the run fall back to the one before."""
+    change, message = MISMATCHES[name]
+    made_by_peft(scratch_model, tmp_path / "adapter", lora())
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    save_file(change(load_file(file)), file)
+    model = ModelConfig(path=str(tmp_path / "adapter"))
+    with pytest.raises(WeightsError, match=message) as error:
+        load_model(model, "lm", torch.float32, CPU)
+    assert "\n" not in str(error.value)
+    base = load_model(ModelConfig(path=str(scratch_model)), "lm", torch.float32, CPU)
+    with pytest.raises(WeightsError, match=message):  # of a server, under a name
+        with_adapter(base, model, "other")
+    base = load_model(ModelConfig(path=str(scratch_model)), "lm", torch.float32, CPU)
+    with pytest.raises(DamagedError, match=r"lacks|has|shapes differ"):
+        load_lora(base, tmp_path / "adapter")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "chosen": " b", "rejected": " c"}\n')
+    for command in (["score", str(tmp_path / "adapter"), str(rows)], ["export", str(tmp_path / "adapter")]):
+        assert main(command) == 1
+        assert "error: model " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_head_of_the_other_kind_is_not_read(scratch_model, tmp_path):
+    """A score head where a language model is loaded, a language model's head where a reward model is."""
+    made_by_peft(scratch_model, tmp_path / "lm", lora())
+    file = tmp_path / "lm/adapter_model.safetensors"
+    whole = load_model(ModelConfig(path=str(tmp_path / "lm")), "lm", torch.float32, CPU).state_dict()
+    save_file(load_file(file) | {"base_model.model.score.weight": torch.ones(1, 48)}, file)
+    again = load_model(ModelConfig(path=str(tmp_path / "lm")), "lm", torch.float32, CPU).state_dict()
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    made_by_peft(scratch_model, tmp_path / "head", lora(modules_to_save=["lm_head"]))
+    reward = load_model(ModelConfig(path=str(tmp_path / "head")), "reward", torch.float32, CPU).state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(reward[name], whole[name])
+    made_by_peft(scratch_model, tmp_path / "reward", lora(task_type="SEQ_CLS"))
+    base = load_model(ModelConfig(path=str(scratch_model)), "lm", torch.float32, CPU)
+    served = with_adapter(base, ModelConfig(path=str(tmp_path / "reward")), "other")
+    tensors = load_file(tmp_path / "reward/adapter_model.safetensors")
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A"
+    assert torch.equal(served.get_parameter(f"{key}.other.weight"), tensors[f"{key}.weight"])
+
+
+def test_an_adapter_without_a_tokenizer_takes_its_bases(scratch_model, tmp_path):
+    made_by_peft(scratch_model, tmp_path / "adapter", lora(), tokenizer=False)
+    model = ModelConfig(path=str(tmp_path / "adapter"))
+    base = load_tokenizer(ModelConfig(path=str(scratch_model)))
+    assert load_tokenizer(model).get_vocab() == base.get_vocab()
+    assert load_tokenizer(model).chat_template == base.chat_template
+    (tmp_path / "adapter/chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert load_tokenizer(model).chat_template == "{{ messages[0].content }}"
+    (tmp_path / "adapter/chat_template.jinja").unlink()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "chosen": " b", "rejected": " c"}\n')
+    assert main(["score", str(tmp_path / "adapter"), str(rows)]) == 0
+    base.add_special_tokens({"eos_token": "<|im_start|>"})
+    base.save_pretrained(tmp_path / "adapter")
+    assert load_tokenizer(model).eos_token == "<|im_start|>"
+
+
+KINDS = {
+    "LORA": lora(use_dora=True),
+    "ADALORA": peft.AdaLoraConfig(init_r=4, total_step=10, target_modules=TARGETS, task_type="CAUSAL_LM"),
+    "LOHA": peft.LoHaConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM"),
+    "LOKR": peft.LoKrConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM"),
+    "IA3": peft.IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
+    "OFT": peft.OFTConfig(oft_block_size=4, target_modules=TARGETS, task_type="CAUSAL_LM"),
+    "VERA": peft.VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    "TRAINABLE_TOKENS": peft.TrainableTokensConfig(token_indices=[7, 9], task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_kinds_of_adapters_are_read_as_peft_reads_them(kind, scratch_model, tmp_path):
+    want = made_by_peft(scratch_model, tmp_path / "adapter", KINDS[kind])
+    model = load_model(ModelConfig(path=str(tmp_path / "adapter")), "lm", torch.float32, CPU)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        got = model(IDS).logits
+        alone = AutoModelForCausalLM.from_pretrained(scratch_model)(IDS).logits
+    error, effect = float((got - want).abs().max()), float((alone - want).abs().max())
+    print(f"{kind}: logits differ by {error:.2g}; without the adapter by {effect:.2g}")
+    assert error < 1e-4 < 1e-2 < effect
+
+
+ODD = {
+    "peft_type": ["PROMPT_TUNING", "PREFIX_TUNING", "XLORA", "POLY", "CPT", "evil", None, 3],
+    "bias": ["evil", 1],
+    "lora_alpha": [float("nan"), float("inf"), "16", [16]],
+    "lora_dropout": [float("nan"), 2, "0.1"],
+    "r": [-1, 1.5, True, "8", 10**9],
+    "rank_pattern": [{"q_proj": 10**9}, 3],
+    "alpha_pattern": [{"q_proj": "x"}, {"q_proj": float("nan")}, [1]],
+    "target_modules": [3, [1], {"a": 1}],
+    "modules_to_save": [3, [None]],
+    "layers_to_transform": ["x", [1.5]],
+    "use_rslora": ["yes"],
+    "trainable_token_indices": [["x"], {"embed_tokens": ["x"]}, [-7], 10**12],
+    "layer_replication": [[[0, 10**9]]],
+    "revision": [3],
+}
+
+
+@pytest.mark.parametrize("field", ODD)
+def test_odd_fields_of_an_adapter_are_one_sentence(field, scratch_model, tmp_path, capsys):
+    folder = tmp_path / "adapter"
+    made_by_peft(scratch_model, folder, lora())
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for value in ODD[field]:
+        (folder / "adapter_config.json").write_text(json.dumps(config | {field: value}))
+        with pytest.raises(ModelError, match=f"adapter_config.json (says|has) {field}"):
+            load_model(ModelConfig(path=str(folder)), "lm", torch.float32, CPU)
+    assert main(["score", str(folder), "absent.jsonl"]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -220,7 +220,7 @@ HOSTILE_MODELS = {
     "many, in words": ({"num_hidden_layers": "many"}, "num_hidden_layers: many; it must be"),
     "all the memory": ({"hidden_size": 10**12}, "hidden_size: 1000000000000; it must be"),
     "all the words": ({"vocab_size": 10**12}, "vocab_size: 1000000000000; it must be"),
-    "a list of positions": ({"max_position_embeddings": [5]}, "cannot be loaded: "),
+    "a list of positions": ({"max_position_embeddings": [5]}, "it must be a whole number above 0"),
     "rotations of nothing": ({"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, "cannot be loaded: "),
 }
 HOSTILE_FILES = {
@@ -244,7 +244,7 @@ HOSTILE_FILES = {
     "a rank beyond memory": (
         "adapter_config.json",
         '{"base_model_name_or_path": "x", "r": 1000000000}',
-        "gives the ra",
+        "says r: 1000000000; it must be a whole number up to 16,384",
     ),
     "a deep tokenizer": ("tokenizer.json", DEEP, "tokenizer is nested too deeply"),
     "a tokenizer of nothing": ("tokenizer.json", "[]", "has no tokenizer that transformers can load"),

@@ -20,11 +20,11 @@ from posttrain.export.merging import DTYPES, load_base, merge, write_and_check
 from posttrain.export.place import put, refuse_full_disk, refuse_target
 from posttrain.export.prompts import prompts_for
 from posttrain.export.serving import FILES, PLAIN, Served, refuse_engines, write_for
-from posttrain.export.source import Source, chats, find_source, tokenizer_of
+from posttrain.export.source import Source, chats, find_source
 from posttrain.export.unchanged import Adapter, Quantised
 from posttrain.models.devices import take_device
 from posttrain.models.families import positions_of
-from posttrain.models.load import check_embeddings, load_config
+from posttrain.models.load import check_embeddings, load_config, load_tokenizer
 from posttrain.models.quantised import method_of
 from posttrain.reports.listing import in_units, size_of
 from posttrain.store.files import save_json
@@ -134,7 +134,7 @@ class _Whole:
             )
         stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
         self._dtype = asked.dtype or (stored if stored in DTYPES else "float32")
-        self._tokenizer = tokenizer_of(source)
+        self._tokenizer = load_tokenizer(source.model)
         base = load_base(source, take_device(devices))
         check_embeddings(base, self._tokenizer, source.model.path)
         refuse_full_disk(target, sum(p.numel() for p in base.parameters()) * DTYPES[self._dtype].itemsize)

@@ -33,12 +33,12 @@ from posttrain.export.gate import (
 from posttrain.export.gate_data import Found, Rows, completions_for, pairs_for
 from posttrain.export.merging import DTYPES
 from posttrain.export.place import put, refuse_full_disk, refuse_target
-from posttrain.export.source import QUANTISED, Source, find_source, tokenizer_of
+from posttrain.export.source import QUANTISED, Source, find_source
 from posttrain.extras import need
 from posttrain.inspection.evaluate import Options, evaluate
 from posttrain.memory import release_memory
 from posttrain.models.devices import take_device
-from posttrain.models.load import check_embeddings, load_config, load_model
+from posttrain.models.load import check_embeddings, load_config, load_model, load_tokenizer
 from posttrain.models.quantised import NAMES, Precision, linear_layers, method_of, quantised, stored_bytes, weight_of
 from posttrain.reports.listing import in_units, size_of
 from posttrain.store.files import load_json, save_json
@@ -140,7 +140,7 @@ class _Work:
         stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
         kind: DtypeName = asked.dtype or ("bfloat16" if stored in ("bfloat16", "float16") else "float32")
         self._dtype, self._device = DTYPES[kind], take_device(devices)
-        self._tokenizer: PreTrainedTokenizerBase = tokenizer_of(source)
+        self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(source.model)
         self._model = source.model.model_copy(update={"dtype": kind})
         self._original = self._loaded(self._model)
         check_embeddings(self._original, self._tokenizer, source.model.path)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.config import ModelConfig, RunConfig, load
 from posttrain.errors import ModelError, PosttrainError, RunError
-from posttrain.models.load import base_settings, is_adapter, is_reward_model, load_tokenizer
+from posttrain.models.load import base_settings, is_adapter, is_reward_model
 from posttrain.reports.listing import newest_model
 from posttrain.store.checkpoint import MANIFEST, saved_step, unusable, verify
 from posttrain.store.files import load_json
@@ -126,12 +126,6 @@ def _settings(run: Path) -> RunConfig | None:
     except PosttrainError as error:
         log.warning("the settings of %s cannot be read (%s): they are not used", run, error)
         return None
-
-
-def tokenizer_of(source: Source) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or that of the base if an adapter has none."""
-    own = any((Path(source.model.path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    return load_tokenizer(source.model if own or not source.adapter else source.base)
 
 
 def chats(source: Source, tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -13,9 +13,9 @@ from posttrain.export.gate import Check
 from posttrain.export.gate_table import TITLES, cells
 from posttrain.export.merging import DTYPES
 from posttrain.export.place import refuse_full_disk
-from posttrain.export.source import QUANTISED, Source, chats, tokenizer_of
+from posttrain.export.source import QUANTISED, Source, chats
 from posttrain.models.devices import take_device
-from posttrain.models.load import load_model
+from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.untrusted import check_adapter_weights
 from posttrain.store.files import load_json, save_json
 
@@ -35,7 +35,7 @@ class Adapter:
                 "has: leave out --no-merge, or put the base's hub id in adapter_config.json (base_model_name_or_path)"
             )
         check_adapter_weights(Path(source.model.path), source.model.path, allow_pickle=False)
-        self._tokenizer = tokenizer_of(source)
+        self._tokenizer = load_tokenizer(source.model)
 
     def write(self, folder: Path, name: str) -> Written:
         place = Path(self._source.model.path)
@@ -58,7 +58,7 @@ class Quantised:
         refuse_full_disk(target, sum(path.stat().st_size for path in self._place.glob("*.safetensors")))
         head = "reward" if source.reward else "lm"
         load_model(source.model, head, DTYPES[self._facts["dtype"]], take_device(devices))
-        self._tokenizer = tokenizer_of(source)
+        self._tokenizer = load_tokenizer(source.model)
 
     def write(self, folder: Path, name: str) -> Written:
         for path in sorted(self._place.iterdir()):

@@ -27,7 +27,7 @@ from posttrain.errors import ModelError, WeightsError
 from posttrain.extras import need
 from posttrain.hub import stay_offline_without_network
 from posttrain.models.attention import NAME as PACKED
-from posttrain.models.families import FAMILIES
+from posttrain.models.families import FAMILIES, base_of
 from posttrain.models.kernels import switch_on
 from posttrain.models.lean import lean
 from posttrain.models.optional import chains_for, check_attention, keep_storage, quantization, takes_triton
@@ -38,6 +38,7 @@ from posttrain.models.untrusted import (
     check_adapter_weights,
     check_config,
     check_embedded_adapter,
+    check_file,
     check_indexes,
 )
 
@@ -55,14 +56,25 @@ BASE = "base"  # in a run folder, the base model of its adapters
 READING = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError)
 READING += (RecursionError, StrictDataclassError)
 # Every folder with a tokenizer has one of these files.
+SCORE = "base_model.model.score."  # a reward head in an adapter
 DESCRIPTIONS = ("config.json", "adapter_config.json", "tokenizer_config.json")
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer."""
+    """The model's tokenizer, or that of its base if it is an adapter without one (with the adapter's chat template)."""
+    if is_adapter(model) and not _has_tokenizer(Path(model.path)):
+        tokenizer, template = load_tokenizer(base_settings(model)), Path(model.path) / "chat_template.jinja"
+        if template.is_file():
+            tokenizer.chat_template = template.read_text(encoding="utf-8")
+        return tokenizer
     with _clear_errors(model, "tokenizer"):
         check_config(model.path, model.revision)  # transformers reads it here, too
+        check_file(model.path, model.revision, "tokenizer_config.json")
         return AutoTokenizer.from_pretrained(model.path, **_source(model))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(any(folder.glob(names)) for names in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))
 
 
 def load_model(
@@ -97,6 +109,7 @@ def load_model(
         source["device_map"] = {"": device}
     check_indexes(Path(base.path), base.path)
     check_embedded_adapter(base.path, base.revision, base.allow_pickle)
+    check_file(base.path, base.revision, "generation_config.json")
     with _clear_errors(base, "weights"), _no_report():
         loaded, info = auto.from_pretrained(
             base.path,
@@ -215,19 +228,57 @@ def _adapter_config(model: ModelConfig) -> dict[str, Any] | None:
 def with_adapter(base: PreTrainedModel | PeftModel, model: ModelConfig, name: str = "default") -> PeftModel:
     """`base` with the adapter of the folder `model.path`, not merged: its layers are added to those of `base`.
 
-    A base that has adapters already gets one more, under its own `name`.
+    A base that has adapters already gets one more, under its own `name`. Raises WeightsError for an adapter whose
+    tensors are not those that its adapter_config.json describes for this base.
     """
-    from peft import PeftConfig, PeftModel, TaskType
-
     check_adapter_weights(Path(model.path), model.path, model.allow_pickle)
     with _clear_errors(model, "adapter"):
-        config = PeftConfig.from_pretrained(model.path)
-        if config.task_type == TaskType.CAUSAL_LM and not hasattr(base, "prepare_inputs_for_generation"):
-            config.task_type = None  # a reward model that starts from it: the backbones have the same names
-        if isinstance(base, PeftModel):
-            base.load_adapter(model.path, name, peft_config=config)
-            return base
-        return PeftModel.from_pretrained(base, model.path, name, config=config)
+        adapted, differences = attach(base, model.path, name)
+    if differences:
+        raise WeightsError(
+            f"model {model.path}: {differences}; the adapter was made for another base model, or its keys were renamed"
+        )
+    return adapted
+
+
+def attach(
+    base: PreTrainedModel | PeftModel, folder: str, name: str = "default", trainable: bool = False
+) -> tuple[PeftModel, str]:
+    """`base` with the adapter of a folder, and how the saved tensors differ from the described ones; empty if they do
+    not: PEFT leaves missing ones at their initial values and ignores others.
+
+    A trainable adapter has the dtype of the base. The head of the other kind of model (a reward head where a language
+    model is loaded, a language model's where a reward model is) is not read.
+    """
+    from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel, TaskType
+
+    config = PeftConfig.from_pretrained(folder)
+    config.inference_mode = not trainable
+    whole = base_of(base)
+    other_head = TaskType.SEQ_CLS if whole.can_generate() else TaskType.CAUSAL_LM
+    if config.task_type == other_head:
+        config.task_type = None  # the backbones have the same names
+    if isinstance(base, PeftModel):
+        adapted = base
+        adapted.add_adapter(name, config)
+    else:
+        kind = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(str(config.task_type), PeftModel)
+        adapted = kind(base, config, name, autocast_adapter_dtype=not trainable)
+    mapping = getattr(whole, "_checkpoint_conversion_mapping", {})
+    try:
+        found = adapted.load_adapter(
+            folder, name, is_trainable=trainable, autocast_adapter_dtype=not trainable, key_mapping=mapping
+        )
+    except KeyError as error:  # PEFT looks up modules that are saved whole
+        return adapted, f"the adapter lacks {error.args[0]}"
+    missing, unexpected = ({key.replace(f".{name}", "") for key in keys} for keys in found)
+    read = ("",) if whole.can_generate() else (f"base_model.model.{whole.base_model_prefix}.", SCORE)
+    unexpected = {key for key in unexpected if key.startswith(read) and not (whole.can_generate() and SCORE in key)}
+    parts = [
+        f"the adapter lacks {_some(missing)}, which its adapter_config.json describes" if missing else "",
+        f"the adapter has {_some(unexpected)}, which {type(whole).__name__} does not" if unexpected else "",
+    ]
+    return adapted, " and ".join(part for part in parts if part)
 
 
 def merged(adapted: PeftModel) -> PreTrainedModel:
@@ -272,11 +323,14 @@ def _clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
         kind = WeightsError if isinstance(error, SafetensorError) else ModelError
         raise kind(f"model {path}: {_explain(model, part, error)}") from error
     except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):  # other errors, such as memory, are not the model's fault
+        text = str(error)
+        if "ignore_mismatched_sizes" in text:
+            what = "weights and config.json have different shapes (see the report above)"
+        elif part == "adapter" and "size mismatch" in text:
+            what = f"the adapter's tensors have other shapes than its base model: {text.splitlines()[1].strip()}"
+        else:  # other errors, such as memory, are not the model's fault
             raise
-        raise WeightsError(
-            f"model {path}: weights and config.json have different shapes (see the report above)"
-        ) from error
+        raise WeightsError(f"model {path}: {what}") from error
 
 
 def _explain(model: ModelConfig, part: str, error: Exception) -> str:
@@ -301,6 +355,8 @@ def _explain(model: ModelConfig, part: str, error: Exception) -> str:
         )
     if "backend tokenizer" in text:
         return "has no tokenizer: it needs tokenizer.json, or the files to build it, next to the weights"
+    if isinstance(error, StrictDataclassError):
+        return f"config.json is invalid: {' '.join(str(error).split())}"
     if isinstance(error, RecursionError):
         return f"{part} is nested too deeply"
     if isinstance(error, SafetensorError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from posttrain.config.schema.model import LoraConfig
 from posttrain.errors import DamagedError, ModelError
 from posttrain.models.families import FAMILIES, backbone_of
-from posttrain.models.load import Head
+from posttrain.models.load import Head, attach
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -49,25 +49,21 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig, head: Head, revision: str
 def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
     """`model` with the adapters of a checkpoint, trainable; they name the model as their base.
 
-    Raises DamagedError if they differ from their adapter_config.json: PEFT would leave missing ones at their initial
-    values.
+    Raises DamagedError if they differ from their adapter_config.json.
     """
-    from peft import PeftModel, get_peft_model_state_dict
-
     file = folder / "adapter_model.safetensors"
     try:
-        adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True, autocast_adapter_dtype=False)
-        with safe_open(file, "pt") as saved:
-            found = set(saved.keys())
+        if not file.is_file():
+            raise OSError("it is missing")
+        adapted, differences = attach(model, str(folder), trainable=True)
     except (OSError, ValueError, SafetensorError) as error:
         raise DamagedError(f"{file.name}: {error}") from error
     except RuntimeError as error:
         if "size mismatch" not in str(error):
             raise
         raise DamagedError(f"{file.name}: tensor shapes differ from those of adapter_config.json") from error
-    missing = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys() - found
-    if missing:
-        raise DamagedError(f"{file.name}: it lacks {min(missing)}")
+    if differences:
+        raise DamagedError(f"{file.name}: {differences}")
     adapted.peft_config["default"].base_model_name_or_path = model.name_or_path
     return adapted
 

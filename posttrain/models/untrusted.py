@@ -6,7 +6,8 @@ A config of ten million layers costs hours and all memory before any weight is r
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -24,7 +25,94 @@ SIZES: dict[str, int] = {
     "vocab_size": 2**24,
 }
 RANK = 2**14  # accepted maximum of an adapter
+# Adapters that PEFT merges into the weights as it does LoRA; others add tokens to the prompt, layers, or routers.
+ADAPTERS = ("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "VERA", "TRAINABLE_TOKENS")
 MOST_BYTES = 100_000_000  # of a JSON file that describes a model; an index of 100,000 tensors has 10 MB
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and -1 <= value < SIZES["vocab_size"]
+
+
+def _each(value: Any, right: Callable[[Any], bool]) -> bool:
+    """Whether a value, or every item of a list, is right."""
+    return all(map(right, value)) if isinstance(value, list) else right(value)
+
+
+def _is_mapping(value: Any, right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(map(right, value.values()))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= RANK
+
+
+Rule = tuple[Callable[[Any], bool], str]
+_ID: Rule = (_is_id, "a token id")
+_IDS: Rule = (lambda value: _each(value, _is_id), "a token id or a list of them")
+_NAMES: Rule = (lambda value: _each(value, _is_text), "a name or a list of them")
+_FLAG: Rule = (lambda value: type(value) is bool, "true or false")
+_NUMBER: Rule = (_is_number, "a number")
+_SHARE: Rule = (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+_RANK: Rule = (_is_rank, f"a whole number up to {RANK:,}")
+_TOKENS = {"eos_token_id": _IDS, "bos_token_id": _IDS, "pad_token_id": _ID}
+# File -> field -> what it must be. Libraries check neither, and fail far from the cause or compute nonsense.
+FIELDS: dict[str, dict[str, Rule]] = {
+    "config.json": {
+        **_TOKENS,
+        "architectures": (lambda value: isinstance(value, list) and _each(value, _is_text), "a list of names"),
+        "max_position_embeddings": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
+    },
+    "generation_config.json": {
+        **_TOKENS,
+        **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"), _NUMBER),
+    },
+    "tokenizer_config.json": {
+        "model_max_length": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+        "chat_template": (lambda value: isinstance(value, str | list | dict), "a template"),
+    },
+    "adapter_config.json": {
+        **dict.fromkeys(("r", "init_r", "target_r", "oft_block_size"), _RANK),
+        **dict.fromkeys(("lora_alpha", "alpha"), _NUMBER),
+        **dict.fromkeys(("lora_dropout", "module_dropout", "rank_dropout", "vera_dropout"), _SHARE),
+        **dict.fromkeys(("target_modules", "modules_to_save", "exclude_modules", "layers_pattern"), _NAMES),
+        **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias", "ensure_weight_tying"), _FLAG),
+        "bias": (lambda value: value in ("none", "all", "lora_only"), "none, all or lora_only"),
+        "revision": (_is_text, "a branch, tag or commit"),
+        "layers_to_transform": (lambda value: _each(value, lambda one: type(one) is int), "a layer or a list of them"),
+        "rank_pattern": (  # AdaLoRA's has a list for each module: which ranks are kept
+            lambda value: _is_mapping(value, lambda rank: isinstance(rank, list) or _is_rank(rank)),
+            f"a mapping of modules to whole numbers up to {RANK:,}",
+        ),
+        "alpha_pattern": (lambda value: _is_mapping(value, _is_number), "a mapping of modules to numbers"),
+        "trainable_token_indices": (
+            lambda value: all(_each(of, _is_id) for of in (value.values() if isinstance(value, dict) else [value])),
+            "token ids, or a mapping of modules to them",
+        ),
+    },
+}
+
+
+def check_file(path: str, revision: str | None, name: str) -> None:
+    """Raise ModelError for a file of a model, in a folder or on the hub, with a field that is of the wrong kind."""
+    file = _found(path, name, revision)
+    values = None if file is None else read_json(file, path)
+    if isinstance(values, dict):
+        _check_fields(values, path, name)
+
+
+def _check_fields(values: Mapping[str, Any], path: str, file: str) -> None:
+    for name, (right, what) in FIELDS[file].items():
+        if values.get(name) is not None and not right(values[name]):
+            raise ModelError(f"model {path}: {file} says {name}: {str(values[name])[:40]}; it must be {what}")
 
 
 def check_config(path: str, revision: str | None) -> None:
@@ -38,6 +126,7 @@ def check_config(path: str, revision: str | None) -> None:
         if not isinstance(config, dict):
             raise ModelError(f"model {path}: config.json is not a model's settings, but a {type(config).__name__}")
         check_sizes(config, path)
+        _check_fields(config, path, "config.json")
 
 
 def _found(path: str, name: str, revision: str | None) -> Path | None:
@@ -88,13 +177,14 @@ def adapter_config(folder: Path, path: str) -> dict[str, Any] | None:
     config = read_json(file, path)
     if not isinstance(config, dict) or not isinstance(config.get("base_model_name_or_path"), str):
         raise ModelError(f"model {path}: {file.name} names no base model (base_model_name_or_path)")
-    ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
-    for rank in ranks:
-        if rank is not None and (type(rank) is not int or not 1 <= rank <= RANK):
-            raise ModelError(
-                f"model {path}: {file.name} gives the rank {str(rank)[:40]}; it must be a whole number from 1 to "
-                f"{RANK:,}"
-            )
+    _check_fields(config, path, file.name)
+    if config.get("peft_type") not in ADAPTERS:
+        raise ModelError(
+            f"model {path}: {file.name} says peft_type: {str(config.get('peft_type'))[:40]}; adapters that can be "
+            f"merged into their base are read: {', '.join(ADAPTERS)}"
+        )
+    if config.get("layer_replication") is not None:
+        raise ModelError(f"model {path}: {file.name} has layer_replication, which is not supported")
     return config
 
 
