@@ -1,7 +1,7 @@
 """Runs that started before `behavior_version` was recorded, as that version left them: they resume as they began.
 
-`make_earlier_runs.py` has how they were made. New runs hold out other rows, drop nulls of tool calls, continue the adapter of a
-stage, add a loss of routers, and read `use_ref_model: false` as the policy at its start.
+`make_earlier_runs.py` has how they were made. New runs hold out other rows, drop nulls of tool calls, continue the
+adapter of a stage, add a loss of routers, and read `use_ref_model: false` as the policy at its start.
 """
 
 import json
