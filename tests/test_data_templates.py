@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+import unicodedata
 
 import pytest
 from data_tokenizer import CHATML, byte_tokenizer
@@ -367,3 +368,34 @@ def test_generation_stops_where_a_published_template_ends(scratch_model, tmp_pat
     assert saved.eos_token_id == stop != tokenizer.eos_token_id
     assert trained.generation_config.eos_token_id == [stop, tokenizer.eos_token_id]
     assert stop_token_ids(trained, saved) == (stop, tokenizer.eos_token_id)
+
+
+MARKED = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}|{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "minimind6400", "stories260K"])
+@pytest.mark.parametrize("said", ["ok 🦙", "🦙", "é", "e\u0301", "龥", "ok 👩‍👩‍👧", "x"])
+def test_marks_that_end_inside_a_character(name, said, shared, tmp_path):
+    """Every token of the last character is trained, also where a character has several."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / ("models" if name == "stories260K" else "tokenizers") / name)
+    turns = [{"role": "user", "content": "a🦙"}, {"role": "assistant", "content": said}] * 2
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [*turns, turns[0]]}) + "\n")
+    template = tmp_path / "marked.jinja"
+    template.write_text(MARKED)
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"), template=str(template))
+    prepared = prepare(data, tokenizer, "sft", assistant_only_loss=True, cache_dir=tmp_path)
+    (tree,) = prepared.train[0].trees
+    assert (
+        list(tree.tokens)
+        == tokenizer(tokenizer.apply_chat_template([*turns, turns[0]], tokenize=False), add_special_tokens=False)[
+            "input_ids"
+        ]
+    )
+    same = unicodedata.normalize("NFC", said) if name == "qwen3" else said
+    assert [text.strip() for text in trained_text(prepared, tokenizer)] == [same, same]
+    if said == "ok 🦙":
+        old = prepare(data, tokenizer, "sft", assistant_only_loss=True, cache_dir=tmp_path, behavior_version=1)
+        assert "\ufffd" in trained_text(old, tokenizer)[0]

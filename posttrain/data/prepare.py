@@ -76,6 +76,7 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positi
         evaluated=_evaluated(config),
         positions=positions,
         with_completions=method.reads_completions,
+        behavior_version=config.behavior_version,
         **targets,
     )
     if kind == "pair" and not method.learns_ties:
@@ -98,7 +99,9 @@ def prompts_with_system(
     most = config.training.tokens_per_pack
     update = {"system_prompt": system_prompt, "max_prompt_length": None, "max_length": most}
     data = config.data.model_copy(update=update | {"overlong": "error", "validation": None})
-    found = prepare(data, tokenizer, "prompt", completion_length=config.completion_length, seed=config.seed).train
+    room, version = config.completion_length, config.behavior_version
+    made = prepare(data, tokenizer, "prompt", completion_length=room, seed=config.seed, behavior_version=version)
+    found = made.train
     return {int(row): np.asarray(found[index].trees[0].tokens) for index, row in enumerate(found.rows)}
 
 
@@ -125,6 +128,7 @@ def _validation_prompts(
         evaluated=room,
         positions=positions,
         held_out=held_out,
+        behavior_version=config.behavior_version,
     ).validation
     for name, dataset in found.items():  # reported already for held-out rows
         if name != "validation" or (data.validation is not None and data.validation.source is not None):
@@ -173,6 +177,7 @@ def prepare(
     with_completions: bool = False,
     cache_dir: Path | None = None,
     seed: int = 0,
+    behavior_version: int = 2,
 ) -> Prepared:
     """Read and tokenise the sources of `data` and the further evaluation `datasets`.
 
@@ -182,7 +187,8 @@ def prepare(
     prompt as the prompt's only child.
     `completion_only_loss` None trains completions if a row has a prompt, and every token otherwise. The template is set
     on the tokenizer. `validation` has the set of `data.validation` as "validation" and the further ones by their names.
-    The same seed gives the same split; `held_out` gives the row numbers instead.
+    The same seed gives the same split; `held_out` gives the row numbers instead. With `behavior_version` 1 rows are
+    tokenised and truncated as by the runs that began before there was such a record.
 
     Raises DataError: a missing source or column, more than 1 % malformed rows, a row without trained tokens, rows over
     the limits if `overlong` is error, labelled completions of one kind only, or no usable rows.
@@ -192,8 +198,9 @@ def prepare(
     template = choose_template(data, tokenizer)
     cache_dir = cache_dir or default_folder()
     reader = Reader(
-        data, tokenizer, template, kind, completion_only_loss, assistant_only_loss, cache_dir, seed, with_completions
-    )
+        data, tokenizer, template, kind, completion_only_loss, assistant_only_loss, cache_dir, seed, with_completions,
+        behavior_version,
+    )  # fmt: skip
     parts = parts_of(data)
     max_rows = None if isinstance(data.source, str) else data.max_rows
     whole = reader.load("train", parts, partial(training_limits, data, kind, longest), max_rows)

@@ -79,6 +79,7 @@ class Reader:
         folder: Path,
         seed: int,
         with_completions: bool = False,
+        behavior_version: int = 2,
     ):
         self.data = data
         self.tokenizer = tokenizer
@@ -89,6 +90,7 @@ class Reader:
         self.folder = folder
         self.seed = seed
         self.with_completions = with_completions
+        self.behavior_version = behavior_version
         self.settings = {
             "tokenizer": cache.tokenizer_fingerprint(tokenizer),
             "template": [template.name, template.turns, template.tags.model_dump()],
@@ -99,21 +101,24 @@ class Reader:
             "assistant_only_loss": assistant_only_loss,
         }
         self.settings |= {"with_completions": True} if with_completions else {}
+        self.settings |= {"behavior_version": behavior_version} if behavior_version > 1 else {}
 
     def of_prompts_alone(self) -> Reader:
         """This reader, or one that omits the completions of prompts."""
         if not self.with_completions:
             return self
-        losses = self.completion_only_loss, self.assistant_only_loss
-        return Reader(self.data, self.tokenizer, self.template, self.kind, *losses, self.folder, self.seed)
+        return self._with(self.data, self.tokenizer, self.template)
 
     def with_data(self, data: DataConfig) -> Reader:
         """A reader for a set with its own settings; its own template is set on a copy of the tokenizer."""
         if data == self.data:
             return self
         tokenizer = self.tokenizer if data.template == self.data.template else deepcopy(self.tokenizer)
-        template, losses = choose_template(data, tokenizer), (self.completion_only_loss, self.assistant_only_loss)
-        return Reader(data, tokenizer, template, self.kind, *losses, self.folder, self.seed)
+        return self._with(data, tokenizer, choose_template(data, tokenizer))
+
+    def _with(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, template: Template) -> Reader:
+        losses, version = (self.completion_only_loss, self.assistant_only_loss), self.behavior_version
+        return Reader(data, tokenizer, template, self.kind, *losses, self.folder, self.seed, behavior_version=version)
 
     def load(
         self, name: str, parts: Sequence[SourcePart], limits_of: Callable[[Table], Limits], max_rows: int | None
@@ -182,7 +187,7 @@ class Reader:
             if self.template.turns and layout.name != "text":
                 require_chat_template(self.tokenizer)
                 renderer = stack.enter_context(rendering(self.tokenizer))
-            tokeniser = Tokeniser(self.tokenizer, renderer, self.assistant_only_loss)
+            tokeniser = Tokeniser(self.tokenizer, renderer, self.assistant_only_loss, self.behavior_version)
             for batch in _batches(progress(records, f"tokenising {name}")):
                 read += len(batch)
                 rows, records_of = [], []

@@ -7,8 +7,10 @@ special token.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import cast
 
 import numpy as np
@@ -49,10 +51,17 @@ class Compared:
 class Tokeniser:
     """Tokenises batches of rows for one tokenizer. `renderer` is None when texts are used as they are."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, renderer: Renderer | None, assistant_only_loss: bool):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        renderer: Renderer | None,
+        assistant_only_loss: bool,
+        behavior_version: int = 2,
+    ):
         self.tokenizer = tokenizer
         self.renderer = renderer
         self.assistant_only_loss = assistant_only_loss
+        self.behavior_version = behavior_version
         self.stop = str(tokenizer.eos_token) if tokenizer.eos_token else ""
         self.endings = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         # Whether the tokenizer itself ends a text with the stop token. It has one already, and a prompt is continued.
@@ -288,7 +297,8 @@ class Tokeniser:
                 out.append(cast(RowError, item))
                 continue
             tokens = cast(Ids, encoded["input_ids"][position])
-            spans = [_token_span(encoded, position, span) for span in item[1]]
+            token_span = _token_span if self.behavior_version > 1 else _old_token_span
+            spans = [token_span(encoded, position, span) for span in item[1]]
             out.append(Trained(tokens, tuple(span for span in spans if span is not None), 0))
             position += 1
         return out
@@ -310,7 +320,15 @@ def _end_span(rendered: str, ended: str, spans: tuple[Span, ...]) -> tuple[str, 
 
 
 def _token_span(encoded: BatchEncoding, row: int, span: Span) -> Span | None:
-    """The tokens of a span of characters; None when no token has any of them."""
+    """The tokens that have a character of a span, or a byte of one; None when there is none."""
+    offsets = (encoded.encodings or [])[row].offsets  # a character of several tokens is in the offsets of each
+    start = bisect_right(offsets, span[0], key=itemgetter(1))
+    stop = bisect_left(offsets, span[1], key=itemgetter(0))
+    return (start, stop) if start < stop else None
+
+
+def _old_token_span(encoded: BatchEncoding, row: int, span: Span) -> Span | None:
+    """The same in runs of behavior_version 1, without the later tokens of a last character of several."""
     start = next((t for c in range(*span) if (t := encoded.char_to_token(row, c)) is not None), None)
     last = next((t for c in reversed(range(*span)) if (t := encoded.char_to_token(row, c)) is not None), None)
     return None if start is None or last is None else (start, last + 1)
