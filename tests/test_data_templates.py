@@ -1,22 +1,32 @@
 """Templates: the built-in ones, the sandbox they are rendered in, and which tokens of a conversation are trained."""
 
 import json
+import re
 import signal
 import time
 import unicodedata
 
 import pytest
+import torch
 from data_tokenizer import CHATML, byte_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from posttrain import helpers
+from posttrain import helpers, runner
+from posttrain.batch import sequences
 from posttrain.cli import main
+from posttrain.config import ModelConfig, load
 from posttrain.config.schema.data import DataConfig, TagsConfig
+from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data import prepare, render
+from posttrain.data.prompts import Prompt
 from posttrain.data.render import Process, RenderRequest, rendering
 from posttrain.data.templates import choose_template
 from posttrain.engines import stop_token_ids
-from posttrain.errors import DataError
+from posttrain.errors import DataError, ModelError
+from posttrain.evaluation.answering import ask, stops_of
+from posttrain.evaluation.items import Item
+from posttrain.models.load import load_model, load_tokenizer
+from posttrain.models.untrusted import adapter_stops
 
 TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 
@@ -399,3 +409,157 @@ def test_marks_that_end_inside_a_character(name, said, shared, tmp_path):
     if said == "ok 🦙":
         old = prepare(data, tokenizer, "sft", assistant_only_loss=True, cache_dir=tmp_path, behavior_version=1)
         assert "\ufffd" in trained_text(old, tokenizer)[0]
+
+
+# The shapes of published base models, whose stop token is not their chat template's end of turn: the stop token of the
+# tokenizer, what the template writes after a reply, and the stop tokens that inference needs.
+TINY = {
+    "vocab_size": 151_936, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True,
+}  # fmt: skip
+BASE_SHAPES = {
+    "qwen2.5": ("<|endoftext|>", "<|im_end|>\\n", ["<|endoftext|>", "<|im_end|>"]),
+    "smollm, of a template that ends in both": (
+        "<|endoftext|>",
+        "<|im_end|><|endoftext|>",
+        ["<|endoftext|>", "<|im_end|>"],
+    ),
+    "glm, of turns that only the next one ends": ("<|endoftext|>", "", ["<|endoftext|>"]),
+    "llama3, of one that is known": ("<|im_end|>", "<|im_end|>", ["<|im_end|>"]),
+}
+
+
+def chat_template(end: str) -> str:
+    return (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '" + end + "' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+
+
+@pytest.mark.parametrize(("eos", "end", "stops"), BASE_SHAPES.values(), ids=BASE_SHAPES)
+def test_a_reply_is_trained_with_a_token_that_inference_stops_at(eos, end, stops, shared, tmp_path):
+    """Of every shape, in SFT on replies and on whole conversations with the assistant's turns alone, with Qwen's
+    tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers/qwen3")
+    tokenizer.eos_token, tokenizer.chat_template = eos, chat_template(end)
+    ids = tokenizer.convert_tokens_to_ids(stops)
+    model = Qwen3ForCausalLM(Qwen3Config(**TINY, eos_token_id=tokenizer.eos_token_id))
+    assert stop_token_ids(model, tokenizer, turns=True) == tuple(ids)
+    for settings in ({"completion_only_loss": True}, {"assistant_only_loss": True}):
+        rows = [{"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}]}]
+        (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
+        data = DataConfig(source=str(tmp_path / "rows.jsonl"))
+        [example] = prepare(data, tokenizer, "sft", cache_dir=tmp_path, **settings).train
+        [(tokens, marked)] = sequences(example.trees[0])
+        trained = tokens[marked].tolist()
+        assert tokenizer.decode(trained).startswith("Ho.") and any(token in ids for token in trained), settings
+
+
+@pytest.fixture(scope="module")
+def base_model(scratch_model, tmp_path_factory):
+    """A base model whose tokenizer and generation_config.json stop at <|endoftext|>, and its template at <|im_end|>."""
+    folder = tmp_path_factory.mktemp("models") / "base"
+    tokenizer, model = (kind.from_pretrained(scratch_model) for kind in (AutoTokenizer, AutoModelForCausalLM))
+    tokenizer.eos_token, tokenizer.chat_template = "<|endoftext|>", CHATML
+    model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+REWARDS = [{"type": "length", "target": 4}]
+SAMPLED = {"rollout": {"max_completion_length": 4}}
+METHODS = {
+    "sft": {},
+    "dpo": {},
+    "orpo": {},
+    "kto": {},
+    "grpo": {"rewards": REWARDS, **SAMPLED},
+    "ppo": {"rewards": REWARDS, **SAMPLED},
+    "distill": SAMPLED,
+}
+
+
+@pytest.mark.parametrize(("method", "lora"), [*((name, False) for name in METHODS), ("sft", True), ("ppo", True)])
+def test_every_method_saves_the_templates_end_of_turn(method, lora, base_model, tmp_path, capsys):
+    """In every folder of the run, of adapters too, where our commands and a merge read it."""
+    rows = [{"prompt": f"{n} + 1?", "chosen": "4", "rejected": "3"} for n in range(4)]
+    if method in ("sft", "distill", "grpo", "ppo"):
+        rows = [{"prompt": row["prompt"], "completion": "4"} for row in rows]
+    elif method == "kto":
+        rows = [{"prompt": row["prompt"], "completion": "4", "label": n % 2 == 0} for n, row in enumerate(rows)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "name": "run", "output_dir": str(tmp_path), "model": {"path": str(base_model)}, "devices": {"type": "cpu"},
+        "data": {"source": str(tmp_path / "rows.jsonl"), "max_prompt_length": None},
+        "training": {"max_steps": 1, "batch_size": 2}, "method": {"type": method}, **METHODS[method],
+    }  # fmt: skip
+    if method == "distill":
+        settings["method"] |= {"teacher": str(base_model)}
+    if lora:
+        settings["model"] |= {"lora": {"r": 2}}
+    (tmp_path / "a.json").write_text(json.dumps(settings))
+    assert runner.train(load(tmp_path / "a.json").config) == 0
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    stops = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    for folder in (tmp_path / "run/final", tmp_path / "run/checkpoint-1"):
+        assert (folder / "adapter_config.json").exists() == lora
+        assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == stops
+        model = ModelConfig(path=str(folder))
+        loaded = load_model(model, "lm", torch.float32, torch.device("cpu"))
+        assert stop_token_ids(loaded, load_tokenizer(model)) == tuple(stops)
+    assert (
+        "'<|im_end|>', which ends a turn of the chat template, is added" in (tmp_path / "run/training.log").read_text()
+    )
+    assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == stops
+
+
+def test_a_run_of_an_earlier_version_samples_on_as_it_began(base_model, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1 + 1?"}) + "\n")
+    settings = {"model": base_model, "data.source": tmp_path / "rows.jsonl", "output_dir": tmp_path, "name": "run"}
+    settings |= {"method": "grpo", "rewards": json.dumps(REWARDS), "rollout.max_completion_length": 4}
+    settings |= {"training.max_steps": 1, "behavior_version": 1, "training.batch_size": 1}
+    assert main(["train", *(f"{key}={value}" for key, value in settings.items())]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run/final").generation_config.eos_token_id == (
+        tokenizer.eos_token_id
+    )
+    log = " ".join((tmp_path / "run/training.log").read_text().split())
+    assert "ends a turn with '<|im_end|>', which is not a stop token ('<|endoftext|>')" in log
+
+
+def test_a_suite_with_its_own_template_stops_at_its_turns_and_leaves_the_tokenizer(base_model):
+    model = ModelConfig(path=str(base_model))
+    tokenizer, policy = load_tokenizer(model), load_model(model, "lm", torch.float32, torch.device("cpu"))
+    before = tokenizer.chat_template
+    own, end = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for template, stops in (("auto", (own, end)), ("chatml", (own, end)), ("none", (own,)), ("question_only", (own,))):
+        suite = SuiteConfig(name="s", source="x", template=template)
+        assert stops_of(suite, policy, tokenizer) == stops, template
+        items = [Item(0, "0", "", "Hi.", None, {}, {})] if template == "chatml" else []
+        assert all(isinstance(one, Prompt) for one in ask(suite, items, tokenizer, policy).values())
+    assert stops_of(SuiteConfig(name="s", source="x"), policy, tokenizer, turns=False) == (own,)
+    assert (tokenizer.chat_template, tokenizer.eos_token_id) == (before, own)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"eos_token_id": [[1]]}', "eos_token_id: [[1]]; it must be a token id or a list of them"),
+        ('{"eos_token_id": true}', "eos_token_id: True; it must be"),
+        ('{"eos_token_id": -1}', "eos_token_id: -1; it must be"),
+        ("[]", "it must be a token id"),
+        ("{", "generation_config.json cannot be read"),
+        ("{}", None),
+        ('{"eos_token_id": null}', None),
+        ('{"eos_token_id": 7}', None),
+    ],
+)
+def test_the_stop_tokens_of_an_adapters_folder_are_checked(content, problem, tmp_path):
+    (tmp_path / "generation_config.json").write_text(content)
+    if problem is None:
+        assert adapter_stops(tmp_path, "folder") == ([7] if "7" in content else [])
+        return
+    with pytest.raises(ModelError, match=re.escape(problem)):
+        adapter_stops(tmp_path, "folder")

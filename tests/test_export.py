@@ -263,6 +263,11 @@ def test_an_adapter_as_it_is_names_its_base_on_the_hub(adapters, scratch_model, 
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "me/base"
     assert "library_name: peft" in (folder / "README.md").read_text()
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(scratch_model), folder)
+    stop = AutoTokenizer.from_pretrained(scratch_model).eos_token_id
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [stop]}
+    card = (folder / "README.md").read_text()
+    assert f"`<|im_end|>` ({stop})" in card and "stop_token_ids" in card
+    assert "stops = GenerationConfig.from_pretrained(" in card and "eos_token_id=stops)" in card
     for ignored in ({"dtype": "bfloat16"}, {"prompts": Path("x")}, {"max_shard_size": "1GB"}, {"engines": ("vllm",)}):
         with pytest.raises(ModelError, match=r"an adapter that is not merged is exported as it is: leave out --"):
             asked(adapters["policy"], tmp_path / "other", merge=False, **ignored)

@@ -109,11 +109,5 @@ def put_on(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     tokenizer.chat_template = published.jinja
 
 
-def own_stop(name: str | None) -> str | None:
-    """The stop token of a published template, or None."""
-    published = PUBLISHED.get(name or "")
-    return published.tokens[-1] if published is not None and published.tokens else None
-
-
 def _is_token(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
     return token in tokenizer.get_vocab() and len(tokenizer.encode(token, add_special_tokens=False)) == 1

@@ -51,7 +51,9 @@ def stop_faults(
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, str] | None:
-    """The special token that the chat template ends the assistant's turn with, if it has one: id and text."""
+    """The special token that the chat template ends the assistant's turn with: id and text; None without one."""
+    if tokenizer.chat_template is None:
+        return None
     with rendering(tokenizer) as renderer:
         [done] = renderer.render([RenderRequest(TURNS)])
     after = done.text.rpartition(TURNS[-1]["content"])[2]

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.data.tokencheck import end_of_turn
 from posttrain.engines.protocol import Completion
 from posttrain.errors import ConfigError
 from posttrain.models.families import base_of
+from posttrain.models.load import eos_token_ids
 
 
 class StopTexts:
@@ -38,11 +40,15 @@ class StopTexts:
         return None
 
 
-def stop_token_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The stop tokens of this model: the tokenizer's end of text, and those of its generation_config.json."""
-    given = getattr(base_of(policy).generation_config, "eos_token_id", None)
-    ids = [tokenizer.eos_token_id, *(given if isinstance(given, list) else [given])]
-    return tuple(dict.fromkeys(int(id) for id in ids if id is not None))
+def stop_token_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase, turns: bool = False) -> tuple[int, ...]:
+    """The stop tokens of this model: the tokenizer's end of text, and those of its generation_config.json.
+
+    With `turns` prompts are written by the tokenizer's chat template, and its end of turn is one, too: a base model's
+    tokenizer may name another token.
+    """
+    end = end_of_turn(tokenizer) if turns else None
+    ids = [tokenizer.eos_token_id, *eos_token_ids(base_of(policy)), None if end is None else end[0]]
+    return tuple(dict.fromkeys(id for id in ids if id is not None))
 
 
 def text_of(completion: Completion, stop_token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.batch import Example, Node, pack, physical_length
@@ -17,7 +19,8 @@ from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data.prompts import Prompt, prompts_of
 from posttrain.data.readers import Record
 from posttrain.data.report import Malformed
-from posttrain.engines import Completion, Engine, Sampling, seed_of, text_of
+from posttrain.data.templates import choose_template
+from posttrain.engines import Completion, Engine, Sampling, seed_of, stop_token_ids, text_of
 from posttrain.errors import DataError
 from posttrain.evaluation.items import FIELD, Item, fields_of, fill
 from posttrain.models.families import positions_of
@@ -69,6 +72,32 @@ def template_of(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     return "chat" if tokenizer.chat_template else "none"
 
 
+def written_by(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[DataConfig, PreTrainedTokenizerBase]:
+    """How the suite's prompts are written: its settings, and the tokenizer with its template.
+
+    A suite with a template of its own gets a copy of the tokenizer: a run saves its tokenizer with its own template.
+    """
+    data = DataConfig(
+        source=suite.source,
+        format="prompt",
+        template=template_of(suite, tokenizer),
+        system_prompt=suite.system_prompt,
+    )
+    if data.template not in ("chat", "none"):
+        tokenizer = deepcopy(tokenizer)
+        choose_template(data, tokenizer)
+    return data, tokenizer
+
+
+def stops_of(
+    suite: SuiteConfig, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, turns: bool = True
+) -> tuple[int, ...]:
+    """The tokens that end a completion of the suite's prompts; with `turns` the end of turn of a chat template."""
+    data, own = written_by(suite, tokenizer)
+    ids = [*stop_token_ids(policy, tokenizer), *stop_token_ids(policy, own, turns and data.template != "none")]
+    return tuple(dict.fromkeys(ids))
+
+
 def ask(
     suite: SuiteConfig, items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel
 ) -> dict[int, Prompt | Malformed]:
@@ -77,18 +106,8 @@ def ask(
     bad = {item.position: Malformed("", 0, item.problem or "", item.position) for item in items if item.problem}
     if not good:
         return dict(bad)
-    data = DataConfig(
-        source=suite.source,
-        format="prompt",
-        template=template_of(suite, tokenizer),
-        system_prompt=suite.system_prompt,
-    )
     records = [Record(item.position, suite.name, item.position + 1, {"prompt": item.prompt}) for item in good]
-    before = tokenizer.chat_template
-    try:
-        asked = prompts_of(records, data, tokenizer, f"suite {suite.name}")
-    finally:
-        tokenizer.chat_template = before  # a run saves its tokenizer with its own template
+    asked = prompts_of(records, *written_by(suite, tokenizer), f"suite {suite.name}")
     return bad | {item.position: too_long(one, policy) or one for item, one in zip(good, asked, strict=True)}
 
 

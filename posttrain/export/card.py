@@ -156,9 +156,11 @@ def _about(source: Source, facts: Facts) -> str:
 def _use(source: Source, facts: Facts) -> str:
     kind = "SequenceClassification" if source.reward else "CausalLM"
     place = facts.place
+    stops = not facts.merged and not source.reward  # plain PEFT does not read the adapter's generation_config.json
     lines = [f"from transformers import AutoModelFor{kind}, AutoTokenizer", ""]
     if not facts.merged:
-        lines = [f"from peft import AutoPeftModelFor{kind}", "from transformers import AutoTokenizer", ""]
+        names = "AutoTokenizer, GenerationConfig" if stops else "AutoTokenizer"
+        lines = [f"from peft import AutoPeftModelFor{kind}", f"from transformers import {names}", ""]
     auto = f"Auto{'' if facts.merged else 'Peft'}ModelFor{kind}"
     lines += [
         f'tokenizer = AutoTokenizer.from_pretrained("{place}")',
@@ -177,7 +179,9 @@ def _use(source: Source, facts: Facts) -> str:
     if source.reward:
         lines.append("reward = model(**inputs).logits[0, 0]")
     else:
-        lines.append("completion = model.generate(**inputs, max_new_tokens=256)")
+        if stops:
+            lines.append(f'stops = GenerationConfig.from_pretrained("{place}").eos_token_id')
+        lines.append(f"completion = model.generate(**inputs, max_new_tokens=256{', eos_token_id=stops' * stops})")
     return "```python\n" + "\n".join(lines) + "\n```"
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from posttrain import __version__
 from posttrain.config import DevicesConfig
-from posttrain.data.tokencheck import end_of_turn
 from posttrain.engines import stop_token_ids
 from posttrain.errors import ModelError
 from posttrain.evaluation.records import SUMMARY, read_summary
@@ -24,7 +23,7 @@ from posttrain.export.source import Source, chats, find_source
 from posttrain.export.unchanged import Adapter, Quantised
 from posttrain.models.devices import take_device
 from posttrain.models.families import positions_of
-from posttrain.models.load import check_embeddings, load_config, load_tokenizer
+from posttrain.models.load import check_embeddings, load_config, load_tokenizer, set_eos_token_ids
 from posttrain.models.quantised import method_of
 from posttrain.reports.listing import in_units, size_of
 from posttrain.store.files import save_json
@@ -175,17 +174,12 @@ class _Whole:
         if source.reward:
             set_pad_token(model, tokenizer)
         elif model.generation_config is not None:
-            end = end_of_turn(tokenizer) if chat else None
-            stops = tuple(dict.fromkeys([*stop_token_ids(model, tokenizer), *([end[0]] if end else [])]))
-            generation = model.generation_config
-            generation.eos_token_id = stops[0] if len(stops) == 1 else list(stops) or None
-            generation._from_model_config = False  # else `generate` would derive it from config.json again
-            try:
-                generation.validate(strict=True)
-            except ValueError:  # some published models have a temperature without do_sample, which cannot be saved
-                generation.do_sample = True
+            stops = stop_token_ids(model, tokenizer, chat)
+            set_eos_token_ids(model, stops)
             given = {
-                key: value for key, value in generation.to_diff_dict().items() if key in (*PLAIN, "repetition_penalty")
+                key: value
+                for key, value in model.generation_config.to_diff_dict().items()
+                if key in (*PLAIN, "repetition_penalty")
             }
             if given:
                 sampling, origin_of = sampling | given, "of generation_config.json"

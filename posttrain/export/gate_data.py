@@ -108,7 +108,8 @@ def completions_for(
     """
     prompts, origin = _prompts(rows, source, model, tokenizer, devices)
     samples = max(1, COMPLETIONS // len(prompts))
-    sampling = sampling_of(rollout, samples, stop_token_ids(model, tokenizer), rows.seed)
+    turns = (rows.template or (source.config.data.template if source.config else "chat")) != "none"
+    sampling = sampling_of(rollout, samples, stop_token_ids(model, tokenizer, turns), rows.seed)
     with closing(make_engine(rollout.engine, model, tokenizer, vllm=rollout.vllm)) as engine:
         sampled = generate_all(engine, prompts, sampling, "gate: sampling from the original model")
     examples = [

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import DevicesConfig
+from posttrain.data.tokencheck import end_of_turn
 from posttrain.errors import ModelError, RunError
 from posttrain.export.card import Written, origin, public
 from posttrain.export.gate import Check
@@ -16,7 +17,7 @@ from posttrain.export.place import refuse_full_disk
 from posttrain.export.source import QUANTISED, Source, chats
 from posttrain.models.devices import take_device
 from posttrain.models.load import load_model, load_tokenizer
-from posttrain.models.untrusted import check_adapter_weights
+from posttrain.models.untrusted import adapter_stops, check_adapter_weights
 from posttrain.store.files import load_json, save_json
 
 COPIED = {".safetensors", ".json", ".jinja", ".txt", ".model"}  # of a quantised model: weights, config, tokenizer
@@ -43,7 +44,19 @@ class Adapter:
         config = load_json(place / "adapter_config.json") | {"base_model_name_or_path": self._base}
         save_json(folder / "adapter_config.json", config)
         self._tokenizer.save_pretrained(folder)
-        return Written("those of the adapter", "", (), chats(self._source, self._tokenizer))
+        chat, notes = chats(self._source, self._tokenizer), ()
+        if not self._source.reward:
+            end = end_of_turn(self._tokenizer) if chat else None
+            stops = [self._tokenizer.eos_token_id, *adapter_stops(place, str(place)), None if end is None else end[0]]
+            ids = [id for id in dict.fromkeys(stops) if id is not None]
+            save_json(folder / "generation_config.json", {"eos_token_id": ids})
+            texts = ", ".join(f"`{self._tokenizer.convert_ids_to_tokens(id)}` ({id})" for id in ids)
+            notes = (
+                f"A completion ends with {texts}: the stop tokens in generation_config.json. PEFT does not read them, "
+                "so pass them as below; requests to an engine that loads the adapter beside its base (vLLM) need them "
+                "as `stop_token_ids`.",
+            )
+        return Written("those of the adapter", "", notes, chat)
 
 
 class Quantised:

@@ -21,9 +21,9 @@ from posttrain.data.prompts import Prompt
 from posttrain.data.readers import read_files
 from posttrain.data.report import Malformed
 from posttrain.data.sources import Files
-from posttrain.engines import Engine, Sampling, make_engine, stop_token_ids
+from posttrain.engines import Engine, Sampling, make_engine
 from posttrain.errors import DataError, ModelError
-from posttrain.evaluation.answering import Answers, Chosen, Generated, Recorded, ask
+from posttrain.evaluation.answering import Answers, Chosen, Generated, Recorded, ask, stops_of
 from posttrain.evaluation.calibration import calibrate
 from posttrain.evaluation.items import Items
 from posttrain.evaluation.judging import Judge
@@ -212,7 +212,7 @@ class _Loaded(ExitStack):
             longest = max((len(one.tokens) for one in prompts.values() if isinstance(one, Prompt)), default=1)
             made = make_engine(self._options.engine, policy, tokenizer, vllm=self._options.vllm, longest_prompt=longest)
             self._engine = self.enter_context(closing(made))
-        stops = stop_token_ids(policy, tokenizer)
+        stops = stops_of(items.suite, policy, tokenizer)
         if not stops and not sampling.stop:
             log.warning(
                 "neither %s nor its tokenizer has a stop token, so every completion runs to %d tokens: set the "

@@ -64,7 +64,7 @@ def generate(
     records = list(read_files((file,)))
     prompts = prompts_of(records, data, tokenizer, str(file))
     policy = load_model(model, "lm", compute_dtype(model, device), device)
-    sampling = sampling_of(rollout, num_generations, stop_token_ids(policy, tokenizer), seed)
+    sampling = sampling_of(rollout, num_generations, stop_token_ids(policy, tokenizer, data.template != "none"), seed)
     prompts = [too_long(prompt, policy) or prompt for prompt in prompts]
     good = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
     with closing(make_engine(rollout.engine, policy, tokenizer, vllm=rollout.vllm)) as engine:

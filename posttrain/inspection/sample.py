@@ -89,8 +89,9 @@ def sample(
         raise RunError(f"{setup.model.path} is a reward model, which does not generate: sample from a policy")
     device, tokenizer = take_device(setup.devices), load_tokenizer(setup.model)
     policy = load_model(setup.model, "lm", compute_dtype(setup.model, device), device)
-    rollout, stops = setup.rollout, stop_token_ids(policy, tokenizer)
+    rollout = setup.rollout
     prompts, unused = first_prompts(setup, policy, tokenizer, num_prompts)
+    stops = stop_token_ids(policy, tokenizer, setup.data.template != "none")
     sampling = sampling_of(rollout, num_generations, stops, seed)
     sampled: dict[float, list[SampledGroup]] = {}
     with (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -35,6 +35,7 @@ from posttrain.models.quantised import method_of
 from posttrain.models.untrusted import (
     NEEDS_PICKLE,
     adapter_config,
+    adapter_stops,
     check_adapter_weights,
     check_config,
     check_embedded_adapter,
@@ -228,8 +229,9 @@ def _adapter_config(model: ModelConfig) -> dict[str, Any] | None:
 def with_adapter(base: PreTrainedModel | PeftModel, model: ModelConfig, name: str = "default") -> PeftModel:
     """`base` with the adapter of the folder `model.path`, not merged: its layers are added to those of `base`.
 
-    A base that has adapters already gets one more, under its own `name`. Raises WeightsError for an adapter whose
-    tensors are not those that its adapter_config.json describes for this base.
+    A base that has adapters already gets one more, under its own `name`. The stop tokens in the generation_config.json
+    of the adapter's folder are added to those of the base. Raises WeightsError for an adapter whose tensors are not
+    those that its adapter_config.json describes for this base.
     """
     check_adapter_weights(Path(model.path), model.path, model.allow_pickle)
     with _clear_errors(model, "adapter"):
@@ -238,6 +240,8 @@ def with_adapter(base: PreTrainedModel | PeftModel, model: ModelConfig, name: st
         raise WeightsError(
             f"model {model.path}: {differences}; the adapter was made for another base model, or its keys were renamed"
         )
+    whole, stops = base_of(adapted), adapter_stops(Path(model.path), model.path)
+    set_eos_token_ids(whole, [*eos_token_ids(whole), *stops])
     return adapted
 
 
@@ -279,6 +283,25 @@ def attach(
         f"the adapter has {_some(unexpected)}, which {type(whole).__name__} does not" if unexpected else "",
     ]
     return adapted, " and ".join(part for part in parts if part)
+
+
+def eos_token_ids(model: PreTrainedModel) -> list[int]:
+    """The stop tokens of the model's generation_config.json."""
+    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # a classifier has no such config
+    return [int(id) for id in (given if isinstance(given, list) else [given]) if id is not None]
+
+
+def set_eos_token_ids(model: PreTrainedModel, ids: Iterable[int]) -> None:
+    """Set the stop tokens that are saved in generation_config.json, where transformers' `generate` reads them."""
+    generation, ids = getattr(model, "generation_config", None), list(dict.fromkeys(ids))
+    if generation is None or ids == eos_token_ids(model):
+        return
+    generation.eos_token_id = ids
+    generation._from_model_config = False  # else `generate` would derive it from config.json again
+    try:
+        generation.validate(strict=True)
+    except ValueError:  # some published models have a temperature without do_sample, which cannot be saved
+        generation.do_sample = True
 
 
 def merged(adapted: PeftModel) -> PreTrainedModel:

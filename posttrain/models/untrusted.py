@@ -188,6 +188,22 @@ def adapter_config(folder: Path, path: str) -> dict[str, Any] | None:
     return config
 
 
+def adapter_stops(folder: Path, path: str) -> list[int]:
+    """The stop tokens in the generation_config.json of an adapter's folder, which may lack it. Raises ModelError if it
+    is invalid."""
+    file = folder / "generation_config.json"
+    config = read_json(file, path) if file.is_file() else {}
+    given = config.get("eos_token_id") if isinstance(config, dict) else [config]
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    for id in ids:
+        if type(id) is not int or id < 0:
+            raise ModelError(
+                f"model {path}: {file.name} gives eos_token_id: {str(given)[:40]}; it must be a token id or a list of "
+                "them"
+            )
+    return ids
+
+
 def check_adapter_weights(folder: Path, path: str, allow_pickle: bool) -> None:
     """Raise ModelError for an adapter whose weights are missing, or pickled unless that is allowed."""
     if (folder / "adapter_model.safetensors").is_file():

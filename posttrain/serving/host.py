@@ -78,11 +78,12 @@ class Policy:
         self.template = choose_template(DataConfig(source="-", template=named), self.tokenizer)
         if served.template is None and named == "none":
             log.warning("%s has no chat template: messages are joined as they are; --template gives one", served.name)
-        self.stops = stop_token_ids(loaded, self.tokenizer)
+        adapted = _adapted(loaded, served.adapters)
+        self.stops = stop_token_ids(adapted, self.tokenizer, self.template.turns)
         self._queues: dict[Job, asyncio.Queue[Event]] = {}
         self._loop = asyncio.get_running_loop()
         self.live = Live(
-            _adapted(loaded, served.adapters),
+            adapted,
             self.tokenizer,
             self._deliver,
             max_rows=served.max_rows,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from copy import deepcopy
 from statistics import fmean
 from typing import Protocol
 
@@ -16,9 +17,11 @@ from torch import nn
 
 from posttrain.batch import Example
 from posttrain.config import RolloutConfig, RunConfig
+from posttrain.config.schema.evaluation import EvaluationDataset
 from posttrain.config.schema.rewards import Reward
 from posttrain.data import Dataset, Prepared
-from posttrain.data.published import own_stop
+from posttrain.data.prepare import settings_of
+from posttrain.data.templates import choose_template
 from posttrain.engines import make_engine, stop_token_ids
 from posttrain.evaluation.statistics import passes
 from posttrain.grading.extract import THINK_END
@@ -47,16 +50,8 @@ class _Samplers:
 
     def __init__(self, resources: ExitStack, job: Job, policy: nn.Module, data: Prepared):
         self._resources, self._job, rollout = resources, job, job.config.rollout
-        self._stops = stop_token_ids(policy, job.tokenizer)
+        self._policy, self._stops = policy, stop_token_ids(policy, job.tokenizer)
         online = job.config.method.samples_completions
-        used = rollout if online else job.config.evaluation.sampling(rollout)
-        if not self._stops and not used.stop:
-            log.warning(
-                "neither the model nor its tokenizer has a stop token, so every completion runs to "
-                "%s.max_completion_length = %d: set the tokenizer's eos_token, or rollout.stop",
-                "rollout" if used.max_completion_length == rollout.max_completion_length else "evaluation",
-                used.max_completion_length,
-            )
         prompts = (data.train, *data.validation.values()) if online else data.prompts.values()
         longest = max((dataset.longest for dataset in prompts), default=1)
         self.engine = resources.enter_context(
@@ -74,12 +69,15 @@ class _Samplers:
         self.rewards = self._rewards(job.config.rewards)
 
     def sampler(
-        self, rewards: Rewards, settings: RolloutConfig, template: str | None = None, keeps: bool = True
+        self, rewards: Rewards, settings: RolloutConfig, dataset: EvaluationDataset | None = None, keeps: bool = True
     ) -> Sampler:
-        """A sampler with the run's stop tokens and, if a `template` is given, that template's stop token."""
-        tokenizer, stop = self._job.tokenizer, own_stop(template)
-        stops = {*self._stops} if stop is None else {*self._stops, tokenizer.get_vocab()[stop]}
-        ends, seed = tuple(sorted(stops)), self._job.config.seed
+        """A sampler with the run's stop tokens and, if a `dataset` has a template of its own, those of that one."""
+        tokenizer, stops, config = self._job.tokenizer, {*self._stops}, self._job.config
+        if dataset is not None and dataset.template not in (None, config.data.template):
+            own = deepcopy(tokenizer)
+            turns = choose_template(settings_of(dataset, config.data), own).turns
+            stops |= {*stop_token_ids(self._policy, own, turns and self._job.stops_at_turns)}
+        ends, seed = tuple(sorted(stops)), config.seed
         return Sampler(
             self.engine,
             rewards,
@@ -102,7 +100,7 @@ class _Samplers:
         for dataset in config.evaluation.datasets:
             rewards = self.rewards if dataset.rewards is None else self._rewards(dataset.rewards)
             if rewards is not None:
-                made[dataset.name] = self.sampler(rewards, settings, dataset.template)
+                made[dataset.name] = self.sampler(rewards, settings, dataset)
         return made
 
     def _rewards(self, settings: Sequence[Reward]) -> Rewards | None:

@@ -20,7 +20,7 @@ from posttrain.config import DistillMethod, learning_rate
 from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import Prepared, prepare_run
-from posttrain.data.published import own_stop
+from posttrain.data.tokencheck import stop_faults
 from posttrain.engines.stops import stop_token_ids
 from posttrain.errors import ConfigError, DamagedError, ModelError, RankError, WeightsError
 from posttrain.memory import reset_peak_memory, return_tensors_at_once
@@ -28,7 +28,15 @@ from posttrain.models.attention import width_step
 from posttrain.models.checkpointing import enable_gradient_checkpointing
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import base_of, check_positions, positions_of
-from posttrain.models.load import BASE, Head, is_adapter, load_config, load_model, load_tokenizer
+from posttrain.models.load import (
+    BASE,
+    Head,
+    is_adapter,
+    load_config,
+    load_model,
+    load_tokenizer,
+    set_eos_token_ids,
+)
 from posttrain.models.lora import add_lora, load_lora
 from posttrain.models.quantised import refuse_training
 from posttrain.models.sharding import shard
@@ -127,8 +135,8 @@ class Job:
         check_positions(base_of(policy).config, self.config.data.max_length)
         if head == "reward":
             set_pad_token(base_of(policy), self.tokenizer)
-        elif own_stop(self.config.data.template) is not None:
-            stop_at(base_of(policy), self.tokenizer)
+        else:
+            self._settle_stops(base_of(policy))
         if self.device.type == "cuda" and self.config.training.gradient_checkpointing == "auto":
             how = "on" if self.gradient_checkpointing else "off"
             log.info("gradient checkpointing is %s, according to the memory estimate of a full pack", how)
@@ -137,6 +145,18 @@ class Job:
             return_tensors_at_once()
         self.distribute(policy)
         return policy.eval()
+
+    def _settle_stops(self, model: PreTrainedModel) -> None:
+        """Set the stop tokens that the run samples with and saves with the model; log those that end nothing."""
+        config, tokenizer = self.config, self.tokenizer
+        turns = config.data.template != "none"
+        known = stop_token_ids(model, tokenizer)
+        stops = stop_token_ids(model, tokenizer, turns and self.stops_at_turns)
+        if added := [repr(tokenizer.convert_ids_to_tokens(id)) for id in stops if id not in known]:
+            log.info("stop tokens: %s, which ends a turn of the chat template, is added", ", ".join(added))
+        for fault in stop_faults(tokenizer, stops, config.rollout.stop, turns):
+            log.warning(fault)
+        set_eos_token_ids(model, stops)
 
     def distribute(self, model: nn.Module) -> None:
         """Shard a loaded model over the ranks, if the settings say so."""
@@ -148,6 +168,11 @@ class Job:
                 "devices.strategy: ddp, where every rank has the small base, or load the model unquantised"
             )
         shard(model, self.ranks.size, self.device, self.dtype)
+
+    @property
+    def stops_at_turns(self) -> bool:
+        """Whether the chat template's end of turn is a stop token; runs of earlier versions sample on as they began."""
+        return self.config.behavior_version >= 2
 
     @property
     def is_sharded(self) -> bool:
@@ -277,12 +302,6 @@ def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     else:
         tokenizer.pad_token = token
         model.config.pad_token_id = tokenizer.pad_token_id
-
-
-def stop_at(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let transformers' `generate` stop at the same tokens as training, including a template's stop token."""
-    assert model.generation_config is not None
-    model.generation_config.eos_token_id = list(stop_token_ids(model, tokenizer))
 
 
 def _unreachable_id(tokenizer: PreTrainedTokenizerBase) -> int | None:

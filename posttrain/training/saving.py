@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from posttrain.config import load
 from posttrain.data import Prepared
@@ -179,3 +180,6 @@ class Saver:
         """The model as transformers or PEFT load it, with its tokenizer and template."""
         self.policy.save_pretrained(folder, state_dict=whole_state(self.policy))  # pyright: ignore[reportCallIssue]
         self._job.tokenizer.save_pretrained(folder)
+        model = next(module for module in self.policy.modules() if isinstance(module, PreTrainedModel))
+        if model.can_generate() and model.generation_config is not None:  # PEFT leaves its stop tokens out
+            model.generation_config.save_pretrained(folder)

@@ -9,9 +9,9 @@ from torch import nn
 
 from posttrain import __version__
 from posttrain.data.prompts import Prompt
-from posttrain.engines import Engine, Sampling, make_engine, stop_token_ids
+from posttrain.engines import Engine, Sampling, make_engine
 from posttrain.errors import ConfigError
-from posttrain.evaluation.answering import Answers, Found, Generated, ask
+from posttrain.evaluation.answering import Answers, Found, Generated, ask, stops_of
 from posttrain.evaluation.items import Item, Items, load_items
 from posttrain.evaluation.judging import Judge
 from posttrain.evaluation.records import EvaluationStore, write_files
@@ -97,14 +97,14 @@ class SuiteEvaluation:
         longest = max((len(prompt.tokens) for prompt in asked if isinstance(prompt, Prompt)), default=1)
         name = "transformers" if job.config.rollout.engine == "transformers" else "embedded"
         engine = enter(closing(make_engine(name, self._policy, tokenizer, longest_prompt=longest)))
-        stops, parts = stop_token_ids(self._policy, tokenizer), {}
+        parts = {}
         for items in self._chosen:
             suite = items.suite
             sampling = Sampling(
                 temperature=suite.temperature,
                 max_completion_length=suite.max_completion_length,
                 num_generations=suite.num_generations,
-                stop_token_ids=stops,
+                stop_token_ids=stops_of(suite, self._policy, tokenizer, job.stops_at_turns),
                 stop=suite.stop,
                 seed=job.config.seed,
             )
