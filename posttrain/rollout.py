@@ -108,6 +108,12 @@ class Rollout:
             spread[group] = len(values) > 1 and bool((values != values[0]).any())
         return spread
 
+    @property
+    def all_equal(self) -> bool:
+        """Whether several completions of the step have a reward, and all have the same."""
+        values = self.reward_S[self.has_reward_S]
+        return len(values) > 1 and bool((values == values[0]).all())
+
     def examples(self, chosen: Sequence[int] | Tensor, tokens_per_pack: int) -> tuple[list[Example], list[list[int]]]:
         """The chosen completions as trees, and the indices of each tree's leaves.
 
@@ -150,6 +156,8 @@ class Rollout:
         }
         if self.rewarded.parts:
             found["rewards/left_out_ratio"] = 1.0 - self.has_reward_S.float().mean().item()
+            lacking = [self.rewarded.lacks_verdict(row) for row in range(len(self.completions))]
+            found["rewards/no_verdict_ratio"] = sum(lacking) / len(lacking)
         if self.rewarded.parts and len(self.completions) > len(self.prompts):
             found["frac_reward_zero_std"] = 1.0 - self.spread_G().float().mean().item()
         if len(stopped):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -76,7 +77,10 @@ def test_a_function_as_the_command_finds_it(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     out = read(tmp_path / "rows.jsonl.graded.jsonl")
-    assert [(row["verdict"], row["score"]) for row in out] == [("correct", 0.5), ("wrong", 0.0), ("wrong", None)]
+    verdicts = [("correct", 0.5), ("wrong", 0.0), ("not_applicable", None)]
+    assert [(row["verdict"], row["score"]) for row in out] == verdicts
+    for verdict, _ in verdicts:
+        assert re.search(rf"{verdict}\W+1\W+33", done.stdout), done.stdout
 
 
 def test_a_few_unreadable_rows_keep_their_place_and_many_are_refused(tmp_path, capsys):

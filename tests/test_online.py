@@ -6,6 +6,7 @@ import json
 import math
 import re
 import signal
+import sqlite3
 import time
 from contextlib import closing
 from pathlib import Path
@@ -236,6 +237,11 @@ def some_verdicts(completions, **_columns):
     return [None if index % 3 == 0 else float(index % 2) for index in range(len(completions))]
 
 
+def slow(completions, **_columns):
+    time.sleep(0.2)
+    return [1.0] * len(completions)
+
+
 def equal(completions, **_columns):
     return [0.5] * len(completions)
 
@@ -279,6 +285,8 @@ def test_values_and_returns_are_in_the_receipt(sums_home, tmp_path, normalized, 
     assert "0 of 64 advantages change their sign" in said and "approximate" not in said
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace("whiten_rewards: false", "whiten_rewards: true"))
+    with closing(sqlite3.connect(folder / "rollouts.sqlite")) as connection, connection:
+        connection.execute("UPDATE rollouts SET penalties = NULL")  # as earlier versions stored them
     assert main(["regrade", str(folder), "--reward", "benchmarks.sums:exact"]) == 0
     assert "New advantages are approximate: method.whiten_rewards" in capsys.readouterr().out
 
@@ -287,11 +295,39 @@ def test_what_has_no_reward_is_left_out_and_counted(sums_home, tmp_path):
     rewards = [{"type": "python", "function": "test_online:some_verdicts"}]
     first, _ = lines(train(sums_home, tmp_path, {}, rewards=rewards))
     assert first["rewards/left_out"] == 11 and first["rewards/left_out_ratio"] == pytest.approx(11 / 32)
-    assert (
-        first["alarms/no_verdict"] == 1
-        and "alarms/no_reward" not in first
-        and first["reward"] == pytest.approx(11 / 21)
+    assert first["rewards/not_applicable"] == first["rewards/python/not_applicable"] == 11
+    assert not [name for name in first if name.startswith("alarms/")] and first["reward"] == pytest.approx(11 / 21)
+    assert first["rewards/no_verdict_ratio"] == 0
+
+
+def test_what_has_no_verdict_raises_an_alarm(sums_home, tmp_path):
+    """A rule without a usable answer in the data: no verdict on some prompts, beside a function that does not apply."""
+    data = sums_home / "train.jsonl"
+    rows = [json.loads(line) for line in data.read_text().splitlines()[:16]]
+    file = tmp_path / "some.jsonl"
+    file.write_text(
+        "".join(json.dumps(row | {"answer": "" if n % 4 == 0 else row["answer"]}) + "\n" for n, row in enumerate(rows))
     )
+    rewards = [{"type": "check_numbers"}, {"type": "python", "function": "test_online:some_verdicts"}]
+    given = {"source": str(file), "template": "none", "max_length": 24}
+    first, _ = lines(train(sums_home, tmp_path, {}, rewards=rewards, data=given))
+    lacking = first["rewards/check_numbers/bad_gold"]
+    assert first["alarms/no_verdict"] == 1 and first["rewards/not_applicable"] == 0 and lacking > 0
+    assert first["rewards/left_out"] == lacking == 32 * first["rewards/no_verdict_ratio"]
+
+
+def test_a_reward_of_weight_0_trains_nothing(sums_home, tmp_path):
+    """With a None, a missing verdict and a value of its own: losses and gradients are those without it."""
+    watched = [
+        {"type": "python", "function": "test_online:some_verdicts", "name": "some", "weight": 0},
+        {"type": "python", "function": "test_online:slow", "name": "slow", "weight": 0, "timeout": 0.05},
+        {"type": "check_numbers", "weight": 0},
+    ]
+    alone = lines(train(sums_home, tmp_path / "alone", {}))
+    beside = lines(train(sums_home, tmp_path / "beside", {}, rewards=[EXACT, *watched]))
+    for name in ("loss", "grad_norm", "reward", "rewards/left_out", "frac_reward_zero_std"):
+        assert [line[name] for line in beside] == [line[name] for line in alone], name
+    assert beside[0]["rewards/slow/timeout"] == 32 and beside[0]["rewards/some/not_applicable"] == 11
 
 
 asked = []
@@ -377,6 +413,25 @@ def test_groups_without_spread_teach_nothing_and_raise_an_alarm(sums_home, tmp_p
     first, second = lines(train(sums_home, tmp_path, {"resampling_rounds": 2, "beta": 0.0}, rewards=rewards))
     assert first["frac_reward_zero_std"] == 1 and first["resampled_groups"] == 16 and second["alarms/no_spread"] == 2
     assert first["loss"] == 0 and first["grad_norm"] == 0
+
+
+PPO = {"type": "ppo", "num_generations": 4, "num_ppo_epochs": 1}
+REINFORCE = {"type": "reinforce_plus_plus", "num_generations": 4}
+
+
+def by_prompt(prompts, **_columns):
+    """Equal within a group, and different between groups."""
+    return [float(sum(map(ord, str(prompt))) % 7) for prompt in prompts]
+
+
+@pytest.mark.parametrize("method", [PPO, REINFORCE, {"loss_type": "no_baseline", "beta": 0.0}])
+def test_groups_are_no_matter_where_nothing_compares_them(sums_home, tmp_path, method):
+    """Methods that learn from rewards that differ between prompts alone; equal rewards of a whole step are said."""
+    for function, alarms in (("by_prompt", {}), ("equal", {"alarms/equal_rewards": 2})):
+        rewards = [{"type": "python", "function": f"test_online:{function}"}]
+        *_, last = lines(train(sums_home, tmp_path / function, method, rewards=rewards))
+        assert last["frac_reward_zero_std"] == 1
+        assert {name: value for name, value in last.items() if name.startswith("alarms/")} == alarms
 
 
 @pytest.mark.parametrize(

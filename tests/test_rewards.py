@@ -1,6 +1,7 @@
 """Each reward's exact numbers, sums that keep their parts, and rewards that cannot work said so at once."""
 
 import json
+import statistics
 import sys
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from posttrain.config import DataConfig, DevicesConfig, ModelConfig, TagsConfig
+from posttrain.config import DataConfig, DevicesConfig, ModelConfig, TagsConfig, load
 from posttrain.config.schema.rewards import Reward, term_name
-from posttrain.errors import ModelError, RewardError
+from posttrain.errors import ConfigError, ModelError, RewardError
 from posttrain.inspection.score import score
 from posttrain.rewards import maths, shaping, tagged
 from posttrain.rewards.compose import RewardInput, Rewards
@@ -182,15 +183,82 @@ def test_weighted_sum_keeps_every_part(grading_pool, functions):
     with Rewards(terms, grading_pool) as rewards:
         found = rewards(completions)
     print(found.metrics())
-    # 1.5 + 0.5 * 5 - 0.1 + 10;   -3 + 0.5 * -2 - 0   (only_long does not apply)
-    assert found.totals[:2] == (pytest.approx(13.9), pytest.approx(-4.0)) and found.totals[2:] == (None, None)
+    # 1.5 + 0.5 * 5 - 0.1 + 10;   -3 + 0.5 * -2 - 0   (only_long does not apply);   the last has no number for
+    # check_numbers, which counts nothing: -3 + 0.5 * -2 - 0.3
+    assert found.totals[:2] == (pytest.approx(13.9), pytest.approx(-4.0)) and found.totals[2:] == (None, -4.3)
     assert [part.name for part in found.parts] == [term_name(term) for term in terms]
     assert found.parts[1].values == (5.0, -2.0, None, -2.0) and found.parts[3].values == (1.0, None, 1.0, None)
     metrics = found.metrics()
-    assert metrics["reward"] == pytest.approx((13.9 - 4) / 2) and metrics["reward_std"] == pytest.approx(12.6572, 1e-4)
-    assert metrics["rewards/answer/mean"] == pytest.approx(1 / 3) and metrics["rewards/left_out"] == 2
+    assert metrics["reward"] == pytest.approx((13.9 - 4 - 4.3) / 3) and metrics["reward_std"] == pytest.approx(
+        statistics.stdev([13.9, -4.0, -4.3])
+    )
+    assert metrics["rewards/answer/mean"] == pytest.approx(1 / 3) and metrics["rewards/left_out"] == 1
+    assert metrics["rewards/python/not_applicable"] == 2
     assert (metrics["rewards/answer/bad_gold"], metrics["rewards/check_numbers/bad_gold"]) == (1, 2)
     assert "rewards/length/timeout" not in metrics
+
+
+def nothing(completions, **_columns):
+    return [None for _ in completions]
+
+
+def half(completions, **_columns):
+    return [1.0 if text == "a" else None for text in completions]
+
+
+@pytest.mark.parametrize("zero", [0, -0.0])
+def test_a_reward_of_weight_0_changes_no_total(grading_pool, zero):
+    """Not beside a None, not by a verdict that it lacks, not by a value: it is logged, and right or wrong as ever."""
+    math_ = {"type": "math", "weight": zero}
+    function = {"type": "python", "function": "test_rewards:half", "name": "half"}
+    length = {"type": "length", "target": 1, "scale": 1.0, "weight": zero}
+    given = [
+        RewardInput("a", [1], answer=""),
+        RewardInput(r"\boxed{2}", [1, 2], answer="2"),
+        RewardInput("a", answer="3"),
+    ]
+    with Rewards(settings(function, math_, length), grading_pool) as rewards:
+        found = rewards(given)
+        accuracies = rewards.accuracies(found)
+    with Rewards(settings(function), grading_pool) as rewards:
+        alone = rewards(given)
+    assert found.totals == alone.totals == (1.0, None, 1.0)
+    metrics = found.metrics()
+    assert metrics["rewards/math/bad_gold"] == 1 and metrics["rewards/length/mean"] == pytest.approx(-2 / 3)
+    assert accuracies == {"answer_accuracy": 0.5}
+    assert [found.lacks_verdict(row) for row in range(3)] == [False] * 3, "half does not apply, math does not count"
+    with Rewards(settings(function, math_, length), grading_pool, zeros_count=True) as rewards:
+        assert rewards(given).totals == (None, 0.0, 1.0), "the rule of behaviour version 1"
+
+
+def test_not_applicable_is_no_missing_verdict(grading_pool):
+    """A None of a function is counted by itself, also beside a rule that has no verdict, and late calls are none."""
+    rules = [{"type": "python", "function": "test_rewards:nothing", "name": "no"}, {"type": "math"}]
+    given = [RewardInput(r"\boxed{2}", answer="2"), RewardInput("", answer="")]
+    with Rewards(settings(*rules), grading_pool) as rewards:
+        found = rewards(given)
+    metrics = found.metrics()
+    assert found.totals == (1.0, None) and (metrics["rewards/no/not_applicable"], metrics["rewards/left_out"]) == (2, 1)
+    assert [found.lacks_verdict(row) for row in (0, 1)] == [False, True]
+    assert "rewards/math/not_applicable" not in metrics
+
+
+def test_a_list_whose_weights_are_all_0_is_refused(tmp_path):
+    """In a run's settings, those of a validation set, and for stored completions."""
+    none = [{"type": "math", "weight": 0}, {"type": "length", "target": 3, "weight": 0}]
+    with pytest.raises(RewardError, match=r"all rewards have weight 0, .* another weight \(math, length\)"):
+        Rewards(settings(*none))
+    for method in ({"type": "grpo"}, {"type": "ppo"}, {"type": "sft"}):
+        given = {"model": "m", "data": {"source": "x", "validation": {"rows": 2}}, "method": method}
+        file = tmp_path / "config.json"
+        own = {
+            "evaluation": {"datasets": [{"name": "a", "source": "x", "rewards": none}]},
+            "rewards": [{"type": "math"}],
+        }
+        for more, field in (({"rewards": none}, "rewards"), (own, "evaluation.datasets.0.rewards")):
+            file.write_text(json.dumps(given | more))
+            with pytest.raises(ConfigError, match=rf"{field}.0.weight is 0: all rewards have weight 0"):
+                load(file)
 
 
 def test_four_classes_are_reported(grading_pool):

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from test_online import train as online_run
 from transformers import AutoTokenizer
 
 from benchmarks.sums import EXACT_SETTINGS
@@ -22,7 +23,7 @@ from posttrain.config import PPOMethod, load
 from posttrain.errors import RunError
 from posttrain.inspection.receipt import _change, _completion, _texts
 from posttrain.losses import gae, normalized
-from posttrain.recipes import ppo
+from posttrain.recipes import REGRADED, ppo
 from posttrain.store import rollouts
 from posttrain.store.metrics import read_metrics
 from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout
@@ -78,12 +79,12 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_a_file_of_an_earlier_version_is_read_and_gone_on_with(tmp_path):
-    """It has no values, returns and entropies; a resumed run adds the columns."""
+    """It has no values, returns, entropies and penalties; a resumed run adds the columns."""
     store = RolloutStore(tmp_path, GIB, after=-1)
     store.add(1, 0.0, *step_of(1))
     store.close()
     with sqlite3.connect(tmp_path / rollouts.NAME) as connection:
-        for name in ("old_values", "returns", "entropies"):
+        for name in ("old_values", "returns", "entropies", "penalties"):
             connection.execute(f"ALTER TABLE rollouts DROP COLUMN {name}")
     with StoredRun(tmp_path) as stored:
         one = stored.rollouts(1)[3]
@@ -219,7 +220,9 @@ def test_regraded_rewards_are_told_what_the_prompt_opened(tmp_path, shared, open
     assert not _completion(prompt, one, None).thinking
 
 
-SUMMARY = r"(\d+) of (\d+) advantages change their sign; besides, (\d+) become 0 and (\d+) were 0"
+SUMMARY = (
+    r"(\d+) of (\d+) advantages change their sign; besides, (\d+) become 0 and (\d+) were 0, of which (\d+) stay 0"
+)
 
 
 def test_advantages_under_other_rewards():
@@ -246,7 +249,7 @@ def test_advantages_under_other_rewards():
         expected = [float(one.mean()) for one in normal_N.split(lengths)]
         assert ppo.regraded(method, stored, given) == pytest.approx(expected, abs=1e-5)
     changes = [(1.0, -2.0), (-1.0, 0.0), (0.0, 1.0), (1.0, 2.0), (0.0, 0.0)]
-    assert [_change(*pair) for pair in changes] == ["sign", "to 0", "from 0", None, None]
+    assert [_change(*pair) for pair in changes] == ["sign", "to 0", "from 0", "same sign", "stays 0"]
 
 
 def test_from_a_metric_down_to_the_tokens(sums_home, tmp_path, capsys, monkeypatch):
@@ -291,8 +294,8 @@ def test_from_a_metric_down_to_the_tokens(sums_home, tmp_path, capsys, monkeypat
     assert "of 48 advantages" in seen["--reward {type: length, target: 1}"]
     assert not seen["--reward {type: length, target: 1}"].startswith("0 of")
     short = seen["--reward {type: length, target: 1} --step 2 --limit 1"]
-    sign, total, to_zero, from_zero = map(int, re.search(SUMMARY, short, re.DOTALL).groups())
-    assert total == 16 and f"and {sign + to_zero + from_zero - 1} more: --limit" in short
+    sign, total, to_zero, zero, still = map(int, re.search(SUMMARY, " ".join(short.split())).groups())
+    assert total == 16 and f"and {sign + to_zero + zero - still - 1} more: --limit" in short
     assert len(re.findall(r"^ +2 +\d+ +\d+ +(?:sign|to 0|from 0) ", short, re.MULTILINE)) == 1
     assert main(["regrade", run, "--reward", "math", "--step", "9"]) == 1
     assert main(["why", run, "--step", "9"]) == 1 and "there are steps 1 to 3" in capsys.readouterr().err
@@ -306,3 +309,147 @@ def test_tokens_of_one_character_are_shown_as_that_character(shared):
     assert "".join(shown).replace("…", "").strip() == "a\u0628\\n\u6f22"
     assert shown.count("…") == (2 - 1) + (3 - 1)  # UTF-8 has two bytes and three
     assert list(_texts(tokens, None)) == [str(token) for token in tokens]
+
+
+# --- advantages: in training, by hand, and under other rewards --------------------------------------------------------
+
+KL = 0.5
+METHODS = {
+    "rloo": {"type": "rloo"},
+    "reinforce_plus_plus": {"type": "reinforce_plus_plus"},
+    "grpo": {"type": "grpo", "kl_in": "reward", "kl_estimator": "k1"},
+    "grpo, in the loss": {"type": "grpo"},
+    "ppo": {"type": "ppo", "num_ppo_epochs": 1, "num_minibatches": 1},
+    "ppo, whitened": {"type": "ppo", "num_ppo_epochs": 1, "num_minibatches": 1, "whiten_rewards": True},
+}
+
+
+def by_hand(name, rollouts, rewards):
+    """The mean advantage of each completion that has a reward, from stored numbers and these rewards."""
+    penalties = [KL * (one["old_logprobs"] - one["ref_logprobs"]).astype(float) for one in rollouts]
+    if name == "grpo, in the loss":
+        penalties = [0 * one for one in penalties]
+    of_tokens = [-penalty for penalty in penalties]
+    for one, reward in zip(of_tokens, rewards, strict=True):
+        one[-1] += reward
+    flat = np.concatenate(of_tokens)
+    if name == "ppo, whitened":
+        whitened = (flat - flat.mean()) / np.sqrt(flat.var(ddof=1) + 1e-8) + flat.mean()
+        of_tokens = np.split(whitened, np.cumsum([len(one) for one in of_tokens])[:-1])
+    if name.startswith("ppo"):
+        made = []
+        for one, reward in zip(rollouts, of_tokens, strict=True):
+            value, after, found = [*one["old_values"].astype(float), 0.0], 0.0, []
+            for place in reversed(range(len(reward))):
+                after = reward[place] + value[place + 1] - value[place] + 0.95 * after
+                found.append(after)
+            made.append(np.array(found[::-1]))
+        flat = np.concatenate(made)
+        return [float(((one - flat.mean()) / flat.std(ddof=1)).mean()) for one in made]
+    if name == "reinforce_plus_plus":
+        returns = [one[::-1].cumsum()[::-1] for one in of_tokens]
+        flat = np.concatenate(returns)
+        return [float(((one - flat.mean()) / flat.std(ddof=1)).mean()) for one in returns]
+    totals = np.array([one.sum() for one in of_tokens])
+    group = np.array([one["prompt_index"] for one in rollouts])
+    found = []
+    for index, total in enumerate(totals):
+        others = totals[group == group[index]]
+        if name == "rloo":
+            found.append(total - (others.sum() - total) / (len(others) - 1))
+        else:
+            found.append((total - others.mean()) / (others.std(ddof=1) + 1e-4))
+    return found
+
+
+def ones(completions, **_columns):
+    """The number of a digit, so that other completions are better than for the run's own reward."""
+    return [float(text.count("1")) for text in completions]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_advantages_in_training_and_regraded_are_those_by_hand(sums_home, tmp_path, capsys, name):
+    """With a KL in the reward, several generations, two steps. A run's own rewards change nothing."""
+    method = METHODS[name] | {"num_generations": 4}
+    method |= {"kl_coef" if method["type"] == "ppo" else "beta": KL, "kl_estimator": "k1"}
+    folder = online_run(sums_home, tmp_path, method, training={"learning_rate": 5e-3})
+    changes = 0
+    for step in (1, 2):
+        with StoredRun(folder) as stored:
+            rollouts = stored.rollouts(step)
+        own, other = [one["reward"] for one in rollouts], ones([one["completion"] for one in rollouts])
+        before, after = by_hand(name, rollouts, own), by_hand(name, rollouts, other)
+        stored_penalties = [one["penalties"] for one in rollouts if one["penalties"] is not None]
+        assert (name == "grpo, in the loss") == (not stored_penalties)
+        assert step == 1 or not stored_penalties or max(np.abs(one).max() for one in stored_penalties) > 1e-3
+        near = {"abs": 1e-4 if name == "rloo" or name.startswith("ppo") else 2e-3}  # 1e-4 is added to deviations
+        assert [one["advantage"] for one in rollouts] == pytest.approx(before, **near)
+        regraded = REGRADED[method["type"]](load(folder / "config.yaml").config.method, rollouts, other)
+        assert regraded == pytest.approx(after, **near)
+        same = REGRADED[method["type"]](load(folder / "config.yaml").config.method, rollouts, own)
+        assert same == pytest.approx([one["advantage"] for one in rollouts], abs=1e-5)
+        changes += sum(one["advantage"] * new < 0 for one, new in zip(rollouts, regraded, strict=True))
+    capsys.readouterr()
+    assert main(["regrade", str(folder), "--reward", "test_rollouts:ones"]) == 0
+    found = re.search(SUMMARY, " ".join(capsys.readouterr().out.split()))
+    assert found is not None and int(found[1]) == changes > 0 and int(found[2]) == 64
+    assert main(["regrade", str(folder), "--reward", "benchmarks.sums:exact"]) == 0
+    found = re.search(SUMMARY, " ".join(capsys.readouterr().out.split()))
+    assert found is not None and (int(found[1]), int(found[3])) == (0, 0) and found[4] == found[5]
+
+
+def test_advantages_of_0_that_stay_0_are_counted(sums_home, tmp_path, capsys):
+    rewards = [{"type": "python", "function": "test_online:equal"}]
+    folder = online_run(sums_home, tmp_path, {"beta": 0.0}, rewards=rewards)
+    capsys.readouterr()
+    assert main(["regrade", str(folder), "--reward", "test_online:equal"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "0 of 64 advantages change their sign; besides, 0 become 0 and 64 were 0, of which 64 stay 0" in said
+
+
+@pytest.mark.parametrize("name", ["rloo", "reinforce_plus_plus", "grpo"])
+def test_truncated_completions_keep_their_penalty(sums_home, tmp_path, capsys, name):
+    """Out of the loss only: in the statistics with the KL in their reward, which is stored and regraded."""
+    method = METHODS[name] | {
+        "num_generations": 4, "beta": KL, "mask_truncated_completions": True, "kl_estimator": "k1",
+        "ref_model": str(sums_home / "model"),
+    }  # fmt: skip
+    settings = {"training": {"learning_rate": 5e-3, "max_steps": 3}, "rollout": {"max_completion_length": 2}}
+    folder = online_run(sums_home, tmp_path, method, **settings)
+    with StoredRun(folder) as stored:
+        rollouts = stored.rollouts(3)
+    masked = [one["finish_reason"] == "length" for one in rollouts]
+    assert 0 < sum(masked) < 32
+    assert (
+        [one["advantages"] is None for one in rollouts] == masked == [one["new_logprobs"] is None for one in rollouts]
+    )
+    for one in rollouts:
+        by_definition = KL * (one["old_logprobs"] - one["ref_logprobs"])
+        np.testing.assert_allclose(one["penalties"], by_definition, atol=1e-5)
+    assert max(np.abs(one["penalties"]).max() for one, out in zip(rollouts, masked, strict=True) if out) > 1e-2
+    expected = by_hand(name, rollouts, [one["reward"] for one in rollouts])
+    for one, out, mean in zip(rollouts, masked, expected, strict=True):
+        assert one["advantage"] is None if out else one["advantage"] == pytest.approx(mean, abs=2e-3)
+    if name == "reinforce_plus_plus":  # normalised over all tokens, of which those in the loss are some
+        assert max(np.abs(one["advantages"]).max() for one in rollouts if one["advantages"] is not None) < 5
+    capsys.readouterr()
+    assert main(["regrade", str(folder), "--reward", "benchmarks.sums:exact", "--step", "3"]) == 0
+    assert f"0 of {32 - sum(masked)} advantages change" in " ".join(capsys.readouterr().out.split())
+
+
+def test_truncated_completions_of_an_earlier_run(sums_home, tmp_path):
+    """Behaviour version 1: without the penalty, as the run began; so are they regraded."""
+    method = METHODS["rloo"] | {"num_generations": 4, "beta": KL, "mask_truncated_completions": True}
+    settings = {"training": {"learning_rate": 5e-3}, "rollout": {"max_completion_length": 2}, "behavior_version": 1}
+    folder = online_run(sums_home, tmp_path, method, **settings)
+    with StoredRun(folder) as stored:
+        rollouts = stored.rollouts(2)
+    masked = [one["finish_reason"] == "length" for one in rollouts]
+    assert 0 < sum(masked) < 32
+    for one, out in zip(rollouts, masked, strict=True):
+        assert (one["old_logprobs"] is None) == out
+    zero = {"old_logprobs": np.zeros(2), "ref_logprobs": np.zeros(2)}
+    expected = by_hand("rloo", [one | zero if out else one for one, out in zip(rollouts, masked, strict=True)],
+                       [one["reward"] for one in rollouts])  # fmt: skip
+    for one, mean in zip(rollouts, expected, strict=True):
+        assert one["advantage"] is None or one["advantage"] == pytest.approx(mean, abs=1e-4)

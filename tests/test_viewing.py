@@ -270,7 +270,9 @@ def test_the_push_is_the_derivative_of_the_loss():
     assert logits.grad is not None
     wanted = -logits.grad.gather(1, tokens[:, None])[:, 0].numpy()
     assert numbers.push[:3] == pytest.approx(wanted[:3]) and numbers.push[3] == 0
-    assert numbers.largest_ratio == pytest.approx(math.exp(0.05))
+    assert numbers.furthest_ratio == pytest.approx(math.exp(0.05))
+    one |= {"old_logprobs": new.detach().numpy() - np.array([0.1, -0.7, 0.2, 0.0])}
+    assert Numbers.of(one).furthest_ratio == pytest.approx(math.exp(-0.7)), "the ratio itself, not its inverse"
 
 
 def test_from_a_falling_reward_to_the_tokens_in_three_clicks(viewer):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 Verdict = Literal[
-    "correct", "wrong", "scored", "timeout", "crashed", "bad_gold"
-]  # scored: by a judge (posttrain.judging)
+    "correct", "wrong", "scored", "timeout", "crashed", "bad_gold", "not_applicable"
+]  # scored: by a judge (posttrain.judging); not_applicable: according to a function (rewards/file.py)
 VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "timeout", "crashed", "bad_gold")  # of rules
 # These do not judge the completion: they are counted and dropped from the update, never turned into a reward.
 NON_VERDICTS = frozenset({"timeout", "crashed", "bad_gold"})
@@ -65,7 +65,7 @@ class Grade:
     @property
     def counts(self) -> bool:
         """Whether the verdict judges the completion (correct, wrong or scored)."""
-        return self.verdict not in NON_VERDICTS
+        return self.verdict not in NON_VERDICTS and self.verdict != "not_applicable"
 
     @property
     def format_and_answer(self) -> str:

@@ -95,17 +95,18 @@ def _print_metrics(folder: Path, step: int, console: Console) -> None:
 
 
 def _print_groups(stored: StoredRun, step: int, console: Console) -> None:
-    table = _table("prompt", "row", "rewards", "largest advantage", "clipped", "largest ratio", "sum |A|")
+    table = _table("prompt", "row", "rewards", "largest advantage", "clipped", "ratio furthest from 1", "sum |A|")
     for index, asked in enumerate(stored.prompts(step)):
         group = stored.rollouts(step, index)
         rewards = ", ".join(_number(one["reward"]) for one in group)
         trained = [one for one in group if one["advantages"] is not None]
         advantages = [one["advantage"] for one in trained]
         clipped = sum(int(one["clipped"].sum()) for one in trained)
-        ratio = max((float(abs(one["new_logprobs"] - one["old_logprobs"]).max()) for one in trained), default=0.0)
+        logratios = [float(value) for one in trained for value in one["new_logprobs"] - one["old_logprobs"]]
         weight = sum(float(abs(one["advantages"]).sum()) for one in trained)
         largest = max(advantages, key=abs, default=None)
-        cells = (_number(largest), str(clipped), f"{math.exp(ratio):.4f}", f"{weight:.3g}")
+        ratio = math.exp(max(logratios, key=abs, default=0.0))
+        cells = (_number(largest), str(clipped), f"{ratio:.4f}", f"{weight:.3g}")
         table.add_row(str(index), str(asked["row"]), rewards, *cells)
     console.print(table)
 
@@ -163,11 +164,12 @@ def regrade(
 ) -> int:
     """Compute other rewards for the stored completions of a step, or of all; list advantages that change sign.
 
-    Sign changes are counted separately from advantages that become 0 or were 0; the table has `limit` rows, sign
-    changes first. Returns the number of sign changes.
+    The run's advantages are those that it stored; the new ones are computed as in training, over the completions that
+    have a reward in both. Sign changes are counted separately from advantages that become 0, or were 0; the table has
+    `limit` rows, sign changes first. Returns the number of sign changes.
     """
     config = _config(folder)
-    method, found, total = config.method, [], 0
+    method, found, counts, approximate = config.method, [], Counter(), False
     regraded = REGRADED.get(method.type)
     if regraded is None:
         raise RunError(f"{folder} is a run of {method.type}, which does not learn from rewards")
@@ -184,33 +186,35 @@ def regrade(
             prompts, rollouts = stored.prompts(number), stored.rollouts(number)
             graded = rewards([_completion(prompts[one["prompt_index"]], one, tokenizer) for one in rollouts]).totals
             usable = [(one, new) for one, new in zip(rollouts, graded, strict=True) if None not in (one["reward"], new)]
-            made = [one for one, _ in usable]
-            old = regraded(method, made, [one["reward"] for one in made])
-            new = regraded(method, made, [new for _, new in usable])
-            for (one, reward), before, after in zip(usable, old, new, strict=True):
-                if before is None or after is None:
+            approximate |= not method.regrades_exactly and any(one.get("penalties") is None for one, _ in usable)
+            new = regraded(method, [one for one, _ in usable], [reward for _, reward in usable])
+            for (one, reward), after in zip(usable, new, strict=True):
+                before = one["advantage"]
+                if before is None or after is None:  # outside the loss
                     continue
-                total += 1
-                if (change := _change(before, after)) is not None:
+                change = _change(before, after)
+                counts[change] += 1
+                if change not in (SAME, STAYS_ZERO):
                     found.append((change, number, one, reward, before, after))
     _print_changes(found, limit, console)
-    counts = Counter(change for change, *_ in found)
     console.print(
-        f"{counts[SIGN]:,} of {total:,} advantages change their sign; besides, {counts[TO_ZERO]:,} become 0 and "
-        f"{counts[FROM_ZERO]:,} were 0"
+        f"{counts[SIGN]:,} of {counts.total():,} advantages change their sign; besides, {counts[TO_ZERO]:,} become 0 "
+        f"and {counts[FROM_ZERO] + counts[STAYS_ZERO]:,} were 0, of which {counts[STAYS_ZERO]:,} stay 0"
     )
-    if not method.regrades_exactly:
+    if approximate:
         console.print("New advantages are approximate: method.whiten_rewards scaled the run's own rewards.")
     return counts[SIGN]
 
 
-SIGN, TO_ZERO, FROM_ZERO = "sign", "to 0", "from 0"
+SIGN, TO_ZERO, FROM_ZERO, STAYS_ZERO, SAME = "sign", "to 0", "from 0", "stays 0", "same sign"
 
 
-def _change(before: float, after: float) -> str | None:
+def _change(before: float, after: float) -> str:
     if before * after < 0:
         return SIGN
-    return None if (before == 0) == (after == 0) else TO_ZERO if after == 0 else FROM_ZERO
+    if before == 0:
+        return STAYS_ZERO if after == 0 else FROM_ZERO
+    return TO_ZERO if after == 0 else SAME
 
 
 def _print_changes(

@@ -33,8 +33,9 @@ from posttrain.losses import (
     truncated_weights,
 )
 from posttrain.losses.policy import Level, PolicyLoss
+from posttrain.losses.reduce import sum_segments
 from posttrain.optim.update import Objective
-from posttrain.recipes.online import Minibatch, Step, measure_mismatch, minibatches, online, scored
+from posttrain.recipes.online import Minibatch, Step, in_packs, measure_mismatch, minibatches, online, scored
 from posttrain.rollout import Rollout, RolloutPack
 from posttrain.scoring import Scorer
 from posttrain.training.checks import check_margins, check_packing, check_ratio
@@ -87,14 +88,22 @@ def step_of(
     `old_R` has the log-probabilities of the policy that sampled; None: the policy itself did.
     """
     step = Step(job, rollout, method.mask_truncated_completions)
+    parts, penalised = step.parts, reference is not None and method.kl_in == "reward"
+    if penalised and len(step.in_loss_S) < len(step.counted_S) and job.config.behavior_version >= 2:
+        step.penalised_S = step.counted_S  # truncated ones are out of the loss only
+        parts = in_packs(job, rollout, step.counted_S)
     if old_R is not None:
         step.trainer_R = step.old_R = old_R
-    elif method.updates > 1 or (reference is not None and method.kl_in == "reward"):
+    elif method.updates > 1 or penalised:
         temperature = job.config.rollout.temperature
-        found = scored(job, rollout, step.parts, lambda pack: scorer(pack, temperature).logprob_N)
+        found = scored(job, rollout, parts, lambda pack: scorer(pack, temperature).logprob_N)
         step.trainer_R = step.old_R = found[:, 0]
     if reference is not None:
-        step.reference_R = scored(job, rollout, step.parts, reference)[:, 0]
+        step.reference_R = scored(job, rollout, parts, reference)[:, 0]
+    if penalised and step.old_R is not None and step.reference_R is not None:
+        penalty_R = method.beta * kl_penalty(step.old_R, step.reference_R, estimator=method.kl_estimator)
+        inside_R = torch.isin(rollout.sequence_R, step.penalised_S).to(job.device)
+        step.penalty_R = penalty_R.where(inside_R, 0.0)
     step.advantage_R = advantages(method, step).to(job.device)
     return step
 
@@ -174,28 +183,35 @@ def level_of(method: AnyMethod) -> Level | None:
 
 
 def advantages(method: PolicyGradientMethod, step: Step) -> Tensor:
-    """The advantage of each token (R), 0 for completions outside the loss."""
+    """The advantage of each token (R), 0 for completions without a reward."""
     rollout, chosen = step.rollout, step.counted_S
-    penalty_R = torch.zeros(rollout.num_tokens)
-    if method.kl_in == "reward" and step.reference_R is not None and step.old_R is not None:
-        penalty_R = method.beta * kl_penalty(step.old_R, step.reference_R, estimator=method.kl_estimator).cpu()
+    inside_R = torch.isin(rollout.sequence_R, chosen)
+    advantage_R = torch.zeros(rollout.num_tokens)
+    penalty_R = advantage_R if step.penalty_R is None else step.penalty_R.cpu()
+    found = rollout.reward_S[chosen], rollout.group_S[chosen], rollout.length_S[chosen], penalty_R[inside_R]
+    advantage_R[inside_R] = of_tokens(method, *found)
+    return advantage_R
+
+
+def of_tokens(
+    method: PolicyGradientMethod, reward_S: Tensor, group_S: Tensor, length_S: Tensor, penalty_N: Tensor
+) -> Tensor:
+    """The advantage of each token (N) of completions with these rewards.
+
+    A reward, minus the penalties of its tokens, is compared with its group's; in REINFORCE++ each token's return is
+    normalised over the step.
+    """
+    if not len(reward_S):
+        return penalty_N
     if isinstance(method, ReinforcePlusPlusMethod):
-        inside_R = torch.isin(rollout.sequence_R, chosen)
-        reward_R = -penalty_R
-        reward_R[rollout.start_S + rollout.length_S - 1] += rollout.reward_S
-        advantage_R = torch.zeros(rollout.num_tokens)
-        if inside_R.any():
-            returns_N = rewards_to_go(reward_R[inside_R], rollout.sequence_R[inside_R])
-            advantage_R[inside_R] = normalized(returns_N, eps=EPS)
-        return advantage_R
-    reward_S = rollout.reward_S - step.sums(penalty_R)
-    advantage_S = torch.zeros(len(rollout.completions))
-    advantage_S[chosen] = compared(method, reward_S[chosen], rollout.group_S[chosen])
-    return advantage_S[rollout.sequence_R]
+        reward_N = -penalty_N
+        reward_N[length_S.cumsum(0) - 1] += reward_S
+        return normalized(rewards_to_go(reward_N, torch.arange(len(length_S)).repeat_interleave(length_S)), eps=EPS)
+    return compared(method, reward_S - sum_segments(penalty_N, length_S), group_S).repeat_interleave(length_S)
 
 
 def compared(method: PolicyGradientMethod, reward_S: Tensor, group_S: Tensor) -> Tensor:
-    """Each completion's advantage (S): its reward compared with its group's, or for REINFORCE++ with the step's."""
+    """Each completion's advantage (S): its reward compared with those of its group."""
     if isinstance(method, GRPOMethod) and method.loss_type == "no_baseline":
         return reward_S
     if isinstance(method, RLOOMethod):
@@ -207,6 +223,19 @@ def compared(method: PolicyGradientMethod, reward_S: Tensor, group_S: Tensor) ->
 def regraded(
     method: PolicyGradientMethod, rollouts: Sequence[Mapping[str, Any]], rewards: Sequence[float]
 ) -> list[float | None]:
-    """The advantages of a step's stored completions under these rewards."""
+    """The mean advantage of each stored completion of a step under these rewards, those outside the loss included."""
+    lengths = [len(one["tokens"]) for one in rollouts]
+    penalty_N = torch.cat([torch.zeros(0), *(_stored_penalty(method, one) for one in rollouts)])
     group_S = torch.tensor([one["prompt_index"] for one in rollouts])
-    return compared(method, torch.tensor(rewards, dtype=torch.float64), group_S).tolist() if rollouts else []
+    found_N = of_tokens(method, torch.tensor(rewards), group_S, torch.tensor(lengths), penalty_N)
+    return [float(one_N.mean()) for one_N in found_N.double().split(lengths)]
+
+
+def _stored_penalty(method: PolicyGradientMethod, one: Mapping[str, Any]) -> Tensor:
+    """The penalty of each token; earlier versions did not store it, and only completions in the loss had one."""
+    if one.get("penalties") is not None:
+        return torch.tensor(one["penalties"])
+    if method.beta == 0 or method.kl_in == "loss" or one["advantages"] is None or one["ref_logprobs"] is None:
+        return torch.zeros(len(one["tokens"]))
+    old_N, reference_N = torch.tensor(one["old_logprobs"]), torch.tensor(one["ref_logprobs"])
+    return method.beta * kl_penalty(old_N, reference_N, estimator=method.kl_estimator)

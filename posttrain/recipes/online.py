@@ -32,6 +32,9 @@ from posttrain.training.evaluation import as_text, measure_completions, parts_of
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 
+# What is stored of a completion outside the loss whose reward has the penalty.
+PENALISED = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "penalties")
+
 
 def in_packs(job: Job, rollout: Rollout, chosen: Sequence[int] | Tensor) -> list[RolloutPack]:
     """The chosen completions of a rollout in packs of the settings' size."""
@@ -54,6 +57,8 @@ class Step:
         self.entropy_R = torch.zeros(rollout.num_tokens, device=job.device)  # of the policy at the step's last update
         self.reference_R: Tensor | None = None  # under the reference or teacher, if any
         self.advantage_R = torch.zeros(rollout.num_tokens, device=job.device)
+        self.penalty_R: Tensor | None = None  # the KL to the reference, weighted, that is subtracted from the reward
+        self.penalised_S = self.in_loss_S  # the completions that it is computed for
         self.mismatch: dict[str, float] | None = None  # between engine and trainer, once measured
         self._ranks = job.ranks
         self._mine_R, self._ours_R = torch.zeros_like(self.clipped_R), torch.zeros_like(self.clipped_R)
@@ -105,17 +110,19 @@ class Step:
             "advantages": self.advantage_R,
             "clipped": self.clipped_R,
             "entropies": self.entropy_R,
+            "penalties": self.penalty_R,
         }
 
     def stored(self) -> tuple[list[StoredPrompt], list[StoredRollout]]:
         """The step's prompts and completions, for the rollout store."""
         rollout, tokens = self.rollout, self.rollout.length_S.tolist()
-        kept = set(self.in_loss_S.tolist())
+        kept, penalised = set(self.in_loss_S.tolist()), set(self.penalised_S.tolist())
         flat = self.per_token()
         split = {name: None if values is None else values.cpu().split(tokens) for name, values in flat.items()}
         made = []
         for index, (group, completion) in enumerate(zip(rollout.group_S.tolist(), rollout.completions, strict=True)):
-            inside = {name: values for name, values in split.items() if index in kept or name == "sampler_logprobs"}
+            names = split if index in kept else PENALISED if index in penalised else ("sampler_logprobs",)
+            inside = {name: split[name] for name in names}
             arrays = {name: None if values is None else values[index].numpy() for name, values in inside.items()}
             advantages = arrays.get("advantages")
             made.append(
@@ -268,7 +275,7 @@ class Online:
     def __init__(self, loop: Loop, policy: nn.Module, sample: Sampler, store: RolloutStore | None):
         self.sample = sample
         self._loop, self._policy, self._store = loop, policy, store
-        self._alarms = Alarms(loop.state.memory)
+        self._alarms = Alarms(loop.state.memory, loop.job.config.method)
 
     def steps(self) -> Iterator[tuple[int, list[Example]]]:
         """Each step's number and prompts. After the body of a step: load the new weights into the engine, evaluate."""
@@ -296,7 +303,7 @@ class Online:
             if loop.job.config.rollout.save:
                 step.exchange("trainer_R", "new_R", "reference_R", "advantage_R", "clipped_R", "entropy_R")
             more = {**step.rollout.metrics(), **(step.mismatch or {}), **found()}
-            self._alarms.look(number, {**metrics, **more})
+            self._alarms.look(number, {**metrics, **more}, step.rollout.all_equal)
             if store is not None:
                 store.add(number, number / loop.steps_per_epoch, *step.stored())
             return more

@@ -193,27 +193,37 @@ def estimate_advantages(method: PPOMethod, step: PPOStep, scale: ReturnScale) ->
     `scale` is that of the previous steps; this step's rewards are added to it first, so that values have the scale of
     the rewards from the first step on.
     """
-    rollout = step.rollout
-    reward_R = torch.zeros_like(step.output_R)
+    rollout, chosen = step.rollout, step.in_loss_S
+    step.penalty_R = torch.zeros_like(step.output_R)
     if step.reference_R is not None:
         kl_R = kl_penalty(step.trainer_R, step.reference_R, estimator=method.kl_estimator)
-        reward_R = -step.kl_coef * kl_R
-        if len(step.in_loss_S):
-            step.kl_S = step.sums(kl_R)[step.in_loss_S.to(kl_R.device)]
-    last_S = rollout.start_S + rollout.length_S - 1
-    reward_R[last_S] += rollout.reward_S.nan_to_num().to(reward_R.device)
-    inside_R = torch.isin(rollout.sequence_R, step.in_loss_S).to(reward_R.device)
-    step.scale, step.value_R, step.return_R = scale, torch.zeros_like(reward_R), torch.zeros_like(reward_R)
+        step.penalty_R = step.kl_coef * kl_R
+        if len(chosen):
+            step.kl_S = step.sums(kl_R)[chosen.to(kl_R.device)]
+    inside_R = torch.isin(rollout.sequence_R, chosen).to(step.penalty_R.device)
+    step.scale, step.value_R, step.return_R = scale, torch.zeros_like(step.output_R), torch.zeros_like(step.output_R)
     if inside_R.any():
-        reward_N, sequence_N = reward_R[inside_R], rollout.sequence_R.to(reward_R.device)[inside_R]
-        if method.whiten_rewards:
-            reward_N = whitened(reward_N)
+        penalty_N, length_S = step.penalty_R[inside_R], rollout.length_S[chosen].to(inside_R.device)
+        reward_N, sequence_N = token_rewards(method, rollout.reward_S[chosen], penalty_N, length_S)
         if method.normalize_returns:
             step.scale = scale.after(rewards_to_go(reward_N, sequence_N, gamma=method.gamma))
         value_N = step.scale.values(step.output_R[inside_R])
-        advantage_N, return_N = gae(reward_N, value_N, sequence_N, gamma=method.gamma, lam=method.lam)
-        step.advantage_R[inside_R] = normalized(advantage_N, eps=EPS)
-        step.value_R[inside_R], step.return_R[inside_R] = value_N, return_N
+        step.advantage_R[inside_R], step.return_R[inside_R] = of_tokens(method, reward_N, value_N, sequence_N)
+        step.value_R[inside_R] = value_N
+
+
+def token_rewards(method: PPOMethod, reward_S: Tensor, penalty_N: Tensor, length_S: Tensor) -> tuple[Tensor, Tensor]:
+    """The reward of each token of completions, and the completion that it belongs to (N both)."""
+    reward_N = -penalty_N
+    reward_N[length_S.cumsum(0) - 1] += reward_S.to(reward_N)
+    sequence_N = torch.arange(len(length_S), device=length_S.device).repeat_interleave(length_S)
+    return whitened(reward_N) if method.whiten_rewards else reward_N, sequence_N
+
+
+def of_tokens(method: PPOMethod, reward_N: Tensor, value_N: Tensor, sequence_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The advantage of each token, normalised over all of them, and its return (N both)."""
+    advantage_N, return_N = gae(reward_N, value_N, sequence_N, gamma=method.gamma, lam=method.lam)
+    return normalized(advantage_N, eps=EPS), return_N
 
 
 def value_metrics(step: PPOStep) -> dict[str, float]:
@@ -229,23 +239,36 @@ def value_metrics(step: PPOStep) -> dict[str, float]:
 def regraded(method: PPOMethod, rollouts: Sequence[Mapping[str, Any]], rewards: Sequence[float]) -> list[float | None]:
     """The mean advantage of each stored completion of a step under these rewards; None outside the loss.
 
-    GAE is linear in the reward, so the advantage (return less value) of a token changes by the difference of the
-    rewards times (gamma lam)^(number of later tokens); the values are the run's. Raises RunError for a file without
-    values.
+    The values are the run's. Raises RunError for a file without values.
     """
-    tokens = []
-    for one, reward in zip(rollouts, rewards, strict=True):
-        if one["returns"] is None:
-            if one["advantages"] is not None:
-                raise RunError(
-                    "an earlier version stored this run's rollouts, without values and returns: PPO cannot be regraded"
-                )
-            continue
-        was_N = torch.tensor(one["returns"] - one["old_values"], dtype=torch.float64)
-        following_N = torch.arange(len(was_N) - 1, -1, -1, dtype=torch.float64)
-        tokens.append(was_N + (reward - one["reward"]) * (method.gamma * method.lam) ** following_N)
-    if not tokens:
+    inside = [(one, reward) for one, reward in zip(rollouts, rewards, strict=True) if one["returns"] is not None]
+    if any(one["returns"] is None and one["advantages"] is not None for one in rollouts):
+        raise RunError(
+            "an earlier version stored this run's rollouts, without values and returns: PPO cannot be regraded"
+        )
+    if not inside:
         return [None] * len(rollouts)
-    normal_N = normalized(torch.cat(tokens), eps=EPS)
-    means = iter(normal_N.split([len(one) for one in tokens]))
+    lengths = [len(one["returns"]) for one, _ in inside]
+    value_N = torch.cat([torch.tensor(one["old_values"]) for one, _ in inside])
+    penalty_N = torch.cat([_stored_penalty(method, one) for one, _ in inside])
+    reward_S = torch.tensor([reward for _, reward in inside])
+    reward_N, sequence_N = token_rewards(method, reward_S, penalty_N, torch.tensor(lengths))
+    advantage_N, _ = of_tokens(method, reward_N, value_N, sequence_N)
+    means = iter(advantage_N.double().split(lengths))
     return [None if one["returns"] is None else float(next(means).mean()) for one in rollouts]
+
+
+def _stored_penalty(method: PPOMethod, one: Mapping[str, Any]) -> Tensor:
+    """The penalty of each token. Earlier versions did not store it; then it follows from values and returns.
+
+    r_t = delta_t + V_t - gamma V_{t+1}, delta_t = A_t - gamma lam A_{t+1}, A = return - V; exact without
+    whiten_rewards.
+    """
+    if one.get("penalties") is not None:
+        return torch.tensor(one["penalties"])
+    value_N = torch.tensor(one["old_values"], dtype=torch.float64)
+    advantage_N, nothing = torch.tensor(one["returns"]) - value_N, torch.zeros(1)
+    after_N, value_after_N = (torch.cat([all_N[1:], nothing]) for all_N in (advantage_N, value_N))
+    reward_N = advantage_N - method.gamma * (method.lam * after_N + value_after_N) + value_N
+    reward_N[-1] -= one["reward"]
+    return -reward_N.float()

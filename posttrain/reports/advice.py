@@ -3,6 +3,8 @@
 MESSAGES = {
     "no_spread": "no group has completions with different rewards, so nothing can be learned from this step: the "
     "task is too hard or too easy for this model, or the reward is broken",
+    "equal_rewards": "all completions of this step have the same reward, so the rewards teach nothing: the task is too "
+    "hard or too easy for this model, or the reward is broken",
     "no_reward": "no completion has a reward, so this step trained nothing: check whether the data has the answers "
     "that the rewards need (posttrain why RUN --step 1 --prompt 0), or why your own function returns None or takes "
     "longer than its timeout, or a judge does not answer",

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from posttrain.config import DevicesConfig, TagsConfig
 from posttrain.config.schema.rewards import (
+    ALL_ZERO,
     JudgeReward,
     LengthReward,
     ModelReward,
@@ -66,6 +67,7 @@ class RewardPart:
     values: tuple[float | None, ...]
     grades: tuple[Grade, ...] | None = None  # of rules and judges
     overdue: tuple[bool, ...] | None = None  # for functions with a deadline: which calls exceeded it
+    may_not_apply: bool = False  # a user's function, which may return None
 
     def counts(self, row: int) -> bool:
         """Whether it has a verdict: False after a missed deadline or for a grade without one. Not applicable counts."""
@@ -75,9 +77,12 @@ class RewardPart:
 
     def metrics(self) -> dict[str, float]:
         """Mean and standard deviation; for a rule the number of each verdict, and the shares of its parts; for a judge
-        the number of each failure, and its costs."""
+        the number of each failure, and its costs; for a function, to how many completions it does not apply."""
         values = [value for value in self.values if value is not None]
         found = _moments(f"rewards/{self.name}", values)
+        if self.may_not_apply:
+            without = len(self.values) - len(values) - sum(self.overdue or ())
+            found[f"rewards/{self.name}/not_applicable"] = float(without)
         if self.overdue is not None:
             found[f"rewards/{self.name}/timeout"] = float(sum(self.overdue))
         if self.grades is None:
@@ -102,6 +107,10 @@ class Rewarded:
     totals: tuple[float | None, ...]
     parts: tuple[RewardPart, ...]
 
+    def lacks_verdict(self, row: int) -> bool:
+        """Whether a completion has no reward because a verdict is missing, and not because no reward applies to it."""
+        return self.totals[row] is None and not all(part.counts(row) for part in self.parts if part.weight)
+
     def metrics(self) -> dict[str, float]:
         """For the log of a step, by TRL's names: reward, reward_std, rewards/{name}/mean, rewards/{name}/std.
 
@@ -115,6 +124,9 @@ class Rewarded:
         moments = _moments("reward", totals)
         found = {"reward": moments["reward/mean"], "reward_std": moments["reward/std"]} if totals else {}
         found["rewards/left_out"] = float(len(self.totals) - len(totals))
+        if any(part.may_not_apply for part in self.parts):
+            rows = [row for row, total in enumerate(self.totals) if total is None and not self.lacks_verdict(row)]
+            found["rewards/not_applicable"] = float(len(rows))
         for part in self.parts:
             found |= part.metrics()
         return found
@@ -140,7 +152,8 @@ class Rewards:
     """The rewards of a run, ready to use: models loaded, functions found, and rules verified on the known pairs.
 
     `pool`: grading workers to share; without it, rules get their own workers until `close`.
-    `max_completion_length`: the rollout's, for `overlong`.
+    `max_completion_length`: the rollout's, for `overlong`. `zeros_count`: as in runs of behaviour version 1, a reward
+    of weight 0 adds 0 to totals, and drops completions without its verdict.
 
     Raises RewardError if a reward cannot work: better now than after the first rollout.
     """
@@ -155,12 +168,15 @@ class Rewards:
         max_completion_length: int | None = None,
         workers: int | None = None,
         deadline: float = DEADLINE_S,
+        zeros_count: bool = False,
     ):
         names = [term_name(term) for term in settings]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise RewardError(f"two rewards are called {twice}: give one of them another `name`")
-        self.settings = tuple(settings)
+        if settings and not any(term.weight for term in settings):
+            raise RewardError(f"{ALL_ZERO} ({', '.join(names)})")
+        self.settings, self._zeros_count = tuple(settings), zeros_count
         self._tags = tags or TagsConfig()
         self._own_pool: Pool | None = None
         self._functions = {
@@ -216,8 +232,10 @@ class Rewards:
                 grades = tuple(self._judges[name].finish(asked[name]))
             if grades is not None:
                 values[name] = [grade.score for grade in grades]
-            parts.append(RewardPart(name, term.weight, tuple(values[name]), grades, overdue.get(name)))
-        return Rewarded(tuple(_total(parts, row) for row in range(len(completions))), tuple(parts))
+            is_function = isinstance(term, PythonReward)
+            parts.append(RewardPart(name, term.weight, tuple(values[name]), grades, overdue.get(name), is_function))
+        summed = [part for part in parts if part.weight or self._zeros_count]
+        return Rewarded(tuple(_total(summed, row) for row in range(len(completions))), tuple(parts))
 
     def right(self, rewarded: Rewarded) -> dict[str, list[bool | None]]:
         """Whether `format` and `answer` of each completion are right, None without a verdict.

@@ -112,14 +112,18 @@ def _by_rule(
 
 
 def _by_function(records: Sequence[Record], name: str, columns: Columns) -> list[Grade]:
-    """A function's scores: above 0 counts as correct; not applicable is `wrong` without a score."""
+    """A function's scores: above 0 counts as correct; None is the verdict `not_applicable`, without a score."""
     names = dict.fromkeys(key for record in records for key in record.value or {})
     given: dict[str, list[Any]] = {key: [(record.value or {}).get(key) for record in records] for key in names}
     given["completions"] = [_text(record, columns.completion) for record in records]
     given["prompts"] = given.get("prompt", [""] * len(records))
     given["answer"] = [_text(record, columns.answer) for record in records]
     with closing(RewardFunction(name)) as function:
-        return [Grade("correct" if (score or 0) > 0 else "wrong", score) for score in function(given)]
+        return [_of_score(score) for score in function(given)]
+
+
+def _of_score(score: float | None) -> Grade:
+    return Grade("not_applicable" if score is None else "correct" if score > 0 else "wrong", score)
 
 
 def _text(record: Record, column: str) -> str | None:
@@ -152,7 +156,7 @@ def _summary(reward: str, grades: Sequence[Grade], unread: int, console: Console
     table.add_column("rows", justify="right")
     table.add_column("share", justify="right")
     counts = Counter(grade.verdict for grade in grades)
-    for verdict in VERDICTS:
+    for verdict in (*VERDICTS, *("not_applicable",) * ("not_applicable" in counts)):
         table.add_row(verdict, str(counts[verdict]), f"{counts[verdict] / len(grades):.1%}")
     console.print(table)
     for line in _more(grades):

@@ -37,6 +37,7 @@ CREATE TABLE IF NOT EXISTS rollouts (
     step INTEGER, prompt_index INTEGER, rollout_index INTEGER, completion TEXT, reward REAL, advantage REAL,
     finish_reason TEXT, version INTEGER, parts TEXT, tokens BLOB, sampler_logprobs BLOB, old_logprobs BLOB,
     new_logprobs BLOB, ref_logprobs BLOB, advantages BLOB, clipped BLOB, old_values BLOB, returns BLOB, entropies BLOB,
+    penalties BLOB,
     PRIMARY KEY (step, prompt_index, rollout_index)
 );
 CREATE TABLE IF NOT EXISTS evaluations (
@@ -47,9 +48,12 @@ CREATE INDEX IF NOT EXISTS evaluations_step ON evaluations (step);
 """
 TABLES = ("prompts", "rollouts", "evaluations")
 TOKENS = {"tokens": np.dtype("<i4"), "clipped": np.dtype("u1")}  # all other arrays are float32
+FACTS = (
+    "step", "prompt_index", "rollout_index", "completion", "reward", "advantage", "finish_reason", "version", "parts",
+)  # fmt: skip
 ARRAYS = (
     "tokens", "sampler_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "advantages", "clipped", "old_values",
-    "returns", "entropies",
+    "returns", "entropies", "penalties",
 )  # fmt: skip
 BUSY_S = 30.0  # seconds to wait for another program's lock on the file
 WAITING = 4  # maximum length of the writing queue; then training waits for the disk
@@ -223,7 +227,9 @@ def _refusal(path: Path, error: Exception) -> RunError:
 def _insert(connection: sqlite3.Connection, write: _Write) -> None:
     prompts, rollouts, evaluations = map(_storable, _rows(write))
     connection.executemany("INSERT INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?)", prompts)
-    connection.executemany(f"INSERT INTO rollouts VALUES ({', '.join('?' * (9 + len(ARRAYS)))})", rollouts)
+    columns = (*FACTS, *ARRAYS)  # in a file of an earlier version they have another order
+    places = ", ".join("?" * len(columns))
+    connection.executemany(f"INSERT INTO rollouts ({', '.join(columns)}) VALUES ({places})", rollouts)
     connection.execute("DELETE FROM evaluations WHERE step = ? AND dataset = ?", (write.step, write.dataset))
     connection.executemany("INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", evaluations)
 

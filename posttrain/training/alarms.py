@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from posttrain.config.schema.base import MethodSettings
 from posttrain.reports.advice import MESSAGES
 
 log = logging.getLogger("posttrain")
@@ -18,19 +19,22 @@ EVERY = 20  # an alarm is logged the first time and then every 20th time
 class Alarms:
     """Checks a step's metrics. Counts alarms in `memory`, which checkpoints save, under alarms/{name}."""
 
-    def __init__(self, memory: dict[str, float]):
-        self.memory = memory
+    def __init__(self, memory: dict[str, float], method: MethodSettings):
+        self.memory, self._method = memory, method
 
-    def look(self, step: int, metrics: Mapping[str, float]) -> None:
+    def look(self, step: int, metrics: Mapping[str, float], all_equal: bool) -> None:
+        """`all_equal`: all completions of the step with a reward have the same."""
         entropy = metrics.get("entropy")
         if entropy is not None:
             self.memory.setdefault("first_entropy", entropy)
-        without = metrics.get("rewards/left_out_ratio", 0.0)
+        without, method = metrics.get("rewards/left_out_ratio", 0.0), self._method
+        no_spread = metrics.get("frac_reward_zero_std", 0.0) == 1.0 and without < 1.0
         raised = {
-            "no_spread": metrics.get("frac_reward_zero_std", 0.0) == 1.0 and without < 1.0,
+            "no_spread": method.compares_groups and no_spread,
+            "equal_rewards": method.needs_rewards and not method.compares_groups and all_equal,
             "truncated": metrics.get("completions/clipped_ratio", 0.0) == 1.0,
             "no_reward": without == 1.0,
-            "no_verdict": WITHOUT_VERDICT < without < 1.0,
+            "no_verdict": metrics.get("rewards/no_verdict_ratio", 0.0) > WITHOUT_VERDICT and without < 1.0,
             "entropy": entropy is not None and entropy < COLLAPSED * self.memory["first_entropy"],
             "sampler": metrics.get("sampling/effective_sample_size", 1.0) < EFFECTIVE,
         }

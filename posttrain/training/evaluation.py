@@ -113,6 +113,7 @@ class _Samplers:
             devices=config.devices,
             max_completion_length=config.rollout.max_completion_length,
             workers=workers_of(self._job.ranks.locals),
+            zeros_count=config.behavior_version < 2,
         )
         return self._resources.enter_context(rewards)
 

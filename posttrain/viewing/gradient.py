@@ -54,7 +54,11 @@ class Numbers:
         )
 
     @property
-    def largest_ratio(self) -> float:
-        """The ratio furthest from 1, above or below, as a factor of at least 1."""
-        logs = np.abs(np.log(np.maximum(self.ratio, 1e-30)))
-        return float(np.exp(min(logs.max(initial=0.0), 50.0)))
+    def furthest_ratio(self) -> float:
+        """The ratio furthest from 1, as a factor: 0.5 is as far as 2."""
+        return float(max(self.ratio, key=factor, default=1.0))
+
+
+def factor(ratio: float) -> float:
+    """The distance of a ratio from 1 as a factor of at least 1."""
+    return float(max(ratio, 1 / max(ratio, 1e-30)))

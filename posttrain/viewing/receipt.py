@@ -12,7 +12,7 @@ from posttrain.reports.markup import Markup, el, join, link, message, number, sh
 from posttrain.reports.series import Series
 from posttrain.store.stored_rollouts import StoredRun
 from posttrain.viewing.address import Query, address
-from posttrain.viewing.gradient import Numbers
+from posttrain.viewing.gradient import Numbers, factor
 from posttrain.viewing.runs import Row
 from posttrain.viewing.search import verdict_of
 from posttrain.viewing.tokens import texts_of
@@ -52,7 +52,7 @@ def step_view(stored: StoredRun, series: Series, row: Row, step: int) -> Markup:
                 _mean(rewards),
                 _spread(rewards),
                 str(sum(int(n.clipped.sum()) for _, n in group)),
-                f"{max(n.largest_ratio for _, n in group):.3f}",
+                f"{max((n.furthest_ratio for _, n in group), key=factor):.3f}",
                 f"{np.mean([len(one['tokens']) for one, _ in group]):.0f}",
                 el("span", short(asked["prompt"] if asked else "", 110)),
             ]
@@ -63,7 +63,7 @@ def step_view(stored: StoredRun, series: Series, row: Row, step: int) -> Markup:
         "reward",
         "lowest to highest",
         "clipped",
-        "largest ratio",
+        "ratio furthest from 1",
         "tokens",
         "prompt",
     ]

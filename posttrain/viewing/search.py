@@ -22,7 +22,7 @@ import numpy as np
 
 from posttrain.errors import PosttrainError
 from posttrain.store.stored_rollouts import StoredRun
-from posttrain.viewing.gradient import Numbers
+from posttrain.viewing.gradient import Numbers, factor
 
 log = logging.getLogger("posttrain")
 
@@ -54,7 +54,7 @@ SORTS = {
     "highest reward": "reward DESC, step DESC",
     "lowest reward": "reward IS NULL, reward, step DESC",
     "largest push": "push DESC",
-    "largest ratio": "ratio DESC",
+    "ratio furthest from 1": "ratio DESC",
     "longest": "length DESC, step DESC",
     "shortest": "length, step DESC",
 }
@@ -218,7 +218,7 @@ def _add(
         values = (
             step, index, one["rollout_index"], ids.get(index), prompts[index]["row"] if index in prompts else None,
             one["reward"], one["advantage"], len(one["tokens"]), one["finish_reason"], verdict,
-            float(np.abs(numbers.push).sum()), int(numbers.clipped.sum()), float(numbers.largest_ratio),
+            float(np.abs(numbers.push).sum()), int(numbers.clipped.sum()), factor(numbers.furthest_ratio),
         )  # fmt: skip
         made = connection.execute(f"INSERT INTO rollouts ({', '.join(COLUMNS)}) VALUES ({marks})", values).lastrowid
         connection.execute("INSERT INTO completion_texts (rowid, text) VALUES (?, ?)", (made, one["completion"]))

@@ -34,6 +34,11 @@ class MethodSettings(Settings):
     needs_rewards: ClassVar[bool] = False  # whether it learns from rewards of completions
 
     @property
+    def compares_groups(self) -> bool:
+        """Whether it compares the rewards of a prompt's completions with one another."""
+        return False
+
+    @property
     def updates(self) -> int:
         """Optimizer updates of a step."""
         return 1
@@ -45,7 +50,7 @@ class MethodSettings(Settings):
 
     @property
     def regrades_exactly(self) -> bool:
-        """Whether regraded advantages equal those of a run with the other rewards."""
+        """Whether advantages can be computed exactly from rollouts without `penalties`, as earlier versions stored."""
         return True
 
     @property

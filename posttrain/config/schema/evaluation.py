@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain.config.schema.base import Float, Int, OneOrMore, Positive, Problems, Settings, Text, Word
 from posttrain.config.schema.data import Format, check_template
-from posttrain.config.schema.rewards import Reward, check_names
+from posttrain.config.schema.rewards import Reward, check_rewards
 from posttrain.config.schema.rollout import RolloutConfig
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_completion_length", "stop")
@@ -37,7 +37,7 @@ class EvaluationDataset(Settings):
         problems = Problems()
         if self.template is not None:
             check_template(problems, self.template)
-        check_names(problems, self.rewards or ())
+        check_rewards(problems, self.rewards or ())
         problems.report()
         return self
 

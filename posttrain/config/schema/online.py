@@ -114,6 +114,10 @@ class PolicyGradientMethod(RewardedMethod):
     def updates(self) -> int:
         return self.num_iterations * self.num_minibatches
 
+    @property
+    def compares_groups(self) -> bool:
+        return True
+
     def _check_groups(self, problems: Problems, compares: bool, what: str) -> None:
         problems.check(
             not compares or self.num_generations > 1,
@@ -148,6 +152,10 @@ class GRPOMethod(PolicyGradientMethod):
     importance_sampling_level: Literal["token", "sequence"] | None = Field(
         default=None, description="Level of the ratio to the old policy; null: the loss's own, sequence for gspo."
     )
+
+    @property
+    def compares_groups(self) -> bool:
+        return self.loss_type != "no_baseline"
 
     @model_validator(mode="after")
     def _check(self) -> "GRPOMethod":
@@ -222,6 +230,10 @@ class ReinforcePlusPlusMethod(PolicyGradientMethod):
     kl_in: Literal["loss", "reward"] = Field(
         default="reward", description="Place of the KL: a term of the loss, or a penalty on the reward."
     )
+
+    @property
+    def compares_groups(self) -> bool:
+        return False
 
     @model_validator(mode="after")
     def _check(self) -> "ReinforcePlusPlusMethod":

@@ -125,13 +125,17 @@ Reward = Annotated[
 ]
 
 
+ALL_ZERO = "all rewards have weight 0, so that no completion has a total; give one of them another weight"
+
+
 def term_name(reward: Reward) -> str:
     """The reward's name in metrics."""
     return reward.name or reward.type
 
 
-def check_names(problems: Problems, rewards: Sequence[Reward]) -> None:
-    """Report rewards that would overwrite each other in metrics."""
+def check_rewards(problems: Problems, rewards: Sequence[Reward]) -> None:
+    """Report rewards that would overwrite each other in metrics, and a list in which none is trained on."""
+    problems.check(not rewards or any(reward.weight for reward in rewards), "rewards.0.weight", f"is 0: {ALL_ZERO}")
     named = [term_name(reward) for reward in rewards]
     for index, name in enumerate(named):
         problems.check(name not in named[:index], f"rewards.{index}.name", f"would be {name!r}, as an earlier reward's")

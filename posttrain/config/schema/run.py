@@ -16,7 +16,7 @@ from posttrain.config.schema.data import LABELLED_FORMATS, PAIR_FORMATS, DataCon
 from posttrain.config.schema.evaluation import SAMPLING, EvaluationConfig
 from posttrain.config.schema.methods import Method
 from posttrain.config.schema.model import LORA_DROPOUT, ModelConfig
-from posttrain.config.schema.rewards import Reward, check_names
+from posttrain.config.schema.rewards import Reward, check_rewards
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.training import (
     WARMUP_STEPS,
@@ -217,7 +217,7 @@ class RunConfig(Settings):
             f"are needed to evaluate {method.type} on validation prompts: give some, e.g. rewards: [{{type: math}}], "
             "or remove data.validation",
         )
-        check_names(problems, self.rewards)
+        check_rewards(problems, self.rewards)
         problems.check(
             not online or rollout.temperature > 0,
             "rollout.temperature",
