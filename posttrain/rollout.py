@@ -199,7 +199,8 @@ class Sampler:
 
     A completion's random stream is a function of the run's seed, the step, the prompt's index in the step and its row,
     so that a resumed run samples the same completions as an uninterrupted one. `evaluation` has the samplers of the
-    validation sets. Without `keeps`, the engine releases its memory after each rollout.
+    validation sets. Without `keeps`, the engine releases its memory after each rollout. `continues`: texts continue
+    their prompts, leading spaces included; False: as in runs of earlier versions.
     """
 
     def __init__(
@@ -213,8 +214,9 @@ class Sampler:
         seed: int,
         keeps: bool = True,
         ranks: Ranks = ALONE,
+        continues: bool = True,
     ):
-        self.keeps, self.ranks = keeps, ranks
+        self.keeps, self.ranks, self.continues = keeps, ranks, continues
         self.engine, self.rewards, self.tokenizer, self.seed = engine, rewards, tokenizer, seed
         self.sampling = sampling_of(settings, 1, stop_token_ids, seed)
         self.evaluation: Mapping[str, Sampler] = {}
@@ -276,8 +278,12 @@ class Sampler:
                 "engine did not get the new weights after the last step"
             )
         stops = self.sampling.stop_token_ids
-        texts = tuple(text_of(completion, stops, self.tokenizer) for completion in completions)
-        ends = [end_of(np.asarray(prompt.trees[0].tokens), self.tokenizer) for prompt in prompts]
+        before = [np.asarray(prompt.trees[0].tokens) for prompt in prompts]
+        texts = tuple(
+            text_of(completion, stops, self.tokenizer, before[number // n].tolist() if self.continues else None)
+            for number, completion in enumerate(completions)
+        )
+        ends = [end_of(tokens, self.tokenizer) for tokens in before]
         rewarded = self.rewards(
             [
                 to_reward(completion, text, ends[number // n], _facts(prompts[number // n]))

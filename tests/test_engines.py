@@ -21,8 +21,9 @@ from transformers import AutoTokenizer
 from vllm_stand_in import HAS_VLLM, VLLM_REFUSES, standing_in
 
 from posttrain.batch import Example, Node, pack
+from posttrain.config import ModelConfig
 from posttrain.config.schema.rollout import VllmConfig
-from posttrain.engines import EmbeddedEngine, Sampling, TransformersEngine, make_engine
+from posttrain.engines import Completion, EmbeddedEngine, Sampling, TransformersEngine, make_engine, text_of
 from posttrain.engines.attention import Decoding
 from posttrain.engines.cache import Cache
 from posttrain.engines.room import Room
@@ -30,6 +31,8 @@ from posttrain.errors import ConfigError, DataError, ModelError, VitalSignError
 from posttrain.models.attention import How
 from posttrain.models.families import FAMILIES, base_of
 from posttrain.models.lean import lean
+from posttrain.models.load import load_model
+from posttrain.pieces import LOST, Pieces, pieces
 from posttrain.scoring import Scorer
 
 PACKED = [name for name, family in FAMILIES.items() if family.packed and not family.recurrent]  # for every engine
@@ -454,6 +457,65 @@ def test_stop_texts(engine_of, shared):
     assert seen
     with pytest.raises(ConfigError, match="need a tokenizer"):
         engine_of(policy).generate(PROMPTS, replace(free, stop=("x",)))
+
+
+def test_stop_texts_that_begin_a_completion(engine_of, shared):
+    """With a SentencePiece tokenizer, whose decoder strips the first space: a stop string is found at the first token,
+    among bytes, and never in the prompt."""
+    stories = shared / "models/stories260K"
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    policy = load_model(ModelConfig(path=str(stories)), "lm", torch.float32, torch.device("cpu"))
+    greedy = Sampling(temperature=0, max_completion_length=4, stop=(" was", "\U0001f999"))
+    engine = engine_of(policy, tokenizer=tokenizer)
+    ids = tokenizer("Once upon a time, there was").input_ids
+    [[done], [other]] = engine.generate([ids[:-1], ids], greedy)
+    assert (done.tokens, done.finish_reason) == (ids[-1:], "stop") and text_of(done, (), tokenizer, ids[:-1]) == " was"
+    assert (len(other.tokens), other.finish_reason) == (4, "length")
+    assert text_of(other, (), tokenizer, ids) == " a little gir"
+
+
+WRITTEN = "Hello, one two. Caf\u00e9 \u4f60\u597d \U0001f642\U0001f999 all  spaces\n\n \ufffd end"
+
+
+@pytest.mark.parametrize(
+    "name", ["models/stories260K", "tokenizers/gpt2", "tokenizers/qwen3", "tokenizers/minimind6400"]
+)
+def test_a_text_continues_its_prompt(shared, name):
+    """Cut anywhere: prompt and completion together are the text. Of any tokens, also those that are no characters,
+    pieces are the whole, and none takes more than one character's tokens."""
+    tokenizer, draw = AutoTokenizer.from_pretrained(shared / name), random.Random(0)
+    written, tokens = "", tokenizer(WRITTEN, add_special_tokens=False).input_ids
+    begin = tokenizer("", add_special_tokens=True).input_ids
+    for cut in range(len(tokens)):
+        after = text_of(Completion(tokens[cut:], [], "length", 0), (), tokenizer, begin + tokens[:cut])
+        assert (
+            WRITTEN.endswith(after)
+            and "".join(text for _, text in pieces(tokens[cut:], tokenizer, tokens[:cut])) == after
+        )
+        before = tokenizer.decode(begin + tokens[:cut], skip_special_tokens=True)
+        assert before + after == WRITTEN or (before.endswith(LOST) and WRITTEN.startswith(before.rstrip(LOST)))
+        written = max(written, after, key=len)
+    assert written == WRITTEN
+    for _ in range(60):
+        some = [draw.randrange(draw.choice([300, len(tokenizer)])) for _ in range(30)]
+        whole = Pieces(tokenizer, some[:8]).whole(some[8:])
+        reader = Pieces(tokenizer, some[:8])
+        parts = [(reader.add(token), reader.open) for token in some[8:]]
+        assert "".join(text for text, _ in parts) + reader.rest() == whole and max(left for _, left in parts) < 8
+        with_prompt = tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert LOST in with_prompt or with_prompt.endswith(whole)
+
+
+def test_special_tokens_are_no_text_before_others(shared):
+    """The space after them stays, whatever their number."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models/stories260K")
+    was, end = tokenizer.convert_tokens_to_ids("\u2581was"), tokenizer.eos_token_id
+    girl = tokenizer("a girl").input_ids
+    for tokens in ([was, end, was], [end, end, was, was], [end] * 40 + [was, was]):
+        done = Completion(tokens, [], "length", 0)
+        assert text_of(done, (), tokenizer, girl) == text_of(done, (), tokenizer, girl + [end] * 20) == " was was"
+        shown = [text for _, text in pieces(tokens, tokenizer, girl)]
+        assert shown == ["</s>" if token == end else " was" for token in tokens]
 
 
 def test_adapters_on_and_off(engine_of):

@@ -263,6 +263,28 @@ def test_rewards_are_told_what_was_cut_off_and_what_the_prompt_opened(scratch_mo
     assert [(one.thinking, one.truncated) for one in seen] == [(True, True)] * 2 + [(False, False)] * 2
 
 
+def test_rewards_read_what_was_sampled(shared, tmp_path):
+    """With a SentencePiece tokenizer: the text with its leading space; in a run of an earlier version without it."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Once upon a time, there"}))
+    model = ModelConfig(path=str(shared / "models/stories260K"))
+    tokenizer, seen = load_tokenizer(model), []
+
+    def reward(completions):
+        seen.extend(one.text for one in completions)
+        return Rewarded((1.0,) * len(completions), ())
+
+    policy = load_model(model, "lm", torch.float32, torch.device("cpu"))
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"), template="none")
+    prompts = prepare(data, tokenizer, "prompt", cache_dir=tmp_path).train
+    rollout = RolloutConfig(max_completion_length=5, temperature=0.01)
+    with closing(EmbeddedEngine(policy, tokenizer)) as engine:
+        for continues in (True, False):
+            sample = Sampler(engine, reward, tokenizer, rollout, stop_token_ids=(2,), seed=0, continues=continues)
+            made = sample(1, [prompts[0]], 2)
+            assert made.texts == tuple(seen[-2:])
+    assert seen == [" was a little gir"] * 2 + ["was a little gir"] * 2
+
+
 def test_tagged_replies_are_read(sums_home, tmp_path):
     """Format, answer and reasoning of replies: what the first rule that looks at each says, and what stands before the
     end of the reasoning."""

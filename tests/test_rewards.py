@@ -446,6 +446,44 @@ def test_a_reward_model_is_read_where_transformers_reads_it(reward_model, tmp_pa
     assert scored == pytest.approx(want, abs=1e-5)
 
 
+def test_a_reward_model_scores_the_sampled_tokens(shared, reward_model, tmp_path):
+    """After plain prompts, where they are its own tokenizer's, however the text would be tokenised. In a
+    run of an earlier version, with another tokenizer and without the thinking, the text."""
+    stories = shared / "models/stories260K"
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(stories, num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight)
+    model.config.pad_token_id = tokenizer.unk_token_id
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    prompt, ids = "there was a girl", tokenizer.convert_tokens_to_ids(["\u2581n", "a", "m", "e", "d"])
+    before, end = tokenizer(prompt).input_ids, tokenizer.eos_token_id
+
+    def scored(tokens):
+        with torch.no_grad():
+            return float(model(torch.tensor([tokens])).logits)
+
+    cases = [  # sampled, whether cut off, what is read
+        (ids, True, [*before, *ids]),
+        ([*ids, end], False, [*before, *ids, end]),
+        ([*ids, tokenizer.bos_token_id], False, [*before, *ids, end]),  # another stop token
+        (ids, False, [*before, *ids, end]),  # a stop string
+    ]
+    inputs = [RewardInput(" named", tokens, prompt, truncated=cut) for tokens, cut, _ in cases]
+    term = settings({"type": "model", "path": str(tmp_path)})
+    with Rewards(term) as rewards:
+        found = rewards(inputs).totals
+        others = rewards([RewardInput(" named", [5, 6], prompt), RewardInput("named", ids, prompt)]).totals
+    want = [scored(read) for *_, read in cases]
+    text = scored([*tokenizer(prompt + " named").input_ids, end])
+    print(found, want, text)
+    assert found == pytest.approx(want, abs=1e-5) and abs(want[1] - text) > 1e-3
+    assert others == pytest.approx([text, scored([*tokenizer(prompt + "named").input_ids, end])], abs=1e-5)
+    with Rewards(term, sampled_ids=False) as rewards:
+        assert rewards(inputs[1:]).totals == pytest.approx([text] * 3, abs=1e-5)
+
+
 def test_a_completion_that_was_cut_off_has_no_end(reward_model):
     tokenizer = AutoTokenizer.from_pretrained(reward_model)
     chat = [{"role": "user", "content": "Hi"}]

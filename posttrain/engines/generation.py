@@ -15,7 +15,7 @@ from posttrain.engines.decode import Shape
 from posttrain.engines.memory import Memory
 from posttrain.engines.protocol import Completion, Finished, Request, Sampling, not_finite
 from posttrain.engines.room import FEWEST_COLUMNS, Room
-from posttrain.engines.stops import StopTexts
+from posttrain.engines.stops import StopSearch, StopTexts
 from posttrain.engines.streams import keys
 from posttrain.models.attention import width_step
 from posttrain.models.families import backbone_of, base_of
@@ -43,7 +43,7 @@ class Slot:
     group: Group
     number: int
     began: float = 0.0  # `Generation.spent` at its admission
-    seen: int = 0  # tokens already searched for stop strings
+    search: StopSearch | None = None  # for stop strings
 
 
 def groups_of(request: Request, sampling: Sampling, texts: StopTexts, members: int) -> Iterator[Group]:
@@ -113,7 +113,9 @@ class Generation:
         while self.waiting and self.fits(self.waiting[0]):
             group = self.waiting.popleft()
             group.slot = len(self.groups)
-            group.live = [Slot(group, number, self.spent) for number in group.numbers]
+            group.live = [
+                Slot(group, number, self.spent, group.texts.search(group.request.tokens)) for number in group.numbers
+            ]
             self.rows += group.live
             self.groups.append(group)
         fresh = self.groups[before:]
@@ -214,9 +216,7 @@ class Generation:
         tokens = self.state.tokens_RL[: len(self.rows)].tolist()
         counts = self.state.count_R[: len(self.rows)].tolist()
         for place, (row, ids, count) in enumerate(zip(self.rows, tokens, counts, strict=True)):
-            end = row.group.texts.first(ids[:count], row.seen)
-            row.seen = count
-            if end is not None:
+            if row.search is not None and (end := row.search.first(ids[:count])) is not None:
                 found[place] = end
         return found
 

@@ -128,7 +128,9 @@ class _Sampler(LogitsProcessor):
     """Samples each row's token and keeps it with its log-probability; masks all others for `generate`."""
 
     def __init__(self, asked: Sequence[Request], sampling: Sampling, texts: StopTexts, device: torch.device):
-        self.sampling, self.texts = sampling, texts
+        self.sampling = sampling
+        prompts = (request.tokens for request in asked for _ in request.limits)
+        self.searches = [texts.search(tokens) for tokens in prompts] if texts else []
         streams = [(request.seed, number) for request in asked for number in range(sampling.num_generations)]
         self.key_B2 = keys(streams, device)
         self.limit_B = torch.tensor([limit for request in asked for limit in request.limits], device=device)
@@ -150,10 +152,9 @@ class _Sampler(LogitsProcessor):
         self.logprobs.append(logprob_B)
         self.count_B += ~self.done_B
         stopped_B = (token_B[:, None] == self.stops).any(1)
-        if self.texts:
-            for row in (~self.done_B).nonzero().squeeze(1).tolist():
-                sampled = [int(token[row]) for token in self.tokens[-self.texts.tail - 1 :]]
-                stopped_B[row] |= self.texts.first(sampled, len(sampled) - 1) is not None
+        for row in (~self.done_B).nonzero().squeeze(1).tolist() if self.searches else ():
+            search = self.searches[row]
+            stopped_B[row] |= search is not None and search.add(int(token_B[row]))
         self.stopped_B |= stopped_B & ~self.done_B
         self.done_B |= stopped_B | (self.count_B >= self.limit_B)
         return torch.full_like(scores, -torch.inf).scatter_(1, token_B[:, None], 0.0)

@@ -12,10 +12,11 @@ from posttrain.engines.protocol import Completion
 from posttrain.errors import ConfigError
 from posttrain.models.families import base_of
 from posttrain.models.load import eos_token_ids
+from posttrain.pieces import Pieces
 
 
 class StopTexts:
-    """Searches completions for `stop`; without stop strings it needs no tokenizer."""
+    """The stop strings of completions; without any it needs no tokenizer."""
 
     def __init__(self, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase | None):
         if stop and tokenizer is None:
@@ -23,21 +24,37 @@ class StopTexts:
                 "stop strings need a tokenizer, and this engine was created without one: give stop_token_ids"
             )
         self.stop, self.tokenizer = tuple(stop), tokenizer
-        # A token has at least one byte of text, except special tokens and parts of a character: some more are read.
-        self.tail = max((len(text.encode()) for text in stop), default=0) + 8
 
     def __bool__(self) -> bool:
         return bool(self.stop)
 
-    def first(self, tokens: Sequence[int], seen: int) -> int | None:
-        """The number of `tokens` up to the first complete stop string; the first `seen` tokens have none."""
-        if self.tokenizer is None:
-            return None
-        for end in range(seen + 1, len(tokens) + 1):
-            text = self.tokenizer.decode(list(tokens[max(0, end - self.tail) : end]))
-            if any(stop in text for stop in self.stop):
+    def search(self, prompt: Sequence[int]) -> StopSearch | None:
+        """A search of one completion of `prompt`; None without stop strings."""
+        return StopSearch(self.stop, Pieces(self.tokenizer, prompt)) if self.stop and self.tokenizer else None
+
+
+class StopSearch:
+    """Searches the text of a completion, without its prompt's, for stop strings."""
+
+    def __init__(self, stop: tuple[str, ...], pieces: Pieces):
+        self._stop, self._pieces = stop, pieces
+        self._kept = max(map(len, stop)) - 1  # characters that may begin a stop string
+        self._tail, self._seen = "", 0
+
+    def first(self, tokens: Sequence[int]) -> int | None:
+        """The number of `tokens` up to the first complete stop string; those of earlier calls are not read again."""
+        for end in range(self._seen + 1, len(tokens) + 1):
+            if self.add(tokens[end - 1]):
                 return end
         return None
+
+    def add(self, token: int) -> bool:
+        """Whether the next token completes a stop string."""
+        self._seen += 1
+        text = self._tail + self._pieces.add(token) + self._pieces.own
+        self._tail = text[max(0, len(text) - self._kept) :]
+        text += self._pieces.rest()
+        return any(stop in text for stop in self._stop)
 
 
 def stop_token_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase, turns: bool = False) -> tuple[int, ...]:
@@ -51,7 +68,15 @@ def stop_token_ids(policy: nn.Module, tokenizer: PreTrainedTokenizerBase, turns:
     return tuple(dict.fromkeys(id for id in ids if id is not None))
 
 
-def text_of(completion: Completion, stop_token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """A completion as a string for rewards and readers: without its stop token and without special tokens."""
+def text_of(
+    completion: Completion,
+    stop_token_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[int] | None = None,
+) -> str:
+    """A completion as a string for rewards and readers: what its tokens add to the text of `prompt`, their leading
+    space included; without its stop token and without special tokens. Without a prompt, the tokens alone."""
     tokens = completion.tokens[:-1] if completion.tokens[-1] in stop_token_ids else completion.tokens
-    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+    if prompt is None:
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+    return Pieces(tokenizer, prompt).whole(tokens)

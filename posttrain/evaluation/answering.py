@@ -134,14 +134,15 @@ class Generated:
                 found(item, [Reply("", problem=prompt.reason)] * self._sampling.num_generations)
 
         def finished(index: int, completions: Sequence[Completion]) -> None:
-            found(asked[index][0], [self._reply(completion) for completion in completions])
+            item, prompt = asked[index]
+            found(item, [self._reply(completion, prompt) for completion in completions])
 
         seeds = [seed_of(self._sampling.seed, item.position) for item, _ in asked]
         tokens = [prompt.tokens for _, prompt in asked]
         self._engine.generate(tokens, self._sampling, seeds=seeds, finished=finished)
 
-    def _reply(self, completion: Completion) -> Reply:
-        text = text_of(completion, self._sampling.stop_token_ids, self._tokenizer)
+    def _reply(self, completion: Completion, prompt: Prompt) -> Reply:
+        text = text_of(completion, self._sampling.stop_token_ids, self._tokenizer, prompt.tokens)
         return Reply(text, len(completion.tokens), completion.finish_reason, completion.seconds)
 
 

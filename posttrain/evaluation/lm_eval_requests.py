@@ -130,10 +130,11 @@ class Requests:
         seeds = [seed_of(self.seed, index) for index in range(len(prompts))]
         with counter("generating for lm-eval", len(prompts)) as count:
             groups = self.engine.generate(prompts, sampling, seeds=seeds, finished=lambda *_: count())
-        return [[self._generated(completion) for completion in group] for group in groups]
+        made = zip(prompts, groups, strict=True)
+        return [[self._generated(completion, prompt) for completion in group] for prompt, group in made]
 
-    def _generated(self, completion: Completion) -> Generated:
-        text = text_of(completion, self.stops, self.tokenizer)
+    def _generated(self, completion: Completion, prompt: Sequence[int]) -> Generated:
+        text = text_of(completion, self.stops, self.tokenizer, prompt)
         return Generated(text, len(completion.tokens), completion.finish_reason, completion.seconds)
 
     def sampling(self, settings: Mapping[str, Any], count: int) -> Sampling:

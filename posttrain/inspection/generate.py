@@ -78,7 +78,7 @@ def generate(
         if isinstance(prompt, Malformed):
             row["error"] = prompt.reason
         else:
-            row["completions"] = [as_json(done, sampling, tokenizer) for done in sampled[prompt.row]]
+            row["completions"] = [as_json(done, sampling, tokenizer, prompt) for done in sampled[prompt.row]]
         rows.append(row)
     save_rows(output, rows)
     if len(good) < len(records):
@@ -107,9 +107,11 @@ def generate_all(
     return {prompt.row: group for prompt, group in zip(prompts, groups, strict=True)}
 
 
-def as_json(completion: Completion, sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def as_json(
+    completion: Completion, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, prompt: Prompt
+) -> dict[str, Any]:
     return {
-        "text": text_of(completion, sampling.stop_token_ids, tokenizer),
+        "text": text_of(completion, sampling.stop_token_ids, tokenizer, prompt.tokens),
         "token_ids": completion.tokens,
         "logprobs": completion.logprobs,
         "finish_reason": completion.finish_reason,

@@ -77,7 +77,7 @@ def why(folder: Path, step: int, prompt: int | None, rollout: int | None, consol
             return
         if not 0 <= rollout < len(group):
             raise RunError(f"prompt {prompt} of step {step} has the rollouts 0 to {len(group) - 1}, no {rollout}")
-        _print_tokens(group[rollout], _tokenizer(folder), console)
+        _print_tokens(group[rollout], asked["tokens"].tolist(), _tokenizer(folder), console)
 
 
 def _print_metrics(folder: Path, step: int, console: Console) -> None:
@@ -128,7 +128,9 @@ def _part(part: Mapping[str, Any]) -> str:
     return value + (f" ({part['extracted']})" if part.get("extracted") else "")
 
 
-def _print_tokens(one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None, console: Console) -> None:
+def _print_tokens(
+    one: Mapping[str, Any], prompt: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, console: Console
+) -> None:
     columns = {
         "sampler_logprobs": "sampler",
         "old_logprobs": "old",
@@ -140,7 +142,7 @@ def _print_tokens(one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | N
     }
     there = [name for name in columns if one[name] is not None]
     table = _table("", "token", *(columns[name] for name in there), "ratio", "clipped")
-    for place, text in enumerate(_texts(one["tokens"].tolist(), tokenizer)):
+    for place, text in enumerate(_texts(one["tokens"].tolist(), tokenizer, prompt)):
         values = [f"{one[name][place]:+.4f}" for name in there]
         ratio = clipped = "-"
         if one["new_logprobs"] is not None:
@@ -150,12 +152,14 @@ def _print_tokens(one: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | N
     console.print(table)
 
 
-def _texts(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> Iterator[str]:
-    """The text of each token; if several hold one character, the last shows it, the others an ellipsis."""
+def _texts(
+    tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int] = ()
+) -> Iterator[str]:
+    """The text of each token after a prompt; of several that hold one character, the last shows it."""
     if tokenizer is None:
         yield from map(str, tokens)
         return
-    for count, text in pieces(tokens, tokenizer):
+    for count, text in pieces(tokens, tokenizer, prompt):
         yield from ["…"] * (count - 1) + [repr(text)[1:-1]]
 
 

@@ -100,7 +100,10 @@ def sample(
     ):
         for temperature in temperatures:
             found = generate_all(engine, prompts, replace(sampling, temperature=temperature), "sampling")
-            texts = {row: [text_of(one, stops, tokenizer) for one in group] for row, group in found.items()}
+            texts = {
+                prompt.row: [text_of(one, stops, tokenizer, prompt.tokens) for one in found[prompt.row]]
+                for prompt in prompts
+            }
             sampled[temperature] = rewarded(prompts, found, texts, rewards)
 
     keeps = format_of(setup.data)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.config import ModelConfig, TagsConfig
-from posttrain.engines import EmbeddedEngine, Sampling, seed_of, stop_token_ids
+from posttrain.engines import EmbeddedEngine, Sampling, seed_of, stop_token_ids, text_of
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.progress import counter, progress
 
@@ -68,9 +68,9 @@ def ask(
     with counter(what, len(problems)) as count:
         groups = engine.generate(tokens, sampling, seeds=seeds, finished=lambda *_: count())
     replies = []
-    for problem, group in zip(problems, groups, strict=True):
+    for problem, prompt, group in zip(problems, tokens, groups, strict=True):
         for completion in group:
-            text = TAGS.reasoning_start + str(tokenizer.decode(completion.tokens, skip_special_tokens=True))
+            text = TAGS.reasoning_start + text_of(completion, (), tokenizer, prompt)
             finished = completion.finish_reason == "stop"
             replies.append(Reply(problem["problem"], text, *grade(text, problem["answer"]), finished))
     return replies

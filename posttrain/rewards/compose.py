@@ -152,8 +152,9 @@ class Rewards:
     """The rewards of a run, ready to use: models loaded, functions found, and rules verified on the known pairs.
 
     `pool`: grading workers to share; without it, rules get their own workers until `close`.
-    `max_completion_length`: the rollout's, for `overlong`. `zeros_count`: as in runs of behaviour version 1, a reward
-    of weight 0 adds 0 to totals, and drops completions without its verdict.
+    `max_completion_length`: the rollout's, for `overlong`. `sampled_ids`: reward models with the policy's tokenizer
+    score the sampled tokens after a string prompt. As in runs of behaviour version 1: without `sampled_ids` they score
+    the text; with `zeros_count` a reward of weight 0 adds 0 to totals, and drops completions without its verdict.
 
     Raises RewardError if a reward cannot work: better now than after the first rollout.
     """
@@ -169,6 +170,7 @@ class Rewards:
         workers: int | None = None,
         deadline: float = DEADLINE_S,
         zeros_count: bool = False,
+        sampled_ids: bool = True,
     ):
         names = [term_name(term) for term in settings]
         twice = next((name for name in names if names.count(name) > 1), None)
@@ -180,7 +182,7 @@ class Rewards:
         self._tags = tags or TagsConfig()
         self._own_pool: Pool | None = None
         self._functions = {
-            name: _function(term, devices or DevicesConfig(), max_completion_length)
+            name: _function(term, devices or DevicesConfig(), max_completion_length, sampled_ids)
             for name, term in zip(names, settings, strict=True)
             if not isinstance(term, RuleReward | PythonReward | JudgeReward)
         }
@@ -296,7 +298,7 @@ def _asked(function: RewardFunction, completions: Sequence[RewardInput]) -> tupl
         return [None] * len(completions), True
 
 
-def _function(term: Computed, devices: DevicesConfig, max_completion_length: int | None) -> Function:
+def _function(term: Computed, devices: DevicesConfig, max_completion_length: int | None, sampled_ids: bool) -> Function:
     """The function that computes a reward in this process."""
     match term:
         case ModelReward():
@@ -309,6 +311,7 @@ def _function(term: Computed, devices: DevicesConfig, max_completion_length: int
                 [c.prompt for c in completions],
                 [_reply(c) if strip else c.text for c in completions],
                 [c.truncated for c in completions],
+                [c.tokens for c in completions] if sampled_ids else None,
             )
         case LengthReward():
             return lambda completions: [shaping.length(len(c.tokens), term.target, term.scale) for c in completions]

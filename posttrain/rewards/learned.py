@@ -14,11 +14,12 @@ from posttrain.batch import Example, Node, pack
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.data.render import rendering
 from posttrain.data.rows import Row, RowError, Turns
-from posttrain.data.tokenise import Tokeniser, Trained, common_prefix
+from posttrain.data.tokenise import Ids, Tokeniser, Trained, common_prefix
 from posttrain.errors import ModelError, RewardError
 from posttrain.models.attention import width_step
 from posttrain.models.devices import compute_dtype, device_of
 from posttrain.models.load import check_embeddings, is_reward_model, load_config, load_model, load_tokenizer
+from posttrain.pieces import Pieces
 from posttrain.scoring import RewardScorer
 
 log = logging.getLogger("posttrain")
@@ -30,7 +31,8 @@ class LearnedReward:
     """A loaded reward model. It reads strings, so its tokenizer may differ from the policy's.
 
     Conversations are rendered with its own chat template; a string prompt is continued as it is. A completion ends with
-    the stop token, or with the template's end of turn, unless it is truncated.
+    the stop token, or with the template's end of turn, unless it is truncated. Sampled tokens that are its own
+    tokenizer's are scored after a string prompt as they are.
     """
 
     def __init__(self, path: str, devices: DevicesConfig, max_completion_length: int | None = None):
@@ -55,11 +57,18 @@ class LearnedReward:
 
     @torch.no_grad()
     def __call__(
-        self, prompts: Sequence[str | Turns], completions: Sequence[str], truncated: Sequence[bool]
+        self,
+        prompts: Sequence[str | Turns],
+        completions: Sequence[str],
+        truncated: Sequence[bool],
+        sampled: Sequence[Ids] | None = None,
     ) -> list[float]:
-        """The reward of each completion. Raises RewardError for one that is too long, or whose reward is not finite."""
+        """The reward of each completion; `sampled`: the token ids of each, if known.
+
+        Raises RewardError for one that is too long, or whose reward is not finite.
+        """
         rewards = [math.nan] * len(completions)
-        encoded = self._encode(prompts, completions, truncated)
+        encoded = self._encode(prompts, completions, truncated, sampled)
         budget = max([TOKENS_PER_PACK, *(len(item.tokens) for item in encoded)])
         groups = list(_groups(prompts, encoded, budget))
         examples = [_tree([encoded[index] for index in group]) for group in groups]
@@ -74,7 +83,11 @@ class LearnedReward:
         return rewards
 
     def _encode(
-        self, prompts: Sequence[str | Turns], completions: Sequence[str], truncated: Sequence[bool]
+        self,
+        prompts: Sequence[str | Turns],
+        completions: Sequence[str],
+        truncated: Sequence[bool],
+        sampled: Sequence[Ids] | None,
     ) -> list[Trained]:
         rows = [Row(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         talks = {not isinstance(prompt, str) for prompt in prompts}
@@ -90,6 +103,10 @@ class LearnedReward:
             cut = iter(tokeniser.unfinished(list(compress(rows, truncated))))
             whole = iter(tokeniser.completions(list(compress(rows, (not short for short in truncated))), True))
             tokenised = [next(cut if short else whole) for short in truncated]
+            if sampled is not None and renderer is None:
+                tokenised = list(
+                    map(self._as_sampled, tokenised, tokeniser.prompts(rows), completions, truncated, sampled)
+                )
         found = []
         for index, item in enumerate(tokenised):
             if isinstance(item, RowError):
@@ -110,6 +127,23 @@ class LearnedReward:
                 )
             found.append(item)
         return found
+
+    def _as_sampled(
+        self, read: Trained | RowError, prompt: tuple[str, Ids] | RowError, text: str, short: bool, sampled: Ids
+    ) -> Trained | RowError:
+        """The prompt with the sampled tokens, if they have that text in this tokenizer; else as it was `read`."""
+        if isinstance(read, RowError) or isinstance(prompt, RowError):
+            return read
+        before = list(prompt[1])
+        for ids in (
+            (sampled,) if short else (sampled[:-1], sampled)
+        ):  # the last is a stop token, or completes a stop string
+            if len(sampled) and Pieces(self._tokenizer, before).whole(ids) == text:
+                stop = self._tokenizer.eos_token_id
+                end = [] if short or not isinstance(stop, int) else [stop]
+                tokens = [*before, *ids, *end]
+                return Trained(tokens, ((len(before), len(tokens)),), len(before))
+        return read
 
 
 def _groups(prompts: Sequence[str | Turns], encoded: Sequence[Trained], budget: int) -> Iterator[list[int]]:

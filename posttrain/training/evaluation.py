@@ -87,6 +87,7 @@ class _Samplers:
             seed=seed,
             keeps=keeps,
             ranks=self._job.ranks,
+            continues=self._job.config.behavior_version >= 2,
         )
 
     def of_sets(self) -> dict[str, Sampler]:
@@ -114,6 +115,7 @@ class _Samplers:
             max_completion_length=config.rollout.max_completion_length,
             workers=workers_of(self._job.ranks.locals),
             zeros_count=config.behavior_version < 2,
+            sampled_ids=config.behavior_version >= 2,
         )
         return self._resources.enter_context(rewards)
 

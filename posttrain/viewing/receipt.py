@@ -109,7 +109,7 @@ def completion_view(stored: StoredRun, row: Row, step: int, prompt: int, rollout
     numbers, tokens = Numbers.of(one), one["tokens"].tolist()
     there = {name: value for name in COLOURINGS if (value := _values(numbers, name)) is not None}
     colouring = query.choice("colour", tuple(there))
-    texts = texts_of(row.folder, tokens)
+    texts = texts_of(row.folder, tokens, asked["tokens"].tolist())
     pushed = [int(at) for at in np.argsort(-np.abs(numbers.push), kind="stable")[:MOST] if numbers.push[at]]
     chosen = query.integer("token")
     if chosen is None or chosen >= len(tokens):

@@ -22,17 +22,25 @@ class Decoder:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
 
-    def decode(self, token_ids: Sequence[int], /, *, clean_up_tokenization_spaces: bool = False) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        /,
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
-def texts_of(run: Path, tokens: Sequence[int]) -> list[str]:
-    """The text of each token; if several hold one character, the last has it. Their numbers without a tokenizer."""
+def texts_of(run: Path, tokens: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
+    """The text of each token after a prompt: of several that hold one character, the last has it. Without a tokenizer
+    their numbers."""
     decoder = decoder_of(run)
     if decoder is None:
         return [f"{token} " for token in tokens]
     found: list[str] = []
-    for count, text in pieces(tokens, decoder):
+    for count, text in pieces(tokens, decoder, prompt):
         found += [*[""] * (count - 1), text]
     return found
 

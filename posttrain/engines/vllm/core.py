@@ -163,7 +163,7 @@ class Core:
         stops = set(sampling.stop_token_ids)
         found: list[list[Any]] = [[None] * len(request.limits) for request in asked]
         call, waiting = self._begin(mark, asked, sampling, streamed=bool(texts))
-        seen = dict.fromkeys(waiting, 0)
+        searches = {name: texts.search(asked[place].tokens) for name, (place, _) in waiting.items()}
         try:
             while waiting:
                 for output in self._step(call):
@@ -172,8 +172,8 @@ class Core:
                     place, number = waiting[output.request_id]
                     [one] = output.outputs
                     ids = list(one.token_ids)
-                    end = texts.first(ids, seen[output.request_id])
-                    seen[output.request_id] = len(ids)
+                    search = searches[output.request_id]
+                    end = None if search is None else search.first(ids)
                     if output.finished:
                         self._check_versions(one.weight_versions)
                         self.prefilled += len(asked[place].tokens) - (output.num_cached_tokens or 0)
