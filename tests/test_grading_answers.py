@@ -12,6 +12,7 @@ from posttrain.grading.extract import after_thinking, final_answer, first_number
 from posttrain.grading.numbers import read_number, same_number
 from posttrain.grading.verdict import GradeRequest
 from posttrain.latex import last_box
+from posttrain.rewards.maths import gsm8k
 from posttrain.rewards.rules import RULES
 
 
@@ -94,6 +95,27 @@ def test_no_answer_in_the_data_is_unreadable(grading_pool, shared):
     assert len(bad) <= 0.01 * len(rows)
 
 
+SUM = r"\sum_{k=1}^{\infty} \frac{1}{k^k}"
+LETTERED = [
+    (SUM, r"\displaystyle\sum_{k=1}^\infty\frac1{k^k}", "correct"),
+    (r"\int_0^1 x^x\,dx", r"\int_{0}^{1} x^x \mathrm{d}x", "correct"),
+    (r"\lim_{n\to\infty} a_n", r"\lim\limits_{n \rightarrow \infty} a_n", "correct"),
+    (r"+\clubsuit*", r"+ \clubsuit *", "correct"),
+    *[
+        (SUM, other, "wrong")
+        for other in ("5", "x^2", r"\frac{1}{k^k}", SUM.replace("infty", "pi"), r"\sum", "a=b", "}{")
+    ],
+    (r"\int_0^1 x^x\,dx", r"\int_0^1 x^x\,dy", "wrong"),
+    (r"\lim_{n\to\infty} a_n", "a_n", "wrong"),
+]
+
+
+@pytest.mark.parametrize(("gold", "answer", "verdict"), LETTERED)
+def test_a_gold_that_no_parser_reads_is_compared_letter_by_letter(grading_pool, gold, answer, verdict):
+    [grade] = grading_pool.grade([boxed(gold, answer)])
+    assert grade.verdict == verdict
+
+
 @pytest.mark.parametrize("gold", ["", " ", r"\frac{1}{", "}{", "???", None])
 def test_a_gold_that_cannot_be_read_is_a_bad_gold(grading_pool, gold):
     [grade] = grading_pool.grade([GradeRequest(RULES["math"], r"\boxed{1}", gold)])
@@ -152,6 +174,51 @@ def test_thinking_and_marks():
 )
 def test_numbers_in_text(text, first, last):
     assert (first_number(text), last_number(text)) == (first, last)
+
+
+GSM8K = [
+    ("the cost is $9{,}500$", "9500", "500"),
+    (r"it holds 1\,200 litres", "1200", "200"),
+    ("It takes 1/2 hour", "1/2", "2"),
+    (r"It takes \frac{1}{2} hour", "0.5", "2"),
+    (r"It takes \dfrac12 of an hour", "0.5", "2"),
+    ("2 1/2 cups", "2.5", "2"),
+    (r"2\frac{1}{2} cups", "2.5", "2"),
+    ("2½ cups", "2.5", "2"),
+    (r"That is 3 \times 10^2 people", "300", "2"),
+    ("That is 3 x 10^2 people", "300", "10"),
+    ("1.5e3 dollars", "1500", "3"),
+    ("the area is 12 m^2", "12", "2"),
+    ("the area is 12 m²", "12", "2"),
+    ("the area is 12 cm2.", "12", "2"),
+    (r"the area is $12\text{ m}^2$.", "12", "2"),
+    (r"the angle is 45^\circ", "45", "0"),
+    (r"\boxed{1\,200 \text{ dollars}}", "1200", "200"),
+    ("#### $9{,}500$", "9500", "500"),
+    ("2^{10} = 1024", "1024", "10"),
+    ("we get x_1 = 5", "5", "1"),
+    ("= −3", "-3", "3"),
+    ("5-3", "3", "-3"),
+    ("the total —18", "18", "-18"),
+    ("12 / 4 = 3", "3", "4"),
+    ("The answer is __18__.", "18", "1"),
+    ("The answer is **18**.", "18", "1"),
+    ("18% of it", "18", "0.18"),
+    (r"-\frac{1}{2} m", "-1/2", "2"),
+    ("48/2 clips", "24", "2"),
+    ("It is $5 and then $6", "6", "5"),
+    ("12,34", "34", "1234"),
+    *[
+        (text, None, "2")
+        for text in (r"\boxed{\frac{\sqrt{3}}{2}}", r"it is \sqrt{2}", r"it is 2\pi", "x = 5^2", "x^2")
+    ],
+]
+
+
+@pytest.mark.parametrize(("text", "right", "wrong"), GSM8K)
+def test_gsm8k_reads_a_number_in_running_text_as_a_whole(text, right, wrong):
+    assert right is None or gsm8k(text, right).correct
+    assert not gsm8k(text, wrong).correct
 
 
 @given(st.text(alphabet="\\boxed{}<answer></answer> 1", max_size=60))

@@ -158,6 +158,10 @@ def test_rows_of_another_kind_are_refused(shared, tmp_path):
     [
         ("letter", {"choices": list("wxyz")}, "B", "The correct answer is B.", ("correct", 1.0, "B", "")),
         ("letter", {"choices": list("wxyz")}, "B", "Perhaps.", ("wrong", 0.0, None, "")),
+        ("letter", {"choices": list("wxyz")}, "B", "A? C? <answer> B </answer>", ("correct", 1.0, "B", "")),
+        ("letter", {"choices": list("wxyz")}, "B", "<answer>b) x</answer>", ("correct", 1.0, "B", "")),
+        ("letter", {"choices": list("wxyz")}, "B", "<think>The answer is B.", ("wrong", 0.0, None, "")),
+        ("letter", {"choices": list("wxyz")}, "B", "<think>The answer is A.</think>B", ("correct", 1.0, "B", "")),
         ("gsm8k", {}, "#### 18", "So it is 18.", ("correct", 1.0, "18", "01")),
         ("gsm8k", {}, "#### 18", r"\boxed{18}", ("correct", 1.0, "18", "11")),
         ("math", {}, "18", "So it is 18.", ("wrong", 0.0, "18", "01")),

@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.grading.extract import after_thinking, final_answer, marked_answer
+from posttrain.grading.extract import after_thinking, final_answer, last_answer_tag, marked_answer
 from posttrain.grading.parse import LETTERS, parse_mmlu_response
 from posttrain.grading.verdict import BadGold, Judgement, Rule
 from posttrain.rewards import maths
@@ -53,7 +53,8 @@ def math(completion: str, gold: str) -> Judgement:
 
 
 def letter(completion: str, gold: str, choices: Sequence[str]) -> Judgement:
-    chosen = parse_mmlu_response({"options": choices}, after_thinking(completion) or completion)
+    rest = after_thinking(completion)
+    chosen = parse_mmlu_response({"options": choices}, last_answer_tag(rest) or rest)
     return Judgement(float(chosen == gold), chosen == gold, chosen)
 
 

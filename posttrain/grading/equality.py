@@ -18,17 +18,19 @@ from posttrain.grading.notation import brackets, compact, is_balanced, split_top
 from posttrain.grading.numbers import read_number, same_number
 from posttrain.grading.parts import (
     ASSIGNED,
+    FIGURE,
     MATRIX,
     PLUS_MINUS,
     assignments,
     both_signs,
     elements,
     in_order,
+    is_equation,
     junction,
     members,
     rows,
 )
-from posttrain.grading.sets import ORDER, Interval, RealSet, chain, is_set_like, read_set
+from posttrain.grading.sets import Interval, RealSet, chain, is_set_like, read_set
 from posttrain.grading.units import NO_UNIT, split_unit, sum_of_units, without_pounds
 from posttrain.latex import last_box
 
@@ -38,20 +40,52 @@ LONGEST = 5000  # characters; a longer string is not an answer
 DEEPEST = 5  # maximum nesting of brackets
 _MATRICES = {"pmatrix": "matrix", "bmatrix": "matrix", "array": "matrix", "smallmatrix": "matrix"}
 _LETTERS = re.compile(r"\\text\{([A-Z](?:(?:,| and|, and) ?[A-Z])+)\}")  # several lettered choices
-# Notation whose meaning is not computed here: it is compared letter by letter.
-_NOTATION = re.compile(
-    r"\\(?:text|mathbb|neg|to|rightarrow|Rightarrow|iff|Leftrightarrow|cup|cap|setminus|subset|subseteq|supset|in|notin"
-    r"|det|approx|sim|cong|parallel|perp|forall|exists|nabla|vec|overrightarrow)(?![a-zA-Z])|\\?\|"
+_COUNTED = re.compile(r"\\text\{((?=[-+]?[$€£]?\.?\d)[^{}]*)\}")
+_NUMBER = re.compile(r"(?<![\w.])([-+]?[$€£]?\.?\d(?:[\d.,:/]*\d)?%?)(?!\w)")
+_GAP = r"(?:\\text\{|[\s{}])*"
+_KIND = rf"(?:(?:non-?)?(?:real|integer|natural|rational|complex|positive|negative|zero)s?{_GAP})+(?:number)?s?"
+_LETTER = r"(?P<{}>[a-zA-Z]|\\(?:theta|alpha|beta|lambda))(?:,\s*[a-zA-Z])*"
+_DOMAIN = re.compile(
+    rf",?\s*(?:\\text\{{)?[,\s]*\(?(?:(?:for{_GAP}(?:all|any|every|each)|\\forall|where){_GAP}(?P<domain>{_KIND})?"
+    rf"{_GAP}(?:numbers?|values?)?{_GAP}(?:of\b)?{_GAP}{_LETTER.format('name')}"
+    rf"(?:{_GAP}\\in{_GAP}\\mathbb\{{?(?P<set>[CNQRZ])\}}?|{_GAP}(?:is|are){_GAP}(?:an?|any)?{_GAP}(?P<kind>{_KIND}))?"
+    rf"|(?<=,){_GAP}{_LETTER.format('other')}{_GAP}\\in{_GAP}\\mathbb\{{?(?P<listed>[CNQRZ])\}}?)\)?[\s}}]*$"
 )
-_OPERATION = re.compile(r"(?<=\S)\s*\\(?:cup|cap|to|rightarrow|Rightarrow|iff|Leftrightarrow)(?![a-zA-Z])\s*(?=\S)")
+_ENDS_IN_DOMAIN = re.compile(r"\\forall|\\mathbb|\b(?:for|where)\b")
+_SETS = {"C": "complex", "N": "natural", "Q": "rational", "R": "real", "Z": "integer"}
 _LEAD_IN = re.compile(r"(?:\\text\{)?\s*(?:the )?(?:final |correct )?answer(?: is)?\s*:?\s*\}?\s*(?=[^\s}])", re.I)
 
 
 def same_answer(gold: str, answer: str) -> bool:
-    """Whether `answer` equals `gold`. Both are the content of a box or tag; only `gold` is trusted to be an answer."""
+    """Whether `answer` equals `gold`. Both are the content of a box or tag; only `gold` is trusted to be an answer.
+
+    A `gold` that is no expression (a sum, an integral, a limit) is compared letter by letter.
+    """
     if len(answer) > LONGEST or len(gold) > LONGEST:
         return False
-    return _same(_bare(gold), _bare(answer), DEEPEST)
+    gold, answer = _bare(gold), _bare(answer)
+    return _same(gold, answer, DEEPEST) or _same_but_for_domain(gold, answer)
+
+
+def _same_but_for_domain(gold: str, answer: str) -> bool:
+    """Equality where `for all real x` may be omitted; another domain may be omitted by the answer only."""
+    (value, domain), (other, their) = _domain(gold), _domain(answer)
+    if domain is None and their is None:
+        return False
+    anything = ("", "real")
+    same = domain == their or (domain in anything and their in anything)
+    return (their is None or same or (domain is None and their in anything)) and _same(value, other, DEEPEST)
+
+
+def _domain(text: str) -> tuple[str, str | None]:
+    r"""(value, domain) of `2n \text{ for all integers } n`: `integer`, empty for all `x`; None without such an end."""
+    found = _DOMAIN.search(text) if _ENDS_IN_DOMAIN.search(text) else None
+    value = text[: found.start()].strip() if found else ""
+    if found is None or not is_balanced(value) or sum((c in "([") - (c in ")]") for c in value):
+        return text, None
+    words = re.findall(r"[a-z]+", f"{found['domain'] or ''} {found['kind'] or ''}".lower())
+    words += [_SETS[name] for name in (found["set"], found["listed"]) if name]
+    return value, " ".join(sorted({word.removesuffix("s") for word in words} - {"number"}))
 
 
 def _bare(text: str) -> str:
@@ -59,6 +93,8 @@ def _bare(text: str) -> str:
     text = tidy(inner if inner is not None and text.strip().startswith(("\\boxed", "$\\boxed", "\\fbox")) else text)
     if (lead := _LEAD_IN.match(text)) and is_balanced(text[lead.end() :]):
         text = text[lead.end() :]
+    if counted := _COUNTED.fullmatch(text):
+        text = tidy(_NUMBER.sub(r"}\1\\text{", counted[0]))  # the number stands outside of the words
     if several := _LETTERS.fullmatch(text):
         text = several[1]
     return re.sub(r"^(?:=|\\approx(?![a-zA-Z]))\s*", "", text)
@@ -86,53 +122,17 @@ def _same(gold: str, answer: str, depth: int) -> bool:
             return decided
     from posttrain.grading import symbolic  # runs in a worker, which has imported it
 
-    if "=" in gold or "=" in answer:
+    if is_equation(gold) or is_equation(answer):
         return symbolic.same_equation(gold, answer)
     return symbolic.same_expression(gold, answer)
 
 
 def is_readable(gold: str) -> bool:
-    """Whether a reference answer can be compared: words, a number, or an expression, alone or in brackets."""
-    return _readable(_bare(gold), DEEPEST)
-
-
-def _readable(gold: str, depth: int) -> bool:
-    if not gold or depth < 0 or not is_balanced(gold):
+    """Whether a reference answer can be compared, be it letter by letter. Takes as long as a comparison with it."""
+    bare = _bare(gold)
+    if not is_balanced(bare) or not re.search(r"[\w∞∅]|\\[a-zA-Z{]", bare):
         return False
-    if _is_words(gold) or re.fullmatch(r"[\w\s'.,:()-]+", gold):
-        return True
-    if any(read(gold) for read in (read_number, read_choice, read_occasion, read_ratio, read_base, read_residue)):
-        return True
-    if is_set_like(gold) and (found := read_set(gold)):
-        return all(_readable(end, depth - 1) for part in found.intervals for end in (part.low, part.high))
-    if _OPERATION.search(gold):
-        return True
-    if quantity := split_unit(gold, letters=True):
-        return _readable(quantity[0], depth - 1)
-    if named := ASSIGNED.fullmatch(gold):
-        return _readable(named["value"], depth - 1)
-    if matrix := MATRIX.fullmatch(gold):
-        return all(_readable(cell, depth - 1) for row in rows(matrix) for cell in row)
-    gold = PLUS_MINUS.sub("+", gold)
-    parts = elements(gold)
-    if len(parts) == 1 and (inside := brackets(gold)):
-        parts = elements(inside[1]) if inside[1] else []
-        return all(_readable(part, depth - 1) for part in parts)
-    if len(parts) == 1:
-        sides = re.split(r"=|\\ne(?![a-zA-Z])|" + ORDER.pattern, gold)
-        if len(sides) > 1:
-            return all(_readable(side.strip(), depth - 1) for side in sides)
-        return _is_expression(gold)
-    return all(_readable(part.strip(), depth - 1) for part in parts)
-
-
-def _is_expression(text: str) -> bool:
-    from posttrain.grading import symbolic
-
-    try:
-        symbolic.parse(text)
-    except symbolic.Unreadable:
-        return _NOTATION.search(text) is not None
+    _same(bare, "0", DEEPEST)
     return True
 
 
@@ -290,14 +290,24 @@ def _as_named(gold: str, answer: str, depth: int) -> bool | None:
     named = ASSIGNED.fullmatch(gold), ASSIGNED.fullmatch(answer)
     if named[0] and named[1] and compact(named[0]["name"]) == compact(named[1]["name"]):
         return _same(named[0]["value"], named[1]["value"], depth - 1)
-    if "=" in gold and "=" in answer:
+    if named[0] and named[1] and any(FIGURE.fullmatch(one["name"]) for one in named if one):
+        return _as_drawn(named[0]["name"]) == _as_drawn(named[1]["name"]) and _same(
+            named[0]["value"], named[1]["value"], depth - 1
+        )
+    if is_equation(gold) and is_equation(answer):
         return None
     if (named[0] is None) != (named[1] is None):
         return _same(named[0]["value"] if named[0] else gold, named[1]["value"] if named[1] else answer, depth - 1)
-    for sides, other in ((gold.split("="), answer), (answer.split("="), gold)):
+    for sides, other in ((split_top(gold, "="), answer), (split_top(answer, "="), gold)):
         if len(sides) > 1:
             return all(_same(other, side.strip(), depth - 1) for side in sides)
     return None
+
+
+def _as_drawn(name: str) -> str:
+    """The name of a length or an angle, read from either end."""
+    points = re.sub(r"\\(?:overline|angle|measuredangle|text)|^m\b|[\s{}|∠]", "", name)
+    return min(points, points[::-1]) if re.fullmatch(r"[A-Z]{2,3}", points) else points
 
 
 def _as_plus_minus(gold: str, answer: str, depth: int) -> bool | None:

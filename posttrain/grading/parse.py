@@ -13,11 +13,21 @@ LETTER = (
     r"[\s*_(\[{\"'`$]*(?:\\(?:boxed|text)\{+)*([A-D])(?![\w'’]|-\w)"
     r"(?!(?<=A)\s+(?!(?:as|because|since|is|and|for|which)\b)[a-z])(?!\s*(?:or|and|/)\s*\(?[A-D]\b)"
 )
-STATED = re.compile(rf"\b(?i:answer|choice|option)\b[^.\n:=]{{0,40}}?(?:\b(?:is|be)\b\s*:?|[:=]){LETTER}")
-FIRST = re.compile(rf"^{LETTER}(?=[)\]}}*_\s]*(?:[.:,\n]|$)|[)\]}}])")
+# A small letter only where nothing follows, or as a label: "is d.", "b. 4".
+SMALL = r"[\s*_(\[{\"'`$]*(?:\\(?:boxed|text)\{+)*([a-d])(?=[)\]}*_$]*(?:[.,;!]?\s*(?:\n|$)))"
+SURELY = (
+    r"(?:,?\s+(?i:therefore|thus|hence|then|so|clearly|definitely|certainly|probably|(?:most )?likely|indeed|simply"
+    r"|just|actually|obviously|option|choice|letter)\b,?)*"
+)
+STATED = re.compile(
+    rf"\b(?i:answer|choice|option)\b[^.\n:=]{{0,40}}?(?:\b(?i:is|be)\b{SURELY}\s*:?|[:=]{SURELY})(?:{LETTER}|{SMALL})"
+)
+FIRST = re.compile(
+    rf"^(?:{LETTER}(?=[)\]}}*_\s]*(?:[.:,\n]|$)|[)\]}}])|{SMALL}|[\s*_]*\(?([a-d])(?:\)|[.):])[*_]*(?=\s+\S))"
+)
 MARKED = re.compile(
     rf"\((?=[A-D]\)){LETTER}|\*\*(?=[A-D]\W){LETTER}|\\boxed\{{{LETTER}"
-    rf"|\b(?i:option|choice|choose|pick|select|guess|say|is|be){LETTER}(?=[)*\s]*[.!]?\s*$)"
+    rf"|\b(?i:option|choice|choose|pick|select|guess|say|is|be){SURELY}{LETTER}(?=[)*\s]*[.!]?\s*$)"
     rf"|{LETTER}\s+is\s+(?:the\s+)?(?:correct|right|best|true|answer)\b",
     re.MULTILINE,
 )
@@ -35,7 +45,7 @@ def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> s
     `mmlu_example` has `options`, the strings of A, B, … in this order (and `answer`, which is ignored). Tried in turn:
 
     1. the stated answer ("The correct answer is B.", "Answer: (B)"); of several, the last;
-    2. a letter at the start of the output ("B", "B. The BK virus");
+    2. a letter at the start of the output ("B", "B. The BK virus", "b) 4");
     3. the only letter that is marked as a choice anywhere ("(B)", "**B**", "I would say B.", "B is correct");
     4. the string of exactly one option, and nothing else ("100").
 
@@ -43,10 +53,10 @@ def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> s
     """
     letters = LETTERS[: len(mmlu_example["options"])]
     text = model_output.strip()
-    if found := [letter for letter in STATED.findall(text) if letter in letters]:
+    if found := [letter for groups in STATED.findall(text) if (letter := "".join(groups).upper()) in letters]:
         return found[-1]
-    if (first := FIRST.match(text)) and first[1] in letters:
-        return first[1]
+    if (first := FIRST.match(text)) and (letter := "".join(first.groups("")).upper()) in letters:
+        return letter
     marked = {letter for groups in MARKED.findall(text) for letter in groups if letter and letter in letters}
     if marked:
         return marked.pop() if len(marked) == 1 else None

@@ -7,9 +7,25 @@ import re
 from posttrain.grading.notation import brackets, split_top, tidy
 from posttrain.grading.numbers import read_number
 
-_SYMBOL = r"(?:[a-zA-Z]|\\text\{[^{}]*\}|\\[a-zA-Z]+)(?:_\{[^{}]*\}|')?"
+_SYMBOL = r"(?:[a-zA-Z]|\\text\{[^{}]*\}|\\[a-zA-Z]+)(?:_\{(?:[^{}]|\{[^{}]*\})*\}|')?"
 _TUPLE = rf"\(\s*{_SYMBOL}(?:\s*,\s*{_SYMBOL})+\s*\)"
-_NAME = rf"(?:{_TUPLE}|{_SYMBOL}(?:\s*\([a-zA-Z](?:,\s*[a-zA-Z])*\))?)"
+# A length or an angle by its points, also as a term of a ratio.
+_POINTS = r"(?:[A-Z]'?(?:_\{\w+\})?){1,3}"
+_DRAWN = r"\\(?:overline|overrightarrow|vec|widehat)\{[^{}]*\}"
+_ANGLE = rf"m?\s*(?:\\(?:measured|spherical)?angle\s*(?:{_POINTS}|\\[a-z]+|\w)|∠\s*{_POINTS})"
+_LENGTH = rf"(?:[A-Z]'?(?:_\{{\w+\}})?){{2}}|{_DRAWN}|\|(?:\s*(?:{_POINTS}|{_DRAWN}|\\text\{{\w+\}})\s*)\|"
+_TERM = rf"(?:{_LENGTH}|{_ANGLE}|{_SYMBOL})"
+_RATIO = rf"\\frac\{{\s*{_TERM}\s*\}}\{{\s*{_TERM}\s*\}}|{_TERM}(?:\s*:\s*{_TERM})+|{_TERM}\s*/\s*{_TERM}"
+# Of a variable only with a number in brackets: x(y + 1) is a product.
+_VALUE = (
+    r"(?:[a-wA-W](?:_\{\w+\})?(?:'+|\^\{(?:-1|\(\w\)|'+)\})?|\\(?:phi|psi|sigma|tau|varphi|mu|Gamma|zeta))"
+    r"\s*\(\s*(?:-?\d+(?:\.\d+)?|-?\\frac\{-?\d+\}\{\d+\}|[a-zA-Z](?:,\s*[a-zA-Z])*|\\[a-z]+)(?:,\s*-?\d+)*\s*\)"
+    r"|(?:P|E|\\text\{(?:P|E|Pr|Var|Cov|area|Area|rank|tr|dim|deg)\}|\\Pr|n)\s*[(\[][^=()\[\]]*[)\]]"
+    rf"|\\(?:sin|cos|tan|cot|sec|csc)\s*\(?\s*(?:{_ANGLE}|[A-Z](?![a-zA-Z(])|\\(?:alpha|beta|gamma|theta|phi))\s*\)?"
+)
+_DETERMINANT = rf"(?:\\(?:det|dim|deg)|\\text\{{(?:det|tr|rank)\}})\s*(?:\(\s*{_SYMBOL}\s*\)|{_SYMBOL})"
+FIGURE = re.compile(rf"{_ANGLE}|{_LENGTH}|{_VALUE}|{_DETERMINANT}")
+_NAME = rf"(?:{_TUPLE}|{_RATIO}|{FIGURE.pattern}|{_SYMBOL}(?:\s*\([a-zA-Z](?:,\s*[a-zA-Z])*\))?)"
 ASSIGNED = re.compile(rf"(?P<name>{_NAME})\s*(?:=|\\in(?![a-zA-Z]))\s*(?P<value>.+)")
 MATRIX = re.compile(r"\\begin\{(?P<kind>[a-z]*(?:matrix|array))\}(?:\{[clr|]*\})?(?P<rows>.*)\\end\{(?P=kind)\}")
 _JOINED = re.compile(r",?\s*(?:\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*|;\s*")
@@ -23,6 +39,11 @@ def elements(text: str) -> list[str]:
     if ", " in text:
         text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     return [part for piece in split_top(_JOINED.sub(",", text)) if (part := piece.strip())]
+
+
+def is_equation(text: str) -> bool:
+    r"""Whether there is an equals sign, other than within brackets or the index of a sum."""
+    return len(split_top(text, "=")) > 1
 
 
 def junction(text: str) -> str | None:

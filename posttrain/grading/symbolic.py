@@ -26,7 +26,7 @@ DEEPEST = 25  # maximum nesting of brackets
 _AS_WRITTEN = ConversionConfig(lowercase_symbols=False)
 # Functions and constants that may be written without a backslash.
 _PLAIN_NAME = re.compile(
-    r"(?<![a-zA-Z\\])(arc(?:sin|cos|tan)|(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp|sqrt|pi|infinity|inf)(?![a-zA-Z])"
+    r"(?<![a-zA-Z\\])(arc(?:sin|cos|tan)|(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp|sqrt|pi|infinity|inf|(?:gcd|lcm|max|min)(?=\())(?![a-zA-Z])"
 )
 _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
 # The grammar drops primes, and reads the power T of a number as its transpose.
@@ -37,6 +37,11 @@ _SCIENTIFIC = re.compile(r"(?<![\w.}])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\d.])")
 _FOREIGN = re.compile(
     r"[<>=:;?@#~\"`&$€£¥]|\\(?:le|ge|ne|in|approx|sim|equiv|to|mid|text|pm|mp|math[a-z]+|[bp]?mod|cup|cap|setminus|emptyset)(?![a-zA-Z])|[\d)}]\s*_|[)\]}|]\s*'"
 )
+
+
+_ODD_ROOT = re.compile(r"\\sqrt\[\s*\d*[13579]\s*\]\{")
+_DIVISORS = re.compile(r"\\?(?:gcd|lcm)(?![a-zA-Z])")
+_OPERATOR = re.compile(r"\\(?:sum|prod|i{1,3}nt|oint|lim|limsup|liminf)(?![a-zA-Z])")
 
 
 class Unreadable(Exception):
@@ -72,11 +77,14 @@ def warm_up() -> None:
 
 def same_expression(gold: str, answer: str) -> bool:
     """Whether two tidy strings are equal as expressions; False, without an exception, if one cannot be read."""
+    if _OPERATOR.search(gold):
+        return False  # equal to the same string only: its value may take forever to compute, or not exist
     try:
-        left, right = parse(gold), parse(answer)
+        if _equal(parse(gold), parse(answer)):
+            return True
+        return r"\sqrt[" in gold + answer and _equal(parse(gold, odd=True), parse(answer, odd=True))
     except Unreadable:
         return False
-    return _equal(left, right)
 
 
 def same_equation(gold: str, answer: str) -> bool:
@@ -107,11 +115,18 @@ def _is_multiple(gold: str, answer: str, sign: str, positive: bool = False) -> b
     return _equal(first, second * factor)
 
 
-def parse(text: str) -> sympy.Expr:
-    """The expression of a tidy string. Raises Unreadable."""
+def parse(text: str, odd: bool = False) -> sympy.Expr:
+    r"""The expression of a tidy string. Raises Unreadable.
+
+    The root `\sqrt[3]{a}` of a negative number is the real one, that of an expression if `odd`; `a^{1/3}` is the
+    principal value.
+    """
     text = _PRIMED.sub(_with_primes, text)
     if not text or len(text) > LONGEST or not is_balanced(text) or _FOREIGN.search(text) or _depth(text) > DEEPEST:
         raise Unreadable(text[:50])
+    if _DIVISORS.search(text) and re.search(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])", text):
+        raise Unreadable(text[:50])  # the grammar takes gcd(m, n) of symbols for 1
+    text = _real_roots(text, odd)
     try:
         result: Any = latex2sympy(as_latex(text), normalization_config=None, conversion_config=_AS_WRITTEN)
         result = result.subs(sympy.Symbol("i"), sympy.I).doit()
@@ -126,6 +141,19 @@ def parse(text: str) -> sympy.Expr:
 
 def _depth(text: str) -> int:
     return max(accumulate((c in OPENING) - (c in CLOSING) for c in text))
+
+
+def _real_roots(text: str, expressions: bool) -> str:
+    r"""`\sqrt[3]{-a}` as `-\sqrt[3]{a}`, the innermost first."""
+    for found in reversed(list(_ODD_ROOT.finditer(text))):
+        depth, end = 1, found.end()
+        while end < len(text) and depth:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        inside: Any = parse(text[found.end() : end - 1], expressions)
+        if inside.is_negative or (expressions and inside.free_symbols and inside.could_extract_minus_sign()):
+            text = f"{text[: found.start()]}(-{found[0]}-({text[found.end() : end - 1]})}}){text[end:]}"
+    return text
 
 
 def as_latex(text: str) -> str:
@@ -177,6 +205,28 @@ def _difference(text: str, sign: str) -> sympy.Expr:
 
 
 def _equal(left: sympy.Expr, right: sympy.Expr) -> bool:
+    return _same_value(left, right) or (
+        _has_root_of_quotient(left, right) and _same_value(_split_roots(left), _split_roots(right))
+    )
+
+
+def _has_root_of_quotient(*expressions: sympy.Expr) -> bool:
+    return any(_root_of_quotient(power) for expression in expressions for power in expression.atoms(sympy.Pow))
+
+
+def _root_of_quotient(power: Any) -> bool:
+    return power.exp.is_Rational and not power.exp.is_Integer and bool(sympy.denom(power.base).free_symbols)
+
+
+def _split_roots(expression: Any) -> Any:
+    r"""`\sqrt{a/b}` as `\sqrt{a}/\sqrt{b}`, which is the same where b is positive."""
+    return expression.replace(
+        lambda e: e.is_Pow and _root_of_quotient(e),
+        lambda e: sympy.numer(e.base) ** e.exp / sympy.denom(e.base) ** e.exp,
+    )
+
+
+def _same_value(left: sympy.Expr, right: sympy.Expr) -> bool:
     if left == right:
         return True
     if left.is_Rational and right.is_Rational:

@@ -1,7 +1,8 @@
 r"""Rules for right or wrong answers: `math`, `gsm8k`, and with format `r1_zero` and `question_only`.
 
     math            the last balanced box or answer tag after `</think>` equals the answer
-    gsm8k           the number after the last `####`, else in the last box or tag, else the last number, equals it
+    gsm8k           the number after the last `####`, else in the last box or tag, else the last number, equals it; in
+                    running text, too, `\frac{1}{2}`, `1/2`, `3 \times 10^2` and `9{,}500` are one number each
     r1_zero         1 if the format is `</think> <answer>…</answer>` and the answer is right, else 0
     question_only   1 if there is a `\boxed{…}` and the answer is right, else 0
 
@@ -11,6 +12,8 @@ Liu et al. 2025.)
 """
 
 from __future__ import annotations
+
+import re
 
 from posttrain.grading.equality import LONGEST, is_readable, same_answer
 from posttrain.grading.extract import (
@@ -23,9 +26,22 @@ from posttrain.grading.extract import (
     last_number,
     marked_answer,
 )
+from posttrain.grading.notation import tidy
 from posttrain.grading.numbers import Number, read_number, same_number
 from posttrain.grading.verdict import BadGold, Judgement, Rule
 from posttrain.latex import last_box
+
+LINE = 400  # characters of a last line in which a number is sought
+_ONE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*\\overline\{\d+\}|\.\d+)?|(?<!\d)\.\d+"
+_TEN = r"(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{-?\d+\}"
+_BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+# Of a tidy string: exponents, indices and `m2` are no numbers; roots, powers and other fractions are read as a whole.
+_NUMBERS = re.compile(
+    rf"(?P<skipped>[\^_]{_BRACES}|(?<![a-zA-Z])[cdk]?m[23](?!\w))|\\sqrt(?:\[[^\]]*\])?{_BRACES}"
+    rf"|(?P<number>(?:(?<![\w.)\]}}%])[-+])?[$€£]?(?:(?:\d+\s*)?\\frac\{{-?[\d.,]+\}}\{{-?[\d.,]+\}}"
+    rf"|(?<!/)(?:\d+ )?\d+(?:\.\d+)?\s*/\s*\d+(?:\.\d+)?(?![\d/])|(?:{_ONE})(?:\s*{_TEN}|[eE][+-]?\d+(?!\w))"
+    rf"|10\^\{{-?\d+\}}|(?:{_ONE})(?!\s*\\pi|\^\{{[^\\]))(?!\d))|(?:{_ONE})|\\frac{_BRACES}{_BRACES}"
+)
 
 
 def math(completion: str, gold: str) -> Judgement:
@@ -36,9 +52,9 @@ def math(completion: str, gold: str) -> Judgement:
 
 def gsm8k(completion: str, gold: str) -> Judgement:
     rest = after_thinking(completion)
-    answer = next((text for text in (marked_answer(rest), final_answer(rest)) if text and _number_in(text)), None)
-    answer = answer or last_number(rest)
-    given, right = _number_in(answer) if answer else None, _gsm8k_gold(gold)
+    texts = [text for text in (marked_answer(rest), final_answer(rest), rest) if text]
+    answer, given = next((found for text in texts if (found := _number_in(text))), (None, None))
+    right = _gsm8k_gold(gold)
     correct = given is not None and right is not None and same_number(right, given)
     return Judgement(float(correct), correct, answer)
 
@@ -78,12 +94,21 @@ def _gsm8k_gold(gold: str) -> Number | None:
     return read_number(marked_answer(gold) or gold)
 
 
-def _number_in(text: str) -> Number | None:
-    """The value of a string, or the last number in it (`18 dollars`, `3 + 4 = 7`)."""
-    number = read_number(text)
-    if number is None and (last := last_number(text)):
-        number = read_number(last)
-    return number
+def _number_in(text: str) -> tuple[str, Number] | None:
+    """(number as written, its value) of a string, or of the last number in it (`18 dollars`, `3 + 4 = 7`).
+
+    None where that is part of an expression: the 2 of `\\sqrt{2}` is no answer.
+    """
+    if number := read_number(text):
+        return text, number
+    line = next((line for line in reversed(text.splitlines()) if any(c.isnumeric() for c in line)), "")
+    line = line if len(line) <= LINE else line[-LINE:].partition(" ")[2]
+    # a dash is no minus sign, an underline before a number is emphasis
+    found = None
+    for one in _NUMBERS.finditer(tidy(re.sub(r"(?<![\w})\]])_+|[–—]", " ", line))):
+        found = found if one["skipped"] else one
+    number = read_number(found["number"]) if found and found["number"] else None
+    return (found["number"], number) if found and number else None
 
 
 def check_answer(gold: str | None) -> None:
