@@ -2,18 +2,25 @@
 
 import json
 import math
+import shutil
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from test_recipes import metrics, run, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from posttrain import runner
 from posttrain.batch import Example, Node, pack
-from posttrain.config import KTOMethod
+from posttrain.config import KTOMethod, load
 from posttrain.config.schema import offline
+from posttrain.data import prepare_run
+from posttrain.errors import DataError
 from posttrain.losses import UNPAIRED_LOSSES, RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
+from posttrain.models.load import load_tokenizer
 from posttrain.recipes.kto import advise_on_weights, keep_other, with_other_completions
+from posttrain.training.schedule import epoch_order
 
 SETTINGS = {"beta": 0.5, "shift": 0.25, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 LOGRATIO, DESIRABLE = [2.0, -1.0, 0.5, -3.0], [True, True, False, False]
@@ -140,6 +147,107 @@ def test_completions_rotate_by_one_and_keep_within_the_limit():
     assert alone.tokens_T.tolist() == [1, 31, 32, 2, 2, 11, 3, 3, 3]
     cut = with_other_completions(batch, max_length=3)
     assert [list(pair.trees[0].children[1].tokens) for pair in cut] == [[31, 32], [11], []]
+    before = [example(9, [4], [41, 42]), *batch[:-1]]
+    [alone] = pack([keep_other(pair) for pair in with_other_completions(batch, 9, before)], 100)
+    targets = [alone.target_N[alone.sequence_N == s].tolist() for s in range(3)]
+    assert targets == [[41, 42], [11, 12], [21]]
+
+
+@pytest.fixture(scope="module")
+def another_model(shared, tmp_path_factory):
+    """The stories' model with other weights: a reference that makes the KL known before any step."""
+    folder = tmp_path_factory.mktemp("another")
+    model = AutoModelForCausalLM.from_pretrained(shared / "models/stories260K")
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * parameter.std() * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(shared / "models/stories260K").save_pretrained(folder)
+    return folder
+
+
+def logprob(model, prompt: list[int], completion: list[int]) -> float:
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *completion]])).logits[0].log_softmax(-1)
+    return sum(float(logits[len(prompt) - 1 + n, token]) for n, token in enumerate(completion))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_mismatched_completion_is_that_of_the_example_before(tmp_path, shared, another_model, shuffle):
+    """Seven rows in batches of six, two epochs, and a validation set of seven of which some are evaluated: the KL of
+    every step by transformers, one sequence at a time. The last batch has one row, whose own completion it is not.
+    Precomputed, and resumed, too."""
+    method = {"ref_model": str(another_model), "beta": 0.1}
+    settings = kto(
+        shared, tmp_path, rows=14, method=method, data={"validation": {"rows": 7}, "shuffle": shuffle},
+        training={"learning_rate": 1e-9, "max_steps": 4},
+        evaluation={"eval_steps": 2, "at_start": True},
+    )  # fmt: skip
+    settings["checkpoint"] = {"save_steps": 1, "save_total_limit": None}
+    folder = run(tmp_path, **settings)
+    config = load(folder / "config.yaml").config
+    data = prepare_run(config, load_tokenizer(config.models[0]))
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(path) for path in (shared / "models/stories260K", another_model)
+    )
+
+    def kl(examples, before) -> float:
+        ratios = []
+        for one, other in zip(examples, before, strict=True):
+            prompt, completion = ([int(t) for t in node.tokens] for node in (one.trees[0], other.trees[0].children[0]))
+            ratios.append(logprob(policy, prompt, completion) - logprob(reference, prompt, completion))
+        return max(0.0, sum(ratios) / len(ratios))
+
+    expected = []
+    for epoch in (0, 1):
+        order = [data.train[int(row)] for row in epoch_order(config, 7, epoch)]
+        expected += [kl(order[:6], [order[6], *order[:5]]), kl(order[6:], [order[5]])]
+    assert metrics(folder, "kl") == pytest.approx(expected, abs=2e-3) and max(expected) > 0.05
+    losses = metrics(folder, "loss")
+    assert all(abs(losses[step] - 0.5) > 1e-3 for step in (1, 3)), "with its own completion it is 0.5 exactly"
+
+    held = [data.validation["validation"][row] for row in range(7)]
+    batches = [kl(held[:6], [held[6], *held[:5]]), kl(held[6:], [held[5]])]
+    evaluated = (6 * batches[0] + batches[1]) / 7
+    assert metrics(folder, "eval_kl") == pytest.approx([evaluated] * 3, abs=2e-3)
+
+    again = run(tmp_path, "name=precomputed", "method.precompute_ref_log_probs=true", **settings)
+    for name in ("loss", "kl", "eval_loss", "eval_kl"):
+        assert metrics(again, name) == pytest.approx(metrics(folder, name), abs=1e-5), name
+    for step in (2, 3, 4):
+        shutil.rmtree(folder / f"checkpoint-{step}")
+    assert runner.train(load(folder / "config.yaml").config, resume=True) == 0
+    assert metrics(folder, "kl") == pytest.approx(metrics(again, "kl"), abs=1e-5)
+
+
+def test_a_sample_of_the_validation_set_has_the_examples_before_in_the_set(tmp_path, shared, another_model):
+    """Sampled with replacement, also where the reference was computed beforehand."""
+    method = {"ref_model": str(another_model), "beta": 0.1}
+    evaluation = {"eval_steps": 1, "at_start": True, "num_batches": 1, "with_replacement": True}
+    settings = kto(
+        shared, tmp_path, rows=14, method=method, data={"validation": {"rows": 7}},
+        training={"learning_rate": 1e-9, "max_steps": 2}, evaluation=evaluation,
+    )  # fmt: skip
+    plain = run(tmp_path, "name=plain", **settings)
+    precomputed = run(tmp_path, "name=precomputed", "method.precompute_ref_log_probs=true", **settings)
+    assert metrics(precomputed, "eval_kl") == pytest.approx(metrics(plain, "eval_kl"), abs=1e-5)
+    assert len(set(metrics(plain, "eval_kl"))) == 3
+
+
+def test_an_earlier_run_keeps_its_mismatched_completions(tmp_path, shared, another_model):
+    """Behaviour version 1: those of the batch, so that a last batch of one row has a loss of 0.5."""
+    training = {"max_steps": 2, "batch_size": 6, "learning_rate": 1e-9}
+    settings = kto(shared, tmp_path, rows=7, training=training, method={"ref_model": str(another_model)})
+    losses = metrics(run(tmp_path, "behavior_version=1", **settings), "loss")
+    assert losses[1] == pytest.approx(0.5, abs=1e-6)
+    losses = metrics(run(tmp_path, "name=new", **settings), "loss")
+    assert abs(losses[1] - 0.5) > 1e-3
+
+
+def test_a_set_of_one_example_has_no_other_completion(tmp_path, shared):
+    settings = kto(shared, tmp_path, rows=8, data={"validation": {"rows": 1}})
+    with pytest.raises(DataError, match="the validation set has one example"):
+        run(tmp_path, **settings)
 
 
 # --- the recipe -----------------------------------------------------------------------------------------------------

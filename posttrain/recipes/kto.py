@@ -3,7 +3,7 @@
     KTO (arXiv 2402.01306, equation 7), c = log pi(y|x) - log pi_ref(y|x):
     loss = 1 - sigma( beta (c - KL))  desirable,    1 - sigma(-beta (c - KL))  undesirable
 
-KL estimates KL(pi || pi_ref) as the mean log-ratio of the batch's completions, each after the next example's prompt.
+KL estimates KL(pi || pi_ref) as the mean log-ratio of the completions before the batch's examples, after their prompts.
 It is a mean over the complete step, computed before the first backward, so that packing does not change the gradient.
 BCO compares rewards with their running mean instead, APO-zero with 0 (posttrain/losses/unpaired.py). Dropout is off.
 """
@@ -21,6 +21,7 @@ import torch
 from posttrain.batch import Example, Pack
 from posttrain.config import KTOMethod
 from posttrain.data import Dataset, Prepared
+from posttrain.errors import DataError
 from posttrain.losses import RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
 from posttrain.optim.update import Objective
 from posttrain.scoring import Scorer
@@ -49,6 +50,9 @@ def train(job: Job, data: Prepared) -> Loop:
     method = job.config.method
     assert isinstance(method, KTOMethod)
     advise_on_weights(method, data.train.labels)
+    in_order = method.joins_completions and job.config.behavior_version >= 2
+    if in_order:
+        refuse_single_examples(data)
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     scorer = Scorer(policy)
@@ -57,9 +61,10 @@ def train(job: Job, data: Prepared) -> Loop:
     loop = Loop(job, policy, optimizer, data)
     objective_of = objectives(job, method, scorer, reference, loop.state)
     if loop.evaluation_due:
-        loop.evaluate(objective_of)
+        loop.evaluate(objective_of, with_previous=in_order)
     for step, examples in loop.steps():
-        found = levels(job, method, scorer, reference, examples, loop.state.memory, training=True)
+        previous = [loop.previous(), *examples[:-1]] if in_order else None
+        found = levels(job, method, scorer, reference, examples, loop.state.memory, previous, training=True)
         packs, objective = objective_of(examples, found)
         if step == 1:
             check_packing(scorer, examples, job.pack_together)
@@ -67,21 +72,24 @@ def train(job: Job, data: Prepared) -> Loop:
         if found.rewards is not None and not loop.state.skipped_in_a_row:
             loop.state.memory = asdict(found.rewards)
         if loop.evaluation_due:
-            loop.evaluate(objective_of)
+            loop.evaluate(objective_of, with_previous=in_order)
     return loop
 
 
 def objectives(
     job: Job, method: KTOMethod, scorer: Scorer, reference: Reference, state: State
 ) -> Callable[..., tuple[list[Pack], Objective]]:
-    """The packs and the loss of a batch of completions, with their `Levels`; without, those of an evaluation.
+    """The packs and the loss of a batch of completions, with their `Levels`; without, those of an evaluation, from
+    each example's `previous` one.
 
     `state` is that of the loop.
     """
 
-    def objective_of(examples: list[Example], found: Levels | None = None) -> tuple[list[Pack], Objective]:
+    def objective_of(
+        examples: list[Example], found: Levels | None = None, previous: Sequence[Example] | None = None
+    ) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
-        shift = found or levels(job, method, scorer, reference, examples, state.memory)
+        shift = found or levels(job, method, scorer, reference, examples, state.memory, previous)
         tokens = sum(len(pack.target_N) for pack in packs)
         desirable_B = torch.tensor([bool(example.label) for example in examples], device=job.device)
         desirable = sum(bool(example.label) for example in examples)
@@ -124,15 +132,19 @@ def levels(
     reference: Reference,
     examples: list[Example],
     memory: Mapping[str, float],
+    previous: Sequence[Example] | None = None,
     training: bool = False,
 ) -> Levels:
-    """The baseline of a batch's rewards: KTO's KL estimate, or BCO's running mean, which `training` updates."""
+    """The baseline of a batch's rewards: KTO's KL estimate, or BCO's running mean, which `training` updates.
+
+    `previous`: the example before each, whose completion the KL is estimated from; None: as in behaviour version 1.
+    """
 
     def policy_logprobs(examples: list[Example]) -> torch.Tensor:
         return logprobs(lambda pack, _: pack.sum_by_sequence(scorer(pack).logprob_N), job, examples)
 
     if method.joins_completions:
-        pairs = with_other_completions(examples, job.config.data.max_length)
+        pairs = with_other_completions(examples, job.config.data.max_length, previous)
         reference_B, ref_others_B = logprobs(reference, job, pairs).view(-1, 2).unbind(1)
         others_B = policy_logprobs([keep_other(pair) for pair in pairs])
         kl = kl_estimate(others_B - ref_others_B)
@@ -155,13 +167,17 @@ def logprobs(score: Callable[[Pack, list[Example]], torch.Tensor], job: Job, exa
     return scored[group.argsort(stable=True).to(job.device)]
 
 
-def with_other_completions(examples: Sequence[Example], max_length: int) -> list[Example]:
-    """Each prompt with two completions: its own, and that of the previous example (for the first: of the last).
+def with_other_completions(
+    examples: Sequence[Example], max_length: int, previous: Sequence[Example] | None = None
+) -> list[Example]:
+    """Each prompt with two completions: its own, and that of the `previous` example.
 
-    The other completion is truncated if it exceeds `max_length` together with the prompt, as in TRL 1.16.
+    None: the example before it in the list (for the first: the last), TRL 1.16's rotation within a batch, by which an
+    example alone has its own completion twice. The other completion is truncated if it exceeds `max_length` together
+    with the prompt, as in TRL 1.16.
     """
     pairs = []
-    for example, before in zip(examples, [examples[-1], *examples[:-1]], strict=True):
+    for example, before in zip(examples, previous or [examples[-1], *examples[:-1]], strict=True):
         [prompt], [other] = example.trees, before.trees[0].children
         other = replace(other, tokens=other.tokens[: max_length - len(prompt.tokens)])
         pairs.append(replace(example, trees=(replace(prompt, children=(*prompt.children, other)),)))
@@ -176,13 +192,14 @@ def keep_other(pair: Example) -> Example:
 
 def in_training_order(job: Job, data: Prepared) -> list[Portion]:
     """Every batch of the run and of its evaluations; their order determines which completions follow which prompts."""
-    config, rows = job.config, len(data.train)
+    config, rows, in_order = job.config, len(data.train), job.config.behavior_version >= 2
     size, total = config.training.batch_size, total_steps(config, rows)
 
     def batches(dataset: Dataset, order: np.ndarray) -> Iterator[list[Example]]:
         for start in range(0, len(order), size):
             examples = [dataset[int(row)] for row in order[start : start + size]]
-            yield with_other_completions(examples, config.data.max_length)
+            previous = [dataset[int(order[start - 1])], *examples[:-1]] if in_order else None
+            yield with_other_completions(examples, config.data.max_length, previous)
 
     def training() -> Iterator[list[Example]]:
         orders = (epoch_order(config, rows, epoch) for epoch in itertools.count())
@@ -191,11 +208,22 @@ def in_training_order(job: Job, data: Prepared) -> list[Portion]:
     def validation(dataset: Dataset) -> Callable[[], Iterator[list[Example]]]:
         return lambda: batches(dataset, np.arange(len(dataset)))
 
-    order = "shuffled" if config.data.shuffle else "in-order"
+    order = ("shuffled" if config.data.shuffle else "in-order") + ("-after-previous" if in_order else "")
     portions = [Portion(f"train-{total}-steps-of-{size}-{order}", training, total)]
     for name, dataset in data.validation.items():
-        portions.append(Portion(f"{name}-batches-of-{size}", validation(dataset), -(-len(dataset) // size)))
+        batched = f"{name}-after-previous" if in_order else f"{name}-batches-of-{size}"
+        portions.append(Portion(batched, validation(dataset), -(-len(dataset) // size)))
     return portions
+
+
+def refuse_single_examples(data: Prepared) -> None:
+    """Raise DataError for a set of one example, which has no other completion."""
+    for name, dataset in {"training": data.train, **data.validation}.items():
+        if len(dataset) == 1:
+            raise DataError(
+                f"the {name} set has one example, and loss_type: kto estimates its KL from the completion of another: "
+                "add rows, or set method.loss_type to apo_zero_unpaired"
+            )
 
 
 def advise_on_weights(method: KTOMethod, labels: np.ndarray) -> None:

@@ -53,7 +53,7 @@ log = logging.getLogger("posttrain")
 
 MAX_SKIPPED_IN_A_ROW = 5
 Batch = TypeVar("Batch", bound=HasTokens)
-ObjectiveOf = Callable[[list[Example]], tuple[list[Pack], Objective]]
+ObjectiveOf = Callable[..., tuple[list[Pack], Objective]]  # of a batch's examples
 
 
 def _freeing_after_fullest(packs: Iterable[Batch]) -> Iterator[Batch]:
@@ -134,6 +134,11 @@ class Loop:
         epoch, place = place_of(self.job.config, len(self.data.train), step)
         self._rows = self._epoch_order(epoch)[place]
         return [self.data.train[int(row)] for row in self._rows]
+
+    def previous(self) -> Example:
+        """The example before those of the current step in the order of their epoch; before its first: its last."""
+        epoch, place = place_of(self.job.config, len(self.data.train), self.state.step + 1)
+        return self.data.train[int(self._epoch_order(epoch)[place.start - 1])]
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:
@@ -247,11 +252,14 @@ class Loop:
             return settings.at_start
         return step % settings.eval_steps == 0 or step == self.total
 
-    def evaluate(self, objective_of: ObjectiveOf) -> dict[str, float]:
-        """Evaluate every validation set without gradients, log it, and save the model if it is the best so far."""
+    def evaluate(self, objective_of: ObjectiveOf, with_previous: bool = False) -> dict[str, float]:
+        """Evaluate every validation set without gradients, log it, and save the model if it is the best so far.
+
+        With `with_previous`, the objective is also given the example before each in its set, of the first the last.
+        """
 
         def measure(name: str, dataset: Dataset) -> dict[str, float]:
-            found = over_batches(self._batches(objective_of, name, dataset), self.job.ranks)
+            found = over_batches(self._batches(objective_of, name, dataset, with_previous), self.job.ranks)
             return {**found, **self._completions(name, self.state.step, self.interruption.sampling)}
 
         return self.evaluate_by(measure)
@@ -276,12 +284,14 @@ class Loop:
         return metrics
 
     def _batches(
-        self, objective_of: ObjectiveOf, name: str, dataset: Dataset
+        self, objective_of: ObjectiveOf, name: str, dataset: Dataset, with_previous: bool
     ) -> Iterator[tuple[list[Pack], Objective[Pack]]]:
         """The batches of a validation set. A signal ends the run after the current batch."""
         rows = evaluated_rows(self.job.config, self.state.step, name, len(dataset))
         for start in progress(range(0, len(rows), self.batch_size), f"evaluating {name}"):
-            yield objective_of([dataset[int(row)] for row in rows[start : start + self.batch_size]])
+            some = [int(row) for row in rows[start : start + self.batch_size]]
+            more = {"previous": [dataset[row - 1] for row in some]} if with_previous else {}
+            yield objective_of([dataset[row] for row in some], **more)
             if self._stop.asked:
                 self.interruption.abandon()
 

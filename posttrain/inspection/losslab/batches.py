@@ -77,10 +77,11 @@ def _flat(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a step, and the data that they are from."""
+    """The rows of a step, the data that they are from, and the example before them in their epoch."""
 
     examples: list[Example]
     data: Prepared
+    previous: Example
 
     def __str__(self) -> str:
         return f"{counted(len(self.examples), 'row')} of the training data"
@@ -99,5 +100,5 @@ def rows_of(job: Job, folder: Path, step: int) -> Rows:
             f"tokenizer: restore it), so the rows of step {step} are not known"
         )
     epoch, place = place_of(job.config, len(data.train), step)
-    order = epoch_order(job.config, len(data.train), epoch)[place]
-    return Rows([data.train[int(row)] for row in order], data)
+    order = epoch_order(job.config, len(data.train), epoch)
+    return Rows([data.train[int(row)] for row in order[place]], data, data.train[int(order[place.start - 1])])

@@ -77,7 +77,8 @@ class Bench:
             return Loss(*preference.objectives(job, method, self.scorer, reference, state)(examples))
         if isinstance(method, KTOMethod):
             reference = self._reference(method, batch)
-            found = kto.levels(job, method, self.scorer, reference, examples, state.memory, training=True)
+            previous = [batch.previous, *examples[:-1]] if job.config.behavior_version >= 2 else None
+            found = kto.levels(job, method, self.scorer, reference, examples, state.memory, previous, training=True)
             return Loss(*kto.objectives(job, method, self.scorer, reference, state)(examples, found))
         assert isinstance(method, SFTMethod)
         return Loss(*sft.objectives(job, self.scorer)(examples))
