@@ -25,7 +25,7 @@ from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.judge import ScoreSettings
-from posttrain.engines import EmbeddedEngine, Sampling, text_of
+from posttrain.engines import Completion, EmbeddedEngine, Sampling, text_of
 from posttrain.engines.joining import Ended, Failed, Job, Token
 from posttrain.engines.live import Busy, Live
 from posttrain.errors import ConfigError, DataError, ModelError, VitalSignError
@@ -37,7 +37,7 @@ from posttrain.serving.app import make_app
 from posttrain.serving.guard import Guard
 from posttrain.serving.host import Host, Served
 from posttrain.serving.listening import listen
-from posttrain.serving.texts import Streamed, pieces_of
+from posttrain.serving.texts import Report, Streamed, pieces_of
 
 CPU = torch.device("cpu")
 
@@ -216,10 +216,12 @@ def test_streamed_pieces_are_the_text(shared, stops):
     text = "Hello, one two. Café 你好 🙂 naïve one day all  spaces\n\nend"
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     assert "".join(pieces_of(tokenizer, tokens)) == tokenizer.decode(tokens)
+    before = tokenizer("Tim:").input_ids
     for size in (len(tokens), len(tokens) - 3, 5):
-        streamed = Streamed(tokenizer, (2,), stops)
+        streamed = Streamed(tokenizer, (2,), stops, before)
         parts = [streamed.add(token) for token in [*tokens[:size], 2]] + [streamed.end()]
-        whole = tokenizer.decode(tokens[:size], skip_special_tokens=True)
+        whole = text_of(Completion(tokens[:size], [], "length", 0), (), tokenizer, before)
+        assert whole.startswith(" Hello") and streamed.sent == len("".join(parts))
         cut = min((whole.find(stop) for stop in stops if stop in whole), default=len(whole))
         assert "".join(parts) == whole[:cut]
         assert stops or sum(map(bool, parts)) > size / 3, "pieces come as they are ready"
@@ -328,6 +330,109 @@ def test_the_openai_client(client, stories):
     )
 
 
+def test_log_probabilities_are_one_computation(client):
+    """As lm-eval's `local-completions` compares them: what is continued greedily is reported as the likeliest."""
+    greedy = 0
+    for start in ("Once upon a time", "Tim had a cat", "Lily saw", "The dog", "One day, a boy", "\u4f60"):
+        done = client.completions.create(model="m", prompt=start, max_tokens=12, temperature=0, logprobs=3).choices[0]
+        asked = {"prompt": start + done.text, "echo": True, "max_tokens": 1, "temperature": 0, "logprobs": 1}
+        echoed = client.completions.create(model="m", **asked).choices[0].logprobs
+        assert echoed.token_logprobs[0] is None and echoed.top_logprobs[0] is None
+        for value, likely, token in zip(echoed.token_logprobs, echoed.top_logprobs, echoed.tokens, strict=True):
+            assert likely is None or (
+                likely[token] == value and 1 <= len(likely) <= 2 and max(likely.values()) >= value
+            )
+        if echoed.tokens[-13:-1] == done.logprobs.tokens:
+            pairs = zip(echoed.token_logprobs[-13:-1], echoed.top_logprobs[-13:-1], strict=True)
+            assert all(value == max(likely.values()) for value, likely in pairs)
+            greedy += 1
+    assert greedy >= 4
+    warm = client.completions.create(model="m", prompt="Once", max_tokens=40, temperature=3, seed=1, logprobs=2, n=3)
+    for choice in warm.choices:
+        found = zip(choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True)
+        sizes = {len(likely) for token, value, likely in found if likely[token] == value}
+        assert sizes == {2, 3}  # the sampled token is one of the two, or is added
+
+
+@pytest.mark.parametrize("stop", [None, [" little", "\u4f60\u597d"]])
+def test_offsets_are_of_the_text_and_pieces_add_up(client, stop):
+    for prompt in ("Once upon a time, there was a", [1, 403, 407], "\u00e9", [5, 1, 5], "x\ufffd"):
+        asked = {
+            "model": "m",
+            "prompt": prompt,
+            "max_tokens": 30,
+            "seed": 2,
+            "temperature": 1.5,
+            "logprobs": 1,
+            "stop": stop,
+        }
+        whole = client.completions.create(**asked).choices[0]
+        chunks = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+        told = [chunk.logprobs for chunk in chunks if chunk.logprobs]
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+        assert [place for one in told for place in one.text_offset] == whole.logprobs.text_offset
+        assert [text for one in told for text in one.tokens][:-1] == whole.logprobs.tokens[:-1]
+        echoed = client.completions.create(**asked, echo=True).choices[0]
+        for text, found in ((whole.text, whole.logprobs), (echoed.text, echoed.logprobs)):
+            assert found.text_offset[0] == 0 and found.text_offset == sorted(found.text_offset)
+            for place, piece in zip(found.text_offset, found.tokens, strict=True):
+                shown = piece.removeprefix("<s>").removesuffix("</s>")
+                assert text[place : place + len(shown)] == shown[: len(text) - place]
+
+
+def test_bytes_are_the_tokens_own(shared):
+    """Of characters of several tokens, in vocabularies with bytes to fall back to and of bytes alone."""
+    text = " caf\u00e9 \U0001f999\U0001f999 \u4f60\u597d\n"
+    for name in ("models/stories260K", "tokenizers/gpt2", "tokenizers/qwen3"):
+        tokenizer = AutoTokenizer.from_pretrained(shared / name)
+        before, ids = tokenizer("a").input_ids, tokenizer("a" + text).input_ids
+        report = Report(tokenizer, before)
+        told = [report.add(token, -1.0, [(token, -1.0), (ids[0], -2.0)]) for token in ids[len(before) :]]
+        assert (
+            "".join(one.text for one in told) == text and bytes(b for one in told for b in one.bytes) == text.encode()
+        )
+        assert all(one.likely[0].bytes == one.bytes for one in told)
+        end = Report(tokenizer, before).add(tokenizer.eos_token_id, -1.0, [])
+        assert bytes(end.bytes).decode() == tokenizer.eos_token == end.text
+
+
+def test_a_stop_token_that_others_follow_is_text_as_in_the_whole(shared):
+    """With `ignore_eos`, where the model's stop token is no special one."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models/stories260K")
+    was = tokenizer.convert_tokens_to_ids("\u2581was")
+    for tokens in ([was, was, 300], [300, was], [was, 2, was], [was]):
+        streamed = Streamed(tokenizer, (was, 2), ())
+        text = "".join(map(streamed.add, tokens)) + streamed.end()
+        assert text == text_of(Completion(tokens, [], "length", 0), (was, 2), tokenizer, ())
+
+
+def test_a_reply_and_neutral_values_are_taken_back(client, url):
+    reply = client.chat.completions.create(model="m", messages=QUESTION, max_tokens=3, temperature=0)
+    said = reply.choices[0].message.model_dump()
+    assert {"tool_calls", "annotations", "audio"} <= said.keys()
+    messages = [*QUESTION, said, {**said, "tool_calls": [], "reasoning_content": None}, *QUESTION]
+    asked = {"model": "m", "messages": messages, "max_tokens": 3, "temperature": 0}
+    plain = [{"role": one["role"], "content": one["content"]} for one in messages]
+    expected = client.chat.completions.create(**{**asked, "messages": plain}).choices[0].message.content
+    neutral = {
+        "repetition_penalty": 1.0,
+        "top_k": -1,
+        "min_tokens": 0,
+        "skip_special_tokens": True,
+        "min_p": 0,
+        "bad_words": [],
+    }
+    found = client.chat.completions.create(**asked, extra_body=neutral, logit_bias={}, presence_penalty=0)
+    assert found.choices[0].message.content == expected
+    client.completions.create(model="m", prompt="a", max_tokens=1, extra_body=neutral)
+    for name, value in {"repetition_penalty": 1.1, "min_tokens": 2, "top_k": -2, "tool_choice": "required"}.items():
+        body = {"messages": QUESTION, "max_tokens": 1, name: value}
+        refused = httpx.post(f"{url}/v1/chat/completions", json=body)
+        assert refused.status_code == 400 and name in refused.json()["error"]["message"]
+    called = [{**said, "tool_calls": [{"id": "a"}]}]
+    assert httpx.post(f"{url}/v1/chat/completions", json={"messages": called}).status_code == 400
+
+
 def test_many_clients_get_what_one_gets(client):
     """Greedy tokens and seeded samples; log-probabilities to 1e-5."""
 
@@ -406,7 +511,12 @@ BAD = [
     ({"prompt": "a", "max_tokens": 100_000}, "max_tokens is 100,000; the server has room for 513 with the prompt"),
     ({"prompt": "a " * 600}, "shorten it, or start the server with a larger --context"),
     ({"prompt": [999_999]}, "token id 999999"),
-    ({"prompt": []}, "prompt"),
+    ({"prompt": []}, "prompt 0 is empty"),
+    ({"prompt": ""}, "prompt 0 is empty"),
+    ({"prompt": ["a", ""]}, "prompt 1 is empty"),
+    ({"prompt": [[5], []], "echo": True, "max_tokens": 0}, "prompt 1 is empty"),
+    ({"prompt": [5, 999_999], "echo": True, "max_tokens": 0, "logprobs": 1}, "token id 999999"),
+    ({"prompt": [[5], [1 << 70]], "echo": True, "max_tokens": 0}, "prompt 1 has the token id 11805"),
     ({}, "prompt: Field required"),
     ({"prompt": "a", "max_tokens": 0}, "gives nothing"),
     ({"prompt": "a", "echo": True, "stream": True}, "echo is not streamed"),
@@ -469,6 +579,4 @@ def test_text_of_a_whole_completion_is_the_streamed_one(stories):
     tokens = tokenizer("a little girl", add_special_tokens=False).input_ids
     streamed = Streamed(tokenizer, (2,), ())
     text = "".join(map(streamed.add, [*tokens, 2])) + streamed.end()
-    from posttrain.engines import Completion
-
     assert text == text_of(Completion([*tokens, 2], [0.0] * (len(tokens) + 1), "stop", 0), (2,), tokenizer)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.engines import text_of
-from posttrain.engines.joining import Alternatives, Ended, Event, Failed, Job, Token
-from posttrain.serving.host import TokenScore
-from posttrain.serving.texts import Streamed, piece_after, pieces_of
+from posttrain.engines.joining import Ended, Event, Failed, Job, Token
+from posttrain.serving.texts import Report, Reported, Streamed, Written
 
 Json = dict[str, Any]
-Entry = tuple[int, str, float | None, Alternatives]  # a token, its text, its log-probability, the likeliest ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +75,16 @@ class Replies:
         return {**self.form.head(), "choices": choices, "usage": self.usage(sampled)}
 
     def _choice(self, index: int, ended: Ended) -> Json:
-        completion = ended.completion
-        text = cut(text_of(completion, self.stop_token_ids, self.tokenizer), ended.job.sampling.stop)
+        completion, prompt = ended.completion, ended.job.tokens
+        text = cut(text_of(completion, self.stop_token_ids, self.tokenizer, prompt), ended.job.sampling.stop)
         logprobs = None
         if self.form.alternatives is not None:
-            pieces = pieces_of(self.tokenizer, completion.tokens)
-            likely = ended.alternatives or [[] for _ in pieces]
-            entries = zip(completion.tokens, pieces, completion.logprobs, likely, strict=True)
-            logprobs = self._logprobs([*entries], ended.job.tokens[-1])
+            report, last = Report(self.tokenizer, prompt), len(completion.tokens) - 1
+            alternatives = ended.alternatives or [[] for _ in completion.tokens]
+            entries = enumerate(zip(completion.tokens, completion.logprobs, alternatives, strict=True))
+            logprobs = self._logprobs(report.add(*entry, last=place == last) for place, entry in entries)
+            if not self.form.chat:
+                logprobs["text_offset"] = [min(place, len(text)) for place in logprobs["text_offset"]]
         body: Json = (
             {"message": {"role": "assistant", "content": text, "refusal": None}} if self.form.chat else {"text": text}
         )
@@ -94,7 +94,7 @@ class Replies:
         """The objects of a stream; a job that failed ends it with an `error`."""
         head, sampled = self.form.head(chunk=True), 0
         texts: dict[int, Streamed] = {}
-        last: dict[int, int] = {}  # each completion's last token
+        reports: dict[int, Report] = {}
         extra = {"usage": None} if include_usage else {}
 
         def chunk(index: int, text: str, logprobs: Json | None, reason: str | None, begin: bool = False) -> Json:
@@ -111,16 +111,16 @@ class Replies:
                 raise event.error
             index = self.first[event.job] + event.number
             if index not in texts:
-                texts[index] = Streamed(self.tokenizer, self.stop_token_ids, event.job.sampling.stop)
+                prompt = event.job.tokens
+                texts[index] = Streamed(self.tokenizer, self.stop_token_ids, event.job.sampling.stop, prompt)
+                reports[index] = Report(self.tokenizer, prompt)
                 if self.form.chat:
                     yield chunk(index, "", None, None, begin=True)
             if isinstance(event, Token):
                 text, logprobs = texts[index].add(event.token), None
                 if self.form.alternatives is not None:
-                    before = last.get(index, event.job.tokens[-1])
-                    piece = piece_after(self.tokenizer, before, event.token)
-                    entries = [(event.token, piece, event.logprob, event.alternatives)]
-                    logprobs, last[index] = self._logprobs(entries, before), event.token
+                    one = reports[index].add(event.token, event.logprob, event.alternatives)
+                    logprobs = self._logprobs([replace(one, offset=texts[index].place(one.offset))])
                 if text or logprobs:
                     yield chunk(index, text, logprobs, None)
             else:
@@ -129,41 +129,37 @@ class Replies:
         if include_usage:
             yield {**head, "choices": [], "usage": self.usage(sampled)}
 
-    def prompt_logprobs(self, scores: Sequence[TokenScore]) -> Json:
+    def prompt_logprobs(self, tokens: Sequence[Reported]) -> Json:
         """Those of a prompt, in the form of completions; the first token has none."""
-        return self._columns([(one.id, one.text, one.logprob, one.alternatives) for one in scores], None)
+        return self._columns([*tokens])
 
-    def _logprobs(self, entries: Sequence[Entry], before: int) -> Json:
-        """Of tokens after the token `before`."""
+    def _logprobs(self, tokens: Iterable[Reported]) -> Json:
         if not self.form.chat:
-            return self._columns(entries, before)
-        previous = [before, *(token for token, *_ in entries)]
-        return {"content": [self._entry(*one) for one in zip(previous, entries, strict=False)], "refusal": None}
+            return self._columns([*tokens])
+        content = [{**_token(one), "top_logprobs": [_token(other) for other in one.likely]} for one in tokens]
+        return {"content": content, "refusal": None}
 
-    def _columns(self, entries: Sequence[Entry], before: int | None) -> Json:
-        previous = [before, *(token for token, *_ in entries)]
-        offsets, place = [], 0
-        for _, piece, _, _ in entries:
-            offsets.append(place)
-            place += len(piece)
+    def _columns(self, tokens: Sequence[Reported]) -> Json:
         return {
-            "tokens": [piece for _, piece, _, _ in entries],
-            "token_logprobs": [logprob for _, _, logprob, _ in entries],
-            "top_logprobs": [
-                {piece_after(self.tokenizer, last, id): value for id, value in likely}
-                for last, (*_, likely) in zip(previous, entries, strict=False)
-            ],
-            "text_offset": offsets,
+            "tokens": [one.text for one in tokens],
+            "token_logprobs": [one.logprob for one in tokens],
+            "top_logprobs": [None if one.logprob is None else _by_text(one) for one in tokens],
+            "text_offset": [one.offset for one in tokens],
         }
 
-    def _entry(self, before: int, entry: Entry) -> Json:
-        _, piece, logprob, likely = entry
-        others = [_token(piece_after(self.tokenizer, before, id), value) for id, value in likely]
-        return {**_token(piece, logprob), "top_logprobs": others}
+
+def _by_text(token: Reported) -> dict[str, float | None]:
+    """The likeliest tokens and the token itself by their texts, or where these are the same by their ids."""
+    others = [one for one in token.likely if one.id != token.id]
+    ids = {token.id: token.text}
+    for one in others:
+        ids[one.id] = one.text if one.text not in ids.values() else f"token_id:{one.id}"
+    ordered = sorted([*others, token], key=lambda one: -(one.logprob or 0.0))
+    return {ids[one.id]: one.logprob for one in ordered}
 
 
-def _token(text: str, logprob: float | None) -> Json:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
+def _token(token: Written) -> Json:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
 
 
 def cut(text: str, stops: Sequence[str]) -> str:

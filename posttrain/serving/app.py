@@ -19,9 +19,10 @@ from posttrain.data.rows import Turns
 from posttrain.engines.joining import Event, Job
 from posttrain.engines.live import Busy
 from posttrain.errors import DataError, EngineError, PosttrainError, RewardError
+from posttrain.pieces import Pieces
 from posttrain.serving.answers import Form, Json, Replies
 from posttrain.serving.host import Host, Policy, new_seed
-from posttrain.serving.texts import piece_after, pieces_of
+from posttrain.serving.texts import Report, pieces_of
 from posttrain.serving.wire import (
     ChatRequest,
     CompletionRequest,
@@ -85,7 +86,14 @@ def _add_completions(app: FastAPI) -> None:
             raise DataError("echo is not streamed: give one of the two")
         if not body.max_tokens and not body.echo:
             raise DataError("max_tokens: 0 gives nothing; with echo, the prompt's log-probabilities")
-        prompts = [policy.text_tokens(one) if isinstance(one, str) else one for one in body.prompts()]
+        given = body.prompts()
+        prompts = [policy.text_tokens(one) if isinstance(one, str) else one for one in given]
+        for index, pair in enumerate(zip(given, prompts, strict=True)):
+            if not all(pair):
+                raise DataError(f"prompt {index} is empty: there is nothing to complete; give at least one token")
+            outside = next((token for token in pair[1] if not 0 <= token < policy.live.vocabulary), None)
+            if outside is not None:
+                raise DataError(f"prompt {index} has the token id {outside}; the model has {policy.live.vocabulary:,}")
         form = Form(False, body.model or policy.name, body.logprobs)
         if body.echo:
             return await _while_there(request, _echoed(policy, body, prompts, form))
@@ -110,18 +118,16 @@ def _add_scores(app: FastAPI) -> None:
             raise DataError("there is nothing to score: give messages, or a prompt or completion")
         scored = next((i for i, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
         scores = await policy.scores(whole, body.top_logprobs, body.model)
+        report = Report(policy.tokenizer)
         tokens = [
             {
-                "id": one.id,
+                "id": (one := report.add(token, logprob, likely, last=number == len(whole))).id,
                 "text": one.text,
-                "logprob": one.logprob,
-                "entropy": one.entropy,
-                "top_logprobs": [
-                    {"id": id, "text": piece_after(policy.tokenizer, before, id), "logprob": value}
-                    for id, value in one.alternatives
-                ],
+                "logprob": logprob,
+                "entropy": entropy,
+                "top_logprobs": [{"id": of.id, "text": of.text, "logprob": of.logprob} for of in one.likely],
             }
-            for before, one in zip([None, *whole], scores, strict=False)
+            for number, (token, (logprob, entropy, likely)) in enumerate(zip(whole, scores, strict=True), 1)
         ]
         return {"model": body.model or policy.name, "scored": min(scored, len(whole)), "tokens": tokens}
 
@@ -222,9 +228,11 @@ async def _echoed(policy: Policy, body: CompletionRequest, prompts: list[list[in
     whole = await replies.whole(policy.events(jobs))
     choices: list[Json] = []
     for tokens in prompts:
-        scores = await policy.scores(tokens, form.alternatives or 0, body.model)
-        text = str(policy.tokenizer.decode(tokens, skip_special_tokens=True))
-        before = replies.prompt_logprobs(scores) if form.alternatives is not None else None
+        text, before = Pieces(policy.tokenizer).whole(tokens), None
+        if form.alternatives is not None:
+            scores, report = await policy.scores(tokens, form.alternatives, body.model), Report(policy.tokenizer)
+            reported = [report.add(token, of[0], of[2]) for token, of in zip(tokens, scores, strict=True)]
+            before = replies.prompt_logprobs(reported)
         for _ in range(body.n):
             one = whole["choices"][len(choices)] if jobs else {"text": "", "logprobs": None, "finish_reason": "length"}
             after = one["logprobs"]

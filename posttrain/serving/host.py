@@ -32,12 +32,12 @@ from posttrain.models.load import (
     with_adapter,
 )
 from posttrain.rewards.learned import LearnedReward
-from posttrain.scoring import next_token_logits, scored_states, scores_of
-from posttrain.serving.texts import pieces_of
+from posttrain.scoring import next_token_logits, row_chunks, scored_states, scores_of
 
 log = logging.getLogger("posttrain")
 
 WARM_UP_TOKENS = 2
+TokenScore = tuple[float | None, float | None, Alternatives]  # log-probability, entropy (nats), the likeliest tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,6 @@ class Served:
     max_rows: int
     max_waiting: int
     context: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScore:
-    """One token of a scored text, given those before it; the first one has nothing before it, so no numbers."""
-
-    id: int
-    text: str
-    logprob: float | None
-    entropy: float | None  # nats
-    alternatives: Alternatives
 
 
 class Policy:
@@ -142,9 +131,7 @@ class Policy:
         if len(tokens) > self.live.context:
             raise DataError(f"the text has {len(tokens):,} tokens; the server reads up to {self.live.context:,}")
         work = self.live.call(lambda policy: score(policy, tokens, alternatives), self.adapter(model))
-        found = await asyncio.wrap_future(work)
-        pieces = pieces_of(self.tokenizer, tokens)
-        return [TokenScore(token, piece, *of) for token, piece, of in zip(tokens, pieces, found, strict=True)]
+        return await asyncio.wrap_future(work)
 
     def _deliver(self, events: Sequence[Event]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: no client is left
@@ -156,11 +143,12 @@ class Policy:
                 queue.put_nowait(event)
 
 
-def score(
-    policy: nn.Module, tokens: Sequence[int], alternatives: int
-) -> list[tuple[float | None, float | None, Alternatives]]:
-    """For each token its log-probability, the entropy of its distribution, and the likeliest tokens there."""
-    first: list[tuple[float | None, float | None, Alternatives]] = [(None, None, [])]
+def score(policy: nn.Module, tokens: Sequence[int], alternatives: int) -> list[TokenScore]:
+    """For each token its log-probability, the entropy of its distribution, and the likeliest tokens there.
+
+    A token's own value is the one that it has among the likeliest.
+    """
+    first: list[TokenScore] = [(None, None, [])]
     if len(tokens) < 2:
         return first[: len(tokens)]
     example = Example((Node(tokens[:1], children=(Node(tokens[1:], trained=True),)),), 0)
@@ -168,11 +156,19 @@ def score(
     packed = packed.to(next(policy.parameters()).device)
     hidden_N = scored_states(policy, packed)
     scores = scores_of(policy, hidden_N, packed.target_N, 1.0)
-    likely: list[Alternatives] = [[] for _ in tokens[1:]]
-    if alternatives:
-        values, ids = next_token_logits(policy, hidden_N).log_softmax(-1).topk(alternatives)
-        likely = [[*zip(*pair, strict=True)] for pair in zip(ids.tolist(), values.tolist(), strict=True)]
-    return [*first, *zip(scores.logprob_N.tolist(), scores.entropy_N.tolist(), likely, strict=True)]
+    if not alternatives:
+        return [
+            *first,
+            *((*pair, []) for pair in zip(scores.logprob_N.tolist(), scores.entropy_N.tolist(), strict=True)),
+        ]
+    found = first
+    for part in row_chunks(policy, len(hidden_N)):
+        logprobs = next_token_logits(policy, hidden_N[part]).log_softmax(-1)
+        own = logprobs.gather(1, packed.target_N[part, None]).squeeze(1).tolist()
+        values, ids = (of.tolist() for of in logprobs.topk(min(alternatives, logprobs.shape[-1])))
+        likely = [[*zip(*pair, strict=True)] for pair in zip(ids, values, strict=True)]
+        found += zip(own, scores.entropy_N[part].tolist(), likely, strict=True)
+    return found
 
 
 class Rewards:

@@ -2,74 +2,116 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # ends a text whose last character lacks bytes
+from posttrain.engines.joining import Alternatives
+from posttrain.pieces import Pieces
 
-
-class Pieces:
-    """The pieces of a text, one for each token: together they are the decoded text of all.
-
-    A token that ends within a character has an empty piece, and the token that completes it the whole character.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: bool = False):
-        self._tokenizer, self._special = tokenizer, special
-        self._ids: list[int] = []
-        self._start, self._read = 0, 0  # of the ids that are decoded again, and of those that have no piece yet
-
-    def add(self, token: int) -> str:
-        self._ids.append(token)
-        before = self._text(self._start, self._read)
-        text = self._text(self._start, len(self._ids))
-        if len(text) <= len(before) or text.endswith(UNFINISHED):
-            return ""
-        self._start, self._read = self._read, len(self._ids)
-        return text[len(before) :]
-
-    def rest(self) -> str:
-        """What is left at the end: an incomplete character."""
-        before, text = self._text(self._start, self._read), self._text(self._start, len(self._ids))
-        return text[len(before) :]
-
-    def _text(self, start: int, stop: int) -> str:
-        return str(self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=not self._special))
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of one byte, in vocabularies that fall back to them
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
     """The piece of every token, special ones too."""
     pieces = Pieces(tokenizer, special=True)
-    return [pieces.add(token) for token in tokens]
+    found = [pieces.add(token) for token in tokens]
+    return [*found[:-1], found[-1] + pieces.rest()] if found else []
 
 
-def piece_after(tokenizer: PreTrainedTokenizerBase, previous: int | None, token: int) -> str:
-    """The text that a token adds after another: many tokenizers decode a token alone without its space."""
-    before = [] if previous is None else [previous]
-    whole, start = tokenizer.decode([*before, token]), tokenizer.decode(before) if before else ""
-    return str(whole)[len(str(start)) :]
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A token as the interface reports it.
+
+    `text` is its piece, so that those of all tokens add up; `bytes` are its own, also of a part of a character.
+    """
+
+    id: int
+    text: str
+    bytes: tuple[int, ...]
+    logprob: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reported(Written):
+    """One with the likeliest tokens at its place, and the index of its text in the whole, which has no special ones."""
+
+    offset: int
+    likely: tuple[Written, ...]
+
+
+class Report:
+    """The tokens of a text that continues `before`, one by one; `offset` is where it begins in the reply."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = (), offset: int = 0):
+        self._tokenizer, self._pieces, self._end = tokenizer, Pieces(tokenizer, before), offset
+
+    def add(self, token: int, logprob: float | None, likely: Alternatives, last: bool = False) -> Reported:
+        """`last`: no token completes its character."""
+        others = tuple(self._written(id, self._pieces.likely(id), value) for id, value in likely)
+        own, begin = self._pieces.likely(token), self._end
+        piece = self._pieces.add(token) + (self._pieces.rest() if last else "")
+        self._end += len(piece)
+        one = self._written(token, own, logprob)
+        return Reported(token, piece + self._pieces.own, one.bytes, logprob, begin, others)
+
+    def _written(self, token: int, text: str, logprob: float | None) -> Written:
+        name = str(self._tokenizer.convert_ids_to_tokens(token) or "")
+        if (byte := BYTE.fullmatch(name)) is not None:
+            own = bytes([int(byte[1], 16)])
+        elif self._alphabet and all(character in self._alphabet for character in name):
+            own = bytes(self._alphabet[character] for character in name)
+        else:
+            own = text.encode(errors="replace")
+        return Written(token, text, tuple(own), logprob)
+
+    @cached_property
+    def _alphabet(self) -> dict[str, int]:
+        """The byte of each character of a byte-level vocabulary; empty for others."""
+        decoder = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "decoder", None)
+        if decoder is None or b"ByteLevel" not in decoder.__getstate__():
+            return {}
+        shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        hidden = [byte for byte in range(256) if byte not in shown]  # these are written from 256 on
+        return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
 
 
 class Streamed:
-    """A completion's text as it may be sent: without stop tokens, and up to the first stop string.
+    """A completion's text after `prompt` as it may be sent: without its stop token, and up to the first stop string.
 
-    What may become a stop string is held back.
+    What may become a stop string is held back, and so is a stop token: where others follow, it was none.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], stops: Sequence[str]):
-        self._pieces, self._ends, self._stops = Pieces(tokenizer), frozenset(stop_token_ids), tuple(stops)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: Sequence[int],
+        stops: Sequence[str],
+        prompt: Sequence[int] = (),
+    ):
+        self._pieces, self._ends, self._stops = Pieces(tokenizer, prompt), frozenset(stop_token_ids), tuple(stops)
+        self._ended: list[int] = []
         self._held = ""
         self._stopped = False
+        self.sent = 0  # characters
 
     def add(self, token: int) -> str:
-        return "" if token in self._ends else self._sent(self._pieces.add(token))
+        before, self._ended = self._ended, [token] if token in self._ends else []
+        return self._sent("".join(map(self._pieces.add, before if self._ended else [*before, token])))
 
     def end(self) -> str:
         """The rest, once the completion is complete."""
         sent = self._sent(self._pieces.rest())
         held, self._held = self._held, ""
+        self.sent += 0 if self._stopped else len(held)
         return sent if self._stopped else sent + held
+
+    def place(self, offset: int) -> int:
+        """The offset, or where the text was cut at a stop string."""
+        return min(offset, self.sent) if self._stopped else offset
 
     def _sent(self, text: str) -> str:
         if self._stopped:
@@ -78,10 +120,12 @@ class Streamed:
         places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
         if places:
             self._stopped, self._held = True, ""
-            return text[: min(places)]
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+            text = text[: min(places)]
+        else:
+            held = max((_overlap(text, stop) for stop in self._stops), default=0)
+            text, self._held = text[: len(text) - held], text[len(text) - held :]
+        self.sent += len(text)
+        return text
 
 
 def _overlap(text: str, stop: str) -> int:

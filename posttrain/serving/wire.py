@@ -25,6 +25,28 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", None),
     "modalities": (["text"], None),
     "parallel_tool_calls": (True, False, None),
+    "repetition_penalty": (1, None),
+    "length_penalty": (1, None),
+    "min_tokens": (0, None),
+    "stop_token_ids": ([], None),
+    "bad_words": ([], None),
+    "use_beam_search": (False, None),
+    "early_stopping": (False, None),
+    "include_stop_str_in_output": (False, None),
+    "skip_special_tokens": (True, None),
+    "spaces_between_special_tokens": (True, None),
+    "add_generation_prompt": (True, None),
+    "echo": (False, None),
+}
+# Fields of a message that a reply's own `model_dump()` has, without content.
+EMPTY: dict[str, tuple[Any, ...]] = {
+    "refusal": (None,),
+    "tool_calls": ([], None),
+    "function_call": (None,),
+    "annotations": ([], None),
+    "audio": (None,),
+    "reasoning_content": ("", None),
+    "reasoning": ("", None),
 }
 
 Text = Annotated[str, Field(min_length=1)]
@@ -57,7 +79,7 @@ class Sampled(Body):
     n: int = Field(1, ge=1, le=MOST_COMPLETIONS)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=-1)  # -1 and 0: all
     min_p: float = Field(0.0, ge=0, le=1)
     ignore_eos: bool = False
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
@@ -77,7 +99,7 @@ class Sampled(Body):
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=self.top_k,
+            top_k=max(self.top_k, 0),
             min_p=self.min_p,
             max_completion_length=limit,
             num_generations=self.n,
@@ -101,7 +123,13 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
     name: str | None = None
-    refusal: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if name not in EMPTY or value not in EMPTY[name]}
 
     def turn(self) -> dict[str, str]:
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -123,14 +151,14 @@ class ChatRequest(Sampled):
 
 
 class CompletionRequest(Sampled):
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
+    prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
     echo: bool = False
 
     def prompts(self) -> list[str | list[int]]:
         given: Any = self.prompt
-        if isinstance(given, str) or isinstance(given[0], int):
+        if not given or isinstance(given, str) or isinstance(given[0], int):
             return [given]
         if len(given) > MOST_PROMPTS:
             raise DataError(f"{len(given)} prompts; a request takes up to {MOST_PROMPTS}")
