@@ -1,12 +1,15 @@
 """Each format's rows in the common form, and how a format is inferred from its columns."""
 
+import json
+
 import pytest
 
 from posttrain.config.schema.data import TagsConfig
 from posttrain.data.formats import FORMATS
 from posttrain.data.layouts import find_layout
 from posttrain.data.readers import read_files
-from posttrain.data.rows import RowError, messages_of, without_think
+from posttrain.data.render import PREFILL
+from posttrain.data.rows import MESSAGE_KEYS, RowError, messages_of, tools_of, without_think
 from posttrain.data.templates import Template
 from posttrain.errors import DataError
 from posttrain.latex import last_box
@@ -102,6 +105,189 @@ def test_sharegpt_and_parts():
     assert messages_of([{"role": "assistant", "content": parts}], "m") == [
         {"role": "assistant", "content": "ab", "reasoning_content": "r", "tool_calls": [call]}
     ]
+
+
+def laid(value, kind="sft", format="auto"):
+    return find_layout(format, {}, [value], kind, "rows")
+
+
+SYSTEM_ROWS = {
+    "preference": ("pair", {"prompt": "q", "chosen": "a", "rejected": "b"}),
+    "hh": ("pair", HH),
+    "sharegpt": ("sft", {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}),
+    "kto": ("unpaired", {"prompt": "q", "completion": "a", "label": True}),
+    "messages": ("sft", {"messages": [user("q"), assistant("a")]}),
+    "alpaca": ("sft", {"instruction": "q", "output": "a"}),
+    "prompt_completion": ("sft", {"prompt": "q", "completion": "a"}),
+    "problem_answer": ("sft", {"problem": "q", "answer": "1"}),
+    "prompt": ("prompt", {"prompt": "q"}),
+}
+
+
+@pytest.mark.parametrize("name", SYSTEM_ROWS)
+def test_a_system_column_is_the_first_message_in_every_format(name):
+    kind, value = SYSTEM_ROWS[name]
+    layout = laid({**value, "system": "Be."}, kind)
+    assert layout.name == name
+
+    def first(row):
+        return (row.chosen if row.prompt is None else row.prompt)[0]
+
+    message = {"role": "system", "content": "Be."}
+    row = layout.read({**value, "system": "Be."}, TURNS)
+    assert first(row) == message
+    assert first(row) != first(layout.read({**value, "system": ""}, TURNS))
+    with pytest.raises(RowError, match=r"system is not empty, and data\.template: none cannot"):
+        layout.read({**value, "system": "Be."}, TEXTS)
+    assert layout.read({**value, "system": None}, TEXTS) == layout.read(value, TEXTS)
+    before = layout.read({**value, "system": "Be."}, TURNS, behavior_version=1)  # such a run goes on as it began
+    read_then = name in ("preference", "sharegpt", "alpaca")
+    assert before == (row if read_then else layout.read(value, TURNS, behavior_version=1))
+
+
+def test_a_system_message_is_not_written_twice():
+    system = {"role": "system", "content": "Be."}
+    value = {"messages": [system, user("q"), assistant("a")], "system": "Be."}
+    assert laid(value).read(value, TURNS).chosen == value["messages"]
+    value["system"] = "Be brief."
+    assert laid(value).read(value, TURNS).chosen == [{"role": "system", "content": "Be brief."}, *value["messages"]]
+
+
+def test_the_history_of_alpaca():
+    value = {"instruction": "Add.", "output": "3", "history": [["q", "a"], ["r", "b"]]}
+    layout = laid(value)
+    row = layout.read(value, TURNS)
+    assert [turn["content"] for turn in row.prompt] == ["q", "a", "r", "b", "Add."]
+    assert [turn["role"] for turn in row.prompt] == ["user", "assistant"] * 2 + ["user"] and row.train_history
+    assert layout.read({**value, "history": '[["q", "a"], ["r", "b"]]'}, TURNS) == row
+    for none in (None, [], "", " "):
+        assert layout.read({**value, "history": none}, TURNS) == layout.read(value, TURNS, behavior_version=1)
+    for bad in (["q", "a"], [["q"]], [{"q": "a"}], "q", [["q", 3]], 5):
+        with pytest.raises(RowError, match="history"):
+            layout.read({**value, "history": bad}, TURNS)
+    with pytest.raises(RowError, match="history is a conversation"):
+        layout.read(value, TEXTS)
+
+
+def called(value, kind="sft"):
+    """The arguments of all calls of a row, in order."""
+    row = laid(value, kind).read(value, TURNS)
+    turns = [*(row.prompt or []), *row.chosen, *(row.rejected or [])]
+    return [call.get("function", call)["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
+
+
+CALL = {"name": "f", "arguments": '{"city": "Bern", "n": null}'}
+BERN = {"city": "Bern", "n": None}  # nulls inside a JSON string stay
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": CALL}]},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "assistant", "content": "", "tool_calls": CALL},
+        {"role": "assistant", "content": "", "tool_calls": json.dumps([{"type": "function", "function": CALL}])},
+        {"role": "assistant", "content": None, "function_call": CALL},
+        {"role": "assistant", "content": [{"type": "tool_call", "value": json.dumps(CALL), "text": None}]},
+        {"role": "assistant", "content": [{"type": "tool_call", "value": {"function": CALL}}]},
+        {"from": "function_call", "value": json.dumps(CALL), "role": None},
+        {"from": "function_call", "value": json.dumps([CALL])},
+        {"from": "function_call", "value": CALL},
+    ],
+)
+def test_arguments_that_are_json_become_objects(message):
+    turns = [user("q"), message, {"role": "function", "name": "f", "content": "5"}]
+    if "from" in message:
+        turns = [{"from": "human", "value": "q"}, message]
+        assert called({"conversations": turns}) == [BERN]
+    else:
+        assert called({"messages": turns}) == [BERN]
+        assert called({"prompt": turns, "chosen": [assistant("a")], "rejected": [message]}, "pair") == [BERN, BERN]
+
+
+def test_arguments_that_are_no_objects():
+    def row(arguments):
+        call = {"type": "function", "function": {"name": "f"} | ({} if arguments is ... else {"arguments": arguments})}
+        return {"messages": [user("q"), {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+    for none in (..., None, "", " ", "{}", {}):
+        assert called(row(none)) == [{}]
+    for bad, said in (("city=Bern", "JSON"), ("[1]", "not a list"), ("5", "not a number"), ('"a"', "not a string"),
+                      ('{"a": "\\ud800"}', "lone surrogate"), ("[" * 9_999, "JSON")):  # fmt: skip
+        with pytest.raises(RowError, match=f"arguments of the tool call 'f' .*{said}"):
+            called(row(bad))
+    given = row('{"a":1}')
+    before = laid(given).read(given, TURNS, behavior_version=1)  # a run of version 1 goes on as it began
+    assert before.chosen[1]["tool_calls"][0]["function"]["arguments"] == '{"a":1}'
+
+
+def test_structured_columns_as_json_strings():
+    turns, tool = [user("q"), assistant("a")], {"name": "f", "parameters": {}}
+    for name, value in (("messages", turns), ("conversations", turns)):
+        row = {name: json.dumps(value), "tools": json.dumps(tool)}
+        read = laid(row).read(row, TURNS)
+        assert (read.chosen, read.tools) == (turns, [tool])
+    for tools in (tool, [tool], [json.dumps(tool)], json.dumps([tool])):
+        assert tools_of(tools) == [tool]
+    assert [tools_of(tools) for tools in (None, "", " ", [], {})] == [None] * 5
+    for bad in ("f", "[1", 5):
+        with pytest.raises(RowError, match="tools"):
+            tools_of(bad)
+    text = {"prompt": '[{"role": "user", "content": "q"}]', "completion": "[1]"}  # text where text is allowed
+    assert (laid(text).read(text, TURNS).prompt, laid(text).read(text, TURNS).chosen) == tuple(text.values())
+    with pytest.raises(RowError, match=r"messages must be JSON, not the string 'hello'"):
+        laid({"messages": turns}).read({"messages": "hello"}, TURNS)
+    with pytest.raises(RowError, match="messages must be a list of messages, not a string"):
+        messages_of("hello", "messages")
+
+
+def test_labels_and_empty_cells_of_csv():
+    value = {"prompt": "q", "completion": "a", "label": "true", "messages": "", "tools": " ", "system": ""}
+    layout = laid(value, "unpaired", "kto")
+    words = ["true", "TRUE", " Yes ", "1", "false", "No", "0"]
+    found = [layout.read({**value, "label": word}, TURNS, cells=True).label for word in words]
+    assert found == [True] * 4 + [False] * 3
+    for bad in ("", "maybe", "2", "y"):
+        with pytest.raises(RowError, match="label"):
+            layout.read({**value, "label": bad}, TURNS, cells=True)
+    with pytest.raises(RowError, match="not the string 'true'"):  # JSON has a word for it
+        layout.read(value, TURNS)
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "", "tie": " ", "system": "", "tools": ""}
+    assert laid(pair, "pair").read(pair, TURNS, cells=True) == read("preference", {**pair, "margin": None, "tie": None})
+    pair |= {"margin": "1", "tie": "no"}
+    assert laid(pair, "pair").read(pair, TURNS, cells=True).margin == 1.0
+
+
+def test_a_prefill_is_marked_and_a_reply_of_its_own_is_not():
+    turns = [user("q"), assistant("It is")]
+
+    def last(name, fields, template=TURNS):
+        return read(name, fields, template).prompt[-1].get(PREFILL)
+
+    assert last("prompt", {"prompt": turns}) and last("prompt_completion", {"prompt": turns, "completion": "4"})
+    assert last("preference", {"prompt": turns, "chosen": "4", "rejected": "5"})
+    assert last("kto", {"prompt": turns, "completion": "4", "label": True})
+    transcript = HH["chosen"].replace("Human: three", "Assistant: three")
+    assert not last("hh", {"chosen": transcript, "rejected": transcript.replace("good", "bad")})
+    assert not last("kto", {"messages": [*turns, assistant("4")], "label": True})
+    assert not last("preference", {"chosen": [*turns, assistant("4")], "rejected": [*turns, assistant("5")]})
+    assert not last("prompt", {"prompt": [user("q"), {**assistant(""), "tool_calls": [CALL]}]})
+
+
+def test_what_is_not_read_is_named():
+    value = {"messages": [{**user("q"), "id": 1, "name": None}, {"from": "gpt", "value": "a", "id": 2, "mood": "x"}],
+             "tools": None, "meta": {"a": 1}, "url": None, "label": ""}  # fmt: skip
+    layout = laid({**value, "conversations": None}, format="messages")
+    assert layout.unread(value) == {"meta", "messages[].id", "messages[].mood"}
+    assert layout.unread({"messages": json.dumps(value["messages"])}) == {"messages[].id", "messages[].mood"}
+    assert layout.unread({"messages": "not JSON"}) == layout.unread({"messages": [3, None]}) == set()
+    all_read = [dict.fromkeys(MESSAGE_KEYS, "x")]
+    assert layout.unread({"messages": all_read}) == set()
+    columns = find_layout("auto", {"prompt": "q"}, [{"q": "q", "prompt": "p", "completion": "c"}], "sft", "rows")
+    assert columns.unread({"q": "q", "prompt": "p", "completion": [{**assistant("a"), "id": 1}]}) == {
+        "prompt",
+        "completion[].id",
+    }
 
 
 def test_images_are_refused():

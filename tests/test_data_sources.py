@@ -15,7 +15,7 @@ from data_tokenizer import CHATML, byte_tokenizer
 from posttrain.config.schema.data import DataConfig
 from posttrain.data import prepare, streams
 from posttrain.data.readers import read_files
-from posttrain.data.sources import open_source
+from posttrain.data.sources import open_source, splits_of
 from posttrain.errors import DataError
 
 ROWS = [{"prompt": f"Name a number after {n}. ", "completion": f"{n + 1} é\n"} for n in range(4)]
@@ -146,6 +146,96 @@ def test_a_folder_named_like_a_kind_of_file_is_that_folder(tmp_path, monkeypatch
     assert "not read" not in caplog.text
 
 
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+    for name, properties in (("a", {"x": {"type": "n"}}), ("b", {"y": {"enum": [None]}}))
+]
+CALLS = [({"x": 1}, TOOLS[:1]), ({"y": "2", "z": {"deep": [1, 2]}}, TOOLS), ({}, None)]
+CALLING = [
+    {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]},
+        ],
+        **({"tools": tools} if tools else {}),
+    }
+    for arguments, tools in CALLS
+]
+
+
+def test_every_kind_of_file_gives_the_same_tokens(tmp_path):
+    """Typed columns give every object the keys of all others, as null; the tokens are those of the JSON lines."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, CALLING)))
+    table = pa.Table.from_pylist(CALLING)
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    saved = datasets.Dataset.from_list(CALLING)
+    saved.save_to_disk(tmp_path / "one", num_shards=2)
+    datasets.DatasetDict({"train": saved, "test": saved.select([1])}).save_to_disk(tmp_path / "two")
+    mixed = [
+        *CALLING,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, {"role": "gpt", "content": "x"}]},
+    ]
+    datasets.Dataset.from_list(mixed, on_mixed_types="use_json").to_parquet(tmp_path / "json.parquet")
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}<|im_end|>"
+
+    def texts(source, **options):
+        data = DataConfig(source=str(tmp_path / source), max_length=10_000)
+        train = prepare(data, byte_tokenizer(template), "sft", cache_dir=tmp_path / "cache", **options).train
+        return [byte_tokenizer().decode(train[index].trees[0].tokens) for index in range(3)]
+
+    expected = texts("rows.jsonl")
+    assert "null" not in expected[0] and "[null]" in expected[1]  # items of a list stay
+    for source in ("rows.parquet", "rows.arrow", "one", "two", "json.parquet"):
+        assert texts(source) == expected, source
+    old = texts("rows.parquet", behavior_version=1)  # a run of version 1 goes on as it began
+    assert '"y": null' in old[0] and texts("rows.jsonl", behavior_version=1) != old
+
+
+def test_folders_of_save_to_disk(tmp_path, caplog):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    saved = datasets.Dataset.from_list(ROWS)
+    saved.save_to_disk(tmp_path / "one", num_shards=3)
+    datasets.DatasetDict({"train": saved, "dev": saved.select([2])}).save_to_disk(tmp_path / "two")
+
+    def read(name, split):
+        return [record.value for record in open_source(str(tmp_path / name), split, None, 0, str.join).read()]
+
+    assert read("one", "train") == read("one", "test") == read("two", "train") == ROWS  # one data set has no splits
+    assert read("two", "dev") == ROWS[2:3] and splits_of(str(tmp_path / "two")) == ["dev", "train"]
+    assert "not read" not in caplog.text
+    with pytest.raises(DataError, match="no split 'test': it has dev, train"):
+        read("two", "test")
+    state = tmp_path / "one" / "state.json"
+    state.write_text(json.dumps({"_data_files": [{"filename": "../two/train/data-00000-of-00001.arrow"}]}))
+    with pytest.raises(DataError, match="names a file outside its folder"):
+        read("one", "train")
+    state.write_text("[]")
+    with pytest.raises(DataError, match=r"state\.json of save_to_disk cannot be read"):
+        read("one", "train")
+    (tmp_path / "bad.arrow").write_bytes(b"ARROW1 and more")
+    with pytest.raises(DataError, match="not a readable Arrow file"):
+        read("bad.arrow", "train")
+
+
+def test_csv_of_labels_conversations_and_empty_cells(tmp_path):
+    talk = json.dumps([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]).replace('"', '""')
+    lines = ["messages,prompt,completion,label,tools,note"]
+    lines += [f'"{talk}",,,{label},,' for label in ("TRUE", "no")] + ["x,q,a,1,,n"]
+    (tmp_path / "a.csv").write_text("\n".join([*lines, *[",q,a,0,,n"] * 300]))
+    data = DataConfig(source=str(tmp_path / "a.csv"), format="kto")
+    prepared = prepare(data, byte_tokenizer(CHATML), "unpaired", cache_dir=tmp_path / "cache")
+    assert prepared.train.labels.tolist() == [True] + [False] * 301
+    [bad] = prepared.report.malformed
+    assert (bad.line, bad.reason) == (4, "messages must be JSON, not the string 'x'")
+    assert prepared.report.unread == {"note": 301}
+    assert "not read: `note` in 301 of 303 rows" in prepared.report.lines()
+
+
 def hub_cache(folder: Path, repo: str, files: dict[str, bytes]) -> None:
     """Lay files out as the hub's cache has a downloaded data set."""
     place = folder / "hub" / f"datasets--{repo.replace('/', '--')}"
@@ -184,7 +274,7 @@ def test_hub_data_sets_load_from_the_local_cache(tmp_path):
         },
     )
     code = """
-from posttrain.data.sources import open_source
+from posttrain.data.sources import open_source, splits_of
 from posttrain.errors import DataError
 for source, split in (("someone/plain", "train"), ("someone/subsets/main", "train"), ("someone/subsets/main", "test"),
                       ("someone/subsets/other", "train"), ("someone/subsets", "train"), ("someone/absent", "train")):

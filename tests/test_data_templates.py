@@ -12,7 +12,7 @@ from data_tokenizer import CHATML, byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from posttrain import helpers, runner
-from posttrain.batch import sequences
+from posttrain.batch import Node, sequences
 from posttrain.cli import main
 from posttrain.config import ModelConfig, load
 from posttrain.config.schema.data import DataConfig, TagsConfig
@@ -563,3 +563,158 @@ def test_the_stop_tokens_of_an_adapters_folder_are_checked(content, problem, tmp
         return
     with pytest.raises(ModelError, match=re.escape(problem)):
         adapter_stops(tmp_path, "folder")
+
+
+QUESTION, BEGUN = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is "}
+TRIMMED = CHATML.replace("message.content", "message.content | trim")
+
+
+def read_rows(tmp_path, rows, tokenizer, kind="sft", template="chat", **options):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(source=str(path), template=template, max_length=10_000)
+    return prepare(data, tokenizer, kind, cache_dir=tmp_path / "cache", **options)
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMMED, "qwen3"])
+def test_a_reply_continues_the_prefill_of_its_prompt(template, tmp_path, shared):
+    """The prompt is what `continue_final_message` gives; the reply is joined to it in one turn and trained alone."""
+    chat = [QUESTION, BEGUN]
+    if template == "qwen3":
+        tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "qwen3")
+    else:
+        tokenizer = byte_tokenizer(template)
+    opening = tokenizer.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    joined = [QUESTION, {"role": "assistant", "content": "It is 4"}]
+    whole = tokenizer.apply_chat_template(joined, tokenize=False)
+    [prompt] = read_rows(tmp_path, [{"prompt": chat}], tokenizer, "prompt").train[0].trees
+    assert tokenizer.decode(prompt.tokens) == opening and "assistant\n" in opening
+
+    def texts(data):
+        [tree] = data.train[0].trees
+        return [tokenizer.decode([*tree.tokens, *child.tokens]) for child in tree.children or (Node([]),)]
+
+    for four, five in (("4", "5"), ([{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}])):
+        sft = read_rows(tmp_path, [{"prompt": chat, "completion": four}], tokenizer)
+        assert texts(sft) == [whole] and trained_text(sft, tokenizer) == [whole[len(opening) :]]
+        labelled = [{"prompt": chat, "completion": four, "label": label} for label in (True, False)]
+        assert texts(read_rows(tmp_path, labelled, tokenizer, "unpaired")) == [whole]
+        pair = {"prompt": chat, "chosen": four, "rejected": five}
+        assert texts(read_rows(tmp_path, [pair], tokenizer, "pair")) == [whole, whole.replace("is 4", "is 5")]
+    before = read_rows(tmp_path, [{"prompt": chat}], tokenizer, "prompt", behavior_version=1)  # version 1
+    closed = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(before.train[0].trees[0].tokens) == closed
+    if template == CHATML:
+        masked = read_rows(tmp_path, [{"prompt": chat, "completion": "4"}], tokenizer, assistant_only_loss=True)
+        assert trained_text(masked, tokenizer) == ["4<|im_end|>\n"]
+
+
+def test_two_turns_of_the_assistant_in_a_transcript_are_two_turns(tmp_path):
+    said = "\n\nHuman: 2+2?\n\nAssistant: It is\n\nAssistant: "
+    tokenizer = byte_tokenizer(CHATML)
+    data = read_rows(tmp_path, [{"chosen": said + "4", "rejected": said + "5"}], tokenizer, "pair")
+    turns = [QUESTION, {"role": "assistant", "content": "It is"}]
+    closed = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(data.train[0].trees[0].tokens) == closed
+
+
+def test_replies_of_alpacas_history_are_trained(tmp_path):
+    row = {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be.", "history": [["q", "a"], ["r", "b"]]}
+    tokenizer = byte_tokenizer(CHATML)
+    rows = [row, {**row, "history": None}]
+    data = read_rows(tmp_path, rows, tokenizer)
+    assert trained_text(data, tokenizer) == ["a<|im_end|>\n", "b<|im_end|>\n", "3<|im_end|>\n"]
+    assert trained_text(data, tokenizer, 1) == ["3<|im_end|>\n"]
+    whole = tokenizer.decode(data.train[0].trees[0].tokens)
+    said = (
+        ("system", "Be."),
+        ("user", "q"),
+        ("assistant", "a"),
+        ("user", "r"),
+        ("assistant", "b"),
+        ("user", "Add.\n1 2"),
+    )
+    turns = [{"role": role, "content": content} for role, content in (*said, ("assistant", "3"))]
+    assert whole == tokenizer.apply_chat_template(turns, tokenize=False)
+    for option, trained in ((True, "3<|im_end|>\n"), (False, whole.removeprefix("<|im_start|>"))):
+        last = read_rows(tmp_path, rows, tokenizer, completion_only_loss=option)
+        assert [text.removeprefix("<|im_start|>") for text in trained_text(last, tokenizer)] == [trained]
+        assert tokenizer.decode(last.train[0].trees[0].tokens) == whole
+    masked = read_rows(tmp_path, rows, tokenizer, assistant_only_loss=True)
+    assert trained_text(masked, tokenizer) == trained_text(data, tokenizer)
+    before = read_rows(tmp_path, rows, tokenizer, behavior_version=1)  # version 1 had no history
+    assert list(before.train[0].trees[0].tokens) == list(data.train[1].trees[0].tokens)
+
+
+JOINED = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name + ' ' + c.function.arguments }}</call>{% endfor %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+ARGUMENT_TEMPLATES = {  # how a template writes the arguments {"city": "Bern", "n": 2}
+    "joined": (JOINED, '{"city": "Bern", "n": 2}'),
+    "printed": (JOINED.replace("c.function.name + ' ' + c.function.arguments", "c.function.arguments"), None),
+    "tojson": (JOINED.replace("c.function.arguments", "(c.function.arguments | tojson)"), None),
+    "iterated": (
+        JOINED.replace(
+            "{{ c.function.name + ' ' + c.function.arguments }}",
+            "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}",
+        ),
+        "city=Bern;n=2;",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENT_TEMPLATES)
+def test_arguments_as_the_template_writes_them(name, tmp_path):
+    """The first rows have no calls, or are refused: how arguments are written does not hang on them."""
+    template, written = ARGUMENT_TEMPLATES[name]
+    tokenizer = byte_tokenizer(
+        template.replace("[{{ m.role }}]", "[{{ m.role }}]{{ raise_exception('no') if m.name }}")
+    )
+
+    def row(arguments, **more):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"messages": [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call], **more}]}
+
+    given = {"city": "Bern", "n": 2}
+    good = [row(given), row(json.dumps(given)), row('{"city":"Bern","n":2}')]
+    data = read_rows(
+        tmp_path, [row(given, name="x"), {"messages": TURNS}, *good, *[{"messages": TURNS}] * 100], tokenizer
+    )
+    found = [tokenizer.decode(data.train[index].trees[0].tokens) for index in (1, 2, 3)]
+    shown = written or '{"city": "Bern", "n": 2}'
+    assert all(text.split("<call>")[1].split("</call>")[0].endswith(shown) for text in found[:2])
+    if name in ("joined", "printed"):
+        assert '{"city":"Bern","n":2}' in found[2]  # the string as it stands in the row
+    else:
+        assert found[2] == found[0]
+    assert [bad.row for bad in data.report.malformed] == [0]
+
+
+def test_one_begin_token(tmp_path, shared):
+    """Rows that begin with the begin token have it once, whoever else writes one; others in the text stay."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "stories260K")
+    begin = tokenizer.bos_token_id
+
+    def begins(rows, kind="sft", template="none", **options):
+        data = read_rows(tmp_path, rows, tokenizer, kind, template, **options)
+        trees = [tree for index in range(len(data.train)) for tree in data.train[index].trees]
+        return [[i for i, token in enumerate(tree.tokens) if token == begin] for tree in trees]
+
+    for with_it, without in (
+        ({"prompt": "<s>Once", "completion": " upon"}, {"prompt": "Once", "completion": " upon"}),
+        ({"text": "<s>Once"}, {"text": "Once"}),
+    ):
+        assert begins([with_it, without]) == [[0], [0]]
+        assert begins([with_it, without], behavior_version=1) == [[0, 1], [0]]  # a run of version 1 goes on as it began
+    assert begins([{"prompt": "<s>Once", "chosen": "a", "rejected": "b"}], "pair") == [[0]]
+    assert begins([{"prompt": "<s>"}, {"prompt": "<s>a"}], "prompt") == [[0], [0]]
+    assert begins([{"prompt": "<s>a<s>b", "completion": "<s>c"}])[0][0] == 0
+    assert len(begins([{"prompt": "<s>a<s>b", "completion": "<s>c"}])[0]) == 3
+    for options in ({}, {"assistant_only_loss": True}):
+        [found] = begins([{"prompt": "<s>Once", "completion": "upon"}], template="question_only", **options)
+        assert found == [0]
+    data = read_rows(tmp_path, [{"prompt": "<s>2?", "completion": "4"}], tokenizer, template="question_only",
+                     assistant_only_loss=True)  # fmt: skip
+    assert trained_text(data, tokenizer) == ["4</s>"]

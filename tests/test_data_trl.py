@@ -1,10 +1,13 @@
 """Token ids and masks equal those of TRL 1.16's own data set preparation."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
+from data_tokenizer import byte_tokenizer
 from transformers import AutoTokenizer
 
 from posttrain.config.schema.data import DataConfig
@@ -13,8 +16,10 @@ from posttrain.data.readers import read_files
 from posttrain.recipes.kto import with_other_completions
 
 pytest.importorskip("trl", reason="needs TRL as the oracle (the `bench` extra)")
+import trl
 from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.chat_template_utils import qwen3_training_chat_template
+from trl.data_utils import apply_chat_template
 
 datasets.disable_progress_bars()
 ROWS = 40
@@ -217,6 +222,41 @@ def test_assistant_only_loss_with_generation_marks(shared, tmp_path):
     prepared = prepare(data, tokenizer, "sft", assistant_only_loss=True, cache_dir=tmp_path)
     assert_sft(prepared, trl_sft(rows, tokenizer, False, True, template))
     assert tokenizer.chat_template == template
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "glm4moe", "gptoss", "deepseekv3"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tool_calls_in_the_templates_that_trl_has(name, as_text, tmp_path):
+    """Arguments as objects and as JSON strings give what the template makes of those that it can take."""
+    tokenizer = byte_tokenizer((Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text())
+    arguments = {"city": "Bern", "days": [1, 2]}
+
+    def chat(arguments):
+        call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return [{"role": "user", "content": "q"}, asked, {"role": "tool", "content": "5", "name": "weather"}]
+
+    text = json.dumps(arguments)
+    expected = tokenizer.apply_chat_template(chat(text if name == "deepseekv3" else arguments), tokenize=False)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": chat(text if as_text else arguments)}))
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"), max_length=10_000)
+    prepared = prepare(data, tokenizer, "sft", cache_dir=tmp_path / "cache")
+    assert tokenizer.decode(prepared.train[0].trees[0].tokens) == expected and "Bern" in expected
+
+
+def test_a_prompt_that_is_prefilled(minimind, tmp_path):
+    """The prompt alone is TRL's; with a reply TRL closes it and opens another turn, and posttrain continues it."""
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is"}]
+    reply = {"completion": [{"role": "assistant", "content": " 4"}]}
+    theirs = apply_chat_template({"prompt": chat, **reply}, minimind)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": chat, **reply}))
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"), format="prompt")
+    [prompt] = prepare(data, minimind, "prompt", cache_dir=tmp_path / "cache").train[0].trees
+    assert minimind.decode(prompt.tokens) == apply_chat_template({"prompt": chat}, minimind)["prompt"]
+    assert theirs["completion"].count("assistant") == 1
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"))
+    [tree] = prepare(data, minimind, "sft", cache_dir=tmp_path / "cache").train[0].trees
+    assert minimind.decode(tree.tokens).count("assistant") == 1
 
 
 def test_documents(shared, plain_tokenizer, tmp_path):

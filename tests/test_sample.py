@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from posttrain.cli import main
 from posttrain.data.prompts import Prompt
-from posttrain.data.tokencheck import completion_faults, prompt_faults, stop_faults
+from posttrain.data.tokencheck import completion_faults, stop_faults
 from posttrain.engines import Completion, text_of
 from posttrain.store.stored_rollouts import StoredRun
 
@@ -133,13 +133,6 @@ def test_faults_of_stop_tokens(shared):
 
 def prompt(tokenizer, text):
     return Prompt(0, text, tokenizer(text).input_ids, {})
-
-
-def test_a_begin_token_that_is_there_twice(shared):
-    tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "stories260K")
-    prompts = [prompt(tokenizer, text) for text in ("Once", "<s>Once")]
-    assert prompt_faults(prompts[:1], tokenizer) == []
-    assert "1 of 2 prompts begin with '<s>' twice" in prompt_faults(prompts, tokenizer)[0]
 
 
 @pytest.mark.parametrize("name", ["models/stories260K", "tokenizers/gpt2", "tokenizers/qwen3"])

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from posttrain.data.render import PREFILL
+from posttrain.data.reshaping import with_system
 from posttrain.data.rows import (
     Fields,
     Row,
@@ -21,6 +23,7 @@ from posttrain.data.rows import (
     number_or_text,
     optional_text,
     text_of,
+    text_or_messages,
     tools_of,
 )
 from posttrain.data.solutions import working_and_answer
@@ -32,7 +35,7 @@ HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 
 def preference(fields: Fields, template: Template) -> Row:
     """`chosen` and `rejected` replies to `prompt`; without it, the prompt is their common prefix, as in TRL."""
-    chosen, rejected = (_reply(fields, name) for name in ("chosen", "rejected"))
+    chosen, rejected = (text_or_messages(field(fields, name), name) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise RowError("chosen and rejected must both be strings, or both lists of messages")
     prompt = fields.get("prompt")
@@ -43,14 +46,11 @@ def preference(fields: Fields, template: Template) -> Row:
     if prompt is None or whole:
         prompt, chosen, rejected = _common_prefix(chosen, rejected)
     else:
-        prompt = text_of(prompt, "prompt") if isinstance(prompt, str) else messages_of(prompt, "prompt")
+        prompt = _prefilled(text_or_messages(prompt, "prompt"))
         if isinstance(prompt, str) and not isinstance(chosen, str):
             prompt = as_turns(prompt, "user")
         elif isinstance(chosen, str) and not isinstance(prompt, str):
             chosen, rejected = as_turns(chosen, "assistant"), as_turns(rejected, "assistant")
-    if system := optional_text(fields, "system"):
-        prompt = [{"role": "system", "content": system}, *as_turns(prompt, "user")]
-        chosen, rejected = as_turns(chosen, "assistant"), as_turns(rejected, "assistant")
     return Row(prompt, chosen, rejected, margin=margin, tie=_tie(fields, margin), tools=tools)
 
 
@@ -73,10 +73,8 @@ def hh(fields: Fields, template: Template) -> Row:
 
 def prompt_completion(fields: Fields, template: Template) -> Row:
     """`prompt` and `completion`, as strings or messages."""
-    prompt, completion = (
-        text_of(value, name) if isinstance(value, str) else messages_of(value, name)
-        for name, value in ((name, field(fields, name)) for name in ("prompt", "completion"))
-    )
+    prompt, completion = (text_or_messages(field(fields, name), name) for name in ("prompt", "completion"))
+    prompt = _prefilled(prompt)
     if isinstance(prompt, str) != isinstance(completion, str):
         prompt, completion = as_turns(prompt, "user"), as_turns(completion, "assistant")
     return Row(prompt, completion, tools=tools_of(fields.get("tools")))
@@ -101,27 +99,26 @@ def messages(fields: Fields, template: Template) -> Row:
 def sharegpt(fields: Fields, template: Template) -> Row:
     """`conversations` of `from` and `value`; with `chosen` and `rejected` a pair, as in LLaMA-Factory."""
     turns = messages_of(field(fields, "conversations"), "conversations")
-    if system := optional_text(fields, "system"):
-        turns = [{"role": "system", "content": system}, *turns]
     tools = tools_of(fields.get("tools"))
     if fields.get("chosen") is None and fields.get("rejected") is None:
         return Row(None, turns, tools=tools)
     chosen, rejected = (messages_of(field(fields, name), name) for name in ("chosen", "rejected"))
     margin = _margin(fields)
-    return Row(turns, chosen, rejected, margin=margin, tie=_tie(fields, margin), tools=tools)
+    return Row(_prefilled(turns), chosen, rejected, margin=margin, tie=_tie(fields, margin), tools=tools)
 
 
 def alpaca(fields: Fields, template: Template) -> Row:
-    """`instruction`, `input` (may be empty) and `output`."""
+    """`instruction`, `input` (may be empty), `output` and `history`: earlier pairs of instruction and reply."""
     instruction = text_of(field(fields, "instruction"), "instruction")
     given, output = optional_text(fields, "input"), text_of(field(fields, "output"), "output")
     content = f"{instruction}\n{given}" if given else instruction
+    history = _history(fields.get("history"))
     if not template.turns:
+        if history:
+            raise RowError("history is a conversation, which cannot be written with data.template: none")
         return Row(f"{content}\n", output)
     user = {"role": "user", "content": content, "instruction": instruction, "input": given}
-    system = optional_text(fields, "system")
-    turns = [{"role": "system", "content": system}, user] if system else [user]
-    return Row(turns, as_turns(output, "assistant"))
+    return Row([*history, user], as_turns(output, "assistant"), train_history=bool(history))
 
 
 def problem_answer(fields: Fields, template: Template) -> Row:
@@ -144,8 +141,7 @@ def problem_answer(fields: Fields, template: Template) -> Row:
 
 def prompt(fields: Fields, template: Template) -> Row:
     """`prompt` alone, a string or messages, to sample completions for; `answer` if a reward needs it."""
-    value = field(fields, "prompt")
-    asked = text_of(value, "prompt") if isinstance(value, str) else messages_of(value, "prompt")
+    asked = _prefilled(text_or_messages(field(fields, "prompt"), "prompt"))
     answer = None if fields.get("answer") is None else number_or_text(fields["answer"], "answer")
     return Row(asked, "" if isinstance(asked, str) else [], tools=tools_of(fields.get("tools")), answer=answer)
 
@@ -159,36 +155,41 @@ def text(fields: Fields, template: Template) -> Row:
 class Format:
     """A format's function and columns. `aliases` are other names under which data sets have a field."""
 
-    read: Callable[[Fields, Template], Row]
+    of: Callable[[Fields, Template], Row]
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
     pairs: bool = False
     one_of: tuple[str, ...] = ()  # at least one of these
 
+    def read(self, fields: Fields, template: Template) -> Row:
+        """The row, with its `system` as the first message. Raises RowError when it is malformed."""
+        row, system = self.of(fields, template), optional_text(fields, "system")
+        return with_system(row, system, beside=True) if system else row
+
 
 FORMATS: dict[str, Format] = {
     "preference": Format(
         preference, ("chosen", "rejected"), ("prompt", "system", "margin", "tie", "tools"), pairs=True
     ),
-    "hh": Format(hh, ("chosen", "rejected"), ("margin", "tie"), pairs=True),
+    "hh": Format(hh, ("chosen", "rejected"), ("system", "margin", "tie"), pairs=True),
     "sharegpt": Format(
         sharegpt, ("conversations",), ("chosen", "rejected", "system", "tools", "margin", "tie"), pairs=True
     ),
     "kto": Format(
         kto,
         ("label",),
-        ("prompt", "completion", "messages", "tools"),
+        ("prompt", "completion", "messages", "system", "tools"),
         (("conversations", "messages"), ("kto_tag", "label")),
         one_of=("completion", "messages"),
     ),
-    "messages": Format(messages, ("messages",), ("tools",)),
-    "alpaca": Format(alpaca, ("instruction", "output"), ("input", "system")),
-    "prompt_completion": Format(prompt_completion, ("prompt", "completion"), ("tools",)),
+    "messages": Format(messages, ("messages",), ("system", "tools")),
+    "alpaca": Format(alpaca, ("instruction", "output"), ("input", "history", "system")),
+    "prompt_completion": Format(prompt_completion, ("prompt", "completion"), ("system", "tools")),
     "problem_answer": Format(
         problem_answer,
         ("problem",),
-        ("solution", "answer"),
+        ("solution", "answer", "system"),
         (
             ("question", "problem"),
             ("prompt", "problem"),
@@ -200,16 +201,30 @@ FORMATS: dict[str, Format] = {
     "prompt": Format(
         prompt,
         ("prompt",),
-        ("answer", "tools"),
+        ("answer", "system", "tools"),
         (("problem", "prompt"), ("question", "prompt"), ("instruction", "prompt")),
     ),
     "text": Format(text, ("text",)),
 }
 
 
-def _reply(fields: Fields, name: str) -> str | Turns:
-    value = field(fields, name)
-    return text_of(value, name) if isinstance(value, str) else messages_of(value, name)
+def _prefilled(prompt: str | Turns) -> str | Turns:
+    """A prompt as a row gives it: a last message of the assistant is the beginning of the reply, and marked so."""
+    if isinstance(prompt, str) or prompt[-1]["role"] != "assistant" or prompt[-1].get("tool_calls"):
+        return prompt
+    return [*prompt[:-1], {**prompt[-1], PREFILL: True}]
+
+
+def _history(value: object) -> Turns:
+    """Messages from pairs of instruction and reply."""
+    pairs = [] if value is None else value
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise RowError("history must be a list of pairs [instruction, reply]")
+    return [
+        {"role": role, "content": text_of(said, f"history[{index}]")}
+        for index, pair in enumerate(pairs)
+        for role, said in zip(("user", "assistant"), pair, strict=True)
+    ]
 
 
 def _refuse_implicit(fields: Fields, template: Template, chosen: str | Turns) -> None:

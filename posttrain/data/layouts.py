@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from posttrain.data.formats import FORMATS, Format
-from posttrain.data.rows import Fields, Row
+from posttrain.data.reshaping import in_messages, without_prefill
+from posttrain.data.rows import (
+    MESSAGE_KEYS,
+    MESSAGES,
+    STRUCTURED,
+    Fields,
+    Row,
+    RowError,
+    optional_text,
+    parsed,
+    tidied,
+    with_arguments,
+)
 from posttrain.data.templates import Template
 from posttrain.errors import DataError
 
@@ -20,14 +33,45 @@ class Layout:
     columns: tuple[tuple[str, str], ...]  # field of the format, column of the data
     filled: frozenset[str]  # columns that are not null in all of the first rows
 
-    def read(self, value: Fields, template: Template) -> Row:
-        """The row in its common form. Raises RowError when it is malformed."""
+    def read(self, value: Fields, template: Template, cells: bool = False, behavior_version: int = 2) -> Row:
+        """The row in its common form; `cells`: from a file whose values are all strings. Raises RowError when it is
+        malformed.
+
+        `behavior_version` 1 keeps nulls, the arguments of tool calls as they are and a prompt's last message as a turn
+        of its own, and reads `system` in three formats.
+        """
         fields = {name: value[column] for name, column in self.columns if column in value}
         if self.name == "preference" and fields.get("prompt") is None:
             fields.pop("prompt", None)  # as if the column were missing, unless other rows have a prompt in it
             if dict(self.columns).get("prompt") in self.filled:
                 fields["prompt"] = None
-        return FORMATS[self.name].read(fields, template)
+        if behavior_version < 2:
+            fields.pop("history", None)
+            if not (self.name in ("preference", "sharegpt") or (self.name == "alpaca" and template.turns)):
+                fields.pop("system", None)
+        else:
+            pairs = ("chosen", "rejected") if self.name == "sharegpt" else ()
+            fields = tidied(fields, (*STRUCTURED, *pairs), cells)
+        if optional_text(fields, "system") and not template.turns:
+            raise RowError("system is not empty, and data.template: none cannot write it: choose another template")
+        row = FORMATS[self.name].read(fields, template)
+        return in_messages(row, without_prefill if behavior_version < 2 else with_arguments)
+
+    def unread(self, value: Fields) -> set[str]:
+        """What the format does not read of a row: columns, and keys of messages as `column[].key`; nulls aside."""
+        found = {column for column, item in value.items() if item not in (None, "")}
+        fields = {column: name for name, column in self.columns}
+        keys: set[str] = set()
+        for column in found & fields.keys():
+            messages = value[column]
+            if isinstance(messages, str) and fields[column] in STRUCTURED:
+                with suppress(RowError):  # counted as malformed
+                    messages = parsed(messages, column)
+            if fields[column] in MESSAGES and isinstance(messages, list | dict):
+                for message in messages if isinstance(messages, list) else [messages]:
+                    given = message.items() if isinstance(message, dict) else ()
+                    keys |= {f"{column}[].{key}" for key, item in given if item is not None and key not in MESSAGE_KEYS}
+        return found - fields.keys() | keys
 
 
 def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: str, where: str) -> Layout:

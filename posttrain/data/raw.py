@@ -22,7 +22,8 @@ def rows_of_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterat
     are held out, then of each validation set with a source of its own."""
     data, tokenizer = config.data, deepcopy(tokenizer)
     template, kind = choose_template(data, tokenizer), config.method.kind
-    reader = Reader(data, tokenizer, template, kind, None, False, default_folder(), config.seed)
+    version, folder = config.behavior_version, default_folder()
+    reader = Reader(data, tokenizer, template, kind, None, False, folder, config.seed, behavior_version=version)
     most = None if isinstance(data.source, str) else data.max_rows
     yield "train", _numbered(reader, parts_of(data), most)
     own = {entry.name: entry for entry in config.evaluation.datasets}

@@ -6,7 +6,7 @@ import csv
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from posttrain.data.delimiter import delimiter_of
 from posttrain.errors import DataError
 
 HEAD_BYTES = 256 * 1024  # first bytes that determine the delimiter of a CSV file
+TABLE_ROWS = 1000  # of a table, read at a time
 DOCUMENT_END = "<|endoftext|>"
 
 
@@ -31,6 +32,11 @@ class Record:
     line: int  # of the file, from 1; for Parquet the number of the row
     value: dict[str, Any] | None
     problem: str | None = None
+
+    @property
+    def is_csv(self) -> bool:
+        """Whether every value is a string."""
+        return Path(self.file.removesuffix(".gz")).suffix.lower() in (".csv", ".tsv")
 
 
 Parsed = tuple[int, dict[str, Any] | None, str | None]  # line, value, problem
@@ -260,28 +266,70 @@ def read_parquet(path: Path) -> Iterator[Parsed]:
             file = pq.ParquetFile(
                 pa.BufferReader(streams.whole(path, stream)) if compressed else path, memory_map=not compressed
             )
-            names = file.schema_arrow.names
-            if len(set(names)) < len(names):
-                raise DataError(f"{path} names a column twice: {', '.join(names)}")
-            number = 0
-            for batch in file.iter_batches(batch_size=1000):
-                for value, problem in _values(batch):
-                    number += 1
-                    yield number, value, problem
+            yield from _table(path, file.schema_arrow, file.iter_batches(batch_size=TABLE_ROWS))
     except pa.ArrowException as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+
+
+def read_arrow(path: Path) -> Iterator[Parsed]:
+    """Apache Arrow, as a stream (what `save_to_disk` of datasets writes) or a file; the line is the row's number."""
+    if path.stat().st_size == 0:
+        return
+    try:
+        with streams.unpacked(path) as stream:
+            gz = path.suffix.lower() == ".gz"
+            source = pa.BufferReader(streams.whole(path, stream)) if gz else pa.memory_map(str(path))
+            try:
+                opened = pa.ipc.open_stream(source)
+                batches = iter(opened)
+            except pa.ArrowInvalid:
+                opened = file = pa.ipc.open_file(source)
+                batches = (file.get_batch(index) for index in range(file.num_record_batches))
+            yield from _table(path, opened.schema, batches)
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a name that is not UTF-8
+        raise DataError(f"{path} is not a readable Arrow file: {error}") from error
+
+
+def _table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[Parsed]:
+    names = schema.names
+    if len(set(names)) < len(names):
+        raise DataError(f"{path} names a column twice: {', '.join(names)}")
+    number = 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, TABLE_ROWS):
+            for value, problem in _values(batch.slice(start, TABLE_ROWS)):
+                number += 1
+                yield number, value, problem
 
 
 def _values(batch: pa.RecordBatch) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
     """Each row of a batch, or why Python has no such value: a date beyond the year 9999, bytes that are not UTF-8."""
     try:
-        yield from [(value, None) for value in batch.to_pylist()]
+        batch.validate(full=True)  # an offset that is damaged would end the process
+        kinds = {field.name: field.type for field in batch.schema if "arrow.json" in str(field.type)}
+        rows = batch.to_pylist()
+        yield from [
+            ({**row, **{name: _of_json(row[name], kind) for name, kind in kinds.items()}}, None) for row in rows
+        ]
     except (ArithmeticError, LookupError, ValueError) as error:  # LookupError: a time zone that does not exist
         if batch.num_rows == 1:
             yield None, f"a value cannot be read: {error}"
             return
         for index in range(batch.num_rows):
             yield from _values(batch.slice(index, 1))
+
+
+def _of_json(value: Any, kind: pa.DataType) -> Any:
+    """A value with what Arrow's JSON type has as strings in it parsed; datasets writes columns of mixed types so."""
+    if value is None:
+        return None
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if pa.types.is_struct(kind):
+        return {field.name: _of_json(value[field.name], field.type) for field in kind}
+    if isinstance(value, list) and not pa.types.is_map(kind):
+        return [_of_json(item, kind.value_type) for item in value]
+    return value
 
 
 def read_text(path: Path) -> Iterator[Parsed]:
@@ -315,7 +363,7 @@ def _document(line: int, parts: list[str], size: int) -> Iterator[Parsed]:
 
 def type_name(value: object) -> str:
     """JSON's name of a value's type, with its article."""
-    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list"}
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
     return names.get(type(value), "an object" if isinstance(value, dict) else f"a {type(value).__name__}")
 
 
@@ -325,5 +373,6 @@ READERS: dict[str, Callable[[Path], Iterator[Parsed]]] = {
     ".csv": read_csv,
     ".tsv": read_csv,
     ".parquet": read_parquet,
+    ".arrow": read_arrow,
     ".txt": read_text,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
@@ -142,7 +143,7 @@ class Reader:
         cut = self.kind != "prompt"  # a document used as a prompt stays whole
         documents = np.repeat([cut and r.format == "text" for r in readings], [len(part) for part in tables])
         fitted = table.fit(limits, documents)
-        report = _report(name, readings, fitted, limits, notes)
+        report = _report(name, readings, fitted, limits, notes, self.kind == "prompt")
         if not len(fitted.view):
             raise DataError("no row can be used:\n  " + "\n  ".join(report.lines()))
         ends = [int(end) for end in np.cumsum([len(part) for part in tables])]
@@ -181,17 +182,18 @@ class Reader:
     ) -> Reading:
         """Read the rows of a source `between` two row numbers and write their tokens."""
         records, layout = self._records(name, source, format, columns, between)
-        read, shifted, malformed, seen = 0, 0, [], _Seen()
+        read, shifted, malformed, seen, unread = 0, 0, [], _Seen(), Counter[str]()
         with ExitStack() as stack:
             renderer = None
             if self.template.turns and layout.name != "text":
                 require_chat_template(self.tokenizer)
-                renderer = stack.enter_context(rendering(self.tokenizer))
+                renderer = stack.enter_context(rendering(self.tokenizer, self.behavior_version))
             tokeniser = Tokeniser(self.tokenizer, renderer, self.assistant_only_loss, self.behavior_version)
             for batch in _batches(progress(records, f"tokenising {name}")):
                 read += len(batch)
                 rows, records_of = [], []
                 for record in batch:
+                    unread.update(layout.unread(record.value or {}))
                     try:
                         rows.append(self.row(record, layout))
                         records_of.append(record)
@@ -215,7 +217,9 @@ class Reader:
                 f"{name}: {len(malformed):,} of {read:,} rows are malformed, more than {MALFORMED_SHARE:.0%}. "
                 f"The first:\n{list_malformed(malformed)}"
             )
-        return Reading(layout.name, read, tuple(malformed), seen.duplicates, shifted)
+        if self.kind == "prompt":
+            unread.pop("answer", None)  # read by rewards in every format
+        return Reading(layout.name, read, tuple(malformed), seen.duplicates, shifted, dict(unread))
 
     def rows(self, part: SourcePart, max_rows: int | None) -> Iterator[tuple[Record, Row | None]]:
         """The rows of a part as they are tokenised, before any template; None for malformed ones."""
@@ -258,7 +262,7 @@ class Reader:
         """A record in the common form, after system prompt and thinking settings. Raises RowError."""
         if record.value is None:
             raise RowError(record.problem)
-        row = layout.read(record.value, self.template)
+        row = layout.read(record.value, self.template, record.is_csv, self.behavior_version)
         if self.kind == "prompt":
             for name, value in record.value.items():  # rewards get all of them
                 valid(value, name)
@@ -276,6 +280,8 @@ class Reader:
             raise RowError("chosen and rejected are the same")
         if not row.prompt and not row.chosen:
             raise RowError("prompt and completion are both empty" if row.prompt is not None else "the text is empty")
+        if self.completion_only_loss is not None or self.kind != "sft":
+            row = replace(row, train_history=False)  # the last reply alone, or everything
         if self.completion_only_loss and row.prompt is None and layout.name != "text":
             row = last_turn_as_completion(row)
         if self.data.system_prompt is not None and layout.name != "text":
@@ -334,7 +340,9 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
         yield batch
 
 
-def _report(name: str, readings: Sequence[Reading], fitted: Fitted, limits: Limits, notes: Sequence[str]) -> Report:
+def _report(
+    name: str, readings: Sequence[Reading], fitted: Fitted, limits: Limits, notes: Sequence[str], rewarded: bool
+) -> Report:
     return Report(
         name=name,
         formats=tuple(reading.format for reading in readings),
@@ -352,4 +360,6 @@ def _report(name: str, readings: Sequence[Reading], fitted: Fitted, limits: Limi
         max_prompt_length=limits.max_prompt_length,
         notes=tuple(notes),
         dropped=tuple(Overlong(*row) for row in fitted.dropped[:MOST_LISTED].tolist()),
+        unread=dict(sum((Counter(reading.unread) for reading in readings), Counter())),
+        rewarded=rewarded,
     )

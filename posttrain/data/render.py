@@ -9,7 +9,8 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,16 +23,31 @@ SECONDS = 2.0  # for one conversation
 STARTUP_SECONDS = 120.0
 
 Message = dict[str, Any]
+PREFILL = "prefill"  # key of a prompt's last message, of the assistant, that the reply continues
+# A call with arguments that show how a template writes them: as an object, or as the string that it is given.
+PROBE = {"posttrain_probe": "value"}
+PROBE_TEXT = json.dumps(PROBE)
+PROBED = 10  # conversations with calls, of those rendered together
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call that a row has as JSON, and this JSON."""
+
+    def __init__(self, value: dict[str, Any], text: str):
+        super().__init__(value)
+        self.text = text
 
 
 @dataclass(frozen=True, slots=True)
 class RenderRequest:
-    """A conversation to render. `generate` adds the opening of the next assistant turn."""
+    """A conversation to render. `generate` adds the opening of the next assistant turn; `continued` leaves the last
+    message open, as `continue_final_message` of transformers does."""
 
     messages: Sequence[Message]
     tools: list[Any] | None = None
     generate: bool = False
     spans: bool = False
+    continued: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +139,33 @@ class Process:
 class Renderer:
     """Renders with one tokenizer's chat template; made by `rendering()`."""
 
-    def __init__(self, process: Process, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, process: Process, tokenizer: PreTrainedTokenizerBase, behavior_version: int):
         self._process = process
         self._tokenizer = tokenizer
+        self._joins_arguments = None if behavior_version > 1 else False  # None: not known yet
 
     def render(self, jobs: Sequence[RenderRequest]) -> list[Rendered]:
         """Render each conversation as `apply_chat_template(tokenize=False)` would.
 
-        Raises DataError when the template takes longer than two seconds for one of them or ends its process.
+        Arguments of tool calls are objects, and JSON strings for a template that joins them to its text. Raises
+        DataError when the template takes longer than two seconds for one of them or ends its process.
         """
+        calling = (job for job in jobs if any(message.get("tool_calls") for message in job.messages))
+        for job in islice(calling, PROBED):
+            if self._joins_arguments is None:
+                self._joins_arguments = self._probe(job)
+        if self._joins_arguments:
+            jobs = [_with_arguments(job) for job in jobs]
+        return self._render(jobs)
+
+    def _probe(self, job: RenderRequest) -> bool | None:
+        """Whether the template joins the arguments of calls as strings; None if this conversation does not show it."""
+        as_object, as_text = self._render([_with_arguments(job, given) for given in (PROBE, PROBE_TEXT)])
+        if as_object.error is None and str(PROBE) not in as_object.text:
+            return False if next(iter(PROBE)) in as_object.text else None
+        return True if PROBE_TEXT in as_text.text else None
+
+    def _render(self, jobs: Sequence[RenderRequest]) -> list[Rendered]:
         special_tokens = self._tokenizer.special_tokens_map
         answers = map(json.loads, self._process.ask([self._line(job, special_tokens) for job in jobs]))
         return [
@@ -143,27 +177,56 @@ class Renderer:
 
     def _line(self, job: RenderRequest, special_tokens: dict[str, Any]) -> str:
         # as in apply_chat_template: a key whose value is None is omitted
-        messages = [{key: value for key, value in m.items() if value is not None} for m in job.messages]
+        messages = [
+            {key: value for key, value in m.items() if value is not None and key != PREFILL} for m in job.messages
+        ]
         asked = {
             "messages": messages,
             "tools": job.tools,
             "template": self._tokenizer.get_chat_template(None, job.tools),
             "generate": job.generate,
             "spans": job.spans,
+            "continued": job.continued,
             "special_tokens": special_tokens,
         }
         return json.dumps(asked) + "\n"
+
+
+def _with_arguments(job: RenderRequest, probe: Any = None) -> RenderRequest:
+    """The request with the arguments of every tool call as strings, or with `probe` in their place."""
+
+    def call(given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        nested = given.get("function")
+        if nested:
+            return {**given, "function": call(nested)}
+        return {**given, "arguments": probe or _as_text(given.get("arguments"))}
+
+    return replace(
+        job,
+        messages=[
+            {**m, "tool_calls": [*map(call, m["tool_calls"])]} if isinstance(m.get("tool_calls"), list) else m
+            for m in job.messages
+        ],
+    )
+
+
+def _as_text(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        return arguments
+    return arguments.text if isinstance(arguments, Arguments) else json.dumps(arguments, ensure_ascii=False)
 
 
 _idle: HelperPool[Process] = HelperPool()
 
 
 @contextmanager
-def rendering(tokenizer: PreTrainedTokenizerBase) -> Iterator[Renderer]:
-    """A renderer with the tokenizer's chat template."""
+def rendering(tokenizer: PreTrainedTokenizerBase, behavior_version: int = 2) -> Iterator[Renderer]:
+    """A renderer with the tokenizer's chat template; `behavior_version` 1 renders tool calls as they are given."""
     process = _idle.take(None) or Process()
     try:
-        yield Renderer(process, tokenizer)
+        yield Renderer(process, tokenizer, behavior_version)
     except BaseException:
         process.end()
         raise

@@ -33,6 +33,7 @@ def render(job: dict) -> dict:
             chat_template=job["template"],
             add_generation_prompt=job["generate"],
             return_assistant_tokens_mask=job["spans"],
+            continue_final_message=job["continued"],
             **job["special_tokens"],
         )
     except MemoryError:

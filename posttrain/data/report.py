@@ -10,6 +10,7 @@ import numpy as np
 from posttrain.words import counted
 
 MALFORMED_SHARE = 0.01  # above it a run is refused
+MOST_UNREAD = 20  # columns and keys that are named
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Reading:
     malformed: tuple[Malformed, ...] = ()
     duplicates: int = 0
     shifted: int = 0
+    unread: dict[str, int] = field(default_factory=dict)  # columns and keys that are not read, and in how many rows
 
     def to_json(self) -> dict:
         return asdict(self)
@@ -93,6 +95,8 @@ class Report:
     max_prompt_length: int | None
     notes: tuple[str, ...] = field(default=())
     dropped: tuple[Overlong, ...] = field(default=())  # the first of `overlong_dropped`
+    unread: dict[str, int] = field(default_factory=dict)  # columns and keys that the format does not read: rows
+    rewarded: bool = False  # whether rewards get every column
 
     def lines(self) -> list[str]:
         """The report in words, one fact per line, without counts of zero."""
@@ -117,7 +121,14 @@ class Report:
             (len(self.malformed), "malformed, dropped"),
         )
         out += [f"{counted(count, 'row')}{_share(count, self.read)} {what}" for count, what in counts if count]
-        return [*out, *(f"  {row}" for row in self.malformed[:10]), *self.notes]
+        return [*out, *(f"  {row}" for row in self.malformed[:10]), *self._unread(), *self.notes]
+
+    def _unread(self) -> Iterable[str]:
+        for name, count in sorted(self.unread.items(), key=lambda one: -one[1])[:MOST_UNREAD]:
+            whom = " (rewards in Python get it)" if self.rewarded and "[]." not in name else ""
+            yield f"not read: `{name}` in {count:,} of {counted(self.read, 'row')}{whom}"
+        if len(self.unread) > MOST_UNREAD:
+            yield f"not read: {len(self.unread) - MOST_UNREAD:,} more columns and keys"
 
 
 def _share(count: int, of: int) -> str:

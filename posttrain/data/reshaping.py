@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from posttrain.data.rows import Row, RowError, as_turns, number_or_text
+from posttrain.data.render import PREFILL
+from posttrain.data.rows import Row, RowError, Turns, as_turns, number_or_text
+
+
+def in_messages(row: Row, change: Callable[[Turns], Turns]) -> Row:
+    """The row with its messages changed."""
+    parts = {name: getattr(row, name) for name in ("prompt", "chosen", "rejected", "rejected_prompt")}
+    return replace(row, **{name: change(value) for name, value in parts.items() if isinstance(value, list)})
+
+
+def without_prefill(turns: Turns) -> Turns:
+    """Messages of which the last is a turn of its own."""
+    return [{key: value for key, value in turn.items() if key != PREFILL} for turn in turns]
 
 
 def refuse_without_reply(row: Row) -> None:
@@ -35,15 +48,18 @@ def as_prompt(row: Row) -> Row:
 
 def answer_beside(value: dict[str, Any]) -> str | None:
     answer = value.get("answer")
-    return number_or_text(answer, "answer") if isinstance(answer, str | int | float) else None
+    return number_or_text(answer, "answer") or None if isinstance(answer, str | int | float) else None
 
 
-def with_system(row: Row, system: str) -> Row:
-    """Add a system message to the conversation, unless it has one. A prompt string becomes the user's message."""
+def with_system(row: Row, system: str, beside: bool = False) -> Row:
+    """Add a system message to the conversation, unless it has one; with `beside` unless it has this one. A prompt
+    string becomes the user's message."""
+    message = {"role": "system", "content": system}
 
     def begin(value: Any) -> Any:
         turns = as_turns(value, "user")
-        return turns if turns and turns[0]["role"] == "system" else [{"role": "system", "content": system}, *turns]
+        has_one = bool(turns) and (turns[0] == message if beside else turns[0]["role"] == "system")
+        return turns if has_one else [message, *turns]
 
     if row.prompt is None:
         return replace(row, chosen=begin(row.chosen))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from posttrain.data.readers import type_name
-from posttrain.data.render import Message
+from posttrain.data.render import Arguments, Message
 from posttrain.errors import DataError
 
 TEXT_LIMIT = 1_000_000  # characters of one string: longer ones are damaged, or documents to be split
@@ -22,10 +22,16 @@ ROLES = {
     "model": "assistant",
     "observation": "tool",
     "function_call": "assistant",
+    "function": "tool",
 }
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = ("image", "image_url", "images", "video", "videos", "audio", "audios")
 KEPT = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
+MESSAGE_KEYS = frozenset({"role", "content", "from", "value", "reasoning", "function_call", *KEPT})  # all that are read
+MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # fields that may have messages
+STRUCTURED = ("messages", "conversations", "tools", "history")  # fields that are never plain text, so strings are JSON
+CELLS = ("label", "margin", "tie", "answer")  # fields of CSV that may be empty, or are no text
+TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 Turns = list[Message]
 
@@ -51,9 +57,85 @@ class Row:
     tools: list[Any] | None = None
     label: bool | None = None  # of single completions: desirable or not
     answer: str | None = None  # the right answer, if the row has one: what rewards compare with
+    train_history: bool = False  # the prompt's replies are trained like the completion, unless completion_only_loss
 
 
 Fields = Mapping[str, Any]
+
+
+def tidied(fields: Fields, structured: Collection[str], cells: bool) -> dict[str, Any]:
+    """The fields in one form, whatever kind of file they are from.
+
+    Keys of objects whose value is null are removed: typed columns give every object the keys of all. JSON strings of
+    `structured` fields are parsed, and blank ones are null. With `cells`, all values come as strings (CSV).
+    """
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        if not isinstance(value, str):
+            value = _without_nulls(value)
+        elif name in structured:
+            value = parsed(value, name)
+        elif cells and name in CELLS:
+            word = value.strip().lower()
+            value = None if not word else TRUTHS.get(word, value) if name in ("label", "tie") else value
+        found[name] = [*map(_renamed, value)] if name in MESSAGES and isinstance(value, list) else value
+    return found
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _renamed(message: Any) -> Any:
+    """A message with its reasoning and its call under the names that chat templates read."""
+    if not isinstance(message, dict):
+        return message
+    given: dict[str, Any] = {}
+    if isinstance(message.get("reasoning"), str) and "thinking" not in message:
+        given["reasoning_content"] = message["reasoning"]
+    if isinstance(message.get("function_call"), dict):
+        given["tool_calls"] = [message["function_call"]]
+    return {**given, **message}
+
+
+def parsed(text: str, name: str) -> Any:
+    """The value of a JSON string; None for a blank one. Raises RowError if it is not JSON."""
+    try:
+        return json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError):
+        raise RowError(f"{name} must be JSON, not the string {text[:60]!r}") from None
+
+
+def with_arguments(turns: Turns) -> Turns:
+    """Messages whose tool calls have their arguments as objects, also where a row has them as JSON strings."""
+    return [{**turn, "tool_calls": _calls(turn["tool_calls"])} if "tool_calls" in turn else turn for turn in turns]
+
+
+def _calls(value: Any) -> list[Any]:
+    calls = parsed(value, "tool_calls") or [] if isinstance(value, str) else value
+    calls = [calls] if isinstance(calls, dict) else calls
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise RowError("tool_calls must be a list of objects with a name and arguments")
+    return [
+        {**call, "function": _with_object(call["function"])} if isinstance(call.get("function"), dict)
+        else _with_object(call)
+        for call in calls
+    ]  # fmt: skip
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    given = call.get("arguments")
+    if given is None:
+        return {**call, "arguments": {}}
+    if not isinstance(given, str):
+        return call
+    name = f"arguments of the tool call {str(call.get('name'))[:60]!r}"
+    value = parsed(given, name)
+    if not isinstance(value, dict | None):
+        raise RowError(f"{name} must be an object, not {type_name(value)}: {given[:60]!r}")
+    return {**call, "arguments": valid({} if value is None else Arguments(value, given), name)}
 
 
 def text_of(value: object, name: str) -> str:
@@ -102,11 +184,18 @@ def number_or_text(value: object, name: str) -> str:
     return str(int(value)) if value == int(value) else str(value)
 
 
+def text_or_messages(value: object, name: str) -> str | Turns:
+    """A string, or messages as of `messages_of`."""
+    if not isinstance(value, str | list | dict):
+        raise RowError(f"{name} must be a string or a list of messages, not {type_name(value)}")
+    return text_of(value, name) if isinstance(value, str) else messages_of(value, name)
+
+
 def messages_of(value: object, name: str) -> Turns:
     """Messages from `role`/`content` or ShareGPT's `from`/`value`; a content is a string or a list of parts."""
     items = [value] if isinstance(value, dict) else value
     if not isinstance(items, list):
-        raise RowError(f"{name} must be a string or a list of messages, not {type_name(value)}")
+        raise RowError(f"{name} must be a list of messages, not {type_name(value)}")
     if not items:
         raise RowError(f"{name} is an empty list of messages")
     return [_message(item, f"{name}[{index}]") for index, item in enumerate(items)]
@@ -115,7 +204,7 @@ def messages_of(value: object, name: str) -> Turns:
 def _message(item: object, where: str) -> Message:
     if not isinstance(item, dict):
         raise RowError(f"{where} must be a message, not {type_name(item)}")
-    role_key, content_key = ("from", "value") if "from" in item else ("role", "content")
+    role_key, content_key = ("from", "value") if item.get("from") is not None else ("role", "content")
     given = item.get(role_key)
     role = ROLES.get(given, given) if isinstance(given, str) else given
     if role not in KNOWN_ROLES:
@@ -123,7 +212,7 @@ def _message(item: object, where: str) -> Message:
     kept = {key: valid(item[key], f"{where} {key}") for key in KEPT if item.get(key) is not None}
     content = item.get(content_key)
     if given == "function_call":
-        return {"role": role, "content": "", "tool_calls": [_tool_call(content, where)]}
+        return {"role": role, "content": "", "tool_calls": _tool_calls(content, where)}
     if isinstance(content, list):
         return {"role": role, **_parts(content, where), **kept}
     if content is None and "tool_calls" in kept:
@@ -141,9 +230,9 @@ def _parts(parts: list[Any], where: str) -> Message:
             raise DataError(f"{where} has a part of type {kind}: posttrain trains text models only")
         if not isinstance(part, dict) or kind not in ("text", "reasoning", "tool_call"):
             raise RowError(f"{where} has a part that is not text, reasoning or tool_call: {str(part)[:60]!r}")
-        value = part.get("text", part.get("value"))
+        value = part.get("value") if part.get("text") is None else part["text"]
         if kind == "tool_call":
-            message.setdefault("tool_calls", []).append(_tool_call(value, where))
+            message.setdefault("tool_calls", []).extend(_tool_calls(value, where))
         elif kind == "reasoning":
             message["reasoning_content"] = message.get("reasoning_content", "") + text_of(value, f"{where} reasoning")
         else:
@@ -151,28 +240,31 @@ def _parts(parts: list[Any], where: str) -> Message:
     return {"content": "".join(texts), **message}
 
 
-def _tool_call(value: object, where: str) -> dict[str, Any]:
+def _tool_calls(value: object, where: str) -> list[dict[str, Any]]:
+    """A call or a list of calls, as an object or as JSON, in the form of chat templates."""
     try:
-        call = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+        found = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
         raise RowError(f"{where} has a tool call that is not JSON") from None
-    if not isinstance(call, dict) or "name" not in call:
-        raise RowError(f"{where} has a tool call without a name")
-    valid(call, f"{where} tool call")
-    return {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
+    calls = []
+    for call in found if isinstance(found, list) else [found]:
+        call = call["function"] if isinstance(call, dict) and isinstance(call.get("function"), dict) else call
+        if not isinstance(call, dict) or "name" not in call:
+            raise RowError(f"{where} has a tool call without a name")
+        valid(call, f"{where} tool call")
+        calls.append({"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}})
+    return calls
 
 
 def tools_of(value: object) -> list[Any] | None:
-    """Tool descriptions, a list or a JSON string of one."""
-    if value is None or value == "":
+    """Tool descriptions: a list, one alone, or a JSON string of either; those of a list may be JSON strings, too."""
+    tools = parsed(value, "tools") if isinstance(value, str) else value
+    if tools is None or tools in ([], {}):
         return None
-    try:
-        tools = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        raise RowError("tools is a string that is not JSON") from None
-    if not isinstance(tools, list):
+    if not isinstance(tools, list | dict):
         raise RowError(f"tools must be a list, not {type_name(tools)}")
-    return valid(tools, "tools") or None
+    listed = tools if isinstance(tools, list) else [tools]
+    return valid([parsed(tool, "tools") if isinstance(tool, str) else tool for tool in listed], "tools")
 
 
 def as_turns(value: str | Turns, role: str) -> Turns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -34,6 +35,9 @@ from posttrain.paths import path_of
 log = logging.getLogger("posttrain")
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w.-]+)?")
+
+
+SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # what `save_to_disk` of datasets writes beside rows
 
 
 class Source(Protocol):
@@ -108,7 +112,7 @@ def open_source(source: str, split: str, max_rows: int | None, seed: int, compos
             return Files(saved)
         splits = _splits(path, source, None)
         _tell_unread(path, source, splits)
-        return Files(_of_split(splits, split, source))
+        return Files(_of_split(splits, "train" if _is_one_saved(path) else split, source))
     known = known_set(source)
     if known is not None:
         return Files(_known_files(source, known, split))
@@ -192,14 +196,36 @@ def _tell_unread(folder: Path, name: str, splits: dict[str, list[Path]]) -> None
     place = folder.resolve()
     read = {file.resolve() for files in splits.values() for file in files}
     there = (file for file in sorted(place.rglob("*")) if file.is_file() and set(file.suffixes) & set(READERS))
-    unread = [str(file.relative_to(place)) for file in there if file.resolve() not in read]
+    unread = [str(f.relative_to(place)) for f in there if f.resolve() not in read and f.name not in SAVED]
     if unread and not (folder / "README.md").is_file():
         more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
         log.warning("%s: not read, by its name or kind: %s%s", name, ", ".join(unread[:5]), more)
 
 
+def _is_one_saved(folder: Path) -> bool:
+    """Whether the folder is a Dataset of the datasets library, saved by `save_to_disk`: it has no splits."""
+    return all((folder / name).is_file() for name in SAVED[:2])
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The Arrow files of a saved Dataset in order."""
+    try:
+        names = [str(one["filename"]) for one in json.loads((folder / "state.json").read_bytes())["_data_files"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{folder / 'state.json'} of save_to_disk cannot be read ({error!r}): save it again") from error
+    if outside := next((name for name in names if Path(name).name != name), None):
+        raise DataError(f"{folder / 'state.json'} names a file outside its folder: {outside}")
+    return [folder / name for name in names]
+
+
 def _splits(folder: Path, name: str, subset: str | None) -> dict[str, list[Path]]:
-    """The data files of each split: by the folder's own README, or by the file names, as `datasets` finds them."""
+    """The data files of each split: as `save_to_disk` of the datasets library wrote them, by the folder's own README,
+    or by the file names, as this library finds them."""
+    if _is_one_saved(folder):
+        return {"train": _shards(folder)}
+    if (folder / "dataset_dict.json").is_file():
+        saved = sorted(place.name for place in folder.iterdir() if _is_one_saved(place))
+        return {split: _shards(folder / split) for split in saved}
     from datasets import (
         get_dataset_config_names,
         load_dataset_builder,

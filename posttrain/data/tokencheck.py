@@ -1,4 +1,4 @@
-"""Faults of tokenisation that training would not stop at: stop tokens, begin tokens, tags that are split differently.
+"""Faults of tokenisation that training would not stop at: stop tokens, tags that are split differently.
 
 Each check gives a sentence for every fault that it finds, which says what to do.
 """
@@ -60,18 +60,6 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, str] | None:
     special = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     here = [(after.index(text), id, text) for text, id in special.items() if text in after]
     return min(here)[1:] if here and not done.error else None
-
-
-def prompt_faults(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Prompts that begin with the begin token twice."""
-    begin = tokenizer.bos_token_id
-    double = sum(begin is not None and prompt.tokens[:2] == [begin, begin] for prompt in prompts)
-    if not double:
-        return []
-    return [
-        f"{double} of {len(prompts)} prompts begin with {tokenizer.bos_token!r} twice: the text has it, and the "
-        "tokenizer puts one more before it. Take it out of the text, or out of the template."
-    ]
 
 
 def completion_faults(

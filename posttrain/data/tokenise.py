@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import cast
 
 import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from posttrain.data.render import Renderer, RenderRequest
+from posttrain.data.render import PREFILL, Renderer, RenderRequest
 from posttrain.data.rows import Row, RowError, Turns, as_turns
 from posttrain.errors import DataError
 
@@ -49,7 +49,10 @@ class Compared:
 
 
 class Tokeniser:
-    """Tokenises batches of rows for one tokenizer. `renderer` is None when texts are used as they are."""
+    """Tokenises batches of rows for one tokenizer. `renderer` is None when texts are used as they are.
+
+    With `behavior_version` 1 a text that begins with the begin token gets a second one.
+    """
 
     def __init__(
         self,
@@ -67,6 +70,8 @@ class Tokeniser:
         # Whether the tokenizer itself ends a text with the stop token. It has one already, and a prompt is continued.
         whole, bare = (list(cast(list[Ids], self._call(["a"], special)["input_ids"])[0]) for special in (True, False))
         self.appends_stop = bool(bare) and whole[-len(bare) - 1 :] == [*bare, tokenizer.eos_token_id]
+        self.begin = str(tokenizer.bos_token or "") if behavior_version > 1 else ""
+        self.adds_begin = whole[:1] == [tokenizer.bos_token_id] != bare[:1]
         if assistant_only_loss and not tokenizer.is_fast:
             raise DataError("assistant_only_loss needs a fast tokenizer, which knows the characters of each token")
 
@@ -113,29 +118,27 @@ class Tokeniser:
 
     def completions(self, rows: Sequence[Row], completion_only_loss: bool) -> list[Trained | RowError]:
         """SFT examples with a prompt: the completion is trained, or without `completion_only_loss` everything."""
-        if self.assistant_only_loss:
-            whole = self.conversations(
-                [Row(None, [*_turns(row.prompt), *_turns(row.chosen, "assistant")], tools=row.tools) for row in rows]
-            )
-        else:
-            whole = None
+        turned = [index for index, row in enumerate(rows) if self.assistant_only_loss or row.train_history]
+        wholes = [replace(rows[i], prompt=None, chosen=_joined(rows[i].prompt, rows[i].chosen)) for i in turned]
+        turns = dict(zip(turned, self._assistant_turns(wholes), strict=True)) if turned else {}
         texts = self._texts([part for row in rows for part in ((row, row.prompt, None), (row, row.prompt, row.chosen))])
         ids = self._encode(texts)
         out: list[Trained | RowError] = []
-        for index in range(len(rows)):
-            prompt, full = ids[2 * index], ids[2 * index + 1]
-            if isinstance(prompt, RowError) or isinstance(full, RowError):
-                out.append(prompt if isinstance(prompt, RowError) else cast(RowError, full))
+        for index, row in enumerate(rows):
+            prompt, full, masked = ids[2 * index], ids[2 * index + 1], turns.get(index)
+            failed = next((item for item in (prompt, full, masked) if isinstance(item, RowError)), None)
+            if failed is not None:
+                out.append(failed)
                 continue
+            prompt, full, masked = cast(Ids, prompt), cast(Ids, full), cast(Trained | None, masked)
             cut = common_prefix(prompt, full)
-            spans: tuple[Span, ...] = ((cut if completion_only_loss else 0, len(full)),)
-            if whole is not None:
-                masked = whole[index]
-                if isinstance(masked, RowError):
-                    out.append(masked)
-                    continue
-                start = spans[0][0]
+            start = cut if completion_only_loss else 0
+            spans: tuple[Span, ...] = ((start, len(full)),)
+            if masked is not None and self.assistant_only_loss:
+                start = 0 if row.train_history else start
                 spans = tuple((max(a, start), b) for a, b in masked.spans if b > start)
+            elif masked is not None:
+                spans = (*((a, min(b, cut)) for a, b in masked.spans if a < cut), *spans)
             out.append(Trained(full, spans, cut, cut < len(prompt)))
         return out
 
@@ -173,12 +176,15 @@ class Tokeniser:
 
     def conversations(self, rows: Sequence[Row]) -> list[Trained | RowError]:
         """Whole conversations: every token trained, or with `assistant_only_loss` the assistant's turns."""
-        if not self.assistant_only_loss:
-            texts = self._texts([(row, [], row.chosen) for row in rows])
-            return [
-                item if isinstance(item, RowError) else Trained(item, ((0, len(item)),), 0)
-                for item in self._encode(texts)
-            ]
+        if self.assistant_only_loss:
+            return self._assistant_turns(rows)
+        texts = self._texts([(row, [], row.chosen) for row in rows])
+        return [
+            item if isinstance(item, RowError) else Trained(item, ((0, len(item)),), 0) for item in self._encode(texts)
+        ]
+
+    def _assistant_turns(self, rows: Sequence[Row]) -> list[Trained | RowError]:
+        """Whole conversations with the assistant's turns trained."""
         if self.renderer is None:
             raise DataError(
                 "method.assistant_only_loss needs conversations, but data.template is none, which has no turns"
@@ -197,14 +203,17 @@ class Tokeniser:
                 text = "".join(cast(list[str], pieces)) if failed is None else ""
                 texts.append(failed or (text if reply is None else self._stopped(text)))
             return texts
-        jobs = [
-            RenderRequest(
-                [*_turns(prompt), *([] if reply is None else _turns(reply, "assistant"))], row.tools, reply is None
-            )
-            for row, prompt, reply in parts
-        ]
+        jobs = []
+        for row, prompt, reply in parts:
+            turns = _turns(prompt) if reply is None else _joined(prompt, reply)
+            continued = reply is None and bool(turns) and PREFILL in turns[-1]
+            jobs.append(RenderRequest(turns, row.tools, reply is None and not continued, continued=continued))
         return [
-            RowError(done.error) if done.error else done.text if job.generate else self._ended(done.text, job)
+            RowError(done.error)
+            if done.error
+            else done.text
+            if job.generate or job.continued
+            else self._ended(done.text, job)
             for job, done in zip(jobs, self.renderer.render(jobs), strict=True)
         ]
 
@@ -219,11 +228,25 @@ class Tokeniser:
         return self._stopped(text)
 
     def _encode(self, texts: Sequence[str | RowError], plain: bool | None = None) -> list[Ids | RowError]:
-        good = [text for text in texts if isinstance(text, str)]
         plain = self.renderer is None if plain is None else plain
+        good = [text if plain else self._begun_once(text)[0] for text in texts if isinstance(text, str)]
         encoded = cast(list[list[int]], self._call(good, plain)["input_ids"] if good else [])
-        ids = iter([tokens[:-1] for tokens in encoded] if plain and self.appends_stop else encoded)
+        if plain and self.appends_stop:
+            encoded = [tokens[:-1] for tokens in encoded]
+        if plain and self.begin and self.adds_begin:
+            encoded = [
+                tokens[1:] if text.startswith(self.begin) and text != self.stop else tokens
+                for text, tokens in zip(good, encoded, strict=True)
+            ]
+        ids = iter(encoded)
         return [text if isinstance(text, RowError) else next(ids) for text in texts]
+
+    def _begun_once(self, text: str, spans: tuple[Span, ...] = ()) -> tuple[str, tuple[Span, ...]]:
+        """A rendered text with one begin token, where the template writes one before a content that has its own."""
+        cut = 0
+        while self.begin and text.startswith(2 * self.begin, cut):
+            cut += len(self.begin)
+        return text[cut:], tuple((max(start - cut, 0), stop - cut) for start, stop in spans)
 
     def _call(self, texts: list[str], special: bool) -> BatchEncoding:
         # a template writes the beginning of the text itself, so special tokens are added to plain texts only
@@ -288,6 +311,7 @@ class Tokeniser:
 
     def _masked(self, located: Sequence[tuple[str, tuple[Span, ...]] | RowError]) -> list[Trained | RowError]:
         """Tokenise each text once, and turn spans of characters into spans of tokens."""
+        located = [item if isinstance(item, RowError) else self._begun_once(*item) for item in located]
         texts = [item[0] for item in located if not isinstance(item, RowError)]
         encoded = self._call(texts, special=False) if texts else None
         out: list[Trained | RowError] = []
@@ -336,6 +360,14 @@ def _old_token_span(encoded: BatchEncoding, row: int, span: Span) -> Span | None
 
 def _turns(value: str | Turns | None, role: str = "user") -> Turns:
     return [] if value is None else as_turns(value, role)
+
+
+def _joined(prompt: str | Turns | None, reply: str | Turns) -> Turns:
+    """The conversation of a prompt and its reply, which ends the prompt's last message where that is a prefill."""
+    before, said = _turns(prompt), _turns(reply, "assistant")
+    if not before or PREFILL not in before[-1] or not said or said[0]["role"] != "assistant":
+        return [*before, *said]
+    return [*before[:-1], {**before[-1], **said[0], "content": before[-1]["content"] + said[0]["content"]}, *said[1:]]
 
 
 def _plain(value: str | Turns) -> str | RowError:

@@ -18,7 +18,7 @@ from posttrain.data.prompts import Prompt, prompts_of
 from posttrain.data.report import Malformed
 from posttrain.data.sources import open_source
 from posttrain.data.templates import choose_template
-from posttrain.data.tokencheck import completion_faults, prompt_faults, stop_faults
+from posttrain.data.tokencheck import completion_faults, stop_faults
 from posttrain.engines import Completion, make_engine, stop_token_ids, text_of
 from posttrain.errors import DataError, RunError
 from posttrain.evaluation.answering import too_long
@@ -116,7 +116,7 @@ def sample(
         )
     show_completions(sampled, show, console)
     console.print(table(measured, setup.model.path))
-    for fault in token_faults(setup, tokenizer, stops, prompts, list(itertools.chain(*sampled.values()))):
+    for fault in token_faults(setup, tokenizer, stops, list(itertools.chain(*sampled.values()))):
         console.print(Text(visible(f"Tokenisation: {fault}")))
     for line in over_temperatures(measured, rollout):
         console.print(Text(line))
@@ -201,10 +201,9 @@ def token_faults(
     setup: Setup,
     tokenizer: PreTrainedTokenizerBase,
     stops: tuple[int, ...],
-    prompts: Sequence[Prompt],
     sampled: Sequence[SampledGroup],
 ) -> list[str]:
-    """Problems of stop tokens, begin tokens and tags."""
+    """Problems of stop tokens and tags."""
     completions = [
         (one.prompt, [token for token in completion.tokens if token not in stops])
         for one in sampled
@@ -212,7 +211,6 @@ def token_faults(
     ]
     return [
         *stop_faults(tokenizer, stops, setup.rollout.stop, setup.data.template != "none"),
-        *prompt_faults(prompts, tokenizer),
         *completion_faults([one for one in completions if one[1]], tags_of(setup.data), tokenizer),
     ]
 

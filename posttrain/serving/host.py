@@ -17,8 +17,9 @@ from torch import nn
 
 from posttrain.batch import Example, Node, pack
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
-from posttrain.data.rows import Turns
+from posttrain.data.rows import Row, RowError, Turns
 from posttrain.data.templates import choose_template
+from posttrain.data.tokenise import Tokeniser
 from posttrain.engines import Sampling, stop_token_ids
 from posttrain.engines.joining import Alternatives, Ended, Event, Job
 from posttrain.engines.live import Live
@@ -69,6 +70,7 @@ class Policy:
             log.warning("%s has no chat template: messages are joined as they are; --template gives one", served.name)
         adapted = _adapted(loaded, served.adapters)
         self.stops = stop_token_ids(adapted, self.tokenizer, self.template.turns)
+        self._texts = Tokeniser(self.tokenizer, None, assistant_only_loss=False)
         self._queues: dict[Job, asyncio.Queue[Event]] = {}
         self._loop = asyncio.get_running_loop()
         self.live = Live(
@@ -125,7 +127,9 @@ class Policy:
         return self.tokenizer(str(text), add_special_tokens=False).input_ids
 
     def text_tokens(self, text: str) -> list[int]:
-        return self.tokenizer(text).input_ids
+        """The tokens of a text as of a prompt without a template: with one begin token, if texts begin with one."""
+        [prompt] = self._texts.prompts([Row(text, "")])
+        return [] if isinstance(prompt, RowError) else list(prompt[1])
 
     async def scores(self, tokens: Sequence[int], alternatives: int, model: str) -> list[TokenScore]:
         if len(tokens) > self.live.context:

@@ -183,7 +183,8 @@ def _dropped_of(name: str, report: Mapping[str, Any]) -> list[Markup]:
         "whose prompt is tokenised differently with its completion than alone": report["shifted"],
     }
     said = [el("li", f"{name}: {counted(count, 'row')} {what}") for what, count in counts.items() if count]
-    said += [el("li", f"{name}: {note}") for note in report["notes"]]
+    unread = [f"not read: {what} in {counted(count, 'row')}" for what, count in report["unread"].items()]
+    said += [el("li", f"{name}: {note}") for note in (*unread, *report["notes"])]
     bad = [[one["row"], f"{one['file']} line {one['line']}", one["reason"]] for one in report["malformed"]]
     long = [[one["row"], "", f"{one['tokens']:,} tokens, {one['prompt_tokens']:,} of the prompt"]
             for one in report["dropped"]]  # fmt: skip
