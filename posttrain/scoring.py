@@ -20,6 +20,7 @@ from posttrain.errors import DamagedError
 from posttrain.models import kernels
 from posttrain.models.attention import PackedMask
 from posttrain.models.families import backbone_of, base_of, is_packed, logit_scale, logit_softcap
+from posttrain.models.lora import save
 from posttrain.models.matmul import ROWS, float32_product, float32_weight, is_for_onednn, product, weight_of
 from posttrain.models.sharding import as_forward
 
@@ -84,7 +85,7 @@ class ValueScorer(nn.Module):
 
     def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """`state_dict`: the model's, if it is not in the model itself (models/sharding.py)."""
-        self.model.save_pretrained(folder, state_dict=state_dict)  # pyright: ignore[reportCallIssue]
+        save(self.model, folder, state_dict)
         save_file(
             {name: t.detach().float().contiguous() for name, t in self.head.state_dict().items()}, folder / self.FILE
         )

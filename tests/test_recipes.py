@@ -353,6 +353,7 @@ def test_lora_on_a_lora_folder_keeps_the_first_adapter(tmp_path, shared):
     model = shared / "models/stories260K"
     lora = {"lora": {"r": 4, "alpha": 8}}
     first = run(tmp_path, "name=first", **dpo(shared, model, model=lora))
+    lora["lora"] |= {"r": 2}
     second = run(tmp_path, "name=second", **dpo(shared, first / "final", model=lora))
     assert metrics(second, "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
     settings = json.loads((second / "final/adapter_config.json").read_text())

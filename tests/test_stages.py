@@ -1,8 +1,10 @@
 """Stages: settings laid over the common ones, a model handed from one to the next, going on where it stopped."""
 
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -10,9 +12,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain import runner
+from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
-from posttrain.config import Stage, dump, load
-from posttrain.errors import ConfigError, PosttrainError, RunError
+from posttrain.config import ModelConfig, Stage, dump, load
+from posttrain.errors import ConfigError, PosttrainError, RunError, WeightsError
+from posttrain.models.load import load_model
+from posttrain.planning.activations import empty_model
+from posttrain.planning.estimate import count, estimate
 from posttrain.runner.pipeline import Pipeline
 from posttrain.training.loop import Loop
 
@@ -175,6 +181,170 @@ def chain(tmp_path: Path, shared: Path, model: Path, **sections) -> tuple[Stage,
     file = tmp_path / "chain.json"
     file.write_text(json.dumps(settings))
     return load(file).stages
+
+
+LORA = {"r": 4, "alpha": 8, "dropout": 0.0}
+
+
+def continued(tmp_path: Path, shared: Path, model: Path, **stages) -> Path:
+    """The run's folder, its settings in `chain.json`: SFT with an adapter, then these stages with the same `lora`."""
+    hh = {"source": str(shared / "data/hh-harmless"), "format": "hh", "template": "tags"}
+    strong = {"batch_size": 4, "max_steps": 2, "learning_rate": 0.05, "warmup_steps": 0}  # far from the base
+    first = {"method": "sft", "data": {"template": "tags"}, "training": strong}
+    later = {name: {"init_from": "sft", "data": hh, **stage} for name, stage in stages.items()}
+    every = {name: stage | {"model": {"lora": LORA}} for name, stage in {"sft": first, **later}.items()}
+    chain(tmp_path, shared, model, stages=every)
+    return tmp_path / "chain"
+
+
+def lines(folder: Path) -> list[dict]:
+    times = ("time", "seconds", "second", "memory")
+    read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not any(part in k for part in times)} for line in read]
+
+
+def test_a_stage_with_the_same_lora_continues_the_adapter(tmp_path, shared, scratch_model):
+    """`final/` is an adapter of the original base. The reference is the model as the stage began, not the base alone:
+    DPO is what it is with SFT's model as `ref_model`. A reward stage continues the backbone's adapter."""
+    labelled = {"source": str(tmp_path / "labelled.jsonl"), "format": "kto", "template": "tags"}
+    rows = [{"prompt": f"Say {n}.", "completion": f"{n}", "label": n % 2 == 0} for n in range(8)]
+    Path(labelled["source"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = continued(
+        tmp_path, shared, scratch_model,
+        dpo={"method": "dpo"},
+        named={"method": {"type": "dpo", "ref_model": str(tmp_path / "chain/sft/final")}},
+        precomputed={"method": {"type": "dpo", "precompute_ref_log_probs": True}},
+        kto={"init_from": "dpo", "method": "kto", "data": labelled},
+        reward={"method": "reward"},
+        again={"init_from": "reward", "method": "reward"},
+    )  # fmt: skip
+    assert main(["train", str(tmp_path / "chain.json")]) == 0
+    adapters = {}
+    for stage in ("sft", "dpo", "kto", "reward", "again"):
+        final = run / stage / "final"
+        assert json.loads((final / "adapter_config.json").read_text())["base_model_name_or_path"] == str(scratch_model)
+        assert not (run / stage / "base").exists() and not [path for path in final.iterdir() if path.is_dir()]
+        adapters[stage] = load_file(final / "adapter_model.safetensors")
+    names = {name for name in adapters["sft"] if "lora" in name}
+    assert names == adapters["kto"].keys() == {name for name in adapters["reward"] if "lora" in name}
+    name = min(name for name in names if "lora_B" in name)
+    for stage, source in (("dpo", "sft"), ("kto", "dpo"), ("reward", "sft"), ("again", "reward")):
+        moved = float((adapters[stage][name] - adapters[source][name]).abs().max())
+        assert 0 < moved <= 2.1e-3 < 2.5e-3 < float(adapters[source][name].abs().max()) + 1e-3, stage  # two steps
+    head = "base_model.model.score.weight"
+    assert float((adapters["again"][head] - adapters["reward"][head]).abs().max()) <= 2.1e-3
+    dpo, named, precomputed = (lines(run / stage) for stage in ("dpo", "named", "precomputed"))
+    assert dpo[0]["loss"] == pytest.approx(0.693147, abs=1e-6) and dpo[1]["loss"] != dpo[0]["loss"]
+    for mine, *others in zip(dpo, named, precomputed, strict=True):
+        for metric, value in mine.items():
+            for other in others:
+                assert other[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
+    # PEFT on the original base = our model.
+    ids = torch.arange(5, 45)[None]
+    base = AutoModelForCausalLM.from_pretrained(scratch_model)
+    ours = load_model(ModelConfig(path=str(run / "kto/final")), "lm", torch.float32, torch.device("cpu"))
+    ours.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        want = PeftModel.from_pretrained(base, run / "kto/final").eval()(ids).logits
+        torch.testing.assert_close(ours(ids).logits, want, rtol=1e-4, atol=1e-4)
+
+    # The memory of the frozen copy is planned, before the run too.
+    config = load(run / "dpo/config.yaml").config
+    empty = empty_model(config, config.models[0])
+    packs = pack([Example((Node(np.zeros(64, np.int64), trained=True),), row=0)], 64)
+    parts = estimate(config, config.models[0], empty, packs, torch.device("cpu")).parts
+    assert parts["reference"] == 4 * count(empty)[1]
+
+
+def test_a_merged_base_has_its_own_dtype_and_adapters_know_it(tmp_path, shared, scratch_model):
+    """Another `lora` needs SFT's adapter merged: the new one is refused on the original base (PEFT loads it)."""
+    halved = AutoModelForCausalLM.from_pretrained(scratch_model, dtype=torch.bfloat16)
+    halved.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(scratch_model).save_pretrained(tmp_path / "model")
+    run = continued(tmp_path, shared, tmp_path / "model", dpo={"method": "dpo"})
+    assert runner.train(load(tmp_path / "chain.json", ["stages.dpo.model.lora.r=2"]).stages) == 0
+    final = run / "dpo/final"
+    config = json.loads((final / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(run / "dpo/base")
+    base = load_file(run / "dpo/base/model.safetensors")
+    assert {tensor.dtype for tensor in base.values()} == {torch.bfloat16}
+    sft = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), run / "sft/final"
+    )
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(base[name], sft.merge_and_unload().state_dict()[name].bfloat16())
+    adapter = ModelConfig(path=str(final))
+    cpu = torch.device("cpu")
+    load_model(adapter, "lm", torch.float32, cpu)
+    (final / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": str(tmp_path / "model")})
+    )
+    with pytest.raises(WeightsError, match=r"final: was trained on other weights than those of .*model \(SHA-256"):
+        load_model(adapter, "lm", torch.float32, cpu)
+    assert main(["export", str(final), "-o", str(tmp_path / "out")]) == 1
+    (final / "base_weights.json").unlink()  # an adapter of others, or of an earlier version
+    load_model(adapter, "lm", torch.float32, cpu)
+
+
+def test_a_continued_adapter_of_a_trained_base_moves_with_the_run(tmp_path, shared, scratch_model):
+    """Its base is the first stage's model, by a link; resumed elsewhere to the same bits."""
+    run = continued(tmp_path, shared, scratch_model, dpo={"method": "dpo"}, more={"init_from": "dpo", "method": "dpo"})
+    overrides = ["stages.sft.model.lora=null"]
+    assert runner.train(load(tmp_path / "chain.json", overrides).stages) == 0
+    for stage in ("dpo", "more"):
+        assert (run / stage / "base").is_symlink() and (run / stage / "base").resolve() == run / "sft/final"
+        assert (run / stage / "final/base_weights.json").is_file()
+    whole = load_file(run / "more/final/adapter_model.safetensors")
+    (tmp_path / "elsewhere").mkdir()
+    run.rename(tmp_path / "elsewhere/chain")
+    more = tmp_path / "elsewhere/chain/more"
+    for name in ("final", "checkpoint-2"):
+        shutil.rmtree(more / name)
+    assert main(["train", "--resume", str(more)]) == 0
+    again = load_file(more / "final/adapter_model.safetensors")
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+
+
+REWARDED = {
+    "data": {"source": "data/gsm8k/train.jsonl", "format": "auto", "template": "tags"},
+    "rewards": [{"type": "python", "function": "tests.test_stages:length"}],
+    "rollout": {"max_completion_length": 8},
+}
+
+
+def length(completions, **_):
+    return [float(len(text)) for text in completions]
+
+
+ONLINE = {
+    "grpo": {"type": "grpo", "num_generations": 2, "beta": 0.1},
+    "ppo": {"type": "ppo", "num_generations": 2, "kl_coef": 0.1},
+    "distill": {"type": "distill", "num_generations": 2, "teacher_system_prompt": "Be brief."},
+}
+
+
+@pytest.mark.parametrize("method", ONLINE)
+def test_a_continued_adapter_where_completions_are_sampled(tmp_path, shared, scratch_model, power_cut, method):
+    """The KL to the reference is 0 at the start; resumed = uninterrupted, to the bit; the copy is not saved."""
+    stage = {"method": ONLINE[method], **REWARDED} | ({"rewards": []} if method == "distill" else {})
+    stage["data"] = REWARDED["data"] | {"source": str(shared / REWARDED["data"]["source"])}
+    found = {}
+    for name in ("whole", "broken"):
+        (tmp_path / name).mkdir()
+        run = continued(tmp_path / name, shared, scratch_model, online=stage)
+        stages = load(tmp_path / name / "chain.json").stages
+        runner.train(stages, skip=["online"])
+        if name == "broken":
+            with power_cut(step=1):
+                runner.train(stages, skip=["sft"])
+        assert runner.train(stages, skip=["sft"], resume=name == "broken") == 0
+        assert not [path for path in (run / "online/final").iterdir() if path.is_dir()]
+        found[name] = load_file(run / "online/final/adapter_model.safetensors"), lines(run / "online")
+    if method != "distill":
+        assert found["whole"][1][0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert all("lora" in key and ".start." not in key for key in found["whole"][0])
+    assert all(torch.equal(found["broken"][0][key], value) for key, value in found["whole"][0].items())
+    assert found["broken"][1] == found["whole"][1]
 
 
 def states(folder: Path) -> dict[str, str]:

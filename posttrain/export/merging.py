@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from posttrain.errors import VitalSignError
 from posttrain.export.source import Source
 from posttrain.memory import release_memory
-from posttrain.models.load import load_model, merged, with_adapter
+from posttrain.models.load import load_model, merged, to_dtype, with_adapter
 from posttrain.training.checks import ROUNDING, Noise
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,7 +83,8 @@ def write_and_check(whole: Whole, folder: Path, source: Source, prompts: Sequenc
     merging. Raises VitalSignError if a weight differs, or the outputs by more than the dtype explains.
     """
     model, dtype = whole.model, how["dtype"]
-    _cast(model, dtype)
+    to_dtype(model, dtype)
+    release_memory()
     model.save_pretrained(folder, max_shard_size=how["max_shard_size"])
     auto: Any = AutoModelForSequenceClassification if source.reward else AutoModelForCausalLM
     device = next(model.parameters()).device
@@ -115,16 +116,3 @@ def _differences(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> t
 
 def _rms(difference: torch.Tensor) -> float:
     return float(difference.square().mean().sqrt())
-
-
-def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert the weights, except those that transformers keeps in float32 for this dtype."""
-    kept = set(model._keep_in_fp32_modules_strict or ())
-    if dtype == torch.float16:
-        kept |= set(model._keep_in_fp32_modules or ())
-    for name, module in model.named_modules():
-        if not kept & set(name.split(".")):
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                if tensor.is_floating_point():
-                    tensor.data = tensor.data.to(dtype)
-    release_memory()

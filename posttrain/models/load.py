@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -20,6 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 from transformers.utils import logging as hf_logging
 
 from posttrain.config.schema.model import ModelConfig
@@ -41,6 +44,7 @@ from posttrain.models.untrusted import (
     check_embedded_adapter,
     check_file,
     check_indexes,
+    read_json,
 )
 
 if TYPE_CHECKING:  # importing it takes a second
@@ -57,6 +61,8 @@ BASE = "base"  # in a run folder, the base model of its adapters
 READING = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError)
 READING += (RecursionError, StrictDataclassError)
 # Every folder with a tokenizer has one of these files.
+START = "start"  # the name of a frozen copy of an adapter as a run began
+BASE_WEIGHTS = "base_weights.json"  # beside an adapter: the hash of the weights that it was trained on
 SCORE = "base_model.model.score."  # a reward head in an adapter
 DESCRIPTIONS = ("config.json", "adapter_config.json", "tokenizer_config.json")
 
@@ -127,6 +133,7 @@ def load_model(
         torch.nn.init.normal_(loaded.score.weight, std=0.02)
     if base is not model:
         loaded = merged(with_adapter(loaded, model))
+        loaded.name_or_path = model.path
     if use_packed(model, loaded):
         loaded.set_attn_implementation(PACKED)
     lean(loaded, chains)
@@ -226,23 +233,30 @@ def _adapter_config(model: ModelConfig) -> dict[str, Any] | None:
         return adapter_config(Path(model.path), model.path)
 
 
-def with_adapter(base: PreTrainedModel | PeftModel, model: ModelConfig, name: str = "default") -> PeftModel:
+def with_adapter(
+    base: PreTrainedModel | PeftModel, model: ModelConfig, name: str = "default", trainable: bool = False
+) -> PeftModel:
     """`base` with the adapter of the folder `model.path`, not merged: its layers are added to those of `base`.
 
     A base that has adapters already gets one more, under its own `name`. The stop tokens in the generation_config.json
     of the adapter's folder are added to those of the base. Raises WeightsError for an adapter whose tensors are not
-    those that its adapter_config.json describes for this base.
+    those that its adapter_config.json describes for this base, or that was trained on other weights.
     """
     check_adapter_weights(Path(model.path), model.path, model.allow_pickle)
+    _check_base(Path(model.path), str(base_of(base).name_or_path))
     with _clear_errors(model, "adapter"):
-        adapted, differences = attach(base, model.path, name)
+        adapted, differences = attach(base, model.path, name, trainable)
     if differences:
         raise WeightsError(
             f"model {model.path}: {differences}; the adapter was made for another base model, or its keys were renamed"
         )
-    whole, stops = base_of(adapted), adapter_stops(Path(model.path), model.path)
-    set_eos_token_ids(whole, [*eos_token_ids(whole), *stops])
+    add_stops(base_of(adapted), model)
     return adapted
+
+
+def add_stops(base: PreTrainedModel, adapter: ModelConfig) -> None:
+    """Add the stop tokens of an adapter's folder to those of its base."""
+    set_eos_token_ids(base, [*eos_token_ids(base), *adapter_stops(Path(adapter.path), adapter.path)])
 
 
 def attach(
@@ -251,31 +265,39 @@ def attach(
     """`base` with the adapter of a folder, and how the saved tensors differ from the described ones; empty if they do
     not: PEFT leaves missing ones at their initial values and ignores others.
 
-    A trainable adapter has the dtype of the base. The head of the other kind of model (a reward head where a language
-    model is loaded, a language model's where a reward model is) is not read.
+    Trainable adapters, and their frozen copy START, have the dtype of the base. The head of the other kind of model (a
+    reward head where a language model is loaded, a language model's where a reward model is) is not read; a reward
+    model that is trained from a language model's adapter keeps its own.
     """
-    from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel, TaskType
+    from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftConfig, PeftModel, PeftType, TaskType
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+    from peft.utils import load_peft_weights, set_peft_model_state_dict
 
     config = PeftConfig.from_pretrained(folder)
     config.inference_mode = not trainable
     whole = base_of(base)
-    other_head = TaskType.SEQ_CLS if whole.can_generate() else TaskType.CAUSAL_LM
-    if config.task_type == other_head:
-        config.task_type = None  # the backbones have the same names
+    own, other = (
+        (TaskType.CAUSAL_LM, TaskType.SEQ_CLS) if whole.can_generate() else (TaskType.SEQ_CLS, TaskType.CAUSAL_LM)
+    )
+    tensors = load_peft_weights(folder, "cpu", key_mapping=getattr(whole, "_checkpoint_conversion_mapping", {}))
+    if config.task_type == other:  # the backbones have the same names
+        config.task_type = own if trainable else None
+        if trainable and own == TaskType.SEQ_CLS:
+            tensors[f"{SCORE}weight"] = whole.get_submodule("score").get_parameter("weight").detach()
+    casts = not trainable and name != START
     if isinstance(base, PeftModel):
         adapted = base
-        adapted.add_adapter(name, config)
+        adapted.add_adapter(name, config, autocast_adapter_dtype=casts)
     else:
-        kind = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(str(config.task_type), PeftModel)
-        adapted = kind(base, config, name, autocast_adapter_dtype=not trainable)
-    mapping = getattr(whole, "_checkpoint_conversion_mapping", {})
+        kind = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type or "", PeftModel)
+        adapted = kind(base, config, name, autocast_adapter_dtype=casts)
     try:
-        found = adapted.load_adapter(
-            folder, name, is_trainable=trainable, autocast_adapter_dtype=not trainable, key_mapping=mapping
-        )
+        found = set_peft_model_state_dict(adapted, tensors, name)
     except KeyError as error:  # PEFT looks up modules that are saved whole
         return adapted, f"the adapter lacks {error.args[0]}"
-    missing, unexpected = ({key.replace(f".{name}", "") for key in keys} for keys in found)
+    prefix = PEFT_TYPE_TO_PREFIX_MAPPING[PeftType(config.peft_type)]
+    lacking = [key for key in found.missing_keys if prefix in key and f".{name}" in key]
+    missing, unexpected = ({key.replace(f".{name}", "") for key in keys} for keys in (lacking, found.unexpected_keys))
     read = ("",) if whole.can_generate() else (f"base_model.model.{whole.base_model_prefix}.", SCORE)
     unexpected = {key for key in unexpected if key.startswith(read) and not (whole.can_generate() and SCORE in key)}
     parts = [
@@ -304,10 +326,59 @@ def set_eos_token_ids(model: PreTrainedModel, ids: Iterable[int]) -> None:
         generation.do_sample = True
 
 
+def _check_base(adapter: Path, base: str) -> None:
+    """Raise WeightsError if an adapter that names the weights of its base is loaded on others.
+
+    Not checked on a base with another adapter merged, which is no file.
+    """
+    file, folder = adapter / BASE_WEIGHTS, Path(base)
+    if not file.is_file() or (folder / "adapter_config.json").is_file():
+        return
+    facts = read_json(file, str(adapter))
+    if not folder.is_dir():
+        folder = Path(str(cached_file(base, "config.json"))).parent
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb") as content:
+            found[path.name] = hashlib.file_digest(content, "sha256").hexdigest()
+    if not isinstance(facts, dict) or facts.get("sha256") != _hash_of(found):
+        raise WeightsError(
+            f"model {adapter}: was trained on other weights than those of {base} (SHA-256 in {BASE_WEIGHTS}): load it "
+            "on the base that it was trained on, which is `base` in its run's folder"
+        )
+
+
+def name_base(adapter: Path, base: str) -> None:
+    """Write the hash of the base's weights beside an adapter, if posttrain wrote them: then a manifest has it."""
+    manifest = Path(base) / "manifest.json"
+    if manifest.is_file():
+        files = read_json(manifest, base)["files"]
+        facts = {"sha256": _hash_of({name: entry["sha256"] for name, entry in files.items()})}
+        (adapter / BASE_WEIGHTS).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _hash_of(hashes: Mapping[str, str]) -> str:
+    """One hash of a model's weights from the SHA-256 of its files."""
+    weights = sorted((name, value) for name, value in hashes.items() if name.endswith(".safetensors"))
+    return hashlib.sha256(json.dumps(weights).encode()).hexdigest()
+
+
 def merged(adapted: PeftModel) -> PreTrainedModel:
     """The base model with its adapter added to its weights."""
     whole = cast(PreTrainedModel, adapted.merge_and_unload())
     return whole.requires_grad_(True)  # PEFT froze it; the merged model is fully trainable
+
+
+def to_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Convert the weights, except those that transformers keeps in float32 for this dtype."""
+    kept = set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    for name, module in model.named_modules():
+        if not kept & set(name.split(".")):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(dtype)
 
 
 def _some(names: set[str]) -> str:

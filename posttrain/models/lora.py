@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from posttrain.config.schema.model import LoraConfig
+from posttrain.config.schema.model import LoraConfig, ModelConfig
+from posttrain.config.schema.run import RunConfig
 from posttrain.errors import DamagedError, ModelError
-from posttrain.models.families import FAMILIES, backbone_of
-from posttrain.models.load import Head, attach
+from posttrain.models.families import FAMILIES, backbone_of, base_of, is_adapted
+from posttrain.models.load import START, Head, attach, load_config, name_base
+from posttrain.models.untrusted import adapter_config
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+# Entries of adapter_config.json that say where an adapter comes from, and not how it computes.
+ABOUT = ("base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version")
 
 
 def add_lora(model: PreTrainedModel, lora: LoraConfig, head: Head, revision: str | None = None) -> PeftModel:
@@ -66,6 +74,54 @@ def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
         raise DamagedError(f"{file.name}: {differences}")
     adapted.peft_config["default"].base_model_name_or_path = model.name_or_path
     return adapted
+
+
+def continues(config: RunConfig, model: ModelConfig) -> bool:
+    """Whether a run trains the adapter that it starts from further: its settings are those of `model.lora`.
+
+    Otherwise, and in runs of behavior_version 1, it is merged into its base, and a new one is trained.
+    """
+    saved = adapter_config(Path(model.path), model.path)
+    if saved is None or model.lora is None or config.behavior_version < 2:
+        return False
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(load_config(model), trust_remote_code=model.trust_remote_code)
+    wanted = add_lora(empty, model.lora, "lm").peft_config["default"].to_dict()
+    return all(key in ABOUT or key not in saved or _plain(saved[key]) == _plain(value) for key, value in wanted.items())
+
+
+def _plain(value: Any) -> Any:
+    """A value of adapter_config.json: lists of names in one order, and without a reward model's head."""
+    if isinstance(value, list | tuple | set):
+        return sorted(str(item) for item in value if item not in ("score", "classifier")) or None
+    return value
+
+
+@contextmanager
+def as_begun(policy: PeftModel) -> Iterator[None]:
+    """The policy as its run began: with the frozen copy of an adapter that is trained further, else without any."""
+    if START not in policy.peft_config:
+        with policy.disable_adapter():
+            yield
+        return
+    policy.set_adapter(START)
+    try:
+        yield
+    finally:
+        policy.set_adapter("default")
+
+
+def save(model: nn.Module, folder: Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+    """Write a model as transformers or PEFT load it. An adapter is written alone, with the hash of its base's weights
+    if posttrain wrote them.
+
+    `state_dict`: the model's, if it is not in the model itself (models/sharding.py).
+    """
+    only: dict[str, Any] = {}
+    if is_adapted(model):
+        only["selected_adapters"] = ["default"]
+        name_base(folder, str(base_of(model).name_or_path))
+    model.save_pretrained(str(folder), state_dict=state_dict, **only)  # pyright: ignore[reportCallIssue]
 
 
 def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str] | str:

@@ -22,6 +22,7 @@ from posttrain.engines.room import GPU_SHARE, Room, cache_tokens, token_bytes
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import base_of
 from posttrain.models.load import load_config
+from posttrain.models.lora import continues
 from posttrain.models.matmul import ONEDNN, PACKS
 from posttrain.models.optional import takes_triton
 from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
@@ -118,11 +119,13 @@ def estimate(
     checkpointing: bool | None = None,
     card: int | None = None,
     ranks: int = 1,
+    continued: bool | None = None,
 ) -> Estimate:
     """The memory of a step of these packs, the fullest first, on `device`; `empty` has the model's shapes.
 
     `checkpointing`: whether layers are recomputed; None: as the settings say. `card`: bytes of the GPU; None: of the
-    current one. Of several `ranks` it is the memory of each.
+    current one. Of several `ranks` it is the memory of each. `continued`: whether the run trains the adapter of an
+    earlier stage further; None: as the adapter in its model's folder says.
     """
     if device.type == "cuda" and card is None:
         card = _memory_of(device)
@@ -147,6 +150,8 @@ def estimate(
             host += copied
     if holds_reference(config, model):
         parts["reference"] = _reference(config, model, empty, width)
+    elif config.method.refers_to_itself and (continues(config, model) if continued is None else continued):
+        parts["reference"] = width * trained  # a frozen copy of the adapter
     if config.devices.strategy == "fsdp" and ranks > 1:
         # The float32 parts are both weights and masters.
         parts |= {"weights": weights + (4 - width) * trained, "optimizer": _moments(empty, kind)}

@@ -90,7 +90,9 @@ def plan(
             config, model = stage.config, stage.config.models[index]
             data = data_of(config, model, tokenizers.of(stage))
             target = Target.of(config.devices, card, ranks or len(config.devices.ids or (0,)))
-            table = _table(stage, model, data, target)
+            source = next((other for other in stages if other.name == stage.init_from), None)
+            continued = None if source is None else source.config.models[index].lora == model.lora is not None
+            table = _table(stage, model, data, target, continued)
             if probed:
                 table.add_row("fits", str(probe(config, model, data, memory_limit)))
             console.print(table)
@@ -102,7 +104,7 @@ DTYPE_HINTS: dict[tuple[torch.dtype, bool | None], str] = {
 }
 
 
-def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target) -> Table:
+def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, continued: bool | None = None) -> Table:
     config, device, ranks = stage.config, target.device, target.ranks
     method = config.method
     empty = empty_model(config, model)
@@ -113,7 +115,7 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target) -> 
     steps = total_steps(config, len(data.train))
     packs, tokens, targets_seen = _sampled_steps(config, data, ranks)
     largest = largest_step(config, data, training.tokens_per_pack, width_step(device, training.tokens_per_pack), ranks)
-    memory = estimate(config, model, empty, largest, device, card=target.card, ranks=ranks)
+    memory = estimate(config, model, empty, largest, device, card=target.card, ranks=ranks, continued=continued)
 
     title = f"{method.type} of {model.folder_name}"
     if stage.name:

@@ -30,14 +30,19 @@ from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.families import base_of, check_positions, positions_of
 from posttrain.models.load import (
     BASE,
+    START,
     Head,
+    add_stops,
+    base_settings,
     is_adapter,
     load_config,
     load_model,
     load_tokenizer,
     set_eos_token_ids,
+    to_dtype,
+    with_adapter,
 )
-from posttrain.models.lora import add_lora, load_lora
+from posttrain.models.lora import add_lora, continues, load_lora
 from posttrain.models.quantised import refuse_training
 from posttrain.models.sharding import shard
 from posttrain.optim.adamw import AdamW
@@ -188,23 +193,35 @@ class Job:
             raise DamagedError(str(error)) from error
 
     def _adapted(self, lora: LoraConfig, head: Head) -> nn.Module:
-        source = self._base(head)
+        continued = continues(self.config, self.model)
+        source = self._base(head, continued)
         base = load_model(source, head, self.dtype, self.device, stay=self.is_sharded)
-        if self.checkpoint is None:
-            return add_lora(base, lora, head, source.revision)
-        return load_lora(base, self.checkpoint)
+        if self.checkpoint is not None:
+            adapted = load_lora(base, self.checkpoint)
+            if continued:
+                add_stops(base, self.model)
+        elif continued:
+            adapted = with_adapter(base, self.model, trainable=True)
+            adapted.peft_config["default"].base_model_name_or_path = base.name_or_path
+        else:
+            adapted = add_lora(base, lora, head, source.revision)
+        if continued and self.config.method.refers_to_itself:
+            with_adapter(adapted, self.model, START)
+        return adapted
 
-    def _base(self, head: Head) -> ModelConfig:
-        """The base of new adapters: the user's own model, or one in `base/` of the run folder.
+    def _base(self, head: Head, continued: bool) -> ModelConfig:
+        """The base of the run's adapters: the user's own model, or one in `base/` of the run folder.
 
-        If the model is an adapter folder, it is merged into its base there. For the model of an earlier stage, `base/`
-        is a relative link, which stays valid when the whole run is moved.
+        If the model is an adapter folder, its base is the adapters' too if it is trained further; else it is merged
+        into its base, in the base's dtype. For the model of an earlier stage, `base/` is a relative link, which stays
+        valid when the whole run is moved.
         """
         folder = self.run.folder.resolve() / BASE
-        if not is_adapter(self.model):
-            place = Path(self.model.path)
+        if continued or not is_adapter(self.model):
+            model = base_settings(self.model)
+            place = Path(model.path)
             if not is_inside(place, self.run.folder):
-                return self.model
+                return model
             if not folder.exists():
                 try:
                     folder.unlink(missing_ok=True)  # a broken link
@@ -216,12 +233,15 @@ class Job:
                         error.strerror,
                         place,
                     )
-                    return self.model
+                    return model
             return self.saved(folder)
         if not folder.exists():
             whole = self.model.model_copy(update={"load_in_4bit": False, "use_liger_kernel": False})
             with torch.random.fork_rng(devices=[]):  # an existing `base/` must not change the initial adapters
                 merged = load_model(whole, head, torch.float32, torch.device("cpu"))
+            if self.config.behavior_version >= 2:
+                dtype = load_config(whole).dtype
+                to_dtype(merged, dtype if isinstance(dtype, torch.dtype) else torch.float32)
             self.run.save_model(folder, 0, merged.save_pretrained)
         return self.saved(folder)
 

@@ -19,6 +19,7 @@ from posttrain.data import Dataset, Prepared
 from posttrain.errors import ModelError, RunError
 from posttrain.models.families import base_of, is_adapted
 from posttrain.models.load import load_model
+from posttrain.models.lora import as_begun
 from posttrain.models.sharding import whole
 from posttrain.progress import progress
 from posttrain.scoring import Scorer
@@ -64,12 +65,13 @@ def token_reference(
 ) -> tuple[Scorer, Callable[[Pack], torch.Tensor]]:
     """The reference, and a function from a pack to the log-probability of each scored token (N), without gradients.
 
-    It is another model, or the policy as it was before training: with its adapter off, or a frozen copy.
+    It is another model, or the policy as it was before training: with its adapter off, or as it began, or a frozen copy
+    of the model.
     """
     if ref_model is None and is_adapted(policy.model):
-        frozen, adapter = policy, policy.model
+        frozen, adapted = policy, policy.model
     else:
-        frozen, adapter = Scorer(frozen_model(job, ref_model)), None
+        frozen, adapted = Scorer(frozen_model(job, ref_model)), None
         ours, theirs = (base_of(one.model).config.vocab_size for one in (policy, frozen))
         if ours != theirs:
             raise ModelError(
@@ -78,7 +80,7 @@ def token_reference(
 
     @torch.no_grad()
     def score(pack: Pack) -> torch.Tensor:
-        with adapter.disable_adapter() if adapter else nullcontext():
+        with as_begun(adapted) if adapted else nullcontext():
             return frozen(pack, temperature).logprob_N
 
     return frozen, score
@@ -180,4 +182,5 @@ def _key(job: Job, frozen: Scorer, data: Prepared) -> str:
 
 
 def _weights(scorer: Scorer) -> dict[str, torch.Tensor]:
-    return {name: p for name, p in scorer.named_parameters() if "lora_" not in name}
+    """The reference's own: not those of a policy's adapter, which is trained."""
+    return {name: p for name, p in scorer.named_parameters() if not p.requires_grad}

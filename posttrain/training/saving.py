@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from posttrain.config import load
 from posttrain.data import Prepared
 from posttrain.errors import DamagedError, RunError, is_out_of_memory
 from posttrain.memory import release_memory
+from posttrain.models.lora import save
 from posttrain.models.sharding import whole, whole_state
 from posttrain.optim.adamw import AdamW
+from posttrain.scoring import ValueScorer
 from posttrain.store.files import load_tensors, restore_rng, rng_state, save_json, save_tensors
 from posttrain.store.logs import QUIET_LOGGER
 from posttrain.store.parts import load_parts, part_file
@@ -178,7 +181,8 @@ class Saver:
 
     def _write_model(self, folder: Path) -> None:
         """The model as transformers or PEFT load it, with its tokenizer and template."""
-        self.policy.save_pretrained(folder, state_dict=whole_state(self.policy))  # pyright: ignore[reportCallIssue]
+        write = self.policy.save_pretrained if isinstance(self.policy, ValueScorer) else partial(save, self.policy)
+        write(folder, state_dict=whole_state(self.policy))
         self._job.tokenizer.save_pretrained(folder)
         model = next(module for module in self.policy.modules() if isinstance(module, PreTrainedModel))
         if model.can_generate() and model.generation_config is not None:  # PEFT leaves its stop tokens out

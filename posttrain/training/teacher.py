@@ -15,6 +15,7 @@ from posttrain.data.prepare import prompts_with_system
 from posttrain.errors import ModelError
 from posttrain.models.families import is_adapted
 from posttrain.models.load import load_tokenizer
+from posttrain.models.lora import as_begun
 from posttrain.rollout import Rollout, RolloutPack
 from posttrain.scoring import scored_states
 from posttrain.training.inputs import reference_settings
@@ -23,7 +24,7 @@ from posttrain.training.reference import frozen_model
 
 
 class Teacher:
-    """Another model, or the policy as it was before training: with its adapter off, or a frozen copy.
+    """Another model, or the policy as it was before training: with its adapter off or as it began, or a frozen copy.
 
     With `teacher_system_prompt` its prompt differs from the student's. Raises ModelError for a model with another
     tokenizer.
@@ -40,7 +41,7 @@ class Teacher:
     @torch.no_grad()
     def states(self, rollout: Rollout, part: RolloutPack) -> Tensor:
         """The last hidden states (N, D) that predict the scored tokens of a pack of the rollout, in its order."""
-        with self._adapter.disable_adapter() if self._adapter else nullcontext():
+        with as_begun(self._adapter) if self._adapter else nullcontext():
             if self._prompts is None:
                 return scored_states(self.model, part.pack)
             return self._after_own_prompts(rollout, part, self._prompts)

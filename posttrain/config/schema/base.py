@@ -64,6 +64,11 @@ class MethodSettings(Settings):
         return getattr(self, "ref_model", None)
 
     @property
+    def refers_to_itself(self) -> bool:
+        """Whether it has a reference or a teacher that is the model itself as the run began."""
+        return bool({"ref_model", "teacher"} & type(self).model_fields.keys()) and self.reference_path is None
+
+    @property
     def reads_completions(self) -> bool:
         """Whether it also trains on the data's completions of its prompts."""
         return False
