@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from posttrain.config.reading.files import read_settings
 from posttrain.config.schema.rewards import PythonReward, Reward
 from posttrain.console import PlainConsole
 from posttrain.errors import RewardError
@@ -19,7 +21,7 @@ from posttrain.progress import bar
 from posttrain.rewards import beside, python
 from posttrain.rewards.beside import OverdueError
 from posttrain.rewards.compose import RewardInput, Rewards
-from posttrain.rewards.python import RewardFunction
+from posttrain.rewards.python import RewardFunction, call_function
 from posttrain.store.logs import ConsoleLog, RunLog
 from posttrain.training.stopping import GivenUpError, Stop
 
@@ -230,3 +232,59 @@ def test_prints_stay_where_they_are_without_a_log(module, capsys):
 def test_settings_that_cannot_be(more):
     with pytest.raises(ValidationError, match=next(iter(more))):
         PythonReward.model_validate({"type": "python", "function": "a:b"} | more)
+
+
+# --- whose functions --------------------------------------------------------------------------------------------------
+
+LIBRARY = ["shutil:rmtree", "os:remove", "os.path:exists", "posix:system", "builtins:eval", "importlib:import_module"]
+LIBRARY += [
+    "yaml:unsafe_load",
+    "numpy.ctypeslib:load_library",
+    "posttrain.rewards.python:call_function",
+    "antigravity:fly",
+]
+IMPORTED = ["rmtree", "Path", "remove", "later", "copied"]
+
+
+@pytest.mark.parametrize("name", LIBRARY + [f"whose_rewards:{name}" for name in IMPORTED])
+def test_functions_of_libraries_are_refused_and_not_imported(tmp_path, monkeypatch, name):
+    """Settings may be a stranger's: `rows: shutil:rmtree` with a folder as source would delete it."""
+    (tmp_path / "whose_rewards.py").write_text(
+        "import functools, os\nfrom pathlib import Path\nfrom shutil import rmtree\nremove = os.remove\n"
+        "later = functools.partial(rmtree)\ncopied = functools.partial(functools.partial(os.unlink))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "whose_rewards", raising=False)
+    (tmp_path / "kept").mkdir()
+    with pytest.raises(RewardError, match=r"belongs to Python or to an installed package .* entry point"):
+        call_function(name, str(tmp_path / "kept"), "test")
+    assert (tmp_path / "kept").is_dir() and "antigravity" not in sys.modules
+
+
+def test_functions_of_the_users_files(tmp_path, monkeypatch):
+    """In the current folder, beside a settings file that was read, and where an entry point names one; nowhere else."""
+    for folder in ("here", "beside", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        lines = (
+            f"import functools\n@functools.cache\ndef own(*_):\n    return {folder!r}\npart = functools.partial(own)\n"
+        )
+        (tmp_path / folder / f"of_{folder}.py").write_text(lines)
+    (tmp_path / "beside/suite.yaml").write_text("source: rows.jsonl\n")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "elsewhere")])
+    assert call_function("of_here:own") == call_function("of_here:part") == "here"
+    with pytest.raises(RewardError, match="no module of_beside"):
+        call_function("of_beside:own")
+    read_settings(tmp_path / "beside/suite.yaml")
+    assert call_function("of_beside:own") == "beside"
+    with pytest.raises(RewardError, match="neither in the current folder nor beside the settings file"):
+        call_function("of_elsewhere:own")
+    offered = SimpleNamespace(value="of_elsewhere:own")
+    monkeypatch.setattr("posttrain.rewards.python.entry_points", lambda group: [offered])
+    assert call_function("of_elsewhere:own") == "elsewhere"
+    (tmp_path / "here/of_beside.py").write_text("def own():\n    return 'another'\n")
+    with pytest.raises(RewardError, match=r"was imported from .* before"):
+        call_function("of_beside:own")
+    for name in ("of_here", "of_beside", "of_elsewhere"):
+        sys.modules.pop(name, None)

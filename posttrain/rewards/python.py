@@ -8,23 +8,31 @@ async, have a deadline, and be retried when it fails.
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import inspect
 import logging
 import math
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import PosttrainError, RewardError
+from posttrain.paths import settings_folders
 from posttrain.rewards.beside import Beside, OverdueError
 from posttrain.rewards.prints import speaking
 from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 
+ENTRY_POINTS = "posttrain.functions"  # group of the entry points of packages that offer functions
+OFFERED = frozenset({"posttrain.evaluation.mmlu:rows"})  # functions of our own that settings may name
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # before the first retry, doubled for each further one
 
 
@@ -134,12 +142,33 @@ def call_function(name: str, *arguments: Any) -> Any:
 
 
 def find_function(name: str) -> Callable[..., Any]:
-    """The function `module:function`, also of a module in the current folder. Raises RewardError if there is none."""
+    """The function `module:function` of a Python file of the user's. Raises RewardError if there is none.
+
+    The file lies in the current folder or beside a settings file that was read. Settings may come from strangers, so
+    functions of Python itself and of installed packages are refused, unless an entry point of the package names them.
+    """
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise RewardError(f"a function is named module:function, such as my_rewards:brevity, not {name!r}")
-    if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # the `posttrain` command does not search the current folder by itself
+    offered = {point.value.split("[")[0].strip() for point in entry_points(group=ENTRY_POINTS)} | OFFERED
+    allowed = name in offered
+    folders = [Path.cwd(), *settings_folders()]
+    top = module.partition(".")[0]
+    here = next((folder for folder in folders if PathFinder.find_spec(top, [str(folder)]) is not None), None)
+    if here is not None and str(here) not in sys.path and not (here == Path.cwd() and "" in sys.path):
+        sys.path.insert(0, str(here))  # the `posttrain` command does not search these folders by itself
+    try:
+        spec = find_spec(top)  # runs nothing, other than an import
+    except (ImportError, ValueError, AttributeError):
+        spec = None
+    if spec is not None and not allowed:
+        for place in (spec.origin, *(spec.submodule_search_locations or ())):
+            _check_place(name, module, place, folders)
+        mine = PathFinder.find_spec(top, [str(here)]) if here is not None else None
+        if mine is not None and mine.origin != spec.origin:
+            raise RewardError(
+                f"{name}: {top} was imported from {spec.origin} before, not {mine.origin}: rename one of them"
+            )
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -152,7 +181,44 @@ def find_function(name: str) -> Callable[..., Any]:
     if not callable(function):
         functions = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
         raise RewardError(f"{name}: {module} has no function {attribute}; it has {', '.join(functions) or 'none'}")
+    if not allowed:  # a file of the user's may import others' functions
+        _check_place(name, module, getattr(found, "__file__", None), folders)
+        _check_place(name, module, _file_of(function), folders, imported=True)
     return function
+
+
+def _check_place(name: str, module: str, place: str | None, folders: Sequence[Path], imported: bool = False) -> None:
+    """Raises RewardError unless a file or folder is the user's. `imported`: of a function that it imports."""
+    if place is None:
+        return  # a package without a file of its own: its folders are checked
+    path = Path(place).resolve()
+    libraries = {Path(folder).resolve() for folder in (*sysconfig.get_paths().values(), Path(__file__).parents[1])}
+    library = place in ("built-in", "frozen") or (not imported and not path.exists())
+    library = library or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    if library or any(path.is_relative_to(folder) for folder in libraries - {Path(sys.prefix).resolve()}):
+        raise RewardError(
+            f"{name} belongs to Python or to an installed package ({place}): a function comes from a Python file in "
+            "the current folder or beside the settings file, or from a package that names it as an entry point of the "
+            f"group {ENTRY_POINTS} (docs/rewards.md)"
+        )
+    if not imported and not any(path.is_relative_to(folder.resolve()) for folder in folders):
+        raise RewardError(
+            f"{name}: {module} is found at {place}, which is neither in the current folder nor beside the settings "
+            f"file: move it, or start the command in its folder"
+        )
+
+
+def _file_of(function: Any) -> str | None:
+    """The file in which a function or class was defined; None for another object, such as a partial."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    if inspect.isbuiltin(function):
+        return "built-in"
+    if isinstance(function, type):
+        return getattr(sys.modules.get(function.__module__), "__file__", None) or "built-in"
+    code = getattr(function, "__code__", None)  # of a method, too
+    return code.co_filename if code else None
 
 
 def _place(error: BaseException, function: Callable[..., Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from posttrain.errors import ConfigError
+from posttrain.paths import remember_settings
 from posttrain.plain_yaml import MOST_DEPTH
 from posttrain.terminal import visible
 
@@ -100,6 +101,7 @@ def read_settings(path: Path, name: str | None = None) -> Tree:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    remember_settings(path)
     name = name or str(path)
     if path.suffix.lower() == ".json":
         return _read_json(text, name)
