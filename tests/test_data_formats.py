@@ -283,6 +283,8 @@ def test_what_is_not_read_is_named():
     assert layout.unread({"messages": "not JSON"}) == layout.unread({"messages": [3, None]}) == set()
     all_read = [dict.fromkeys(MESSAGE_KEYS, "x")]
     assert layout.unread({"messages": all_read}) == set()
+    parts = [{"type": "text", "text": "a", "cache": 1, "value": None}, "b"]
+    assert layout.unread({"messages": [{"role": "user", "content": parts}]}) == {"messages[].content[].cache"}
     columns = find_layout("auto", {"prompt": "q"}, [{"q": "q", "prompt": "p", "completion": "c"}], "sft", "rows")
     assert columns.unread({"q": "q", "prompt": "p", "completion": [{**assistant("a"), "id": 1}]}) == {
         "prompt",

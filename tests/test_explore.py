@@ -158,3 +158,29 @@ def test_values_between_commas_semicolons_and_tabs(tmp_path, delimiter, name):
 )
 def test_a_correct_comma_file_is_never_divided_otherwise(delimiter, text):
     assert delimiter_of(text) == delimiter
+
+
+@pytest.mark.parametrize("verb", ["explore", "plan", "train"])
+def test_what_is_not_read_is_said_once_with_its_count(verb, scratch_model, tmp_path, capsys):
+    """Columns and keys of messages, by every command that reads the data; of prompts, rewards get the columns."""
+    turns = [{"role": "user", "content": "q", "time": 3}, {"role": "assistant", "content": "a", "time": 4, "to": None}]
+    rows = [{"messages": turns, "me\x1bta": {"a": n}, "url": "x" if n % 2 else None} for n in range(12)]
+    write(tmp_path / "rows.jsonl", rows)
+    settings = [f"model={scratch_model}", f"data.source={tmp_path / 'rows.jsonl'}", "devices.type=cpu"]
+    more = {"explore": ["--rows", "0", "--no-quality"], "plan": [], "train": ["training.max_steps=1"]}[verb]
+    name = f"output_dir={tmp_path}"
+    assert main([verb, "method=sft", *settings, name, "name=run", *more]) == 0
+    captured = capsys.readouterr()
+    said = " ".join((captured.out + captured.err).split())
+    log = tmp_path / "run/training.log"
+    said += " ".join(log.read_text().split()) if log.exists() else ""
+    for line in (r"`me\x1bta` in 12 of 12 rows", "`url` in 6 of 12 rows", "`messages[].time` in 12 of 12 rows"):
+        assert f"not read: {line}" in said, (line, said)
+    assert "messages[].to" not in said and said.count("messages[].time") <= (2 if verb == "train" else 1)
+    if verb == "explore":
+        write(tmp_path / "rows.jsonl", [{"prompt": "q", "answer": "4", "topic": "x"}, {"prompt": "r", "answer": "5"}])
+        rewards = 'rewards=[{"type": "length", "target": 4}]'
+        assert main([verb, "method=grpo", rewards, "data.format=prompt_completion", *settings, *more]) == 1
+        assert main([verb, "method=grpo", rewards, "data.max_length=600", *settings, *more]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "not read: `topic` in 1 of 2 rows (rewards in Python get it)" in said and "`answer`" not in said

@@ -330,6 +330,13 @@ def test_the_openai_client(client, stories):
     )
 
 
+def test_a_prompt_with_its_own_begin_token_has_one(client):
+    def tokens(text):
+        return client.completions.create(model="m", prompt=text, max_tokens=1).usage.prompt_tokens
+
+    assert tokens("<s>Once upon") == tokens("Once upon") < tokens("<s>Once<s> upon")
+
+
 def test_log_probabilities_are_one_computation(client):
     """As lm-eval's `local-completions` compares them: what is continued greedily is reported as the likeliest."""
     greedy = 0

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from posttrain.data.formats import FORMATS, Format
 from posttrain.data.reshaping import in_messages, without_prefill
 from posttrain.data.rows import (
     MESSAGE_KEYS,
     MESSAGES,
+    PART_KEYS,
     STRUCTURED,
     Fields,
     Row,
@@ -68,10 +70,18 @@ class Layout:
                 with suppress(RowError):  # counted as malformed
                     messages = parsed(messages, column)
             if fields[column] in MESSAGES and isinstance(messages, list | dict):
-                for message in messages if isinstance(messages, list) else [messages]:
-                    given = message.items() if isinstance(message, dict) else ()
-                    keys |= {f"{column}[].{key}" for key, item in given if item is not None and key not in MESSAGE_KEYS}
+                keys |= {f"{column}[].{key}" for key in _unread(messages, MESSAGE_KEYS)}
         return found - fields.keys() | keys
+
+
+def _unread(items: Any, read: frozenset[str]) -> Iterator[str]:
+    """Keys of messages, or of the parts of a content, that are not null and not among `read`."""
+    for item in items if isinstance(items, list) else [items]:
+        for key, value in item.items() if isinstance(item, dict) else ():
+            if value is not None and key not in read:
+                yield key
+            elif key in ("content", "value") and read is MESSAGE_KEYS and isinstance(value, list):
+                yield from (f"{key}[].{part}" for part in _unread(value, PART_KEYS))
 
 
 def find_layout(format: str, columns: dict[str, str], sample: list[dict], kind: str, where: str) -> Layout:

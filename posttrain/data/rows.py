@@ -28,6 +28,7 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = ("image", "image_url", "images", "video", "videos", "audio", "audios")
 KEPT = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
 MESSAGE_KEYS = frozenset({"role", "content", "from", "value", "reasoning", "function_call", *KEPT})  # all that are read
+PART_KEYS = frozenset({"type", "text", "value"})  # of a content's parts
 MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # fields that may have messages
 STRUCTURED = ("messages", "conversations", "tools", "history")  # fields that are never plain text, so strings are JSON
 CELLS = ("label", "margin", "tie", "answer")  # fields of CSV that may be empty, or are no text
