@@ -19,3 +19,23 @@ def byte_tokenizer(chat_template: str | None = None, stop: bool = True) -> PreTr
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>" if stop else None)
     tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def base_tokenizer(tokens):
+    """Of a base model: a beginning and an end of text, perhaps the tokens of a template, and no template."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": tokens})
+    return tokenizer
+
+
+def trained_text(prepared, tokenizer, index=0):
+    """The trained tokens of an example as text, runs of them apart."""
+    (tree,) = prepared.train[index].trees
+    runs, before = [], False
+    for token, trained in zip(tree.tokens, tree.trained, strict=True):
+        if trained and not before:
+            runs.append([])
+        if trained:
+            runs[-1].append(int(token))
+        before = trained
+    return [tokenizer.decode(run) for run in runs]

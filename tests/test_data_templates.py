@@ -8,7 +8,7 @@ import unicodedata
 
 import pytest
 import torch
-from data_tokenizer import CHATML, byte_tokenizer
+from data_tokenizer import CHATML, base_tokenizer, byte_tokenizer, trained_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from posttrain import helpers, runner
@@ -169,19 +169,6 @@ def test_a_process_renders_again_unless_it_owes_an_answer(monkeypatch):
     assert not started[3].is_free and text(plain) == "a" and len(started) == 5
 
 
-def trained_text(prepared, tokenizer, index=0):
-    """The trained tokens of an example as text, runs of them apart."""
-    (tree,) = prepared.train[index].trees
-    runs, before = [], False
-    for token, trained in zip(tree.tokens, tree.trained, strict=True):
-        if trained and not before:
-            runs.append([])
-        if trained:
-            runs[-1].append(int(token))
-        before = trained
-    return [tokenizer.decode(run) for run in runs]
-
-
 SAID = (("system", "s"), ("user", "a"), ("assistant", "é one"), ("user", "b"), ("assistant", "two"))
 CONVERSATION = json.dumps({"messages": [{"role": role, "content": content} for role, content in SAID]}) + "\n"
 UNENDED = (
@@ -203,17 +190,17 @@ def test_assistant_only_loss_without_marks(tmp_path):
     assert trained_text(last, tokenizer) == ["two<|im_end|>\n"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+def test_a_template_that_rewrites_earlier_turns(tmp_path):
+    """What stands in the whole is trained, whatever the turn would be as the last one."""
     (tmp_path / "rows.jsonl").write_text(CONVERSATION)
     rewriting = CHATML.replace("message.content", "(message.content if loop.last else '(old)')")
-    with pytest.raises(DataError, match="writes earlier turns differently"):
-        prepare(
-            DataConfig(source=str(tmp_path / "rows.jsonl")),
-            byte_tokenizer(rewriting),
-            "sft",
-            assistant_only_loss=True,
-            cache_dir=tmp_path,
-        )
+    data, tokenizer = DataConfig(source=str(tmp_path / "rows.jsonl")), byte_tokenizer(rewriting)
+    with pytest.raises(DataError, match="has nothing to train"):
+        prepare(data, byte_tokenizer("nothing"), "sft", assistant_only_loss=True, cache_dir=tmp_path)
+    trimmed = CHATML.replace("message.content", "(message.content if loop.last else message.content[:3])")
+    tokenizer.chat_template = trimmed
+    prepared = prepare(data, tokenizer, "sft", assistant_only_loss=True, cache_dir=tmp_path)
+    assert trained_text(prepared, tokenizer) == ["é o<|im_end|>\n", "two<|im_end|>\n"]
 
 
 def test_nothing_to_train_is_an_error_with_the_row(tmp_path):
@@ -303,13 +290,6 @@ PUBLISHED_TEXTS = {
         "<start_of_turn>model\n",
     ),
 }
-
-
-def base_tokenizer(tokens):
-    """Of a base model: a beginning and an end of text, perhaps the tokens of a template, and no template."""
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": tokens})
-    return tokenizer
 
 
 @pytest.mark.parametrize("name", PUBLISHED_TEXTS)

@@ -106,11 +106,7 @@ def trainer(request, shared):
 
 @fuzzed(12, 800, messages=conversations())
 def test_what_the_assistant_says_is_trained_and_nothing_else(trainer, messages):
-    try:
-        [found] = trainer.conversations([Row(None, messages)])
-    except DataError as error:
-        assert "writes earlier turns differently" in str(error) and "think" in trainer.tokenizer.chat_template
-        return
+    [found] = trainer.conversations([Row(None, messages)])
     assert isinstance(found, Trained), found
     said = [message["content"] for message in messages if message["role"] == "assistant"]
     trained = [trainer.tokenizer.decode(found.tokens[begin:end]) for begin, end in found.spans]
@@ -137,7 +133,7 @@ def test_any_text_is_tokenised_or_malformed(trainer, messages, odd):
         odd.encode()
     except UnicodeEncodeError:
         return
-    ends = "".join(trainer.endings[:2])
+    ends = "".join(trainer.endings.special[:2])
     row = Row(None, [{**message, "content": message["content"] + odd + ends} for message in messages])
     found = outcome(lambda: trainer.conversations([row]))
     if isinstance(found, list) and not isinstance(found[0], RowError):

@@ -183,6 +183,7 @@ class Reader:
         """Read the rows of a source `between` two row numbers and write their tokens."""
         records, layout = self._records(name, source, format, columns, between)
         read, shifted, malformed, seen, unread = 0, 0, [], _Seen(), Counter[str]()
+        unwritten: dict[str, int] = {}
         with ExitStack() as stack:
             renderer = None
             if self.template.turns and layout.name != "text":
@@ -203,6 +204,7 @@ class Reader:
                         raise DataError(f"{record.file} line {record.line}: {error}") from error
                 kept = []
                 items = self._tokenise(tokeniser, rows, layout)
+                unwritten = dict(tokeniser.unwritten)
                 for record, row, item in zip(records_of, rows, items, strict=True):
                     if isinstance(item, RowError):
                         malformed.append(Malformed(record.file, record.line, str(item), record.row))
@@ -219,7 +221,7 @@ class Reader:
             )
         if self.kind == "prompt":
             unread.pop("answer", None)  # read by rewards in every format
-        return Reading(layout.name, read, tuple(malformed), seen.duplicates, shifted, dict(unread))
+        return Reading(layout.name, read, tuple(malformed), seen.duplicates, shifted, dict(unread), unwritten)
 
     def rows(self, part: SourcePart, max_rows: int | None) -> Iterator[tuple[Record, Row | None]]:
         """The rows of a part as they are tokenised, before any template; None for malformed ones."""
@@ -359,6 +361,7 @@ def _report(
         max_length=limits.max_length,
         max_prompt_length=limits.max_prompt_length,
         notes=tuple(notes),
+        unwritten=dict(sum((Counter(reading.unwritten) for reading in readings), Counter())),
         dropped=tuple(Overlong(*row) for row in fitted.dropped[:MOST_LISTED].tolist()),
         unread=dict(sum((Counter(reading.unread) for reading in readings), Counter())),
         rewarded=rewarded,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -66,6 +66,7 @@ class Reading:
     duplicates: int = 0
     shifted: int = 0
     unread: dict[str, int] = field(default_factory=dict)  # columns and keys that are not read, and in how many rows
+    unwritten: dict[str, int] = field(default_factory=dict)  # rows that lose the text of a message, by its role
 
     def to_json(self) -> dict:
         return asdict(self)
@@ -94,6 +95,7 @@ class Report:
     max_length: int
     max_prompt_length: int | None
     notes: tuple[str, ...] = field(default=())
+    unwritten: Mapping[str, int] = field(default_factory=dict)  # rows that lose the text of a message, by its role
     dropped: tuple[Overlong, ...] = field(default=())  # the first of `overlong_dropped`
     unread: dict[str, int] = field(default_factory=dict)  # columns and keys that the format does not read: rows
     rewarded: bool = False  # whether rewards get every column
@@ -121,7 +123,15 @@ class Report:
             (len(self.malformed), "malformed, dropped"),
         )
         out += [f"{counted(count, 'row')}{_share(count, self.read)} {what}" for count, what in counts if count]
-        return [*out, *(f"  {row}" for row in self.malformed[:10]), *self._unread(), *self.notes]
+        return [*out, *(f"  {row}" for row in self.malformed[:10]), *self._unread(), *self.warnings, *self.notes]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the template loses of the rows, in words."""
+        return [
+            f"{self.name}: in {counted(count, 'row')} the chat template does not write what the {role} says"
+            for role, count in self.unwritten.items()
+        ]
 
     def _unread(self) -> Iterable[str]:
         for name, count in sorted(self.unread.items(), key=lambda one: -one[1])[:MOST_UNREAD]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import cast
@@ -16,12 +17,12 @@ from typing import cast
 import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from posttrain.data.render import PREFILL, Renderer, RenderRequest
+from posttrain.data.render import PREFILL, Rendered, Renderer, RenderRequest
 from posttrain.data.rows import Row, RowError, Turns, as_turns
+from posttrain.data.turns import Endings, Part, Span, Whole, agreed, common_prefix, locate, unwritten
 from posttrain.errors import DataError
 
 Ids = Sequence[int]
-Span = tuple[int, int]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -48,10 +49,33 @@ class Compared:
     shifted: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A row's text and its prompt's. Of a conversation also how it was rendered, what `{% generation %}` marks in its
+    stock rendering, and the roles of messages whose text the template does not write."""
+
+    prompt: str | RowError
+    text: str | RowError
+    whole: Whole | None = None
+    marks: tuple[Span, ...] = ()
+    missing: Collection[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """The tokens of a text, where the batch has them, and how many of its first characters were not read."""
+
+    ids: Ids
+    batch: BatchEncoding
+    row: int
+    cut: int
+
+
 class Tokeniser:
     """Tokenises batches of rows for one tokenizer. `renderer` is None when texts are used as they are.
 
-    With `behavior_version` 1 a text that begins with the begin token gets a second one.
+    With `behavior_version` 1 a text that begins with the begin token gets a second one, a prompt may differ from that
+    of inference, and the turns are found by another rule (`locate`).
     """
 
     def __init__(
@@ -66,7 +90,10 @@ class Tokeniser:
         self.assistant_only_loss = assistant_only_loss
         self.behavior_version = behavior_version
         self.stop = str(tokenizer.eos_token) if tokenizer.eos_token else ""
-        self.endings = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self.endings = Endings(special, self.stop)
+        self.unwritten: Counter[str] = Counter()  # rows of which the template writes no text of a message, by its role
+        self.marked = renderer is not None and bool(GENERATION.search(str(tokenizer.chat_template)))
         # Whether the tokenizer itself ends a text with the stop token. It has one already, and a prompt is continued.
         whole, bare = (list(cast(list[Ids], self._call(["a"], special)["input_ids"])[0]) for special in (True, False))
         self.appends_stop = bool(bare) and whole[-len(bare) - 1 :] == [*bare, tokenizer.eos_token_id]
@@ -77,30 +104,21 @@ class Tokeniser:
 
     def pairs(self, rows: Sequence[Row]) -> list[Compared | RowError]:
         """Preference pairs, all completion tokens trained."""
-        texts = self._texts(
-            [
-                part
-                for row in rows
-                for part in (
-                    (row, row.prompt, None),
-                    (row, row.prompt, row.chosen),
-                    (row, row.prompt if row.rejected_prompt is None else row.rejected_prompt, row.rejected),
-                    (row, row.rejected_prompt, None),
-                )
-                if part[1] is not None
-            ]
-        )
-        ids = iter(self._encode(texts))
-        return [self._pair(row, [next(ids) for _ in range(3 if row.rejected_prompt is None else 4)]) for row in rows]
+        parts = []
+        for row in rows:
+            other = row.prompt if row.rejected_prompt is None else row.rejected_prompt
+            parts += [(row, row.prompt, row.chosen), (row, other, cast(str | Turns, row.rejected))]
+        both = self._counted(self._with_prompts(parts))
+        ids = iter(self._encode([text for item in both for text in (item.prompt, item.text)]))
+        return [self._pair(row, [next(ids) for _ in range(4)]) for row in rows]
 
-    def _pair(self, row: Row, encoded: list[Ids | RowError]) -> Compared | RowError:
+    def _pair(self, row: Row, encoded: list[_Encoded | RowError]) -> Compared | RowError:
         for item in encoded:
             if isinstance(item, RowError):
                 return item
-        prompt, chosen, rejected, *rest = cast(list[Ids], encoded)
-        other = rest[0] if rest else prompt
+        prompt, chosen, other, rejected = (item.ids for item in cast(list[_Encoded], encoded))
         cut, other_cut = common_prefix(prompt, chosen), common_prefix(other, rejected)
-        if not rest:
+        if row.rejected_prompt is None:
             cut = other_cut = min(cut, other_cut)
         shifted = cut < len(prompt) or other_cut < len(other)
         same = list(chosen[:cut]) == list(rejected[:other_cut])
@@ -118,33 +136,31 @@ class Tokeniser:
 
     def completions(self, rows: Sequence[Row], completion_only_loss: bool) -> list[Trained | RowError]:
         """SFT examples with a prompt: the completion is trained, or without `completion_only_loss` everything."""
-        turned = [index for index, row in enumerate(rows) if self.assistant_only_loss or row.train_history]
-        wholes = [replace(rows[i], prompt=None, chosen=_joined(rows[i].prompt, rows[i].chosen)) for i in turned]
-        turns = dict(zip(turned, self._assistant_turns(wholes), strict=True)) if turned else {}
-        texts = self._texts([part for row in rows for part in ((row, row.prompt, None), (row, row.prompt, row.chosen))])
-        ids = self._encode(texts)
+        written = self._counted(self._with_prompts([(row, row.prompt, row.chosen) for row in rows]))
+        turned = [index for index, row in enumerate(rows) if self._finds_turns(row)]
+        turns = dict(zip(turned, self._assistants([written[index] for index in turned]), strict=True)) if turned else {}
+        ids = self._encode([text for one in written for text in (one.prompt, one.text)])
         out: list[Trained | RowError] = []
         for index, row in enumerate(rows):
-            prompt, full, masked = ids[2 * index], ids[2 * index + 1], turns.get(index)
-            failed = next((item for item in (prompt, full, masked) if isinstance(item, RowError)), None)
-            if failed is not None:
-                out.append(failed)
+            prompt, full = ids[2 * index], ids[2 * index + 1]
+            if isinstance(prompt, RowError) or isinstance(full, RowError):
+                out.append(prompt if isinstance(prompt, RowError) else cast(RowError, full))
                 continue
-            prompt, full, masked = cast(Ids, prompt), cast(Ids, full), cast(Trained | None, masked)
-            cut = common_prefix(prompt, full)
+            cut = common_prefix(prompt.ids, full.ids)
             start = cut if completion_only_loss else 0
-            spans: tuple[Span, ...] = ((start, len(full)),)
-            if masked is not None and self.assistant_only_loss:
+            spans: tuple[Span, ...] = ((start, len(full.ids)),)
+            found = self._token_spans(full, turns.get(index, ()))
+            if self.assistant_only_loss:
                 start = 0 if row.train_history else start
-                spans = tuple((max(a, start), b) for a, b in masked.spans if b > start)
-            elif masked is not None:
-                spans = (*((a, min(b, cut)) for a, b in masked.spans if a < cut), *spans)
-            out.append(Trained(full, spans, cut, cut < len(prompt)))
+                spans = tuple((max(first, start), stop) for first, stop in found if stop > start)
+            elif row.train_history:
+                spans = (*((first, min(stop, cut)) for first, stop in found if first < cut), *spans)
+            out.append(Trained(full.ids, spans, cut, cut < len(prompt.ids)))
         return out
 
     def unfinished(self, rows: Sequence[Row]) -> list[Trained | RowError]:
         """Prompts with replies (texts) that were cut off: no stop token and no end of turn follow."""
-        prompts = self._texts([(row, row.prompt, None) for row in rows])
+        prompts = [one.prompt for one in self._prompts(rows)]
         wholes = [
             text if isinstance(text, RowError) else text + cast(str, row.chosen)
             for text, row in zip(prompts, rows, strict=True)
@@ -154,68 +170,181 @@ class Tokeniser:
             if isinstance(prompt, RowError) or isinstance(whole, RowError):
                 out.append(prompt if isinstance(prompt, RowError) else cast(RowError, whole))
                 continue
-            cut = common_prefix(prompt, whole)
-            out.append(Trained(whole, ((cut, len(whole)),), cut, cut < len(prompt)))
+            cut = common_prefix(prompt.ids, whole.ids)
+            out.append(Trained(whole.ids, ((cut, len(whole.ids)),), cut, cut < len(prompt.ids)))
         return out
 
     def prompts(self, rows: Sequence[Row]) -> list[tuple[str, Ids] | RowError]:
         """Text and tokens of each row's prompt as the model sees it before it answers."""
-        texts = self._texts([(row, row.prompt, None) for row in rows])
+        texts = [one.prompt for one in self._counted(self._prompts(rows))]
         return [
-            ids if isinstance(ids, RowError) else (cast(str, text), ids)
-            for text, ids in zip(texts, self._encode(texts), strict=True)
+            item if isinstance(item, RowError) else (cast(str, text), item.ids)
+            for text, item in zip(texts, self._encode(texts), strict=True)
         ]
 
     def documents(self, rows: Sequence[Row]) -> list[Trained | RowError]:
         """Plain texts, every token trained."""
         texts: list[str | RowError] = [self._stopped(cast(str, row.chosen)) for row in rows]
         return [
-            item if isinstance(item, RowError) else Trained(item, ((0, len(item)),), 0)
+            item if isinstance(item, RowError) else Trained(item.ids, ((0, len(item.ids)),), 0)
             for item in self._encode(texts, plain=True)
         ]
 
     def conversations(self, rows: Sequence[Row]) -> list[Trained | RowError]:
         """Whole conversations: every token trained, or with `assistant_only_loss` the assistant's turns."""
-        if self.assistant_only_loss:
-            return self._assistant_turns(rows)
-        texts = self._texts([(row, [], row.chosen) for row in rows])
+        written = self._counted(self._conversations(rows))
+        spans = self._assistants(written) if self.assistant_only_loss else None
+        out: list[Trained | RowError] = []
+        for index, item in enumerate(self._encode([one.text for one in written])):
+            if isinstance(item, RowError):
+                out.append(item)
+            elif spans is None:
+                out.append(Trained(item.ids, ((0, len(item.ids)),), 0))
+            else:
+                out.append(Trained(item.ids, self._token_spans(item, spans[index]), 0))
+        return out
+
+    def _prompts(self, rows: Sequence[Row]) -> list[_Written]:
+        """Each row's prompt as the model sees it before it answers."""
+        if self.renderer is None:
+            return [_Written(_plain(cast(str | Turns, row.prompt)), "") for row in rows]
+        jobs = [self._prompt_job(row, row.prompt) for row in rows]
+        done = self.renderer.render(jobs)
+        missing = self._missing(jobs, done)
         return [
-            item if isinstance(item, RowError) else Trained(item, ((0, len(item)),), 0) for item in self._encode(texts)
+            _Written(RowError(done.error) if done.error else done.text, "", missing=roles)
+            for done, roles in zip(done, missing, strict=True)
         ]
 
-    def _assistant_turns(self, rows: Sequence[Row]) -> list[Trained | RowError]:
-        """Whole conversations with the assistant's turns trained."""
+    def _with_prompts(self, parts: Sequence[tuple[Row, str | Turns | None, str | Turns]]) -> list[_Written]:
+        """The text of each (prompt, reply), and its prompt's as the model sees it before it answers."""
+        if self.renderer is None:
+            return [self._written_plainly(prompt, reply) for _, prompt, reply in parts]
+        asked = {(id(row), id(prompt)): self._prompt_job(row, prompt) for row, prompt, _ in parts}
+        jobs = [self._job(row, _joined(prompt, reply)) for row, prompt, reply in parts]
+        done = self.renderer.render([*asked.values(), *jobs])
+        prompts = dict(zip(asked, done, strict=False))
+        out: list[_Written] = []
+        for (row, prompt, reply), job, whole in zip(parts, jobs, done[len(asked) :], strict=True):
+            before = prompts[id(row), id(prompt)]
+            if error := RowError(before.error) if before.error else self._refusal(job, whole):
+                out.append(_Written(error, error))
+                continue
+            replies = len(job.messages) - len(_turns(reply, "assistant"))
+            found = Whole(job, whole.text, asked[id(row), id(prompt)], before.text, replies)
+            out.append(_Written(before.text, self._ended(whole.text, job), found, whole.spans))
+        return self._agreed(out) if self.behavior_version > 1 else out
+
+    def _agreed(self, written: list[_Written]) -> list[_Written]:
+        """The same, with the prompt in each text as the model sees it; and what the template does not write of it."""
+        assert self.renderer is not None
+        good = [n for n, one in enumerate(written) if one.whole is not None]
+        wholes = agreed(self.renderer, [cast(Whole, written[n].whole) for n in good], self.endings)
+        out = list(written)
+        for n, whole in zip(good, wholes, strict=True):
+            if isinstance(whole, str):
+                out[n] = _Written(error := RowError(whole), error)
+            elif whole.joint is not None:
+                out[n] = replace(written[n], text=self._ended(whole.text, whole.job), whole=whole)
+        good = [n for n in good if out[n].whole is not None]
+        rendered = [cast(Whole, out[n].whole).rendered for n in good]
+        for n, roles in zip(good, unwritten(self.renderer, rendered), strict=True):
+            out[n] = replace(out[n], missing=roles)
+        return out
+
+    def _conversations(self, rows: Sequence[Row]) -> list[_Written]:
+        """Whole conversations. Where the template loses a message's text of one that ends with the assistant's turn,
+        what is before it is as the model sees it."""
+        if self.renderer is None:
+            return [self._written_plainly("", row.chosen) for row in rows]
+        jobs = [self._job(row, cast(Turns, row.chosen)) for row in rows]
+        done = self.renderer.render(jobs)
+        out = []
+        for job, whole, roles in zip(jobs, done, self._missing(jobs, done), strict=True):
+            error = self._refusal(job, whole)
+            found = None if error else Whole(job, whole.text, job, "", 0)
+            out.append(_Written("", error or self._ended(whole.text, job), found, whole.spans, roles))
+        lossy = [n for n, one in enumerate(out) if one.missing and jobs[n].messages[-1]["role"] == "assistant"]
+        parts = [(rows[n], rows[n].chosen[:-1], rows[n].chosen[-1:]) for n in lossy]
+        for n, one in zip(lossy, self._with_prompts(parts), strict=True):
+            if one.whole is not None and one.whole.joint is not None:
+                out[n] = one
+        return out
+
+    def _missing(self, jobs: Sequence[RenderRequest], done: Sequence[Rendered]) -> list[set[str]]:
+        """The roles of each conversation's messages whose text the template does not write."""
+        assert self.renderer is not None
+        return unwritten(self.renderer, [(job, one.text) for job, one in zip(jobs, done, strict=True)])
+
+    def _counted(self, written: list[_Written]) -> list[_Written]:
+        self.unwritten.update(role for one in written for role in one.missing)
+        return written
+
+    def _refusal(self, job: RenderRequest, done: Rendered) -> RowError | None:
+        """Why a conversation cannot be used: the template's error; in runs of behavior_version 1 a first turn of the
+        assistant, where turns are found by rendering."""
+        if done.error:
+            return RowError(done.error)
+        found = self.assistant_only_loss and not self.marked
+        if self.behavior_version == 1 and found and job.messages[0]["role"] == "assistant":
+            return RowError("begins with the assistant's turn, whose opening is only known after another turn")
+        return None
+
+    def _assistants(self, written: Sequence[_Written]) -> list[list[Span]]:
+        """The characters of the assistant's turns: those that the template marks with `{% generation %}`, or those
+        found by rendering."""
+        if self.marked:
+            out: list[list[Span]] = []
+            for one in written:
+                joint = 0 if one.whole is None else one.whole.joint or 0
+                moved = len(cast(str, one.prompt)) - joint if joint else 0
+                spans = [(start + moved, stop + moved) for start, stop in one.marks if start >= joint]
+                out.append(_to_end(spans, one))
+            return out
+        found = self._placed(written, "assistant")
+        return [_to_end(list(spans.values()), one) for one, spans in zip(written, found, strict=True)]
+
+    def _placed(self, written: Sequence[_Written], role: str) -> list[dict[int, Span]]:
+        """The characters of a role's messages by their index."""
         if self.renderer is None:
             raise DataError(
                 "method.assistant_only_loss needs conversations, but data.template is none, which has no turns"
             )
-        template = self.tokenizer.get_chat_template()
-        located = self._marked(rows) if GENERATION.search(template) else self._by_prefix(rows)
-        return self._masked(located)
+        parts = []
+        for one in written:
+            if (whole := one.whole) is None:
+                continue
+            chosen = [index for index, message in enumerate(whole.job.messages) if message["role"] == role]
+            apart = whole.count if whole.joint is not None else 0
+            parts.append(Part(whole.prompt_job, whole.prompt, [index for index in chosen if index < apart]))
+            parts.append(Part(whole.job, whole.stock, [index for index in chosen if index >= apart]))
+        found = iter(locate(self.renderer, parts, self.endings, old=self.behavior_version == 1))
+        out: list[dict[int, Span]] = []
+        for one in written:
+            before, after = ({}, {}) if one.whole is None else (next(found), next(found))
+            moved = 0 if one.whole is None or one.whole.joint is None else len(one.whole.prompt) - one.whole.joint
+            out.append(before | {index: (start + moved, stop + moved) for index, (start, stop) in after.items()})
+        return out
 
-    def _texts(self, parts: Sequence[tuple[Row, str | Turns | None, str | Turns | None]]) -> list[str | RowError]:
-        """The text of each (prompt, reply); without a reply, the prompt as the model sees it before it answers."""
-        if self.renderer is None:
-            texts: list[str | RowError] = []
-            for _, prompt, reply in parts:
-                pieces = [_plain(piece) for piece in (prompt, reply) if piece is not None]
-                failed = next((piece for piece in pieces if isinstance(piece, RowError)), None)
-                text = "".join(cast(list[str], pieces)) if failed is None else ""
-                texts.append(failed or (text if reply is None else self._stopped(text)))
-            return texts
-        jobs = []
-        for row, prompt, reply in parts:
-            turns = _turns(prompt) if reply is None else _joined(prompt, reply)
-            continued = reply is None and bool(turns) and PREFILL in turns[-1]
-            jobs.append(RenderRequest(turns, row.tools, reply is None and not continued, continued=continued))
-        return [
-            RowError(done.error)
-            if done.error
-            else done.text
-            if job.generate or job.continued
-            else self._ended(done.text, job)
-            for job, done in zip(jobs, self.renderer.render(jobs), strict=True)
-        ]
+    def _finds_turns(self, row: Row) -> bool:
+        return self.assistant_only_loss or row.train_history
+
+    def _job(self, row: Row, messages: Turns) -> RenderRequest:
+        return RenderRequest(messages, row.tools, spans=self.marked and self._finds_turns(row))
+
+    def _prompt_job(self, row: Row, prompt: str | Turns | None) -> RenderRequest:
+        """A prompt with the opening of its reply, or with the beginning of the reply that it has (a prefill)."""
+        turns = _turns(prompt)
+        continued = bool(turns) and PREFILL in turns[-1]
+        return RenderRequest(turns, row.tools, generate=not continued, continued=continued)
+
+    def _written_plainly(self, prompt: str | Turns | None, reply: str | Turns) -> _Written:
+        """Prompt and reply without a template, concatenated."""
+        before, after = ("" if piece is None else _plain(piece) for piece in (prompt, reply))
+        if isinstance(before, RowError) or isinstance(after, RowError):
+            error = before if isinstance(before, RowError) else after
+            return _Written(error, error)
+        return _Written(before, self._stopped(before + after))
 
     def _stopped(self, text: str) -> str:
         """A completion as text, with the stop token at its end."""
@@ -223,30 +352,32 @@ class Tokeniser:
 
     def _ended(self, text: str, job: RenderRequest) -> str:
         """A rendered conversation; the template's own end of turn, any special token, is as good as the stop token."""
-        if job.messages[-1]["role"] != "assistant" or text.rstrip().endswith(self.endings):
+        if job.messages[-1]["role"] != "assistant" or text.rstrip().endswith(self.endings.special):
             return text
         return self._stopped(text)
 
-    def _encode(self, texts: Sequence[str | RowError], plain: bool | None = None) -> list[Ids | RowError]:
+    def _encode(self, texts: Sequence[str | RowError], plain: bool | None = None) -> list[_Encoded | RowError]:
         plain = self.renderer is None if plain is None else plain
-        good = [text if plain else self._begun_once(text)[0] for text in texts if isinstance(text, str)]
-        encoded = cast(list[list[int]], self._call(good, plain)["input_ids"] if good else [])
-        if plain and self.appends_stop:
-            encoded = [tokens[:-1] for tokens in encoded]
-        if plain and self.begin and self.adds_begin:
-            encoded = [
-                tokens[1:] if text.startswith(self.begin) and text != self.stop else tokens
-                for text, tokens in zip(good, encoded, strict=True)
-            ]
-        ids = iter(encoded)
-        return [text if isinstance(text, RowError) else next(ids) for text in texts]
+        unique = {text: index for index, text in enumerate(dict.fromkeys(t for t in texts if isinstance(t, str)))}
+        again = {text: 0 if plain else self._begun_again(text) for text in unique}
+        batch = self._call([text[again[text] :] for text in unique], plain) if unique else None
+        out: list[_Encoded | RowError] = []
+        for text in texts:
+            if isinstance(text, RowError) or batch is None:
+                out.append(cast(RowError, text))
+                continue
+            ids = cast(list[list[int]], batch["input_ids"])[unique[text]]
+            begun = plain and self.begin and self.adds_begin and text.startswith(self.begin) and text != self.stop
+            kept = ids[bool(begun) : -1 if plain and self.appends_stop else None]
+            out.append(_Encoded(kept, batch, unique[text], again[text]))
+        return out
 
-    def _begun_once(self, text: str, spans: tuple[Span, ...] = ()) -> tuple[str, tuple[Span, ...]]:
-        """A rendered text with one begin token, where the template writes one before a content that has its own."""
+    def _begun_again(self, text: str) -> int:
+        """Characters before the last begin token, where a template writes one before a content that has its own."""
         cut = 0
         while self.begin and text.startswith(2 * self.begin, cut):
             cut += len(self.begin)
-        return text[cut:], tuple((max(start - cut, 0), stop - cut) for start, stop in spans)
+        return cut
 
     def _call(self, texts: list[str], special: bool) -> BatchEncoding:
         # a template writes the beginning of the text itself, so special tokens are added to plain texts only
@@ -258,89 +389,19 @@ class Tokeniser:
             verbose=False,
         )
 
-    def _marked(self, rows: Sequence[Row]) -> list[tuple[str, tuple[Span, ...]] | RowError]:
-        """Conversations with the characters that the template marks with `{% generation %}`."""
-        assert self.renderer is not None
-        jobs = [RenderRequest(cast(Turns, row.chosen), row.tools, spans=True) for row in rows]
-        return [
-            RowError(done.error) if done.error else _end_span(done.text, self._ended(done.text, job), done.spans)
-            for job, done in zip(jobs, self.renderer.render(jobs), strict=True)
-        ]
-
-    def _by_prefix(self, rows: Sequence[Row]) -> list[tuple[str, tuple[Span, ...]] | RowError]:
-        """Conversations with the characters of the assistant's turns, found by rendering the conversation up to each.
-
-        A turn begins where the opening that the template writes for the assistant ends, and ends with its end of turn.
-        Raises DataError when the conversation up to a turn is not how the whole begins.
-        """
-        assert self.renderer is not None
-        jobs, turns = [], []
-        for row in rows:
-            messages = cast(Turns, row.chosen)
-            replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-            turns.append(replies)
-            jobs.append(RenderRequest(messages, row.tools))
-            for index in replies:
-                if index:
-                    jobs.append(RenderRequest(messages[:index], row.tools, generate=True))
-                jobs.append(RenderRequest(messages[: index + 1], row.tools))
-        done = iter(zip(jobs, self.renderer.render(jobs), strict=True))
-        out: list[tuple[str, tuple[Span, ...]] | RowError] = []
-        for replies in turns:
-            job, whole = next(done)
-            parts = [next(done)[1] for index in replies for _ in range(2 if index else 1)]
-            error = next((part.error for part in (whole, *parts) if part.error), None)
-            if error is None and replies and not replies[0]:
-                error = "begins with the assistant's turn, whose opening is only known after another turn"
-            if error:
-                out.append(RowError(error))
-                continue
-            spans = []
-            for before, upto in zip(parts[::2], parts[1::2], strict=True):
-                start = common_prefix(before.text, whole.text)
-                if not whole.text.startswith(upto.text) or start >= len(upto.text):
-                    raise DataError(
-                        "method.assistant_only_loss: the chat template writes earlier turns differently once later "
-                        "ones follow, so the assistant's turns cannot be located. Use a template with "
-                        "{% generation %} marks (data.template: FILE.jinja), or completion_only_loss to train "
-                        "on the last turn"
-                    )
-                spans.append((start, len(upto.text)))
-            out.append(_end_span(whole.text, self._ended(whole.text, job), tuple(spans)))
-        return out
-
-    def _masked(self, located: Sequence[tuple[str, tuple[Span, ...]] | RowError]) -> list[Trained | RowError]:
-        """Tokenise each text once, and turn spans of characters into spans of tokens."""
-        located = [item if isinstance(item, RowError) else self._begun_once(*item) for item in located]
-        texts = [item[0] for item in located if not isinstance(item, RowError)]
-        encoded = self._call(texts, special=False) if texts else None
-        out: list[Trained | RowError] = []
-        position = 0
-        for item in located:
-            if isinstance(item, RowError) or encoded is None:
-                out.append(cast(RowError, item))
-                continue
-            tokens = cast(Ids, encoded["input_ids"][position])
-            token_span = _token_span if self.behavior_version > 1 else _old_token_span
-            spans = [token_span(encoded, position, span) for span in item[1]]
-            out.append(Trained(tokens, tuple(span for span in spans if span is not None), 0))
-            position += 1
-        return out
+    def _token_spans(self, item: _Encoded, spans: Sequence[Span]) -> tuple[Span, ...]:
+        """Spans of characters as spans of tokens."""
+        token_span = _token_span if self.behavior_version > 1 else _old_token_span
+        moved = [(max(start - item.cut, 0), stop - item.cut) for start, stop in spans]
+        found = [token_span(item.batch, item.row, span) for span in moved]
+        return tuple(span for span in found if span is not None)
 
 
-def common_prefix(left: Sequence, right: Sequence) -> int:
-    """Number of leading items that two sequences have in common."""
-    shortest = min(len(left), len(right))
-    if left[:shortest] == right[:shortest]:
-        return shortest
-    return next(index for index in range(shortest) if left[index] != right[index])
-
-
-def _end_span(rendered: str, ended: str, spans: tuple[Span, ...]) -> tuple[str, tuple[Span, ...]]:
-    """Let the last assistant turn own the stop token that was appended after it."""
-    if len(ended) > len(rendered) and spans:
-        spans = (*spans[:-1], (spans[-1][0], len(ended)))
-    return ended, spans
+def _to_end(spans: list[Span], one: _Written) -> list[Span]:
+    """Let the last turn own the stop token that was appended after it."""
+    if spans and one.whole is not None and len(cast(str, one.text)) > len(one.whole.text):
+        spans[-1] = spans[-1][0], len(cast(str, one.text))
+    return spans
 
 
 def _token_span(encoded: BatchEncoding, row: int, span: Span) -> Span | None:

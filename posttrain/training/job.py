@@ -119,7 +119,7 @@ class Job:
         self.run.add_provenance({"dataset_fingerprint": prepared.fingerprint})
         for report in prepared.reports.values():
             for line in report.lines():
-                log.info(line)
+                (log.warning if line in report.warnings else log.info)(line)
             if report.overlong_dropped > MANY_DROPPED * report.read:
                 log.warning(
                     "%s: %s of %s rows are dropped because of their length: see data.max_length and data.overlong",

@@ -1,0 +1,284 @@
+"""Where the turns of a conversation are in its rendered text, and whether prompt and whole agree.
+
+A template is a program: it may trim a message, omit earlier thinking, close the last turn in another way, or write the
+system prompt into the last user message. So a turn is found by rendering the conversation again with another text in
+its message: where the two renderings differ is that message.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from posttrain.data.render import Message, Rendered, Renderer, RenderRequest
+
+Span = tuple[int, int]
+TEXTS = ("content", "reasoning_content", "thinking", "instruction", "input")  # what a template may write of a message
+MARKS = range(0xE100, 0xF8FF)  # private characters, one of which stands for another text
+TOKEN_BEGINS = re.compile(r"[<\[|｜]+\Z")
+BEFORE_TURNS = ("system", "developer")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A conversation, its rendered text, and the messages to find in it, by ascending index."""
+
+    job: RenderRequest
+    text: str
+    indices: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Endings:
+    """Special tokens that may end a turn, and the tokenizer's stop token (empty without one)."""
+
+    special: tuple[str, ...]
+    stop: str
+
+    def after(self, text: str, place: int, close: str | None) -> int:
+        """Where a turn ends whose text ends at `place`; `close` is the end of turn expected there, None if unknown."""
+        if close is not None and text.startswith(close or self.stop, place):
+            return place + len(close or self.stop)
+        if close == "" or not self.special:
+            return place
+        found = re.compile(rf"\s*(?:{'|'.join(map(re.escape, self.special))})\n?").match(text, place)
+        return found.end() if found else place
+
+
+def locate(renderer: Renderer, parts: Sequence[Part], endings: Endings, old: bool = False) -> list[dict[int, Span]]:
+    """The characters of each message by its index; a message that the template does not write is missing.
+
+    An assistant's turn begins after the opening that inference gives it, as far as it stands there, and ends with its
+    end of turn. Other messages begin with their text. `old` is the rule of behavior_version 1: a turn begins where the
+    whole differs from what inference renders before it.
+    """
+    marks = [_mark(part.text) for part in parts]
+    jobs = [job for part, mark in zip(parts, marks, strict=True) for i in part.indices for job in _jobs(part, i, mark)]
+    done = iter(renderer.render(jobs))
+    out = []
+    for part, mark in zip(parts, marks, strict=True):
+        turns = [_Turn(mark, list(islice(done, len(_jobs(part, index, mark))))) for index in part.indices]
+        after_others = [t for t, i in zip(turns, part.indices, strict=True) if not _follows_own(part, i)]
+        # after a tool's turn there may be none
+        openings = sorted({turn.opening for turn in after_others or turns}, key=len, reverse=True)
+        found: dict[int, Span] = {}
+        floor = 0
+        for index, turn in zip(part.indices, turns, strict=True):
+            span = _span(part, index, turn, floor, openings, endings, old)
+            if span is not None:
+                found[index], floor = span, span[1]
+        out.append(found)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Renderings that tell where a turn is: the whole with `mark` as its text; what is before it, with its opening and
+    without; the conversation up to it, marked, with the next opening; of a turn with tool calls also the whole with
+    `mark` alone in its place."""
+
+    mark: str
+    renderings: list[Rendered]
+
+    @property
+    def opening(self) -> str:
+        _, opened, before, *_ = self.renderings
+        same = opened.text[: common_prefix(opened.text, before.text)]
+        # the texts may end in two special tokens that begin alike
+        return opened.text[len(same if len(same) == len(before.text) else TOKEN_BEGINS.sub("", same)) :]
+
+
+def _jobs(part: Part, index: int, mark: str) -> list[RenderRequest]:
+    messages = list(part.job.messages)
+    other = [*messages[:index], varied(messages[index], mark), *messages[index + 1 :]]
+    before = messages[:index]
+    if all(message["role"] in BEFORE_TURNS for message in before):  # templates want a user's turn first
+        before.append({"role": "user", "content": mark})
+    job = replace(part.job, spans=False)
+    return [
+        replace(job, messages=other),
+        replace(job, messages=before, generate=True),
+        replace(job, messages=before, generate=False),
+        replace(job, messages=other[: index + 1], generate=True),
+        *_plain(part, index, mark),
+    ]
+
+
+def _plain(part: Part, index: int, mark: str) -> list[RenderRequest]:
+    messages = list(part.job.messages)
+    if not messages[index].get("tool_calls"):
+        return []
+    messages[index] = {"role": messages[index]["role"], "content": mark}
+    return [replace(part.job, messages=messages, spans=False)]
+
+
+def _follows_own(part: Part, index: int) -> bool:
+    return index > 0 and part.job.messages[index - 1]["role"] == "assistant"
+
+
+def _span(
+    part: Part, index: int, turn: _Turn, floor: int, openings: Sequence[str], endings: Endings, old: bool
+) -> Span | None:
+    marked, opened, _, closed, *plain = turn.renderings
+    whole, other = part.text, marked.text
+    if marked.error or other == whole:
+        return None
+    head = common_prefix(whole, other)
+    room = min(len(whole), len(other)) - head  # what the two can have in common at their ends
+    tail = common_prefix(whole[len(whole) - room :][::-1], other[len(other) - room :][::-1])
+    start = head = min([head, *(common_prefix(whole, one.text) for one in plain if not one.error)])
+    if old:
+        start = common_prefix(opened.text, whole)
+    elif part.job.messages[index]["role"] == "assistant" and not opened.error:
+        start = _after_opening(whole, floor, head, opened.text, turn.opening)
+    if index + 1 == len(part.job.messages) and not part.job.generate:
+        return start, len(whole)
+    own = len(other.rpartition(turn.mark)[2]) - tail  # characters of the other text after the mark
+    after = closed.text.rpartition(turn.mark)[2][own:]
+    close = next((after.removesuffix(one) for one in openings if after.endswith(one)), None)
+    return start, endings.after(whole, len(whole) - tail, None if closed.error else close)
+
+
+def _after_opening(whole: str, floor: int, head: int, opened: str, opening: str) -> int:
+    """Where a turn's text begins, at most at `head`: after what inference renders before it (`opened`), which ends in
+    the turn's `opening`. Where the whole has another text before it, after the longest part of either."""
+    if whole.startswith(opened) and len(opened) <= head:
+        return len(opened)
+    window = whole[floor:head]
+    size = _longest(len(opened), lambda n: opened[len(opened) - n :] in window)
+    if size and size >= len(opening):
+        return floor + window.rfind(opened[len(opened) - size :]) + size
+    size = _longest(len(opening), lambda n: opening[:n] in window)
+    return floor + window.rfind(opening[:size]) + size if size else head
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A conversation with a prompt: its `job` and rendering (`stock`), the `prompt` as inference has it, and the index
+    of the reply's first message. `text` is what is read: `stock`, or where that writes the prompt otherwise, `prompt`
+    and from `joint` on what `stock` has of the reply."""
+
+    job: RenderRequest
+    stock: str
+    prompt_job: RenderRequest
+    prompt: str
+    count: int
+    joint: int | None = None
+
+    @property
+    def text(self) -> str:
+        return self.stock if self.joint is None else self.prompt + self.stock[self.joint :]
+
+    @property
+    def rendered(self) -> tuple[RenderRequest, str]:
+        """The conversation, or of a joined one the prompt, and its rendering."""
+        return (self.job, self.stock) if self.joint is None else (self.prompt_job, self.prompt)
+
+
+def agreed(renderer: Renderer, wholes: Sequence[Whole], endings: Endings) -> list[Whole | str]:
+    """Each whole such that its prompt is as inference has it, up to the reply's opening; or why it cannot be."""
+    out: list[Whole | str] = list(wholes)
+    apart = [n for n, one in enumerate(wholes) if one.prompt_job.generate and not one.text.startswith(one.prompt)]
+    bare = renderer.render([replace(wholes[n].prompt_job, generate=False) for n in apart])
+    ends = [
+        len(wholes[n].prompt) if before.error else common_prefix(before.text, wholes[n].prompt)
+        for n, before in zip(apart, bare, strict=True)
+    ]
+    apart = [n for n, end in zip(apart, ends, strict=True) if common_prefix(wholes[n].text, wholes[n].prompt) < end]
+    found = locate(renderer, [Part(wholes[n].job, wholes[n].stock, [wholes[n].count]) for n in apart], endings)
+    for n, spans in zip(apart, found, strict=True):
+        one = wholes[n]
+        if one.count in spans and one.job.messages[one.count]["role"] == "assistant":
+            out[n] = replace(one, joint=spans[one.count][0])
+        else:
+            out[n] = (
+                "the chat template writes the prompt differently once the reply follows, and the reply cannot be found "
+                "there: choose another with data.template"
+            )
+    return out
+
+
+def unwritten(renderer: Renderer, rendered: Sequence[tuple[RenderRequest, str]]) -> list[set[str]]:
+    """The roles of each conversation's messages whose text is missing from its rendering: another text in the message
+    makes no difference."""
+    out: list[set[str]] = [set() for _ in rendered]
+    asked = [n for n, (job, text) in enumerate(rendered) if not _in_order(job.messages, text)]
+    places = [
+        (n, i)
+        for n in asked
+        for i, message in enumerate(rendered[n][0].messages)
+        if message.get("content") or message.get("tool_calls")
+    ]
+    jobs = []
+    for n, i in places:
+        job, text = rendered[n]
+        messages = list(job.messages)
+        messages[i] = varied(messages[i], _mark(text))
+        jobs.append(replace(job, messages=messages, spans=False))
+    for (n, i), done in zip(places, renderer.render(jobs), strict=True):
+        if done.text == rendered[n][1] and not done.error:
+            out[n].add(rendered[n][0].messages[i]["role"])
+    return out
+
+
+def _in_order(messages: Sequence[Message], text: str) -> bool:
+    """Whether every message's text is there, one after another: then all are written, and need no further rendering."""
+    place = 0
+    for message in messages:
+        if message.get("tool_calls"):
+            return False
+        said = (message.get("content") or "").rpartition("</think>")[2]  # earlier thinking is omitted by design
+        apart = "instruction" in message and said.strip() not in text  # the two fields of an Alpaca row
+        for piece in [message["instruction"], message.get("input") or ""] if apart else [said]:
+            found = text.find(piece.strip(), place)
+            if found < 0:
+                return False
+            place = found + len(piece.strip())
+    return True
+
+
+def varied(message: Message, mark: str) -> Message:
+    """The message with `mark` as the text of every field that has some, and as arguments of tool calls."""
+    calls = message.get("tool_calls") or []
+    out = {
+        name: mark
+        if name in TEXTS and isinstance(value, str) and (value or (name == "content" and not calls))
+        else value
+        for name, value in message.items()
+    }
+    if calls and isinstance(calls, list):
+        out["tool_calls"] = [_called_otherwise(call, mark) for call in calls]
+    return out
+
+
+def _called_otherwise(call: Any, mark: str) -> Any:
+    """A tool call with other arguments, of the same type."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _called_otherwise(call["function"], mark)}
+    given = call.get("arguments")
+    if isinstance(given, str):
+        return {**call, "arguments": f'{{"{mark}": "{mark}"}}'}
+    return {**call, "arguments": {mark: mark}} if isinstance(given, dict) else call
+
+
+def common_prefix(left: Sequence, right: Sequence) -> int:
+    """Number of leading items that two sequences have in common."""
+    return _longest(min(len(left), len(right)), lambda n: left[:n] == right[:n])
+
+
+def _longest(most: int, holds: Callable[[int], bool]) -> int:
+    """The largest n up to `most` for which `holds(n)`, as it does for every smaller one."""
+    if most and holds(most):
+        return most
+    return bisect_left(range(1, most + 1), True, key=lambda n: not holds(n))
+
+
+def _mark(text: str) -> str:
+    """A character that the text does not have."""
+    return next(mark for mark in map(chr, MARKS) if mark not in text)
