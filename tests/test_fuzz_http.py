@@ -174,7 +174,11 @@ def check(path: str, answer: Answer) -> None:
     elif path == "/v1/completions":
         for choice in found["choices"]:
             if choice["logprobs"] and choice["logprobs"]["token_logprobs"][:1] == [None]:
-                choice["logprobs"]["token_logprobs"][0] = 0.0  # of a prompt's first token, which OpenAI's type forgets
+                assert choice["logprobs"]["top_logprobs"][0] is None
+                choice["logprobs"] |= {
+                    name: choice["logprobs"][name][1:] for name in ("token_logprobs", "top_logprobs")
+                }
+                # of a prompt's first token, which OpenAI's type forgets
         assert [choice.index for choice in Completion.model_validate(found).choices] == [*range(len(found["choices"]))]
     elif path == "/v1/score":
         assert 0 <= found["scored"] <= len(found["tokens"]) and all(one["text"] is not None for one in found["tokens"])
