@@ -6,6 +6,10 @@ import asyncio
 import json
 import queue
 import random
+import signal
+import socket as socket_module
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -33,11 +37,12 @@ from posttrain.judging.single import JudgeInput, SingleJudge
 from posttrain.models.load import load_model, load_tokenizer, with_adapter
 from posttrain.rewards.learned import LearnedReward
 from posttrain.scoring import CHUNK_ELEMENTS, Scorer
+from posttrain.serving import listening
 from posttrain.serving.app import make_app
 from posttrain.serving.guard import Guard
 from posttrain.serving.host import Host, Served
-from posttrain.serving.listening import listen
-from posttrain.serving.texts import Report, Streamed, pieces_of
+from posttrain.serving.listening import bounded_server, listen
+from posttrain.serving.texts import Bound, Report, Streamed, pieces_of
 
 CPU = torch.device("cpu")
 
@@ -587,3 +592,205 @@ def test_text_of_a_whole_completion_is_the_streamed_one(stories):
     streamed = Streamed(tokenizer, (2,), ())
     text = "".join(map(streamed.add, [*tokens, 2])) + streamed.end()
     assert text == text_of(Completion([*tokens, 2], [0.0] * (len(tokens) + 1), "stop", 0), (2,), tokenizer)
+
+
+# What strangers send --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "route, body",
+    [
+        ("/v1/render", {"messages": [{"role": "user", "content": "\ufffd" * 4000}]}),
+        ("/v1/completions", {"prompt": "\ufffd" * 4000}),
+        ("/v1/completions", {"prompt": "a" * 4_000_000}),
+        ("/v1/completions", {"prompt": [5] * 1_000_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 700_000}]}),
+        ("/v1/score", {"prompt": "\ufffd" * 500_000, "completion": "a" * 500_000}),
+        ("/reward", {"prompt": "a" * 1_500_000, "completion": "b" * 1_500_000}),
+        ("/reward", {"prompt": ["a"] * 5000, "completion": ["b"] * 5000}),
+        ("/v1/completions", {"prompt": "a", "stop": ["b" * 600, "c" * 600]}),
+    ],
+)
+def test_too_much_is_refused_before_it_is_read(url, route, body):
+    """By characters, or by the first tokens; others are answered meanwhile."""
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(httpx.post, f"{url}{route}", json=body, timeout=60)
+        assert httpx.get(f"{url}/health", timeout=30).status_code == 200
+        answer = waiting.result()
+    assert answer.status_code == 400, answer.text
+    message = answer.json()["error"]["message"]
+    assert "shorten" in message or "takes up to" in message or "the server reads up to" in message
+    print(f"{time.monotonic() - began:.2f} s: {message}")
+
+
+def test_bytes_that_are_no_character_are_read_in_linear_time(shared):
+    """As many decoded tokens per token, however long the text is."""
+
+    class Counting:
+        tokens = 0
+
+        def __init__(self, tokenizer):
+            self.tokenizer = tokenizer
+
+        def decode(self, ids, **settings):
+            self.tokens += len(ids)
+            return self.tokenizer.decode(ids, **settings)
+
+    for name in ("models/stories260K", "tokenizers/gpt2"):
+        tokenizer = AutoTokenizer.from_pretrained(shared / name)
+        for text in ("\ufffd", "\U0001f999", "\x80"):
+            ids = tokenizer(text * 400, add_special_tokens=False).input_ids
+            for tokens in (ids, ids[1:2] * 1000, [tokenizer.eos_token_id] * 1000):
+                counting = Counting(tokenizer)
+                pieces_of(counting, tokens)  # pyright: ignore[reportArgumentType]
+                assert counting.tokens <= 100 * len(tokens)
+
+
+def test_a_text_of_many_short_tokens_is_read_up_to_the_context(shared):
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models/stories260K")
+    read = []
+
+    def counted(text, **settings):
+        read.append(len(text))
+        return tokenizer(text, **settings)
+
+    counted.get_vocab = tokenizer.get_vocab
+    longest = max(map(len, tokenizer.get_vocab()))
+    bound = Bound(counted, 20_000)  # pyright: ignore[reportArgumentType]
+    text = "\u4f60" * (20_000 * longest)
+    with pytest.raises(DataError, match="more than 20,000 tokens: shorten it"):
+        bound.check(text)
+    assert sum(read) < 40_000
+    with pytest.raises(DataError, match="characters; 20,000 tokens have up to"):
+        bound.check(text, "a")
+    bound.check("a" * 19_000)
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+
+
+@contextmanager
+def bounded(app, **settings) -> Iterator[int]:
+    """The port of the server that `posttrain serve` runs, with this application."""
+    with listen("127.0.0.1", 0) as socket:
+        server = bounded_server(app, lifespan="off", **settings)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([socket])))
+        thread.start()
+        try:
+            yield socket.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+async def answering(scope, receive, send):
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+def test_requests_arrive_in_time_or_not_at_all(monkeypatch):
+    """Half of the headers, half of a body, and half of a second request; connections are counted."""
+    monkeypatch.setattr(listening, "HEADERS_S", 0.3)
+    monkeypatch.setattr(listening, "BODY_S", 0.3)
+    monkeypatch.setattr(listening, "MOST_CONNECTIONS", 5)
+    whole = HEAD + b"Content-Length: 2\r\n\r\n{}"
+    with bounded(answering) as port:
+        for sent in (b"", HEAD, HEAD + b"Content-Length: 9\r\n\r\n{}", whole + HEAD):
+            with socket_module.create_connection(("127.0.0.1", port), timeout=20) as connection:
+                connection.sendall(sent)
+                received = b""
+                while part := connection.recv(1000):  # until the server closes it
+                    received += part
+                assert received.count(b"200 OK") == sent.count(b"{}") - sent.count(b"9\r\n\r\n{}")
+        monkeypatch.setattr(listening, "HEADERS_S", 60.0)
+        held = [socket_module.create_connection(("127.0.0.1", port), timeout=20) for _ in range(8)]
+        answers = [connection.recv(100) if index >= 5 else b"" for index, connection in enumerate(held)]
+        assert all(b"503" in answer for answer in answers[5:])
+        for connection in held:
+            connection.close()
+        until = time.monotonic() + 20
+        while (status := ask_status(port)) != 200 and time.monotonic() < until:
+            time.sleep(0.02)
+        assert status == 200
+
+
+def ask_status(port: int) -> int:
+    return httpx.post(f"http://127.0.0.1:{port}/", json={}).status_code
+
+
+FROZEN = """
+import threading, time
+from posttrain.serving.listening import bounded_server, listen
+async def app(scope, receive, send):
+    print("in", flush=True)
+    while True:
+        time.sleep(0.01)
+socket = listen("127.0.0.1", 0)
+print(socket.getsockname()[1], flush=True)
+bounded_server(app, lifespan="off").run([socket])
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_frozen_server(sent):
+    with subprocess.Popen([sys.executable, "-c", FROZEN], stdout=subprocess.PIPE, text=True) as process:
+        port = int(process.stdout.readline())
+        with socket_module.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(HEAD + b"\r\n")
+            assert process.stdout.readline() == "in\n"
+            process.send_signal(sent)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.3)
+            process.send_signal(sent)
+            assert process.wait(30) == -sent
+
+
+def raw(url: str, *headers: str) -> int:
+    """The status of a request with these headers, which clients would not send."""
+    port = int(url.rpartition(":")[2])
+    with socket_module.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall("\r\n".join(["GET /v1/models HTTP/1.1", *headers, "Connection: close", "", ""]).encode())
+        return int(connection.recv(100).split()[1])
+
+
+def test_an_ambiguous_site_is_refused(url):
+    assert raw(url, "Host: 127.0.0.1") == raw(url, "Host: [::1]:80", "Origin: http://[::1]:80") == 200
+    for headers in (
+        ("Host: 127.0.0.1", "Host: evil.example"),
+        ("Host: 127.0.0.1", "Host: 127.0.0.1"),
+        ("Host: 127.0.0.1", "Origin: http://127.0.0.1", "Origin: http://evil.example"),
+        *(
+            (f"Host: {host}",)
+            for host in ("evil.com@127.0.0.1", "127.0.0.1/evil", "127.0.0.1, b", "[::1", "127.0.0.1:x")
+        ),
+    ):
+        assert raw(url, *headers) == 400, headers
+    assert raw(url, "Host: evil.example") == 403 == raw(url, "Host: 127.0.0.1", "Origin: http://a@127.0.0.1")
+
+
+LONE = "\ud800"
+
+
+@pytest.mark.parametrize(
+    "route, body",
+    [
+        ("/v1/completions", {"prompt": LONE}),
+        ("/v1/completions", {"prompt": [LONE, "a"]}),
+        ("/v1/completions", {"prompt": "a", "stop": LONE}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "model": LONE}),
+        ("/v1/completions", {"prompt": "a", LONE: 1}),
+        ("/v1/completions", {"prompt": "a", "user": {LONE: LONE}}),
+        ("/v1/chat/completions", {"messages": [{"role": LONE, "content": "a"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": LONE}]}]}),
+        ("/v1/score", {"prompt": "a", "completion": LONE}),
+        ("/v1/render", {"messages": [{"role": "user", "content": LONE}]}),
+        ("/reward", {"prompt": LONE, "completion": "b"}),
+        ("/reward", {"messages": [[{"role": "user", "content": "a"}, {"role": "assistant", "content": LONE}]]}),
+    ],
+)
+def test_a_lone_surrogate_is_no_text(url, route, body):
+    answer = httpx.post(f"{url}{route}", content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text

@@ -20,7 +20,13 @@ KEY = "POSTTRAIN_API_KEY"
 Model = Annotated[str, typer.Argument(help="Hub id or folder: a causal model, a LoRA adapter, a run, a reward model.")]
 Host = Annotated[str, typer.Option("--host", help="Address to listen on; other than this machine's needs a key.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0: a free one.")]
-Key = Annotated[str | None, typer.Option("--api-key", help=f"Secret that requests must send; default: ${KEY}.")]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        help=f"Secret that requests must send, which other users see in the list of processes: prefer ${KEY}.",
+    ),
+]
 Adapter = Annotated[
     list[str] | None, typer.Option("--adapter", metavar="NAME=FOLDER", help="LoRA adapter by its name; repeatable.")
 ]
@@ -66,8 +72,10 @@ def serve(
     if attached:
         end_with_parent()
     key = api_key or os.environ.get(KEY) or None
+    if api_key:
+        say(f"--api-key is visible to other users of this machine: set {KEY} instead", error=True)
     if not is_loopback(host) and key is None:
-        raise UsageError(f"--host {host} is reachable from other machines: give --api-key, or set {KEY}")
+        raise UsageError(f"--host {host} is reachable from other machines: set {KEY}, or give --api-key")
     adapters = _adapters(adapter or ())
     need("uvicorn", "serve", "posttrain serve")
     need("fastapi", "serve", "posttrain serve")

@@ -42,17 +42,17 @@ class LearnedReward:
                 f"{path} is not a reward model: it has no classification head; `method: reward` trains one"
             )
         self.path = path
-        self._longest = getattr(load_config(model), "max_position_embeddings", None) or math.inf
-        if max_completion_length and max_completion_length >= self._longest:
+        self.longest = getattr(load_config(model), "max_position_embeddings", None) or math.inf
+        if max_completion_length and max_completion_length >= self.longest:
             log.warning(
                 "the reward model %s reads %d tokens, prompt and completion together, and completions may have %d: one "
                 "that is too long ends the run; lower rollout.max_completion_length",
-                path, self._longest, max_completion_length,
+                path, self.longest, max_completion_length,
             )  # fmt: skip
         self._device = device_of(devices)
-        self._tokenizer = load_tokenizer(model)
+        self.tokenizer = load_tokenizer(model)
         loaded = load_model(model, "reward", compute_dtype(model, self._device), self._device)
-        self._embeddings = check_embeddings(loaded, self._tokenizer, path)
+        self._embeddings = check_embeddings(loaded, self.tokenizer, path)
         self._scorer = RewardScorer(loaded)
 
     @torch.no_grad()
@@ -96,10 +96,10 @@ class LearnedReward:
         with ExitStack() as stack:
             renderer = None
             if talks == {True}:
-                if self._tokenizer.chat_template is None:
+                if self.tokenizer.chat_template is None:
                     raise RewardError(f"the reward model {self.path} has no chat template for conversations")
-                renderer = stack.enter_context(rendering(self._tokenizer))
-            tokeniser = Tokeniser(self._tokenizer, renderer, False)
+                renderer = stack.enter_context(rendering(self.tokenizer))
+            tokeniser = Tokeniser(self.tokenizer, renderer, False)
             cut = iter(tokeniser.unfinished(list(compress(rows, truncated))))
             whole = iter(tokeniser.completions(list(compress(rows, (not short for short in truncated))), True))
             tokenised = [next(cut if short else whole) for short in truncated]
@@ -119,10 +119,10 @@ class LearnedReward:
                     f"reward model {self.path}, which has {self._embeddings:,} embeddings: take the tokenizer that it "
                     "was trained with"
                 )
-            if len(item.tokens) > self._longest:
+            if len(item.tokens) > self.longest:
                 raise RewardError(
                     f"completion {index} has {len(item.tokens)} tokens with its prompt, but the reward model "
-                    f"{self.path} reads {self._longest:g}: lower rollout.max_completion_length or "
+                    f"{self.path} reads {self.longest:g}: lower rollout.max_completion_length or "
                     "data.max_prompt_length"
                 )
             found.append(item)
@@ -138,8 +138,8 @@ class LearnedReward:
         for ids in (
             (sampled,) if short else (sampled[:-1], sampled)
         ):  # the last is a stop token, or completes a stop string
-            if len(sampled) and Pieces(self._tokenizer, before).whole(ids) == text:
-                stop = self._tokenizer.eos_token_id
+            if len(sampled) and Pieces(self.tokenizer, before).whole(ids) == text:
+                stop = self.tokenizer.eos_token_id
                 end = [] if short or not isinstance(stop, int) else [stop]
                 tokens = [*before, *ids, *end]
                 return Trained(tokens, ((len(before), len(tokens)),), len(before))

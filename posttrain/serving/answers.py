@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.engines import text_of
 from posttrain.engines.joining import Ended, Event, Failed, Job, Token
+from posttrain.serving.host import TokenScore
 from posttrain.serving.texts import Report, Reported, Streamed, Written
 
 Json = dict[str, Any]
@@ -71,7 +73,7 @@ class Replies:
             if isinstance(event, Ended):
                 sampled += len(event.completion.tokens)
                 index = self.first[event.job] + event.number
-                choices[index] = self._choice(index, event)
+                choices[index] = await asyncio.to_thread(self._choice, index, event)
         return {**self.form.head(), "choices": choices, "usage": self.usage(sampled)}
 
     def _choice(self, index: int, ended: Ended) -> Json:
@@ -129,9 +131,10 @@ class Replies:
         if include_usage:
             yield {**head, "choices": [], "usage": self.usage(sampled)}
 
-    def prompt_logprobs(self, tokens: Sequence[Reported]) -> Json:
+    def prompt_logprobs(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> Json:
         """Those of a prompt, in the form of completions; the first token has none."""
-        return self._columns([*tokens])
+        report = Report(self.tokenizer)
+        return self._columns([report.add(token, of[0], of[2]) for token, of in zip(tokens, scores, strict=True)])
 
     def _logprobs(self, tokens: Iterable[Reported]) -> Json:
         if not self.form.chat:

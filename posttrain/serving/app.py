@@ -21,9 +21,10 @@ from posttrain.engines.live import Busy
 from posttrain.errors import DataError, EngineError, PosttrainError, RewardError
 from posttrain.pieces import Pieces
 from posttrain.serving.answers import Form, Json, Replies
-from posttrain.serving.host import Host, Policy, new_seed
+from posttrain.serving.host import Host, Policy, TokenScore, new_seed
 from posttrain.serving.texts import Report, pieces_of
 from posttrain.serving.wire import (
+    MOST_REWARDED,
     ChatRequest,
     CompletionRequest,
     Message,
@@ -74,7 +75,7 @@ def _add_completions(app: FastAPI) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         policy = _policy(request)
-        tokens = policy.chat_tokens(body.turns(), body.continue_final_message)
+        tokens = await policy.apart(policy.chat_tokens, body.turns(), body.continue_final_message)
         form = Form(True, body.model or policy.name, body.top_logprobs if body.logprobs else None)
         job = _job(policy, body, form, tokens, body.max_completion_tokens or body.max_tokens)
         return await _replied(request, body, policy, Replies(form, policy.tokenizer, [job], policy.stops))
@@ -87,7 +88,9 @@ def _add_completions(app: FastAPI) -> None:
         if not body.max_tokens and not body.echo:
             raise DataError("max_tokens: 0 gives nothing; with echo, the prompt's log-probabilities")
         given = body.prompts()
-        prompts = [policy.text_tokens(one) if isinstance(one, str) else one for one in given]
+        prompts = await policy.apart(
+            lambda: [policy.text_tokens(one) if isinstance(one, str) else one for one in given]
+        )
         for index, pair in enumerate(zip(given, prompts, strict=True)):
             if not all(pair):
                 raise DataError(f"prompt {index} is empty: there is nothing to complete; give at least one token")
@@ -111,32 +114,28 @@ def _add_scores(app: FastAPI) -> None:
             turns = [message.turn() for message in body.messages]
             if turns[-1]["role"] != "assistant":
                 raise DataError("the last message, which is scored, must be the assistant's")
-            prompt, whole = policy.chat_tokens(turns[:-1]), policy.chat_tokens(turns, continued=True)
+            prompt, whole = await policy.apart(
+                lambda: (policy.chat_tokens(turns[:-1]), policy.chat_tokens(turns, continued=True))
+            )
         else:
-            prompt, whole = policy.text_tokens(body.prompt), policy.text_tokens(body.prompt + body.completion)
+            prompt, whole = await policy.apart(
+                lambda: (policy.text_tokens(body.prompt), policy.text_tokens(body.prompt + body.completion))
+            )
         if not whole:
             raise DataError("there is nothing to score: give messages, or a prompt or completion")
         scored = next((i for i, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
         scores = await policy.scores(whole, body.top_logprobs, body.model)
-        report = Report(policy.tokenizer)
-        tokens = [
-            {
-                "id": (one := report.add(token, logprob, likely, last=number == len(whole))).id,
-                "text": one.text,
-                "logprob": logprob,
-                "entropy": entropy,
-                "top_logprobs": [{"id": of.id, "text": of.text, "logprob": of.logprob} for of in one.likely],
-            }
-            for number, (token, (logprob, entropy, likely)) in enumerate(zip(whole, scores, strict=True), 1)
-        ]
-        return {"model": body.model or policy.name, "scored": min(scored, len(whole)), "tokens": tokens}
+        return await policy.apart(_scored, policy, body, whole, min(scored, len(whole)), scores)
 
     @app.post("/v1/render")
     async def render(body: RenderRequest, request: Request) -> Json:
         """The prompt of a conversation as the model reads it."""
         policy = _policy(request)
-        tokens = policy.chat_tokens([message.turn() for message in body.messages], body.continue_final_message)
-        return {"text": "".join(pieces_of(policy.tokenizer, tokens)), "tokens": tokens}
+        turns = [message.turn() for message in body.messages]
+        tokens = await policy.apart(policy.chat_tokens, turns, body.continue_final_message)
+        if len(tokens) > policy.live.context:
+            raise DataError(f"the prompt has {len(tokens):,} tokens; the server reads up to {policy.live.context:,}")
+        return {"text": "".join(await policy.apart(pieces_of, policy.tokenizer, tokens)), "tokens": tokens}
 
     @app.post("/reward")
     async def reward(body: RewardRequest, request: Request) -> Json:
@@ -145,6 +144,8 @@ def _add_scores(app: FastAPI) -> None:
             raise DataError("no reward model is served: start the server with one, or with --reward-model")
         prompts, completions = _to_reward(body)
         short = body.truncated if isinstance(body.truncated, list) else [body.truncated] * len(completions)
+        if len(completions) > MOST_REWARDED:
+            raise DataError(f"{len(completions):,} completions; a request takes up to {MOST_REWARDED:,}")
         if len(short) != len(completions):
             raise DataError(f"{len(short)} values of truncated for {len(completions)} completions")
         return {"rewards": await rewards(prompts, completions, short)}
@@ -165,6 +166,22 @@ def _to_reward(body: RewardRequest) -> tuple[list[str | Turns], list[str]]:
     if not prompts or not completions or len(prompts) != len(completions):
         raise DataError("give messages, or a prompt and a completion each, as many of the one as of the other")
     return [*prompts], completions
+
+
+def _scored(policy: Policy, body: ScoreRequest, whole: list[int], scored: int, scores: list[TokenScore]) -> Json:
+    """The object of a text's scores."""
+    report = Report(policy.tokenizer)
+    tokens = [
+        {
+            "id": (one := report.add(token, logprob, likely, last=number == len(whole))).id,
+            "text": one.text,
+            "logprob": logprob,
+            "entropy": entropy,
+            "top_logprobs": [{"id": of.id, "text": of.text, "logprob": of.logprob} for of in one.likely],
+        }
+        for number, (token, (logprob, entropy, likely)) in enumerate(zip(whole, scores, strict=True), 1)
+    ]
+    return {"model": body.model or policy.name, "scored": scored, "tokens": tokens}
 
 
 def _job(policy: Policy, body: Sampled, form: Form, tokens: list[int], limit: int | None) -> Job:
@@ -228,11 +245,10 @@ async def _echoed(policy: Policy, body: CompletionRequest, prompts: list[list[in
     whole = await replies.whole(policy.events(jobs))
     choices: list[Json] = []
     for tokens in prompts:
-        text, before = Pieces(policy.tokenizer).whole(tokens), None
+        text, before = await policy.apart(Pieces(policy.tokenizer).whole, tokens), None
         if form.alternatives is not None:
-            scores, report = await policy.scores(tokens, form.alternatives, body.model), Report(policy.tokenizer)
-            reported = [report.add(token, of[0], of[2]) for token, of in zip(tokens, scores, strict=True)]
-            before = replies.prompt_logprobs(reported)
+            scores = await policy.scores(tokens, form.alternatives, body.model)
+            before = await policy.apart(replies.prompt_logprobs, tokens, scores)
         for _ in range(body.n):
             one = whole["choices"][len(choices)] if jobs else {"text": "", "logprobs": None, "finish_reason": "length"}
             after = one["logprobs"]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+import re
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN = {"/health"}  # without the key
+HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:\d{0,5})?", re.ASCII)
 
 
 def is_loopback(host: str) -> bool:
@@ -33,11 +35,18 @@ def is_loopback(host: str) -> bool:
 
 
 def host_name(host: str) -> str:
-    """The name in a `Host` header, without its port."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
+    """The name in a `Host` header, without its port; empty if the header is anything else."""
+    found = HOST.fullmatch(host)
+    return "" if found is None else found[1].strip("[]").lower()
+
+
+def ambiguous(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+    """Why the site of a request is not clear: two values of a header that names one, or a host that is no name."""
+    for name in (b"host", b"origin"):
+        if sum(one.lower() == name for one, _ in headers) > 1:
+            return f"the request has two headers {name.decode()}"
+    host = next((value.decode("latin-1") for one, value in headers if one.lower() == b"host"), "")
+    return f"{host!r} is no host name" if host and not host_name(host) else None
 
 
 def is_foreign(origin: str | None, host: str) -> bool:
@@ -80,6 +89,8 @@ class Guard:
             await _answer(send, 413, f"the body has more than {self.most_bytes:,} bytes", "invalid_request_error")
 
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str, str] | None:
+        if (unclear := ambiguous(scope["headers"])) is not None:
+            return 400, unclear, "invalid_request_error"
         host = host_name(headers.get("host", ""))
         if self.key is None and not is_loopback(host):
             return 403, f"the host {host!r} is not this machine's: start the server with --api-key", "forbidden"

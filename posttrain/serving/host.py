@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,11 +34,16 @@ from posttrain.models.load import (
 )
 from posttrain.rewards.learned import LearnedReward
 from posttrain.scoring import next_token_logits, row_chunks, scored_states, scores_of
+from posttrain.serving.texts import Bound
 
 log = logging.getLogger("posttrain")
 
 WARM_UP_TOKENS = 2
+MOST_REWARDED = 1 << 17  # tokens of a text, where a reward model has no limit of its own
 TokenScore = tuple[float | None, float | None, Alternatives]  # log-probability, entropy (nats), the likeliest tokens
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class Policy:
             max_waiting=served.max_waiting,
             context=served.context,
         )
+        self._bound = Bound(self.tokenizer, self.live.context)
 
     async def events(self, jobs: Sequence[Job]) -> AsyncGenerator[Event]:
         """The events of jobs that complete together. Leaving early cancels them; if one is refused, all are."""
@@ -110,11 +116,16 @@ class Policy:
         """The adapter that a request's `model` names; any other name is the model itself."""
         return model if model in self.live.adapters else None
 
+    async def apart(self, work: Callable[..., T], *given: Any) -> T:
+        """The result of work on text, in another thread: meanwhile other requests are answered."""
+        return await asyncio.to_thread(work, *given)
+
     def chat_tokens(self, turns: Sequence[dict[str, str]], continued: bool = False) -> list[int]:
         """The prompt of a conversation, as in training: rendered by the template, then tokenised as it is.
 
         `continued`: with the last message as the start of the reply.
         """
+        self._bound.check(*(turn["content"] for turn in turns))
         if continued:
             started = self.tokenizer(turns[-1]["content"], add_special_tokens=False).input_ids
             return self.chat_tokens(turns[:-1]) + started
@@ -124,10 +135,12 @@ class Policy:
             text = self.tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template raises what it likes, such as for roles that do not alternate
             raise DataError(f"the chat template refuses the messages: {error}") from error
+        self._bound.check(str(text))
         return self.tokenizer(str(text), add_special_tokens=False).input_ids
 
     def text_tokens(self, text: str) -> list[int]:
         """The tokens of a text as of a prompt without a template: with one begin token, if texts begin with one."""
+        self._bound.check(text)
         [prompt] = self._texts.prompts([Row(text, "")])
         return [] if isinstance(prompt, RowError) else list(prompt[1])
 
@@ -181,12 +194,20 @@ class Rewards:
     def __init__(self, path: str, devices: DevicesConfig):
         self._reward = LearnedReward(path, devices)
         self._thread = ThreadPoolExecutor(1, "posttrain-reward")
+        self._bound = Bound(self._reward.tokenizer, int(min(self._reward.longest, MOST_REWARDED)))
 
     async def __call__(
         self, prompts: Sequence[str | Turns], completions: Sequence[str], truncated: Sequence[bool]
     ) -> list[float]:
         run = asyncio.get_running_loop().run_in_executor
-        return await run(self._thread, self._reward, prompts, completions, truncated)
+
+        def rewards() -> list[float]:
+            for prompt, completion in zip(prompts, completions, strict=True):
+                turns = [prompt] if isinstance(prompt, str) else [str(turn["content"]) for turn in prompt]
+                self._bound.check(*turns, completion)
+            return self._reward(prompts, completions, truncated)
+
+        return await run(self._thread, rewards)
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

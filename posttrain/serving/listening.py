@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import signal
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from posttrain.errors import ConfigError
+from posttrain.system import resource
 
 GRACE_S = 5  # for requests that are being answered, at the end
+HEADERS_S, BODY_S = 10.0, 60.0  # for a request to arrive
+MOST_CONNECTIONS = 512  # at a time; fewer where the process may open fewer files
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -45,26 +51,18 @@ def run(
 
     Raises what `start` raises.
     """
-    import uvicorn
-
     serving = False
 
     async def serve() -> None:
         nonlocal serving
         started = await start()
         try:
-            config = uvicorn.Config(
-                app_of(started),
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                timeout_graceful_shutdown=GRACE_S,
-            )
+            settings = {"access_log": False, "lifespan": "off", "server_header": False}
+            server = bounded_server(app_of(started), timeout_graceful_shutdown=GRACE_S, **settings)
             host, port = listening.getsockname()[:2]
             serving = True
             ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-            await uvicorn.Server(config).serve([listening])
+            await server.serve([listening])
         finally:
             started.close()
 
@@ -75,6 +73,71 @@ def run(
             raise
     finally:
         listening.close()
+
+
+def bounded_server(app: Any, quiet: bool = False, **settings: Any) -> Any:
+    """A uvicorn server whose connections are counted and whose requests have to arrive in time.
+
+    A second signal ends the process at once, whatever it does. `quiet`: requests that the end cuts off are no error.
+    """
+    import uvicorn
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    base: Any = AutoHTTPProtocol
+    most = (
+        MOST_CONNECTIONS
+        if resource is None
+        else min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    )
+
+    class Connection(base):
+        arriving: asyncio.TimerHandle | None = None
+        part = ""  # of a request, that has a deadline
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                transport.write(FULL)
+                transport.close()
+            self.wait("headers")
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            cycle: Any = self.cycle
+            if self.transport.get_protocol() is not self:  # a web socket's from now on
+                self.wait("")
+            elif cycle is None or cycle.response_complete:
+                self.wait("headers")
+            else:
+                self.wait("body" if cycle.more_body else "")
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.wait("")
+            super().connection_lost(exc)
+
+        def wait(self, part: str) -> None:
+            """Close the connection if this part of a request is not complete in time."""
+            if part == self.part and self.arriving is not None:
+                return
+            if self.arriving is not None:
+                self.arriving.cancel()
+            self.part, self.arriving = part, None
+            if part:
+                self.arriving = self.loop.call_later(HEADERS_S if part == "headers" else BODY_S, self.transport.close)
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if quiet:
+                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            await super().shutdown(sockets)
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            if self.should_exit:
+                signal.signal(sig, signal.SIG_DFL)
+                signal.raise_signal(sig)
+            super().handle_exit(sig, frame)
+
+    return Server(uvicorn.Config(app, log_level="warning", http=Connection, **settings))
 
 
 def _free_port(host: str, port: int) -> int | None:

@@ -10,8 +10,11 @@ from functools import cached_property
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.engines.joining import Alternatives
+from posttrain.errors import DataError
 from posttrain.pieces import Pieces
 
+SLICE = 8192  # characters that are tokenised at a time where only the number of tokens is asked for
+ADVICE = ": shorten it, or start the server with a larger --context"
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of one byte, in vocabularies that fall back to them
 
 
@@ -20,6 +23,30 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list
     pieces = Pieces(tokenizer, special=True)
     found = [pieces.add(token) for token in tokens]
     return [*found[:-1], found[-1] + pieces.rest()] if found else []
+
+
+class Bound:
+    """Refuses texts that do not fit into `context` tokens, without tokenising all of them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: int):
+        self._tokenizer, self.context = tokenizer, context
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1)
+
+    def check(self, *texts: str) -> None:
+        """Raises DataError for texts that have too many tokens together."""
+        characters, most = sum(map(len, texts)), self.context * self._longest
+        if characters > most:
+            raise DataError(
+                f"the text has {characters:,} characters; {self.context:,} tokens have up to {most:,}{ADVICE}"
+            )
+        size, count = max(SLICE, 4 * self._longest), 0
+        for text in texts if characters > size else ():
+            for start in range(0, len(text), size):
+                count += len(self._tokenizer(text[start : start + size], add_special_tokens=False).input_ids)
+                if start:  # tokens that the cut between two slices may have made
+                    count -= self._longest
+                if count > self.context:
+                    raise DataError(f"the text has more than {self.context:,} tokens{ADVICE}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -10,6 +11,8 @@ from posttrain.engines.protocol import Sampling
 from posttrain.errors import DataError
 
 MOST_COMPLETIONS, MOST_STOPS, MOST_ALTERNATIVES, MOST_PROMPTS = 64, 16, 20, 64
+MOST_STOP_CHARACTERS = 1024
+MOST_REWARDED = 4096
 IDLE = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 # Parameters of OpenAI that would change the tokens: taken with the value that changes nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -50,6 +53,8 @@ EMPTY: dict[str, tuple[Any, ...]] = {
 }
 
 Text = Annotated[str, Field(min_length=1)]
+Item = TypeVar("Item")
+Listed = Annotated[list[Item], Field(fail_fast=True)]  # one error is enough, where every item may have one
 
 
 class Body(BaseModel):
@@ -58,6 +63,12 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_idle(cls, values: Any) -> Any:
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("the text has half of a surrogate pair, which is no character") from None
+        except RecursionError:
+            raise ValueError("the body is nested too deeply") from None
         if not isinstance(values, dict):
             return values
         for name, neutral in NEUTRAL.items():
@@ -108,6 +119,15 @@ class Sampled(Body):
             seed=seed,
         )
 
+    @model_validator(mode="after")
+    def _short_stops(self) -> Self:
+        total = sum(map(len, self.stops))
+        if total > MOST_STOP_CHARACTERS:
+            raise ValueError(
+                f"stop: the strings have {total:,} characters; a request takes up to {MOST_STOP_CHARACTERS:,}"
+            )
+        return self
+
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -151,7 +171,7 @@ class ChatRequest(Sampled):
 
 
 class CompletionRequest(Sampled):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
     echo: bool = False
@@ -185,7 +205,7 @@ class RewardRequest(Body):
     """Conversations that end with the assistant's message, or prompts with completions; one or several."""
 
     model: str = ""
-    messages: list[Message] | list[list[Message]] | None = Field(None, min_length=1)
-    prompt: str | list[str] | None = None
-    completion: str | list[str] | None = None
-    truncated: bool | list[bool] = False  # whether a completion ended at its length limit
+    messages: Listed[Message] | Listed[Listed[Message]] | None = Field(None, min_length=1)
+    prompt: str | Listed[str] | None = None
+    completion: str | Listed[str] | None = None
+    truncated: bool | Listed[bool] = False  # whether a completion ended at its length limit

@@ -10,7 +10,7 @@ from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from posttrain.serving.guard import host_name, is_foreign, is_loopback
+from posttrain.serving.guard import ambiguous, host_name, is_foreign, is_loopback
 
 COOKIE = "posttrain_ui"
 # Gradio compiles the templates of its components (unsafe-eval); nothing is loaded from, or sent to, another host.
@@ -50,6 +50,8 @@ class Guard:
         await self.app(scope, receive, guarded)
 
     def _refusal(self, asked: HTTPConnection) -> Response | None:
+        if (unclear := ambiguous(asked.scope["headers"])) is not None:
+            return PlainTextResponse(unclear, 400)
         host = asked.headers.get("host", "")
         if self.local and not is_loopback(host_name(host)):
             return PlainTextResponse("This address is not the machine's own: open http://127.0.0.1.", 403)

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import socket
 import sys
 import threading
 import webbrowser
 from pathlib import Path
 
-import uvicorn
-
 from posttrain.errors import ConfigError
 from posttrain.serving.guard import is_loopback
-from posttrain.serving.listening import listen
+from posttrain.serving.listening import bounded_server, listen
 from posttrain.terminal import say
 
 SWITCH_S = 0.0005  # an answer of hundreds of database rows must not wait for the index's thread at each of them
 READING_S = 10.0  # then the first page waits for the rest
 SHORTEST = 8  # characters of a token
-
-
-class Server(uvicorn.Server):
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open pages wait for events without an end: that they are cut off is no error to print."""
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        await super().shutdown(sockets)
 
 
 def serve(root: Path, host: str, port: int, token: str | None, browser: bool, page: str = "") -> None:
@@ -47,7 +36,7 @@ def serve(root: Path, host: str, port: int, token: str | None, browser: bool, pa
     say(f"The runs of {root}: {address}   (Ctrl-C ends this)")
     if browser:
         threading.Timer(0.5, webbrowser.open, [address]).start()
-    server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    server = bounded_server(app, quiet=True, timeout_graceful_shutdown=1)  # open pages wait for events without an end
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
 
