@@ -5,13 +5,15 @@ OLD_PYTHON ?= $(PYTHON)
 PYTHON313 ?= python3.13
 BIN := .venv/bin
 
-.PHONY: quickstart test test-ui bench-ui slow faults prove prove-long test-vllm test-eval test-old test-313 audit licences check lint bench learn gpu wheel wheels clean
+.PHONY: quickstart test test-ui bench-ui slow faults prove prove-long test-vllm test-eval test-old test-new test-processors test-313 audit licences check lint bench learn gpu wheel wheels clean
 
 quickstart: .venv/.installed
 	$(BIN)/posttrain quickstart
 
+SUITE = $(BIN)/pytest -n 2 --dist worksteal -m "not slow and not ui"
+
 test: .venv/.installed-dev lint
-	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not ui"
+	$(SUITE)
 
 # The pages in a real browser: $CHROMIUM, or chromium on the PATH.
 test-ui: .venv/.installed-dev
@@ -71,6 +73,25 @@ build/old/.installed: pyproject.toml constraints-old.txt
 	build/old/bin/pip install --quiet --upgrade pip
 	build/old/bin/pip install --quiet "$$(grep '^torch==' constraints-old.txt)"
 	build/old/bin/pip install --quiet -c constraints-old.txt -e '.[bench,dev]'
+	touch $@
+
+# The suite with the kernels that older processors get, in PyTorch and in oneDNN, and other weights of the fixtures' models:
+# no outcome of a test may depend on how a processor rounds.
+test-processors: .venv/.installed-dev
+	ATEN_CPU_CAPABILITY=default POSTTRAIN_TEST_SEED=1 $(SUITE)
+	ATEN_CPU_CAPABILITY=avx2 POSTTRAIN_TEST_SEED=2 $(SUITE)
+	ONEDNN_MAX_CPU_ISA=AVX2 POSTTRAIN_TEST_SEED=3 $(SUITE)
+
+# The suite on the newest versions that pyproject.toml allows, but for torch, in an environment of their own.
+test-new: build/new/.installed
+	build/new/bin/python -m pytest -n 2 --dist worksteal -m "not slow and not ui"
+
+build/new/.installed: pyproject.toml constraints.txt
+	rm -rf build/new
+	$(PYTHON) -m venv build/new
+	build/new/bin/pip install --quiet --upgrade pip
+	build/new/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	build/new/bin/pip install --quiet -e '.[bench,dev,gpu-dev]'
 	touch $@
 
 # The suite on Python 3.13, with the versions of constraints.txt.

@@ -23,4 +23,11 @@ def read_yaml(text: str) -> Any:
                 raise ValueError(f"it has a tag or alias on line {event.start_mark.line + 1}")
         return yaml.load(text, Loader=loader)
     except (yaml.YAMLError, RecursionError) as error:
+        if is_too_deep(error):
+            raise ValueError("it is nested too deeply") from error
         raise ValueError(f"it is not YAML: {' '.join(str(error).split())}") from error
+
+
+def is_too_deep(error: Exception) -> bool:
+    """Whether YAML could not be read because of its depth; PyYAML has a limit of its own since 6.0.4."""
+    return isinstance(error, RecursionError) or "maximum nesting depth" in str(error)

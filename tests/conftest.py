@@ -22,6 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TRITON_INTERPRET"] = "1"  # kernels on a CPU, in NumPy
 os.environ["TRACKIO_DIR"] = mkdtemp(prefix="posttrain-trackio-")
 
+SEED = int(os.environ.get("POSTTRAIN_TEST_SEED", "0"))  # of the models that fixtures make: `make test-processors`
+
 SHARED = Path(__file__).parents[1].parent / "shared"
 
 
@@ -124,7 +126,7 @@ def sums_home(made_once) -> Path:
     """The task of benchmarks/sums.py: `model/`, `train.jsonl`, `test.jsonl`."""
     from benchmarks import sums
 
-    return made_once("sums", sums.make)
+    return made_once("sums", lambda folder: sums.make(folder, SEED))
 
 
 @pytest.fixture(scope="session")
@@ -144,7 +146,7 @@ def scratch_model(shared, tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("models") / "tiny-qwen3"
     write_model(
-        folder, shared / "tokenizers/minimind6400", hidden_size=48, num_hidden_layers=2, intermediate_size=96,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=True,
+        folder, shared / "tokenizers/minimind6400", seed=SEED, hidden_size=48, num_hidden_layers=2,
+        intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=True,
     )  # fmt: skip
     return folder

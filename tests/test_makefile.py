@@ -57,6 +57,24 @@ def test_old_versions_have_an_environment_and_constraints_of_their_own(clone):
         assert old[name].startswith(oldest)
 
 
+def test_new_versions_are_what_pip_takes_but_for_torch(clone):
+    done = subprocess.run(["make", "-n", "test-new"], cwd=clone, capture_output=True, text=True, check=True)
+    torch, ours = [line for line in done.stdout.splitlines() if "^torch==" in line or " -e " in line]
+    assert torch.startswith("build/new/bin/pip install") and "constraints.txt" in torch
+    assert ours == "build/new/bin/pip install --quiet -e '.[bench,dev,gpu-dev]'"
+
+
+def test_the_suite_runs_with_the_kernels_of_other_processors_and_on_other_weights(clone):
+    done = subprocess.run(["make", "-n", "test-processors"], cwd=clone, capture_output=True, text=True, check=True)
+    runs = [line.split() for line in done.stdout.splitlines() if "POSTTRAIN_TEST_SEED" in line]
+    assert [run[0] for run in runs] == [
+        "ATEN_CPU_CAPABILITY=default",
+        "ATEN_CPU_CAPABILITY=avx2",
+        "ONEDNN_MAX_CPU_ISA=AVX2",
+    ]
+    assert len({run[1] for run in runs}) == 3 and all("not slow and not ui" in " ".join(run) for run in runs)
+
+
 def test_evaluation_packages_have_an_environment_of_their_own_with_our_versions(clone):
     done = subprocess.run(["make", "-n", "test-eval"], cwd=clone, capture_output=True, text=True, check=True)
     commands = [line for line in done.stdout.splitlines() if line.startswith("build/eval/bin/")]

@@ -47,7 +47,9 @@ def multiplies_bfloat16(capabilities: dict = CAPABILITIES) -> bool | None:
     return any(capabilities[name] for name in names) if all(name in capabilities for name in names) else None
 
 
-PACKED_DTYPES = {torch.float32, *([torch.bfloat16] if multiplies_bfloat16() else [])}  # other dtypes gain nothing
+# Other dtypes gain nothing. oneDNN may use less than the processor has (ONEDNN_MAX_CPU_ISA), so it is asked too.
+_BFLOAT16 = PACKS and multiplies_bfloat16() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+PACKED_DTYPES = {torch.float32, *([torch.bfloat16] if _BFLOAT16 else [])}
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ import yaml
 
 from posttrain.errors import ConfigError
 from posttrain.paths import remember_settings
-from posttrain.plain_yaml import MOST_DEPTH
+from posttrain.plain_yaml import MOST_DEPTH, is_too_deep
 from posttrain.terminal import visible
 
 KeyPath = tuple[str | int, ...]
@@ -119,9 +119,9 @@ def parse_value(text: str, origin: str) -> Tree:
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
-    except RecursionError:
-        raise ConfigError(f"{origin[:60]}: the value is nested too deeply") from None
-    except yaml.YAMLError:
+    except (RecursionError, yaml.YAMLError) as error:
+        if is_too_deep(error):
+            raise ConfigError(f"{origin[:60]}: the value is nested too deeply") from None
         if text[:1] in "[{":
             raise ConfigError(f"{origin}: {text!r} does not close its bracket, or is not a YAML value") from None
         return Tree({"value": text}, {("value",): origin})
@@ -157,12 +157,13 @@ class _Reader:
     def read(self, text: str) -> Tree:
         try:
             node = yaml.compose(text, Loader=_Loader)
-        except yaml.MarkedYAMLError as error:
-            raise ConfigError(self._syntax(error, text)) from error
-        except yaml.YAMLError as error:  # a character that YAML does not allow, such as NUL
+        except (RecursionError, yaml.YAMLError) as error:
+            if is_too_deep(error):
+                raise ConfigError(f"{self.name} is nested too deeply") from error
+            if isinstance(error, yaml.MarkedYAMLError):
+                raise ConfigError(self._syntax(error, text)) from error
+            # a character that YAML does not allow, such as NUL
             raise ConfigError(f"{self.name} is not plain text: {str(error).splitlines()[0]}") from error
-        except RecursionError as error:
-            raise ConfigError(f"{self.name} is nested too deeply") from error
         if node is None:
             return Tree({}, self.origins)
         return Tree(self.convert(node, ()), self.origins)
