@@ -3,13 +3,16 @@
 import json
 
 import pytest
+from data_tokenizer import byte_tokenizer
 
-from posttrain.config.schema.data import TagsConfig
+from posttrain.config.schema.data import DataConfig, TagsConfig
+from posttrain.data import prepare
 from posttrain.data.formats import FORMATS
 from posttrain.data.layouts import find_layout
 from posttrain.data.readers import read_files
 from posttrain.data.render import PREFILL
 from posttrain.data.rows import MESSAGE_KEYS, RowError, messages_of, tools_of, without_think
+from posttrain.data.solutions import without_think_tags
 from posttrain.data.templates import Template
 from posttrain.errors import DataError
 from posttrain.latex import last_box
@@ -105,6 +108,48 @@ def test_sharegpt_and_parts():
     assert messages_of([{"role": "assistant", "content": parts}], "m") == [
         {"role": "assistant", "content": "ab", "reasoning_content": "r", "tool_calls": [call]}
     ]
+
+
+OPEN_MATHS = {"problem": "2+2?", "solution": "<think>\nTwo and two.\n</think>\n\nSo \\boxed{4}.", "answer": "4"}
+
+
+@pytest.mark.parametrize("name", ["tags", "r1_zero"])
+def test_a_solutions_thinking_inside_tags(name, tmp_path):
+    """Its two tags have no place in the template's; with strip_think its text goes too, and the template's own stay."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(OPEN_MATHS) + "\n")
+    start, end, answer = {
+        "tags": ("<start_working_out>", "<end_working_out><SOLUTION>", "4</SOLUTION>"),
+        "r1_zero": ("<think> ", " </think> <answer> ", "4 </answer>"),
+    }[name]
+    whole, bare = "\nTwo and two.\n\n\nSo \\boxed{4}.", "So \\boxed{4}."
+    for strip, version, working in (
+        (False, 2, whole), (True, 2, bare), (False, 1, OPEN_MATHS["solution"]), (True, 1, None),
+    ):  # fmt: skip
+        data = DataConfig(source=str(tmp_path / "rows.jsonl"), template=name, strip_think=strip)
+        tokenizer = byte_tokenizer()
+        prepared = prepare(data, tokenizer, "sft", cache_dir=tmp_path, behavior_version=version)
+        text = tokenizer.decode(prepared.train[0].trees[0].tokens)
+        if working is not None:
+            assert text.endswith(f"{start}{working}{end}{answer}<|im_end|>")
+        else:
+            assert "Two and two" not in text and (start in text.rpartition("2+2?")[2]) == (name == "tags")
+        prompts = prepare(data, byte_tokenizer(), "prompt", cache_dir=tmp_path, behavior_version=version)
+        assert prompts.train[0].facts["answer"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("solution", "kept", "stripped"),
+    [
+        ("plain 4", "plain 4", "plain 4"),
+        ("so</think>4", "so4", "4"),  # the template of its model had begun the thinking
+        ("<think>so", "so", ""),  # cut off
+        ("a <think>b</think> c <think>d</think> e", "a b c d e", "a c e"),
+        ("<think></think>4", "4", "4"),
+        ("1 < 2 <thinking> x", "1 < 2 <thinking> x", "1 < 2 <thinking> x"),
+    ],
+)
+def test_tags_of_thinking(solution, kept, stripped):
+    assert (without_think_tags(solution, False), without_think_tags(solution, True)) == (kept, stripped)
 
 
 def laid(value, kind="sft", format="auto"):

@@ -26,7 +26,7 @@ from posttrain.data.rows import (
     text_or_messages,
     tools_of,
 )
-from posttrain.data.solutions import working_and_answer
+from posttrain.data.solutions import without_think_tags, working_and_answer
 from posttrain.data.templates import Template
 from posttrain.errors import DataError
 
@@ -134,6 +134,8 @@ def problem_answer(fields: Fields, template: Template) -> Row:
         raise RowError("solution and answer are both missing or empty")
     plain = solution or answer
     solution, answer = working_and_answer(solution, answer)
+    if template.has_tags:
+        solution, answer = (without_think_tags(text, bool(template.strip_think)) for text in (solution, answer))
     tagged = template.name in ("tags", "r1_zero", "question_only")
     reply = template.compose(solution, answer.strip()) if tagged else plain
     return Row(problem if template.turns else f"{problem}\n", reply, answer=answer.strip() or None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -39,8 +39,8 @@ class Layout:
         """The row in its common form; `cells`: from a file whose values are all strings. Raises RowError when it is
         malformed.
 
-        `behavior_version` 1 keeps nulls, the arguments of tool calls as they are and a prompt's last message as a turn
-        of its own, and reads `system` in three formats.
+        `behavior_version` 1 keeps nulls, the tags of a solution's thinking, the arguments of tool calls as they are and
+        a prompt's last message as a turn of its own, and reads `system` in three formats.
         """
         fields = {name: value[column] for name, column in self.columns if column in value}
         if self.name == "preference" and fields.get("prompt") is None:
@@ -48,6 +48,7 @@ class Layout:
             if dict(self.columns).get("prompt") in self.filled:
                 fields["prompt"] = None
         if behavior_version < 2:
+            template = replace(template, strip_think=None)
             fields.pop("history", None)
             if not (self.name in ("preference", "sharegpt") or (self.name == "alpaca" and template.turns)):
                 fields.pop("system", None)

@@ -275,7 +275,8 @@ class Reader:
             refuse_without_reply(row)
         if self.kind == "sft" and row.rejected is not None:
             row = Row(row.prompt, row.chosen, tools=row.tools)
-        if self.data.strip_think:
+        own_tags = self.template.has_tags and layout.name == "problem_answer" and self.behavior_version > 1
+        if self.data.strip_think and not own_tags:  # whose solutions are stripped before they get the template's tags
             rejected = None if row.rejected is None else without_think(row.rejected)
             row = replace(row, chosen=without_think(row.chosen), rejected=rejected)
         if row.rejected is not None and row.rejected == row.chosen and row.rejected_prompt is None:

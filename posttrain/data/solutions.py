@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 from posttrain.latex import last_box
+
+THINK_TAGS = re.compile(r"</?think>")
+# also what a chat template has begun (it ends without having begun here), and what was cut off
+THINKING = re.compile(r"\A(?:(?!<think>).)*?</think>\s*|<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
+
+
+def without_think_tags(text: str, strip: bool) -> str:
+    """A solution for a template with tags of its own: without `<think>` and `</think>`; with `strip` also without what
+    is between them."""
+    return THINK_TAGS.sub("", THINKING.sub("", text) if strip else text)
 
 
 def working_and_answer(solution: str, answer: str) -> tuple[str, str]:

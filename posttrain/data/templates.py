@@ -33,11 +33,20 @@ ALPACA_PREAMBLE_INPUT = (
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The chosen template. `turns` is False when texts are used as they are."""
+    """The chosen template. `turns` is False when texts are used as they are.
+
+    `strip_think` is whether the thinking of solutions goes; None: it and its tags stay (behavior_version 1).
+    """
 
     name: str
     turns: bool
     tags: TagsConfig
+    strip_think: bool | None = False
+
+    @property
+    def has_tags(self) -> bool:
+        """Whether it writes a solution's working between tags of its own, in which others have no place."""
+        return self.name in ("tags", "r1_zero") and self.strip_think is not None
 
     def compose(self, working: str, answer: str) -> str:
         """The reply to a problem in the template's own form, from its working and its answer."""
@@ -59,7 +68,7 @@ def choose_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Tem
     Raises DataError when the file cannot be read, or the tokenizer lacks the tokens of a published template.
     """
     name = data.template
-    template = Template(name, name != "none", data.tags)
+    template = Template(name, name != "none", data.tags, data.strip_think)
     if name.endswith(".jinja"):
         try:
             tokenizer.chat_template = path_of(name, DataError).read_text(encoding="utf-8")
