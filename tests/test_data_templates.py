@@ -9,7 +9,7 @@ import unicodedata
 import pytest
 import torch
 from data_tokenizer import CHATML, base_tokenizer, byte_tokenizer, trained_text
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from posttrain import helpers, runner
 from posttrain.batch import Node, sequences
@@ -622,6 +622,12 @@ def test_replies_of_alpacas_history_are_trained(tmp_path):
         assert tokenizer.decode(last.train[0].trees[0].tokens) == whole
     masked = read_rows(tmp_path, rows, tokenizer, assistant_only_loss=True)
     assert trained_text(masked, tokenizer) == trained_text(data, tokenizer)
+    slow = ByT5Tokenizer()
+    slow.chat_template = CHATML
+    for options in ({}, {"assistant_only_loss": True}):
+        with pytest.raises(DataError, match="assistant_only_loss and history need a fast tokenizer"):
+            read_rows(tmp_path, rows, slow, **options)
+    assert len(read_rows(tmp_path, rows[1:], slow).train) == 1
     before = read_rows(tmp_path, rows, tokenizer, behavior_version=1)  # version 1 had no history
     assert list(before.train[0].trees[0].tokens) == list(data.train[1].trees[0].tokens)
 

@@ -99,8 +99,6 @@ class Tokeniser:
         self.appends_stop = bool(bare) and whole[-len(bare) - 1 :] == [*bare, tokenizer.eos_token_id]
         self.begin = str(tokenizer.bos_token or "") if behavior_version > 1 else ""
         self.adds_begin = whole[:1] == [tokenizer.bos_token_id] != bare[:1]
-        if assistant_only_loss and not tokenizer.is_fast:
-            raise DataError("assistant_only_loss needs a fast tokenizer, which knows the characters of each token")
 
     def pairs(self, rows: Sequence[Row]) -> list[Compared | RowError]:
         """Preference pairs, all completion tokens trained."""
@@ -293,6 +291,10 @@ class Tokeniser:
     def _assistants(self, written: Sequence[_Written]) -> list[list[Span]]:
         """The characters of the assistant's turns: those that the template marks with `{% generation %}`, or those
         found by rendering."""
+        if written and not self.tokenizer.is_fast:
+            raise DataError(
+                "assistant_only_loss and history need a fast tokenizer, which knows the characters of each token"
+            )
         if self.marked:
             out: list[list[Span]] = []
             for one in written:
