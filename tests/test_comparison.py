@@ -9,7 +9,8 @@ import pytest
 from test_online import EXACT
 
 from posttrain.cli import main
-from posttrain.comparing.methods import read_finished
+from posttrain.comparing.methods import Run, read_finished, shared_prompts
+from posttrain.comparing.sources import read_validation
 from posttrain.store.files import load_json
 from posttrain.store.stored_rollouts import StoredRun
 
@@ -62,12 +63,14 @@ def test_all_methods_that_the_data_can_serve(settings, capsys):
     for entry in facts["methods"]:
         check_by_hand(root / entry["name"], entry, facts["start"])
     check_pairs_by_hand(root, facts["pairs"], names)
+    assert "validation prompts: 40 of 40 shared" in out and facts["prompts"] == {"shared": 40, "all": 40}
     said = " ".join(out.split())
     for other in names[1:]:
         shown = f"{names[0]} is better than {other} by", f"No difference shown between {names[0]} and {other}"
         assert sum(sentence in said for sentence in shown) == 1
     page = (root / "comparison/comparison.html").read_text()
     assert page.count("<figure") >= 4 and (root / "report.html").is_file()
+    assert "40 of 40 shared" in page
     assert f"{names[0]} above {names[-1]}" in page and f"{names[1]} above {names[2]}" not in page
 
 
@@ -86,6 +89,21 @@ def check_by_hand(folder, entry, start):
         sum(c < 0 for c in changes),
     )
     assert entry["curve"][0] == [0, pytest.approx(start["value"])] and [s for s, _ in entry["curve"]] == [0, 2, 4]
+
+
+def test_prompts_that_some_methods_lack_are_counted():
+    """By hand; an answer without a reward is one of them."""
+    answers = {"a": (0, 1, 2, 3), "b": (1, 2, 3, 4), "c": (1, 2)}
+    runs = [
+        Run(None, None, [one for row in rows for one in read_validation([stored(row)])[0]])  # pyright: ignore
+        for rows in answers.values()
+    ]
+    assert shared_prompts(runs) == (2, 5) and shared_prompts(runs[:2]) == (3, 5) and shared_prompts(runs[:1]) == (4, 4)
+
+
+def stored(row):
+    texts = {"prompt": "p", "completion": "c", "finish_reason": "stop"}
+    return {"dataset": "validation", "row": row, "step": 0, "reward": None if row == 2 else 1.0, **texts}
 
 
 def check_pairs_by_hand(root, pairs, names):

@@ -1,13 +1,18 @@
 """The whole way from settings to examples: limits, splits, mixtures, the cache, the built-in task, `explore`."""
 
+import csv
+import gzip
 import json
 import os
 import threading
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from data_tokenizer import CHATML, byte_tokenizer
 from rich.console import Console
@@ -19,7 +24,10 @@ from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.evaluation import EvaluationDataset
 from posttrain.data import Selection, arithmetic_problems, cache, explore, prepare, reading
+from posttrain.data.holdout import hashes_of, row_hash
 from posttrain.data.lengths import Room
+from posttrain.data.readers import Record
+from posttrain.data.reading import SourcePart
 from posttrain.data.report import Reading
 from posttrain.errors import DataError
 from posttrain.words import counted
@@ -234,6 +242,175 @@ def test_split_is_disjoint_and_follows_the_seed(tmp_path, completions, validatio
     assert splits[0].fingerprint == splits[1].fingerprint != splits[2].fingerprint
     with pytest.raises(DataError, match="leaves none to train on"):
         run(tmp_path, source=completions, validation={"rows": 20})
+
+
+@pytest.fixture
+def varied(tmp_path):
+    """200 pairs: prompts of 1 to 40 tokens, replies of 1 to 30; of rows 6 and 106 both are the same."""
+    rng = np.random.default_rng(5)
+    rows = []
+    for n in range(200):
+        prompt, chosen, rejected = (rng.choice(list("abcdef"), rng.integers(1, most)).tolist() for most in (41, 31, 31))
+        rows.append({"prompt": "".join(prompt), "chosen": f"{n}{''.join(chosen)}", "rejected": "".join(rejected) + "r"})
+        if n % 100 == 6:
+            rows[-1]["rejected"] = rows[-1]["chosen"]
+    return write(tmp_path / "varied.jsonl", rows)
+
+
+SECTIONS = [
+    {"kind": "sft"},
+    {"kind": "sft", "max_length": 30},
+    {"kind": "pair", "max_length": 60},
+    {"kind": "pair", "max_length": 40, "overlong": "truncate", "max_prompt_length": 10},
+    {"kind": "prompt"},
+    {"kind": "prompt", "max_prompt_length": "p50", "template": "question_only"},
+    {"kind": "prompt", "columns": {"prompt": "chosen"}, "format": "prompt"},
+    {"kind": "sft", "columns": {"prompt": "rejected", "completion": "prompt"}, "format": "prompt_completion"},
+    {"kind": "sft", "columns": {"text": "chosen"}, "format": "text", "template": "chat"},
+]
+
+
+def test_all_methods_hold_out_the_same_rows_of_a_source(tmp_path, varied):
+    """Whatever the format, the columns, the template and the limits: nobody trains on what another validates on."""
+    trained, validated, counts = [], [], []
+    for settings in SECTIONS:
+        settings = dict(settings)
+        prepared = run(tmp_path, settings.pop("kind"), byte_tokenizer(CHATML), source=varied, **settings,
+                       validation={"rows": 50}, options={"seed": 3, "method": "this"})  # fmt: skip
+        trained.append(set(rows_of(prepared.train)))
+        validated.append(set(rows_of(prepared.validation["validation"])))
+        counts.append(len(validated[-1]))
+        assert f"validation: {counts[-1]} of 50 held-out rows can be used by this" in prepared.report.lines()[-1]
+    held_out = set.union(*validated)
+    assert len(held_out) == 50 == max(counts) and min(counts) < 45, "limits apply after the rows are held out"
+    assert not held_out & set.union(*trained)
+    assert held_out == validated[4] == validated[6], "prompts are measured beyond the training prompts' percentile"
+    other = run(tmp_path, source=varied, validation={"rows": 50}, options={"seed": 4}).validation["validation"]
+    assert len(set(rows_of(other)) & held_out) < 30, "another seed, other rows"
+    more = run(tmp_path, source=varied, validation={"rows": 80}, options={"seed": 3}).validation["validation"]
+    assert len(more) == 80 and held_out < set(rows_of(more)), "the first 50 of an order of which these are the first 80"
+
+
+def test_malformed_rows_are_held_out_too(tmp_path, varied):
+    """Rows that are malformed for pairs are rows of the source, and other methods validate on them."""
+    found, lines = {}, {}
+    for kind in ("pair", "prompt"):
+        prepared = run(tmp_path, kind, source=varied, max_rows=100, validation={"rows": 99})
+        found[kind] = set(rows_of(prepared.validation["validation"]))
+        lines[kind] = prepared.report.lines()[-1]
+    assert lines == {
+        "pair": "validation: 98 of 99 held-out rows can be used: 1 malformed",
+        "prompt": "validation: 99 of 99 held-out rows can be used",
+    }
+    assert found["prompt"] - found["pair"] == {6} and found["pair"] <= found["prompt"]
+
+
+def test_none_of_the_held_out_rows_is_usable(tmp_path):
+    rows = [{"prompt": "p" * 20 if n else "p", "completion": f"{n}"} for n in range(6)]
+    source = write(tmp_path / "rows.jsonl", rows)
+    errors = []
+    for seed in range(20):
+        try:
+            run(tmp_path, source=source, max_length=15, validation={"rows": 1}, options={"seed": seed})
+        except DataError as error:
+            errors.append(str(error))
+    few = r"validation: none of the 1 held-out rows can be used: 1 over the length limits"
+    assert any(few in error for error in errors), errors
+    assert all(few in error or "every row that can be used is held out" in error for error in errors)
+
+
+@pytest.mark.parametrize(("times", "rows", "expected"), [(2, 10, 10), (2, 11, 12), (3, 9, 9), (3, 1, 3)])
+def test_equal_rows_are_on_one_side(tmp_path, times, rows, expected):
+    """Also where one file has the keys in another order and nulls for missing ones; the last group is not torn."""
+    groups = [{"prompt": f"p{n}", "completion": "c", "extra": {"a": n}} for n in range(12)]
+    other = [{"extra": {"b": None, "a": one["extra"]["a"]}, "note": None, **one} for one in groups]
+    sources = [write(tmp_path / f"{n}.jsonl", other if n else groups) for n in range(times)]
+    other = [one | {"extra": {"b": None, **one["extra"]}, "note": None} for one in groups]
+    prepared = run(tmp_path, source=[{"source": one, "weight": 2} for one in sources], validation={"rows": rows})
+    held_out = rows_of(prepared.validation["validation"])
+    assert len(held_out) == expected and all(held_out.count(row) == 1 for row in held_out)
+    assert sorted({row % 12 + 12 * n for row in held_out for n in range(times)}) == sorted(held_out)
+    assert not set(held_out) & set(rows_of(prepared.train)) and len(prepared.train) == 2 * (12 * times - expected)
+
+
+def test_the_same_rows_in_every_file_type(tmp_path):
+    """JSON, JSONL, packed JSONL, Parquet and CSV of the same rows hold out the same ones."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "x" * n}], "n": n,
+         "score": n / 2, "good": n % 2 == 0} | ({"note": "é 🦙"} if n % 3 else {})
+        for n in range(1, 31)
+    ]  # fmt: skip
+    write(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "rows.json").write_text(json.dumps({"rows": rows}))
+    with gzip.open(tmp_path / "packed.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(dict(reversed(row.items()))) + "\n" for row in rows)
+    table = pa.Table.from_pylist([{**row, "note": row.get("note")} for row in rows])
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=7)
+    with open(tmp_path / "rows.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["note", "good", "score", "n", "messages"])
+        writer.writeheader()
+        writer.writerows(row | {"messages": json.dumps(row["messages"])} for row in rows)
+    files = ("rows.jsonl", "rows.json", "packed.jsonl.gz", "rows.parquet", "rows.csv")
+    parts = [SourcePart(str(tmp_path / name), "train", None) for name in files]
+    first, *others = (hashes_of(part, None, 0, tmp_path / "cache").tolist() for part in parts)
+    assert len(set(first)) == 30 and 0 not in first
+    assert others == [first] * 4
+
+
+def test_a_hash_is_of_the_values_and_where_they_are():
+    def hashed(value):
+        return row_hash(Record(0, "file", 1, value))
+
+    deep = {"a": "z"}
+    for _ in range(900):
+        deep = {"a": [deep]}
+    rows = [
+        {"a": "x", "b": "y"}, {"a": "y", "b": "x"}, {"a": ["x", "y"]}, {"a": ["y", "x"]}, {"a": ["x", None, "y"]},
+        {"a": {"b": "x"}}, {"b": {"a": "x"}}, {"a": "xy"}, {"a": "x"}, {"ab": "x"}, {"a": 1}, {"a": "01"}, {"a": 1.5},
+        {"a": "\ud800"}, {"a": "[x"}, {"a": 0}, {"a": False}, {}, deep,
+    ]  # fmt: skip
+    assert len({hashed(row) for row in rows}) == len(rows) and all(0 < hashed(row) < 2**64 for row in rows)
+    assert row_hash(Record(0, "file", 1, None, "malformed")) == 0
+    nan = {"a": "x", "b": float("nan"), "c": {"d": None}, "e": "", "f": []}
+    assert hashed(nan) == hashed({"a": "x"}) and hashed({"a": 2.0}) == hashed({"a": "2"}) == hashed({"a": 2})
+
+
+def test_documents_are_held_out_whole(tmp_path):
+    (tmp_path / "a.txt").write_text("<|endoftext|>".join(f"document {n} " * 9 for n in range(10)))
+    prepared = run(tmp_path, source=str(tmp_path / "a.txt"), max_length=12, template="chat", validation={"ratio": 0.3})
+    held_out, trained = set(rows_of(prepared.validation["validation"])), set(rows_of(prepared.train))
+    assert len(held_out) == 3 and held_out | trained == set(range(10)) and not held_out & trained
+    assert "validation: 3 of 3 held-out rows can be used" in prepared.report.lines()
+
+
+def test_a_validation_set_that_is_trained_on_is_reported(tmp_path, completions):
+    """Rows of a set with a source of its own stay where they are: training rows may be measured on purpose."""
+    further = [EvaluationDataset(name="own", source=completions, max_rows=8)]
+    prepared = run(tmp_path, source=completions, validation={"rows": 5}, options={"datasets": further})
+    expected = len(set(range(8)) - set(rows_of(prepared.validation["validation"])))
+    assert f"{expected} of 8 rows are trained on, too" in prepared.reports["own"].lines()
+    other = [EvaluationDataset(name="other", source=write(tmp_path / "o.jsonl", [{"prompt": "q", "completion": "d"}]))]
+    clean = run(tmp_path, source=completions, options={"datasets": other})
+    assert "trained on" not in " ".join(clean.reports["other"].lines())
+
+
+@pytest.mark.parametrize("kind", ["sft", "prompt"])
+def test_runs_of_version_1_keep_their_split(tmp_path, varied, kind):
+    """A permutation of the rows within the limits: the fingerprint of a run that is resumed is the old one."""
+    prepared = run(
+        tmp_path, kind, source=varied, max_length=40, validation={"rows": 20}, options={"behavior_version": 1}
+    )
+    usable = [
+        n
+        for n, row in enumerate(map(json.loads, Path(varied).read_text().splitlines()))
+        if len(row["prompt"]) + (len(row["chosen"]) + 1 if kind == "sft" else 0) <= 40
+    ]
+    if kind == "prompt":
+        lengths = [len(json.loads(line)["prompt"]) for line in Path(varied).read_text().splitlines()]
+        usable = [n for n in usable if lengths[n] <= np.percentile(lengths, 90, method="higher")]
+    chosen = np.random.default_rng([0, zlib.crc32(b"validation")]).permutation(usable)[:20]
+    assert rows_of(prepared.validation["validation"]) == sorted(chosen)
+    assert rows_of(prepared.train) == [n for n in usable if n not in chosen]
 
 
 def test_validation_from_other_sources(tmp_path, completions):

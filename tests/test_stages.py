@@ -1,20 +1,25 @@
 """Stages: settings laid over the common ones, a model handed from one to the next, going on where it stopped."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from data_tokenizer import byte_tokenizer
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain import runner
-from posttrain.batch import Example, Node, pack
+from posttrain.batch import Example, Node, pack, sequences
 from posttrain.cli import main
-from posttrain.config import ModelConfig, Stage, dump, load
+from posttrain.config import ModelConfig, Stage, dump, held_out_together, load
+from posttrain.data import prepare_run
 from posttrain.errors import ConfigError, PosttrainError, RunError, WeightsError
 from posttrain.models.load import load_model
 from posttrain.planning.activations import empty_model
@@ -153,6 +158,75 @@ def test_what_is_wrong_with_stages_is_said(write, text, given, message):
 def test_one_set_of_settings_where_one_is_needed(write):
     with pytest.raises(ConfigError, match=r"have stages \(sft, dpo\)"):
         _ = load(write(COMMON + TWO)).config
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    """The same 60 pairs as JSONL, Parquet and, the other way round with a further column, JSON; half of them apart."""
+    rows = [{"prompt": f"<{n}>" + "p" * (n % 9), "chosen": "c" * (n % 7 + 1), "rejected": "r" * 9} for n in range(60)]
+    for name, some in (("rows", rows), ("half", rows[30:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    (tmp_path / "rows.json").write_text(json.dumps([{"note": None, **row} for row in reversed(rows)]))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    return tmp_path
+
+
+TEN = {"rows": 10}
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        {"one": {"data": {"validation": TEN}}, "two": {"data": {"max_length": 12, "validation": TEN}}},
+        {"one": {"data": {"validation": TEN}}, "two": {"method": "dpo"}},
+        {"one": {}, "two": {"method": "dpo", "data": {"validation": {"ratio": 0.3}}}},
+        {"one": {"seed": 1, "data": {"validation": TEN}}, "two": {"data": {"validation": {"rows": 11}}}},
+        {"one": {"data": {"validation": TEN}}, "two": {"data": {"max_rows": 40, "validation": TEN}}, "three": {}},
+        {"one": {"data": {"source": "rows.parquet", "validation": TEN}}, "two": {"data": {"source": "rows.json"}}},
+        {"one": {"data": {"skip_rows": 20, "validation": TEN}}, "two": {"method": "dpo", "data": {"validation": TEN}}},
+        {
+            "one": {"data": {"source": [{"source": "half.jsonl", "weight": 3}, "rows.parquet"], "validation": TEN}},
+            "two": {"method": "dpo", "data": {"source": "half.jsonl", "validation": {"ratio": 0.2}}},
+        },
+        {
+            "one": {"data": {"columns": {"prompt": "rejected", "completion": "prompt"}, "format": "prompt_completion"}},
+            "two": {"method": "dpo", "data": {"validation": TEN}},
+        },
+        {
+            "one": {"data": {"source": "builtin:arithmetic", "max_rows": 60, "validation": TEN}},
+            "two": {"method": "dpo", "data": {"source": "builtin:arithmetic-preference", "max_rows": 50}},
+            "three": {"method": "kto", "data": {"source": "builtin:arithmetic-kto", "max_rows": 50, "validation": TEN}},
+        },
+    ],
+)
+def test_no_stage_trains_on_what_another_holds_out(numbered, monkeypatch, stages):
+    monkeypatch.chdir(numbered)
+    common = {"source": "rows.jsonl", "template": "none"}
+    file = {"model": "gpt2", "method": "sft", "data": common, "stages": stages}
+    trained, validated, tokenizer = {}, {}, byte_tokenizer()
+    for stage in held_out_together(load(file).stages):
+        prepared = prepare_run(stage.config, tokenizer)
+        named = re.compile(r"<\d+>|What is .*\?")
+        for sets, data in ((trained, prepared.train), (validated, prepared.validation.get("validation"))):
+            texts = [tokenizer.decode(ids) for example in data or () for ids, _ in sequences(example.trees[0])]
+            sets[stage.name] = {named.search(text)[0] for text in texts if named.search(text)}
+    held_out = set.union(*validated.values())
+    assert len(held_out) >= 8
+    for name, some in trained.items():
+        assert len(some) >= 10 and not some & held_out, name
+
+
+def test_what_stages_hold_out_is_part_of_each_runs_settings(write):
+    """Filled in once, and read back; a stage that holds out the same rows needs none; by the old rule there is none."""
+    text = COMMON + TWO.replace("method: sft", "method: sft\n    seed: 3\n    data: {validation: {rows: 5}}").replace(
+        "    data: {format: messages}\n", ""
+    )
+    sft, dpo = held_out_together(load(write(text)).stages)
+    assert sft.config.data.excluded == () and dpo.config.data.excluded[0].seed == 3
+    again = held_out_together((sft, dpo))
+    assert again == (sft, dpo) and load(dump(dpo.config) and write(dump(dpo.config), "b.yaml")).config == dpo.config
+    old = load(write("behavior_version: 1\n" + text)).stages
+    assert held_out_together(old) == old
 
 
 # --- training -------------------------------------------------------------------------------------------------------
@@ -430,6 +504,23 @@ def test_going_on_at_stage_and_step(tmp_path, shared, scratch_model, monkeypatch
     runner.train(chain(tmp_path, shared, scratch_model, seed=1), overwrite=True, skip=("reward", "dpo"))
     with pytest.raises(RunError, match=r"dpo was trained with another model than .*sft.final is now"):
         runner.train(stages, resume=True, skip=("sft", "reward"))
+
+
+def test_a_stage_that_is_added_holds_out_other_rows(tmp_path, shared, scratch_model, caplog):
+    """A stage that was finished keeps to its own rows, which is said; the new one excludes those of the others."""
+    stages = {"sft": {"method": "sft", "data": {"template": "tags", "validation": {"rows": 3}}}}
+    both = {**stages, "more": {"method": "sft", "seed": 1, "data": {"template": "tags", "validation": {"rows": 4}}}}
+    runner.train(chain(tmp_path, shared, scratch_model, stages={**stages, "last": stages["sft"]}))
+    caplog.clear()
+    assert (
+        runner.train(chain(tmp_path, shared, scratch_model, stages={**both, "last": stages["sft"]}), resume=True) == 0
+    )
+    run = tmp_path / "chain"
+    assert set(states(run).values()) == {"finished"} and caplog.text.count("keeps to those (data.excluded)") == 2
+    assert load(run / "sft/config.yaml").config.data.excluded == ()
+    assert [one.rows for one in load(run / "more/config.yaml").config.data.excluded] == [3]
+    assert "3 of 3 held-out rows can be used by sft" in (run / "sft/training.log").read_text()
+    assert "that other stages hold out, not trained on" in (run / "more/training.log").read_text()
 
 
 def test_a_failed_stage_stops_what_builds_on_it_and_nothing_else(tmp_path, shared, scratch_model, monkeypatch, capsys):

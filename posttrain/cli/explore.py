@@ -73,6 +73,7 @@ def explore(
     from posttrain.console import PlainConsole  # these import torch, which takes seconds
 
     with quick_imports():
+        from posttrain.config import held_out_together
         from posttrain.data import Selection, overview
         from posttrain.data import explore as show
         from posttrain.inspection.quality import check_quality
@@ -87,7 +88,7 @@ def explore(
     tokenizers = StageTokenizers(0)
     written: dict[str, object] = {}
     overviews: dict[str, dict[str, Any]] = {}
-    for stage in stages:
+    for stage in held_out_together(stages):
         if stage.name and not as_json:
             console.rule(f"stage {stage.name}", align="left")
         tokenizer = tokenizers.of(stage)

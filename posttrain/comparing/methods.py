@@ -169,6 +169,12 @@ def methods_figures(entries: Sequence[Entry], start: Estimate | None) -> list[Ma
     return [chart(lines, "Reward on held-out prompts", ends=True), intervals("Reward at the end, 95 % interval", rows)]
 
 
+def shared_prompts(runs: Sequence[Run]) -> tuple[int, int]:
+    """How many validation prompts every run has completions of, and how many any of them has."""
+    items = [{one.item for one in run.answers} for run in runs]
+    return len(set.intersection(*items)), len(set.union(*items))
+
+
 def write_comparison(folder: Path, folders: Mapping[str, Path], console: Console) -> None:
     """Write `comparison.json`, `.png` and `.html` of these finished runs to the folder, and print the tables.
 
@@ -179,9 +185,13 @@ def write_comparison(folder: Path, folders: Mapping[str, Path], console: Console
     )
     entries, start = [run.entry for run in runs], runs[0].start
     table, png = methods_table(entries, start), methods_picture(entries, start)
+    (shared, every), note = shared_prompts(runs), ""
+    if len(runs) > 1:
+        table.caption = note = f"validation prompts: {shared:,} of {every:,} shared"
+        table.caption_justify = "left"
     console.print(table)
     figures = methods_figures(entries, start)
-    page: list[pages.Section] = [pages.Table("Methods", *cells_of(table)), pages.charts("Curves", figures)]
+    page: list[pages.Section] = [pages.Table("Methods", *cells_of(table), note=note), pages.charts("Curves", figures)]
     pairs = []
     if len(runs) > 1:
         found = against_each_other(runs)
@@ -192,7 +202,12 @@ def write_comparison(folder: Path, folders: Mapping[str, Path], console: Console
         page += sections(best)
         pairs = [as_facts(one, flips=False) for one in found.suites[0].differences]
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {"start": start and asdict(start), "methods": [asdict(entry) for entry in entries], "pairs": pairs}
+    facts = {
+        "start": start and asdict(start),
+        "methods": [asdict(entry) for entry in entries],
+        "prompts": {"shared": shared, "all": every},
+        "pairs": pairs,
+    }
     save_json(folder / "comparison.json", facts)
     write_file(folder / "comparison.png", png)
     pages.write_page(folder / "comparison.html", "Comparison of methods", page)

@@ -2,7 +2,7 @@
 
 from posttrain.config.reading.load import Loaded, dump, find, load
 from posttrain.config.reading.presets import preset_names, preset_path
-from posttrain.config.reading.stages import Stage, check_skip
+from posttrain.config.reading.stages import Stage, check_skip, held_out_together
 from posttrain.config.schema.data import DataConfig, SourceConfig, TagsConfig, ValidationConfig
 from posttrain.config.schema.distill import DistillMethod
 from posttrain.config.schema.evaluation import EvaluationConfig, EvaluationDataset
@@ -62,6 +62,7 @@ __all__ = [
     "check_skip",
     "dump",
     "find",
+    "held_out_together",
     "learning_rate",
     "load",
     "preset_names",

@@ -36,6 +36,7 @@ ATTEMPTS = 2  # another run may remove an entry that both found damaged, just wh
 
 INTS = pa.list_(pa.int32())
 SCHEMAS = {
+    "hash": pa.schema([("hash", pa.uint64())]),
     "sft": pa.schema([("row", pa.int64()), ("tokens", INTS), ("spans", INTS), ("prompt", pa.int32())]),
     "unpaired": pa.schema(
         [("row", pa.int64()), ("tokens", INTS), ("spans", INTS), ("prompt", pa.int32()), ("label", pa.bool_())]
@@ -164,7 +165,7 @@ def cached(
         for attempt in range(ATTEMPTS):
             if place.exists():
                 try:
-                    return *_load(place), note
+                    return *_load(place, kind), note
                 except _DamagedError as damage:
                     try:
                         take_away(place)
@@ -177,7 +178,7 @@ def cached(
             place.parent.mkdir(parents=True, exist_ok=True)
             _clean(place.parent)
             _build(place, kind, build)
-        return *_load(place), note
+        return *_load(place, kind), note
     except _DamagedError as error:
         raise DataError(f"the data cache in {folder} returns other data than was written ({error})") from error
     except OSError as error:
@@ -191,8 +192,12 @@ class _DamagedError(Exception):
     pass
 
 
-def _load(place: Path) -> tuple[pa.Table, Reading, str]:
-    rows = place / "rows.arrow"
+def _file(place: Path, kind: str) -> Path:
+    return place / ("hashes.arrow" if kind == "hash" else "rows.arrow")
+
+
+def _load(place: Path, kind: str) -> tuple[pa.Table, Reading, str]:
+    rows = _file(place, kind)
     try:
         facts = json.loads((place / "facts.json").read_text())
         with rows.open("rb") as stream:
@@ -209,12 +214,12 @@ def _load(place: Path) -> tuple[pa.Table, Reading, str]:
 
 def _build(place: Path, kind: str, build: Callable[[Writer], Reading]) -> None:
     def write(work: Path) -> None:
-        writer = Writer(work / "rows.arrow", kind)
+        writer = Writer(_file(work, kind), kind)
         try:
             reading = build(writer)
         finally:
             writer.close()
-        with (work / "rows.arrow").open("rb") as stream:
+        with _file(work, kind).open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         facts = {"sha256": digest, "content": writer.content(), "reading": reading.to_json()}
         (work / "facts.json").write_text(json.dumps(facts))

@@ -20,11 +20,13 @@ from posttrain.config.schema.evaluation import EvaluationDataset
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import cache
 from posttrain.data.dataset import Dataset, Limits
+from posttrain.data.holdout import HeldOut, held_out_rows, trained_too
 from posttrain.data.lengths import Room, evaluation_limits, longest_prompt, training_limits
-from posttrain.data.reading import Kind, Loaded, Reader, SourcePart
+from posttrain.data.reading import Kind, Loaded, Reader, SourcePart, most_rows, parts_of
 from posttrain.data.report import Report
 from posttrain.data.templates import choose_template
 from posttrain.errors import DataError
+from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 
@@ -76,6 +78,7 @@ def prepare_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, positi
         evaluated=_evaluated(config),
         positions=positions,
         with_completions=method.reads_completions,
+        method=method.type,
         behavior_version=config.behavior_version,
         **targets,
     )
@@ -117,7 +120,8 @@ def _validation_prompts(
         data = data.model_copy(update={"max_prompt_length": None})
     if not config.rewards:
         data = data.model_copy(update={"validation": None})
-    held_out = prepared.validation["validation"].rows if data.validation is not None else None
+    old = data.holds_out and config.behavior_version < 2
+    held_out = prepared.validation["validation"].rows if old else None
     sets = config.evaluation.datasets
     found = prepare(
         data,
@@ -131,7 +135,7 @@ def _validation_prompts(
         behavior_version=config.behavior_version,
     ).validation
     for name, dataset in found.items():  # reported already for held-out rows
-        if name != "validation" or (data.validation is not None and data.validation.source is not None):
+        if name != "validation" or not data.holds_out:
             _say_left_out(name, len(dataset), len(np.unique(prepared.validation[name].rows)), room, data)
     return found
 
@@ -162,6 +166,26 @@ def _say_left_out(name: str, asked: int, rows: int, room: Room, data: DataConfig
         log.warning("%s: %d of %d prompts leave room for a completion and are evaluated", name, asked, rows)
 
 
+def _held_out_set(whole: Loaded, held: HeldOut, limits: Limits | None) -> Dataset:
+    """The examples that validate, within other `limits` than those of training if they are given."""
+    among = np.isin(whole.table.row, held.validation)
+    fitted = whole.fitted if limits is None else whole.table.fit(limits, np.zeros(len(among), bool), among)
+    return Dataset(whole.table, fitted, np.flatnonzero(among[fitted.view[:, 0]]))
+
+
+def _usable(usable: int, readable: int, held_out: int, method: str | None) -> str:
+    """How many of the rows held out validate; `readable` are not malformed. Raises DataError if none does."""
+    lost = {"malformed": held_out - readable, "over the length limits": readable - usable}
+    why = ", ".join(f"{count:,} {what}" for what, count in lost.items() if count)
+    by = f" by {method}" if method else ""
+    if not usable:
+        raise DataError(
+            f"validation: none of the {held_out:,} held-out rows can be used{by}: {why}. Hold out more rows, or change "
+            "the limits (data.max_length, data.max_prompt_length)"
+        )
+    return f"validation: {usable:,} of {held_out:,} held-out rows can be used{by}" + (f": {why}" if why else "")
+
+
 def prepare(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -178,6 +202,7 @@ def prepare(
     cache_dir: Path | None = None,
     seed: int = 0,
     behavior_version: int = 2,
+    method: str | None = None,
 ) -> Prepared:
     """Read and tokenise the sources of `data` and the further evaluation `datasets`.
 
@@ -187,11 +212,13 @@ def prepare(
     prompt as the prompt's only child.
     `completion_only_loss` None trains completions if a row has a prompt, and every token otherwise. The template is set
     on the tokenizer. `validation` has the set of `data.validation` as "validation" and the further ones by their names.
-    The same seed gives the same split; `held_out` gives the row numbers instead. With `behavior_version` 1 rows are
-    tokenised and truncated as by the runs that began before there was such a record.
+    The same seed gives the same split of the source's rows, for every kind, template and limits; `held_out` gives the
+    row numbers instead. `method` is named in the report. With `behavior_version` 1 rows are tokenised and truncated as
+    by the runs that began before there was such a record, and a random part of those within the limits validates.
 
     Raises DataError: a missing source or column, more than 1 % malformed rows, a row without trained tokens, rows over
-    the limits if `overlong` is error, labelled completions of one kind only, or no usable rows.
+    the limits if `overlong` is error, labelled completions of one kind only, or no usable rows, of those that are held
+    out, too.
     """
     room = Room(completion_length)
     longest, longest_evaluated = (longest_prompt(data, kind, one, positions) for one in (room, evaluated or room))
@@ -202,26 +229,37 @@ def prepare(
         behavior_version,
     )  # fmt: skip
     parts = parts_of(data)
-    max_rows = None if isinstance(data.source, str) else data.max_rows
-    whole = reader.load("train", parts, partial(training_limits, data, kind, longest), max_rows)
+    whole = reader.load("train", parts, partial(training_limits, data, kind, longest), most_rows(data))
     limits = evaluation_limits(data, longest_evaluated, whole.limits)
-    rows = whole.fitted.view[:, 0]
-    is_held_out = _is_held_out(data, whole, held_out, seed)
-    validating, indices = np.flatnonzero(is_held_out), np.flatnonzero(~is_held_out)
-    train = Dataset(whole.table, whole.fitted, _weighted(indices, whole, parts, seed))
+    by_hash = behavior_version >= 2
+    if held_out is not None and data.holds_out:
+        held = HeldOut(held_out, held_out[:0])
+    else:
+        held = held_out_rows(data, seed, cache_dir) if by_hash else _permuted(data, whole, seed)
+    number = whole.table.row[whole.fitted.view[:, 0]]
+    train = Dataset(whole.table, whole.fitted, _weighted(~np.isin(number, held.every), whole, parts, seed))
     if kind == "unpaired":
         _refuse_one_class(train.labels, data)
-    validation = {"validation": Dataset(whole.table, whole.fitted, validating)} if len(validating) else {}
-    if validation and longest_evaluated.tokens != longest.tokens:
-        held_rows = np.isin(np.arange(len(whole.table.row)), rows[is_held_out])
-        fitted = whole.table.fit(limits, np.zeros(len(held_rows), bool), held_rows)
-        _say_left_out("validation", len(fitted.view), int(held_rows.sum()), evaluated or room, data)
-        validation = {"validation": Dataset(whole.table, fitted, np.arange(len(fitted.view)))}
+    validation, notes = dict[str, Dataset](), []
+    if len(held.elsewhere):
+        notes.append(f"{counted(len(held.elsewhere), 'row')} that other stages hold out, not trained on")
+    if len(held.validation):
+        same = limits == whole.limits if by_hash else longest_evaluated.tokens == longest.tokens
+        validation["validation"] = found = _held_out_set(whole, held, None if same else limits)
+        readable = int(np.isin(held.validation, whole.table.row).sum())
+        if longest_evaluated.tokens != longest.tokens and readable:
+            _say_left_out("validation", len(found), readable, evaluated or room, data)
+        notes.append(_usable(len(np.unique(found.rows)), readable, len(held.validation), method))
     further = _further(data, datasets, reader, limits, taken=validation)
     loaded = {"train": whole, **further}
     validation |= {n: Dataset(one.table, one.fitted, np.arange(len(one.fitted.view))) for n, one in further.items()}
     reports = {name: one.report for name, one in loaded.items()}
+    reports["train"] = replace(whole.report, notes=(*whole.report.notes, *notes))
     sources = {"train": parts} | {name: [part] for name, part in further_parts(data, datasets)}
+    for name, one in further.items():
+        if twice := trained_too(data, held, sources[name][0], seed, cache_dir):
+            note = f"{twice:,} of {counted(one.report.read, 'row')} are trained on, too"
+            reports[name] = replace(one.report, notes=(*one.report.notes, note))
     contents = {
         f"{name} {part.source}": content
         for name, one in loaded.items()
@@ -230,22 +268,18 @@ def prepare(
     return Prepared(kind, train, validation, reports, _fingerprint(loaded, train, validation), contents)
 
 
-def _is_held_out(data: DataConfig, whole: Loaded, held_out: np.ndarray | None, seed: int) -> np.ndarray:
-    """Which examples validate: those of the row numbers, or else of a random part of the rows."""
-    rows = whole.fitted.view[:, 0]
-    if held_out is None or (data.validation is not None and data.validation.source is not None):
-        rng = np.random.default_rng([seed, zlib.crc32(b"validation")])
-        return np.isin(rows, _held_out(data, np.unique(rows), rng))  # the chunks of a document stay together
-    return np.isin(whole.table.row[rows], held_out)
-
-
-def parts_of(data: DataConfig) -> list[SourcePart]:
-    """The sources of the training data."""
-    return (
-        [SourcePart(data.source, data.split, data.max_rows, skip_rows=data.skip_rows)]
-        if isinstance(data.source, str)
-        else [SourcePart(part.source, part.split, part.max_rows, part.weight) for part in data.source]
-    )
+def _permuted(data: DataConfig, whole: Loaded, seed: int) -> HeldOut:
+    """The rows that validate by the rule of version 1: a random part of those within the limits."""
+    given, rows = data.validation, np.unique(whole.fitted.view[:, 0])
+    if given is None or given.source is not None:
+        return HeldOut(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    wanted = given.rows if given.rows is not None else max(1, round((given.ratio or 0.0) * len(rows)))
+    if wanted >= len(rows):
+        raise DataError(
+            f"data.validation holds out {wanted:,} of {len(rows):,} examples, which leaves none to train on"
+        )
+    rng = np.random.default_rng([seed, zlib.crc32(b"validation")])
+    return HeldOut(whole.table.row[rng.permutation(rows)[:wanted]], np.zeros(0, np.int64))
 
 
 def further_parts(data: DataConfig, datasets: Sequence[EvaluationDataset]) -> list[tuple[str, SourcePart]]:
@@ -300,19 +334,12 @@ def _refuse_one_class(labels: np.ndarray, data: DataConfig) -> None:
     )
 
 
-def _held_out(data: DataConfig, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The rows held out for validation: sampled from all rows without replacement."""
-    given, count = data.validation, len(rows)
-    if given is None or given.source is not None:
-        return np.zeros(0, np.int64)
-    wanted = given.rows if given.rows is not None else max(1, round((given.ratio or 0.0) * count))
-    if wanted >= count:
-        raise DataError(f"data.validation holds out {wanted:,} of {count:,} examples, which leaves none to train on")
-    return rng.permutation(rows)[:wanted]
-
-
-def _weighted(indices: np.ndarray, whole: Loaded, parts: Sequence[SourcePart], seed: int) -> np.ndarray:
-    """Repeat or thin each part's examples by its weight: 2 has each twice, 0.5 a random half, 2.5 both."""
+def _weighted(trained: np.ndarray, whole: Loaded, parts: Sequence[SourcePart], seed: int) -> np.ndarray:
+    """The examples `trained`, those of each part repeated or thinned by its weight: 2 has each twice, 0.5 a random
+    half, 2.5 both."""
+    indices = np.flatnonzero(trained)
+    if not len(indices):
+        raise DataError("every row that can be used is held out, which leaves none to train on: lower data.validation")
     table_row = whole.fitted.view[indices, 0]
     out, begin = [], 0
     for number, (part, end) in enumerate(zip(parts, whole.ends, strict=False)):

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.caches import default_folder
 from posttrain.config.schema.run import RunConfig
-from posttrain.data.prepare import further_parts, parts_of, settings_of
-from posttrain.data.reading import Reader, SourcePart
+from posttrain.data.prepare import further_parts, settings_of
+from posttrain.data.reading import Reader, SourcePart, most_rows, parts_of
 from posttrain.data.rows import Row
 from posttrain.data.templates import choose_template
 
@@ -24,8 +24,7 @@ def rows_of_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterat
     template, kind = choose_template(data, tokenizer), config.method.kind
     version, folder = config.behavior_version, default_folder()
     reader = Reader(data, tokenizer, template, kind, None, False, folder, config.seed, behavior_version=version)
-    most = None if isinstance(data.source, str) else data.max_rows
-    yield "train", _numbered(reader, parts_of(data), most)
+    yield "train", _numbered(reader, parts_of(data), most_rows(data))
     own = {entry.name: entry for entry in config.evaluation.datasets}
     for name, part in further_parts(data, config.evaluation.datasets):
         its = reader.with_data(settings_of(own[name], data) if name in own else data)

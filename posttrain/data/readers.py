@@ -32,6 +32,7 @@ class Record:
     line: int  # of the file, from 1; for Parquet the number of the row
     value: dict[str, Any] | None
     problem: str | None = None
+    identity: Any = None  # what makes it the row that it is, if not all of its value
 
     @property
     def is_csv(self) -> bool:

@@ -17,7 +17,7 @@ import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from posttrain.config.schema.base import Kind
-from posttrain.config.schema.data import DataConfig
+from posttrain.config.schema.data import DataConfig, HeldOutRows
 from posttrain.data import cache
 from posttrain.data.dataset import Fitted, Limits, Table
 from posttrain.data.layouts import Layout, find_layout
@@ -52,6 +52,20 @@ class SourcePart:
     max_rows: int | None
     weight: float = 1.0
     skip_rows: int = 0
+
+
+def parts_of(data: DataConfig | HeldOutRows) -> list[SourcePart]:
+    """The sources of the training data."""
+    return (
+        [SourcePart(data.source, data.split, data.max_rows, skip_rows=data.skip_rows)]
+        if isinstance(data.source, str)
+        else [SourcePart(part.source, part.split, part.max_rows, part.weight) for part in data.source]
+    )
+
+
+def most_rows(data: DataConfig | HeldOutRows) -> int | None:
+    """The limit of the rows of all sources together; None if there is none, or one source alone."""
+    return None if isinstance(data.source, str) else data.max_rows
 
 
 @dataclass(frozen=True, slots=True)

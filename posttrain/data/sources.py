@@ -88,7 +88,8 @@ class Task:
 
     def read(self) -> Iterator[Record]:
         for row, value in enumerate(TASKS[self.name](self.split, self.rows, self.seed, self.compose)):
-            yield Record(row, self.name, row + 1, value)
+            problem = next(iter(value.values()))  # the replies follow from it, and from the template
+            yield Record(row, self.name, row + 1, value, identity=problem)
 
 
 def open_source(source: str, split: str, max_rows: int | None, seed: int, compose: Compose) -> Source:

@@ -187,7 +187,7 @@ def _settings(
     )
     files = [str(file) for file in rows.files]
     parts = [{"source": file} for file in files]
-    values |= {"source": files[0] if len(files) == 1 else parts, "split": "train", "validation": None}
+    values |= {"source": files[0] if len(files) == 1 else parts, "split": "train", "validation": None, "excluded": ()}
     values |= {"max_rows": None, "skip_rows": 0, **limits}
     if rows.format is not None:
         values |= {"format": rows.format, "columns": {}}  # columns belong to the format of the run

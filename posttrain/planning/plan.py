@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from posttrain.config import ModelConfig, RunConfig, Stage, check_skip, learning_rate
+from posttrain.config import ModelConfig, RunConfig, Stage, check_skip, held_out_together, learning_rate
 from posttrain.console import PlainConsole
 from posttrain.data import Prepared, longest_sequence
 from posttrain.models.attention import width_step
@@ -79,7 +79,7 @@ def plan(
     machine's device).
     """
     console = console or PlainConsole()
-    stages = (Stage("", None, config),) if isinstance(config, RunConfig) else config
+    stages = held_out_together((Stage("", None, config),) if isinstance(config, RunConfig) else config)
     check_skip(skip, stages)
     for index in range(len(stages[0].config.models)) if model_index is None else [model_index]:
         tokenizers = StageTokenizers(index)

@@ -147,6 +147,7 @@ def _resume_one(stages: Sequence[Stage], path: Path, ranks: Ranks) -> int:
     folder = run_folder_of(path)
     levels = (len(stages) > 1) + (len(stages[0].config.models) > 1)
     root = folder if not levels else folder.absolute().parents[levels - 1]
+    stages = tuple(replace(stage, config=as_started(stage.config, folder)) for stage in stages)
     tasks = [task for task in Pipeline.of(stages, root).tasks if task.folder.absolute() == folder.absolute()]
     if not tasks:
         raise RunError(f"{folder} is a run of a model or stage that the given config does not have")

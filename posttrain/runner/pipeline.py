@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
-from posttrain.config import RunConfig, Stage, check_skip, dump, load
+from posttrain.config import RunConfig, Stage, check_skip, dump, held_out_together, load
 from posttrain.config.schema.rewards import ModelReward, Reward
 from posttrain.console import PlainConsole
 from posttrain.errors import ConfigError, PosttrainError, RunError, is_out_of_memory, message_of
@@ -32,7 +32,7 @@ from posttrain.store.folder import never_stepped, run_folder
 from posttrain.store.provenance import redact
 from posttrain.store.runs import read_run
 from posttrain.training.inputs import refuse_other_models
-from posttrain.training.resume import refuse_changes
+from posttrain.training.resume import as_trained, refuse_changes
 
 log = logging.getLogger("posttrain")
 
@@ -103,7 +103,7 @@ class Pipeline:
 
     def _add_model(self, index: int, skip: Collection[str]) -> None:
         done: dict[str, Task] = {}
-        for stage in self.stages:
+        for stage in held_out_together(self.stages):
             model = stage.config.models[index]
             folder = run_folder(self.root, stage, index, several_stages=len(self.stages) > 1)
             source = done[stage.init_from] if stage.init_from else None
@@ -192,6 +192,8 @@ class Pipeline:
         try:
             # With --resume, runs that the interruption came before start now.
             started = resume and (self.alone or (task.folder / "run.json").exists())
+            if started and not self.alone:
+                task.config = as_trained(task.config, task.folder)
             if started and not self.alone and is_finished(task):
                 task.outcome = EARLIER
                 log.info("%s is finished already", task.title)

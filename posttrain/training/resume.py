@@ -54,6 +54,15 @@ def as_started(given: RunConfig, folder: Path) -> RunConfig:
     return given.model_copy(update={"behavior_version": version})
 
 
+def as_trained(given: RunConfig, folder: Path) -> RunConfig:
+    """The settings with the excluded rows of the run in `folder`: its stages may have been others when it started."""
+    saved = load(folder / "config.yaml").config.data.excluded
+    if saved == given.data.excluded:
+        return given
+    log.warning("%s started when the stages held out other rows, and keeps to those (data.excluded)", folder)
+    return given.model_copy(update={"data": given.data.model_copy(update={"excluded": saved})})
+
+
 def saved_settings(folder: Path, given: RunConfig) -> RunConfig:
     """The settings to resume the run in `folder` with: the given ones, for the folder's model."""
     saved = load(folder / "config.yaml").config
@@ -61,7 +70,7 @@ def saved_settings(folder: Path, given: RunConfig) -> RunConfig:
     own = [model for model in given.models if model.folder_name == name]
     if not own:
         raise RunError(f"{folder} is a run of the model {name}, which the given config does not have")
-    given = as_started(given, folder)
+    given = as_trained(as_started(given, folder), folder)
     return given.model_copy(update={"models": (own[0],), "name": saved.name, "output_dir": saved.output_dir})
 
 

@@ -1,12 +1,13 @@
 """`stages:` in a settings file: several runs in one, each with its own settings over the common ones."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.reading.files import KeyPath, Tree
 from posttrain.config.schema.base import NAME_BYTES, WORD, is_name
+from posttrain.config.schema.data import HeldOutRows
 from posttrain.config.schema.run import RunConfig
 from posttrain.errors import ConfigError
 
@@ -133,6 +134,34 @@ def start_from(stage: RunConfig, source: RunConfig, name: str, where: str) -> Ru
         for mine, old in zip(stage.models, source.models, strict=True)
     ]
     return stage.model_copy(update={"models": tuple(models)})
+
+
+def held_out_together(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The stages, each with `data.excluded`: none trains on the rows that another holds out."""
+    held = [_held_out(stage.config) for stage in stages]
+    return tuple(replace(stage, config=_without(stage.config, held)) for stage in stages)
+
+
+def _held_out(config: RunConfig) -> HeldOutRows | None:
+    """The rows of the training data that validate the stage."""
+    data, given = config.data, config.data.validation
+    if given is None or not data.holds_out:
+        return None
+    rows = {name: getattr(data, name) for name in ("source", "split", "max_rows", "skip_rows")}
+    return HeldOutRows(**rows, ratio=given.ratio, rows=given.rows, seed=config.seed)
+
+
+def _without(config: RunConfig, held: Sequence[HeldOutRows | None]) -> RunConfig:
+    """A stage's settings with the rows that others hold out. Runs of version 1 trained on them."""
+    if config.behavior_version < 2:
+        return config
+    excluded = list(config.data.excluded)
+    for one in held:
+        if one is None or one == _held_out(config):
+            continue
+        one = one.model_copy(update={"seed": None}) if one.seed == config.seed else one
+        excluded += [one] if one not in excluded else []
+    return config.model_copy(update={"data": config.data.model_copy(update={"excluded": tuple(excluded)})})
 
 
 def refuse_other_models(stages: Sequence[Stage]) -> None:

@@ -69,6 +69,29 @@ class ValidationConfig(Settings):
         return self
 
 
+class HeldOutRows(Settings):
+    """Rows of the training data of another stage that validate it."""
+
+    source: Text | Annotated[tuple[SourceEntry, ...], Field(min_length=1)] = Field(
+        description="Source of the other stage, or the list of its sources."
+    )
+    split: Text = Field(default="train", description="Split of the source.")
+    max_rows: Positive | None = Field(default=None, description="First rows that the other stage uses; null: all.")
+    skip_rows: Annotated[Int, Field(ge=0)] = Field(default=0, description="Number of rows that it skips at the start.")
+    ratio: Share | None = Field(default=None, description="Share of these rows that it holds out.")
+    rows: Positive | None = Field(default=None, description="Number of these rows that it holds out.")
+    seed: Annotated[Int, Field(ge=0, lt=2**32)] | None = Field(
+        default=None, description="Random seed of the other stage; null: the same."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "HeldOutRows":
+        problems = Problems()
+        problems.check((self.ratio is None) != (self.rows is None), "rows", "or ratio is needed, one of the two")
+        problems.report()
+        return self
+
+
 class TagsConfig(Settings):
     """The tags of `template: tags`."""
 
@@ -104,6 +127,10 @@ class DataConfig(Settings):
     validation: ValidationConfig | None = Field(
         default=None, description="Held-out rows: {ratio: 0.05}, {rows: 500} or {source: ..., split: test}."
     )
+    excluded: tuple[HeldOutRows, ...] = Field(
+        default=(),
+        description="Rows never trained on because other stages hold them out; filled in from the stages of a file.",
+    )
     template: Text = Field(
         default="chat",
         description="Template: chat (the model's own), another name, none, or a .jinja file; saved with the model.",
@@ -120,6 +147,11 @@ class DataConfig(Settings):
         default="drop",
         description="What happens to examples over the limits: dropped (and counted), truncated, or an error.",
     )
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether some of the training rows validate."""
+        return self.validation is not None and self.validation.source is None
 
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":

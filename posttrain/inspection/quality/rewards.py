@@ -29,7 +29,7 @@ def margins_of(config: RunConfig, path: str) -> tuple[np.ndarray, np.ndarray]:
     if not is_reward_model(model):
         raise ConfigError(f"--reward-model {path}: is not a reward model, which `posttrain train method=reward` trains")
     tokenizer = load_tokenizer(model)
-    data = config.data.model_copy(update={"validation": None})
+    data = config.data.model_copy(update={"validation": None, "excluded": ()})
     dataset = prepare(data, tokenizer, "pair", seed=config.seed).train
     device = take_device(config.devices)
     loaded = load_model(model, "reward", compute_dtype(model, device), device)

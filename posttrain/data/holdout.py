@@ -1,0 +1,172 @@
+"""Which rows validate: the first ones by a hash of the seed and of the row as its source has it.
+
+Format, columns, template and limits have no part in it, so that all methods and stages that read a source hold out the
+same rows, and a row is on one side wherever it occurs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.config.schema.data import DataConfig, HeldOutRows, ValidationConfig
+from posttrain.data import cache
+from posttrain.data.dataset import Array, as_numpy
+from posttrain.data.readers import Record
+from posttrain.data.reading import SourcePart, most_rows, parts_of
+from posttrain.data.report import Reading
+from posttrain.data.sources import Source, open_source
+from posttrain.errors import DataError
+from posttrain.progress import progress
+
+VERSION = 1  # increase it when the same row has another hash
+BATCH = 4096  # rows written at a time
+WHOLE = re.compile(r"-?[0-9]+\.0")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Row numbers as in `Table.row`: those that validate, and further ones that only other stages hold out."""
+
+    validation: Array
+    elsewhere: Array
+
+    @property
+    def every(self) -> Array:
+        return np.concatenate([self.validation, self.elsewhere])
+
+
+def held_out_rows(data: DataConfig, seed: int, folder: Path) -> HeldOut:
+    """The rows of `data.source` that are not trained on, usable or not; `folder` is of the cache.
+
+    Raises DataError if a source cannot be read, or no row is left to train on.
+    """
+    if not data.holds_out and not data.excluded:
+        return HeldOut(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    number, hashes = _readable(data, seed, folder)
+    own = np.zeros(len(hashes), bool)
+    if data.holds_out and data.validation is not None:
+        own = _first(hashes, data.validation, seed)
+        if own.all():
+            raise DataError(
+                f"data.validation holds out {int(own.sum()):,} of {len(own):,} rows, which leaves none to train on"
+            )
+    theirs = own.copy()
+    for other in data.excluded:
+        its_seed = seed if other.seed is None else other.seed
+        its = _readable(other, its_seed, folder)[1]
+        theirs |= np.isin(hashes, its[_first(its, other, its_seed)])
+    if theirs.all():
+        raise DataError("data.source: other stages hold out every row, which leaves none to train on")
+    return HeldOut(number[own], number[theirs & ~own])
+
+
+def trained_too(data: DataConfig, held: HeldOut, part: SourcePart, seed: int, folder: Path) -> int:
+    """How many rows of a validation set with a source of its own are in the training data."""
+    number, hashes = _readable(data, seed, folder)
+    return int(np.isin(hashes_of(part, part.max_rows, seed, folder), hashes[~np.isin(number, held.every)]).sum())
+
+
+def _first(hashes: Array, given: ValidationConfig | HeldOutRows, seed: int) -> Array:
+    """Which rows are held out: the first of all in the order of the seed, and rows equal to the last of them."""
+    if not len(hashes):
+        return np.zeros(0, bool)
+    wanted = given.rows if given.rows is not None else max(1, round((given.ratio or 0.0) * len(hashes)))
+    place = _mixed(hashes, seed)
+    last = min(wanted, len(hashes)) - 1
+    return place <= np.partition(place, last)[last]
+
+
+def _mixed(hashes: Array, seed: int) -> Array:
+    """Another hash for every seed: the finaliser of SplitMix64 (Steele et al. 2014), a bijection of 64 bits."""
+    value = hashes + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def _readable(data: DataConfig | HeldOutRows, seed: int, folder: Path) -> tuple[Array, Array]:
+    """The number and the hash of every row that its file allows to read, through all sources."""
+    found, before, left = [np.zeros((0, 2), np.uint64)], 0, most_rows(data)
+    for part in parts_of(data):
+        if left == 0:
+            break
+        most = part.max_rows if left is None else min(left, part.max_rows or left)
+        hashes = hashes_of(part, most, seed, folder)
+        number = np.arange(len(hashes), dtype=np.uint64) + np.uint64(before + part.skip_rows)
+        found.append(np.stack([number, hashes], axis=1)[hashes != 0])
+        before += len(hashes)
+        left = None if left is None else left - len(hashes)
+    number, hashes = np.concatenate(found).T
+    return number.astype(np.int64), hashes
+
+
+def hashes_of(part: SourcePart, most: int | None, seed: int, folder: Path) -> Array:
+    """The hash of each of the first `most` rows of a source, from the cache; 0 for one that cannot be read."""
+    end = None if most is None else part.skip_rows + most
+    source = open_source(part.source, part.split, end, seed, lambda working, answer: answer)
+    key = cache.key_of({"hash": VERSION, "source": source.digest, "skip_rows": part.skip_rows, "end": end})
+    table, *_ = cache.cached(folder, key, "hash", lambda writer: _write(part, source, end, writer))
+    return as_numpy(table.column("hash"))
+
+
+def _write(part: SourcePart, source: Source, end: int | None, writer: cache.Writer) -> Reading:
+    rows, count = itertools.islice(source.read(), part.skip_rows, end), 0
+    rows = progress(rows, f"hashing {part.source}")
+    while batch := [{"hash": row_hash(row)} for row in itertools.islice(rows, BATCH)]:
+        writer.write(batch)
+        count += len(batch)
+    return Reading("hash", count)
+
+
+def row_hash(record: Record) -> int:
+    """64 bits of a row's contents, from 1; 0 for a row that cannot be read.
+
+    It is the sum of a hash of each value with its path, so equal rows have equal hashes in every file type: the order
+    of keys has no part in it, nor have null and empty values, which Parquet and CSV have for keys that a row lacks.
+    Numbers, booleans and JSON in a cell of CSV count as the values that they stand for.
+    """
+    if record.value is None:
+        return 0
+    total, todo = 0, [(bytes(8), record.value if record.identity is None else record.identity)]
+    while todo:
+        path, value = todo.pop()
+        value = _as_json(value)
+        if isinstance(value, dict | list | tuple):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            todo += [(_digest(path + _bytes(str(key))), item) for key, item in items]
+        elif value not in (None, "") and value == value:  # NaN differs from itself
+            total += int.from_bytes(_digest(path + _bytes(_text(value))))
+    return total % (2**64 - 1) + 1
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _text(value: Any) -> str:
+    """A value as a string: true for True, 2 for 2.0, however a file type writes them."""
+    text = str(value)
+    if WHOLE.fullmatch(text):
+        return text.partition(".")[0]
+    return text.lower() if len(text) <= len("false") and text.lower() in ("true", "false") else text
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+def _digest(value: bytes) -> bytes:
+    return hashlib.blake2b(value, digest_size=8).digest()
