@@ -34,7 +34,7 @@ LOCAL = {
     "sft-lora": ("chat", "data/sft-demo/alpaca_en_demo.json", []),
 }
 SIZES = {"data.max_rows": 12, "training.batch_size": 2, "training.max_steps": 2}
-SIZES |= {"tracking.logging_steps": 1}
+SIZES |= {"tracking.logging_steps": 1, "data.validation": "{rows: 4}"}
 
 
 # preset of several stages -> the model, stage -> the file for it, and the settings in which it differs
@@ -72,7 +72,7 @@ def test_every_preset_is_here():
 def test_two_steps_of_every_stage(preset, shared, scratch_model, tmp_path, capsys):
     kind, data, differs = STAGED[preset]
     model = scratch_model if kind == "chat" else shared / "models" / kind
-    overrides = {"name": "run", "output_dir": tmp_path, "model.path": model} | SIZES | {"data.validation": "{rows: 2}"}
+    overrides = {"name": "run", "output_dir": tmp_path, "model.path": model} | SIZES
     overrides |= {f"stages.{stage}.data.source": shared / file for stage, file in data.items()}
     math500 = str(shared / "data/math/math500.jsonl")
     differs = [f"stages.{list(data)[-1]}.{setting}".replace("MATH500", math500) for setting in differs]
