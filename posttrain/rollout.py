@@ -114,11 +114,15 @@ class Rollout:
         values = self.reward_S[self.has_reward_S]
         return len(values) > 1 and bool((values == values[0]).all())
 
-    def examples(self, chosen: Sequence[int] | Tensor, tokens_per_pack: int) -> tuple[list[Example], list[list[int]]]:
+    def examples(
+        self, chosen: Sequence[int] | Tensor, tokens_per_pack: int, feeds_last: bool = False
+    ) -> tuple[list[Example], list[list[int]]]:
         """The chosen completions as trees, and the indices of each tree's leaves.
 
         The completions of a prompt are leaves of one tree, or of several if one tree would be larger than a pack.
+        `feeds_last`: packs have each completion's last token.
         """
+        fed_S = (self.length_S - int(not feeds_last)).tolist()
         examples: list[Example] = []
         owners: list[list[int]] = []
         members: dict[int, list[int]] = {}
@@ -126,15 +130,17 @@ class Rollout:
             members.setdefault(int(self.group_S[index]), []).append(index)
         for group, indices in members.items():
             prompt = self.prompts[group].trees[0]
-            for some in _fitting(indices, self.length_S.tolist(), len(prompt.tokens), tokens_per_pack):
+            for some in _fitting(indices, fed_S, len(prompt.tokens), tokens_per_pack):
                 leaves = tuple(Node(self.completions[index].tokens, trained=True) for index in some)
                 examples.append(replace(self.prompts[group], trees=(replace(prompt, children=leaves),)))
                 owners.append(some)
         return examples, owners
 
-    def parts(self, chosen: Sequence[int] | Tensor, pack_of: PackOf, tokens_per_pack: int) -> list[RolloutPack]:
+    def parts(
+        self, chosen: Sequence[int] | Tensor, pack_of: PackOf, tokens_per_pack: int, feeds_last: bool = False
+    ) -> list[RolloutPack]:
         """The chosen completions in packs."""
-        examples, owners = self.examples(chosen, tokens_per_pack)
+        examples, owners = self.examples(chosen, tokens_per_pack, feeds_last)
         start_S, made = self.start_S, []
         for packed in pack_of(examples):
             indices = [index for example in dict.fromkeys(packed.groups) for index in owners[example]]
@@ -165,12 +171,12 @@ class Rollout:
         return found | self.rewarded.metrics()
 
 
-def _fitting(indices: Sequence[int], lengths: Sequence[int], prompt: int, most: int) -> Iterable[list[int]]:
-    """The completions in parts that each fit into a pack together with the prompt."""
+def _fitting(indices: Sequence[int], fed_S: Sequence[int], prompt: int, most: int) -> Iterable[list[int]]:
+    """The completions, of so many tokens that are fed, in parts that each fit into a pack together with the prompt."""
     some: list[int] = []
     taken = prompt
     for index in indices:
-        fed = lengths[index] - 1  # the last token is not an input
+        fed = fed_S[index]
         if some and taken + fed > most:
             yield some
             some, taken = [], prompt

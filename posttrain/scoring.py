@@ -147,7 +147,7 @@ def _packed_states(model: nn.Module, pack: Pack, read: torch.Tensor) -> torch.Te
         input_ids=pack.tokens_T[None],
         position_ids=pack.position_T[None],
         use_cache=False,
-        packed=PackedMask(pack, requested),
+        packed=PackedMask(pack, requested, len(read)),
     )
     hidden = out.last_hidden_state[0]  # of all tokens, or only of the requested ones (models/lean.py)
     return hidden[: len(read)] if len(hidden) == len(requested) else hidden.index_select(0, read)

@@ -246,8 +246,10 @@ def test_an_earlier_run_keeps_its_mismatched_completions(tmp_path, shared, anoth
 
 def test_a_set_of_one_example_has_no_other_completion(tmp_path, shared):
     settings = kto(shared, tmp_path, rows=8, data={"validation": {"rows": 1}})
-    with pytest.raises(DataError, match="the validation set has one example"):
-        run(tmp_path, **settings)
+    log = (run(tmp_path, "training.max_steps=1", **settings) / "training.log").read_text()
+    assert "validation has one example, so that its KL is estimated from its own completion" in log
+    with pytest.raises(DataError, match="the training set has one example"):
+        run(tmp_path, "name=other", **kto(shared, tmp_path, rows=8, data={"validation": {"rows": 7}}))
 
 
 # --- the recipe -----------------------------------------------------------------------------------------------------

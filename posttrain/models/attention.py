@@ -77,18 +77,26 @@ class Node:
 class PackedMask:
     """The visible keys of each query of a pack, in the form of each kernel; built on demand, once per sliding window.
 
-    `read` are the tokens, in order, whose last hidden states will be read; all by default.
+    `read` are the tokens, in order, whose last hidden states will be read; all by default. Those after the first
+    `num_read` are copies.
     """
 
-    def __init__(self, pack: Pack, read: torch.Tensor | None = None):
+    def __init__(self, pack: Pack, read: torch.Tensor | None = None, num_read: int | None = None):
         self.read: slice | torch.Tensor = slice(None) if read is None else read
+        self.num_read = num_read
         self.end_T = pack.end_T
+        self._last_S = pack.last_S
         self.position_T = pack.position_T
         self.num_tokens = pack.num_tokens
         self._cuts = pack.nodes
         self._nodes: list[Node] | None = None
         self._masks: dict[tuple[int | None, torch.dtype], list[torch.Tensor | None]] = {}
         self._blocks: dict[int | None, object] = {}
+
+    def sequences_T(self) -> torch.Tensor:
+        """The number of sequences that each token is part of, int64; 0 for padding."""
+        last_S, index_T = self._last_S.sort().values, torch.arange(len(self.end_T), device=self.end_T.device)
+        return torch.searchsorted(last_S, self.end_T) - torch.searchsorted(last_S, index_T)  # whose last it sees
 
     def dense(self, window: int | None) -> torch.Tensor:
         """Visibility of all tokens to one another, bool (queries, keys): the reference for tests."""

@@ -1,27 +1,158 @@
-"""The load of a mixture-of-experts model's routers, counted during training for the metrics of a step.
+"""The routers of a mixture-of-experts model in training: their load-balancing loss, and their load as metrics.
 
 Experts have no capacity limit, so no token is ever dropped; the possible problem is that few experts get most tokens.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from posttrain.errors import ConfigError, ModelError
 from posttrain.models.attention import PackedMask
 from posttrain.models.families import backbone_of, base_of
+from posttrain.models.sharding import architecture_of
+
+log = logging.getLogger("posttrain")
+
+
+class RouterLoss:
+    """The load-balancing loss of a policy's routers, E sum_e f_e P_e (arXiv 2101.03961, eq. 4), by the family's own
+    function in transformers.
+
+    Of E experts, f_e is how often e is among a token's choices, and P_e its mean probability: means over layers and
+    tokens. A token counts once for each sequence that it is part of, as if each had been computed alone; padding does
+    not count. With a `coefficient` of 0, nothing is done.
+    """
+
+    def __init__(self, model: nn.Module, coefficient: float, is_asked: bool = True):
+        """Raises ModelError for a family without such a function, if the loss is asked for; else it is left out with a
+        warning."""
+        self.coefficient = coefficient
+        self._forward: _Forward | None = None
+        if not coefficient:
+            return
+        base = base_of(model)
+        routers, balance = _routers(base), _balance_of(base)
+        if not routers or balance is None:
+            lacking = f"transformers has no load-balancing loss for {architecture_of(base)} that can be used here"
+            if is_asked:
+                raise ModelError(f"{lacking}: set method.router_aux_loss_coef: 0, or leave it out")
+            log.warning("%s: its routers are trained without one", lacking)
+            self.coefficient = 0.0
+            return
+        self._balance = balance
+        self._top_k = int(getattr(routers[0][0], "top_k", 0) or base.config.get_text_config().num_experts_per_tok)
+        backbone_of(base).register_forward_pre_hook(self._begin, with_kwargs=True)
+        for router, index in routers:
+            router.register_forward_hook(partial(self._keep, index))
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context in which the policy's forward is read for `loss`: the first one with gradients, if these are on."""
+        self._forward = _Forward(torch.is_grad_enabled())
+        try:
+            yield
+        finally:
+            self._forward = None
+
+    def loss(self) -> Tensor:
+        """The loss of the forward that was read, without the coefficient."""
+        assert self._forward is not None and self._forward.weight is not None, "no forward was read"
+        logits = tuple(one.reshape(-1, one.shape[-1]) for one in self._forward.logits)
+        return self._balance(logits, logits[0].shape[-1], self._top_k, self._forward.weight)
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        forward, packed = self._forward, kwargs.get("packed")
+        if forward is None or torch.is_grad_enabled() != forward.with_gradients:
+            return
+        if forward.weight is not None:  # such as a reference's in an evaluation
+            forward.is_over = True
+            return
+        if isinstance(packed, PackedMask):
+            forward.weight, packed.read = packed.sequences_T()[None], slice(None)
+        else:
+            forward.weight = kwargs["attention_mask"]
+
+    def _keep(self, index: int, module: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
+        """Keep a router's logits as they are: operations here would differ from those of recomputed layers."""
+        forward = self._forward
+        if forward is None or forward.weight is None or forward.is_over:
+            return
+        if torch.is_grad_enabled() == forward.with_gradients:
+            forward.logits.append(output[index])
+
+
+ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+@dataclass(slots=True)
+class _Forward:
+    """A forward whose routers are read."""
+
+    with_gradients: bool
+    weight: Tensor | None = None  # of each token, in the shape of the input; None: the forward has not begun
+    logits: list[Tensor] = field(default_factory=list)  # of each router
+    is_over: bool = False
+
+
+def _balance_of(base: PreTrainedModel) -> Callable[..., Tensor] | None:
+    """The function in the module of the model's class, if it has the usual arguments."""
+    for kind in type(base).__mro__:
+        found = getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None)
+        if found is not None:
+            return found if list(inspect.signature(found).parameters) == ARGUMENTS else None
+    return None
+
+
+def _routers(base: PreTrainedModel) -> list[tuple[nn.Module, int]]:
+    """The modules that give the router logits of transformers' outputs, and the index of these in what they return."""
+    known = getattr(backbone_of(base), "_can_record_outputs", None) or getattr(base, "_can_record_outputs", None) or {}
+    recorders = known.get("router_logits", [])
+    return [
+        (module, recorder.index)
+        for recorder in (recorders if isinstance(recorders, list | tuple) else [recorders])
+        for name, module in base.named_modules()
+        if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name
+    ]
+
+
+def router_coefficient(config: PreTrainedConfig, asked: float | None) -> float:
+    """The weight of the routers' load-balancing loss: what is asked for, or the model's own. Raises ConfigError for a
+    model without experts."""
+    text = config.get_text_config()
+    is_mixture = hasattr(text, "output_router_logits")
+    if asked and not is_mixture:
+        raise ConfigError(
+            f"method.router_aux_loss_coef is {asked}, but {config.model_type} is no mixture of experts whose routers "
+            "transformers reads: leave it out"
+        )
+    own = getattr(text, "router_aux_loss_coef", None) if is_mixture else None
+    return (own or 0.0) if asked is None else asked
 
 
 class RouterLoad:
     """Counts the choices of a model's routers in forwards with gradients, not in those of engines and references.
 
-    Padding is not counted. A layer that continues with the tokens that are read (models/lean.py) counts only these.
+    Each computed token counts once, padding does not. A layer that continues with the tokens that are read
+    (models/lean.py) counts only these.
     """
 
     def __init__(self, model: nn.Module):
         routers = [module for module in base_of(model).modules() if type(module).__name__.endswith("TopKRouter")]
         self._counts: list[Tensor | None] = [None] * len(routers)  # per router, how often each expert was chosen
-        self._tokens: int | None = None  # tokens of the current pack; None for rows
+        self._packed: PackedMask | None = None  # of the current forward; None for rows
+        self._mask: Tensor | None = None  # which tokens of the current rows are no padding
         if not routers:
             return
         backbone_of(base_of(model)).register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -30,19 +161,26 @@ class RouterLoad:
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         packed = kwargs.get("packed")
-        self._tokens = packed.num_tokens if isinstance(packed, PackedMask) else None
+        self._packed, self._mask = packed if isinstance(packed, PackedMask) else None, kwargs.get("attention_mask")
 
     def _counter(self, number: int):
         def count(module: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
             if torch.is_grad_enabled():
                 logits, _, chosen = output
                 made = torch.zeros(logits.shape[-1], dtype=torch.int64, device=chosen.device)
-                chosen = chosen[: self._tokens].flatten()
+                chosen = self._counted(chosen).flatten()
                 made.scatter_add_(0, chosen, torch.ones_like(chosen))
                 before = self._counts[number]
                 self._counts[number] = made if before is None else before + made
 
         return count
+
+    def _counted(self, chosen: Tensor) -> Tensor:
+        """The choices of tokens that count: not those of padding, nor of copies of the last token that is read."""
+        if self._packed is not None:
+            packed = self._packed
+            return chosen[: packed.num_tokens if len(chosen) == len(packed.end_T) else packed.num_read]
+        return chosen if self._mask is None else chosen[self._mask.flatten().bool()]
 
     def take(self) -> dict[str, float]:
         """The metrics since the last call, as means over the layers; empty without counts.

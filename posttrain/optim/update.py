@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from posttrain.models.experts import RouterLoss
 from posttrain.optim.adamw import AdamW
 from posttrain.ranks import ALONE, Ranks
 
@@ -76,6 +77,21 @@ def update(
     objective.check()
     grad_norm = optimizer.step(learning_rate, ranks)
     return Updated(metrics | {"grad_norm": grad_norm}, applied=math.isfinite(grad_norm))
+
+
+def balanced(objective: Objective[Batch], routers: RouterLoss, packs: int) -> Objective[Batch]:
+    """The objective of so many packs with the load-balancing loss of the policy's routers, the mean over the packs, as
+    TRL takes it over micro-batches."""
+    if not routers.coefficient:
+        return objective
+
+    def share(pack: Batch) -> tuple[torch.Tensor, Metrics]:
+        with routers.reading():
+            loss, metrics = objective.of(pack)
+            aux_loss = routers.loss() / packs
+        return loss + routers.coefficient * aux_loss, metrics | {"aux_loss": aux_loss.detach()}
+
+    return replace(objective, of=share)
 
 
 def backward(packs: Iterable[Batch], objective: Objective[Batch], spare: Sequence[Batch] = ()) -> dict[str, float]:

@@ -52,7 +52,7 @@ def train(job: Job, data: Prepared) -> Loop:
     advise_on_weights(method, data.train.labels)
     in_order = method.joins_completions and job.config.behavior_version >= 2
     if in_order:
-        refuse_single_examples(data)
+        check_sizes(data)
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     scorer = Scorer(policy)
@@ -216,14 +216,15 @@ def in_training_order(job: Job, data: Prepared) -> list[Portion]:
     return portions
 
 
-def refuse_single_examples(data: Prepared) -> None:
-    """Raise DataError for a set of one example, which has no other completion."""
-    for name, dataset in {"training": data.train, **data.validation}.items():
-        if len(dataset) == 1:
-            raise DataError(
-                f"the {name} set has one example, and loss_type: kto estimates its KL from the completion of another: "
-                "add rows, or set method.loss_type to apo_zero_unpaired"
-            )
+def check_sizes(data: Prepared) -> None:
+    """Raise DataError for a training set of one example, which has no other completion; warn of a validation set."""
+    if len(data.train) == 1:
+        raise DataError(
+            "the training set has one example, and loss_type: kto estimates its KL from the completion of another: "
+            "add rows, or set method.loss_type to apo_zero_unpaired"
+        )
+    for name in (name for name, dataset in data.validation.items() if len(dataset) == 1):
+        log.warning("%s has one example, so that its KL is estimated from its own completion: add rows", name)
 
 
 def advise_on_weights(method: KTOMethod, labels: np.ndarray) -> None:

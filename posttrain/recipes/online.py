@@ -38,7 +38,7 @@ PENALISED = ("sampler_logprobs", "old_logprobs", "ref_logprobs", "penalties")
 
 def in_packs(job: Job, rollout: Rollout, chosen: Sequence[int] | Tensor) -> list[RolloutPack]:
     """The chosen completions of a rollout in packs of the settings' size."""
-    return rollout.parts(chosen, job.pack, job.config.training.tokens_per_pack)
+    return rollout.parts(chosen, job.pack, job.config.training.tokens_per_pack, job.feeds_last)
 
 
 class Step:

@@ -27,6 +27,7 @@ from posttrain.memory import reset_peak_memory, return_tensors_at_once
 from posttrain.models.attention import width_step
 from posttrain.models.checkpointing import enable_gradient_checkpointing
 from posttrain.models.devices import compute_dtype, take_device
+from posttrain.models.experts import router_coefficient
 from posttrain.models.families import base_of, check_positions, positions_of
 from posttrain.models.load import (
     BASE,
@@ -65,7 +66,7 @@ class Job:
 
     `gradient_checkpointing` and `keeps_engine` come from the memory estimate (posttrain/planning): whether backward
     recomputes each layer's activations, and whether the engine keeps its keys and values between rollouts. `watch` may
-    end the run early.
+    end the run early. `router_aux_loss_coef` is the weight of the routers' load-balancing loss.
     """
 
     config: RunConfig
@@ -79,6 +80,7 @@ class Job:
     keeps_engine: bool = True
     watch: Watch | None = None
     ranks: Ranks = ALONE
+    router_aux_loss_coef: float = 0.0
 
     @classmethod
     def start(
@@ -100,7 +102,22 @@ class Job:
         ranks = ranks.keeping_step(config.devices.strategy == "fsdp")
         if ranks.in_step:
             refuse_sharded(config)
-        return cls(config, model, run, device, dtype, tokenizer, checkpoint, gradient_checkpointing, ranks=ranks)
+        asked = config.method.router_aux_loss_coef
+        if asked is None and config.behavior_version < 2:
+            asked = 0.0
+        coefficient = router_coefficient(load_config(model), asked)
+        return cls(
+            config,
+            model,
+            run,
+            device,
+            dtype,
+            tokenizer,
+            checkpoint,
+            gradient_checkpointing,
+            ranks=ranks,
+            router_aux_loss_coef=coefficient,
+        )
 
     def data(self) -> Prepared:
         """The training and validation sets, tokenised or from the cache. Logs what was dropped.
@@ -268,8 +285,13 @@ class Job:
 
     def pack(self, examples: Sequence[Example], keep_last: bool = False) -> list[Pack]:
         """A batch's packs, those of all ranks; on a GPU padded to one of a few widths."""
-        tokens = self.config.training.tokens_per_pack
+        tokens, keep_last = self.config.training.tokens_per_pack, keep_last or self.feeds_last
         return pack(examples, tokens, keep_last, width_step(self.device, tokens), self.ranks.size)
+
+    @property
+    def feeds_last(self) -> bool:
+        """Whether packs have the last token of each sequence, which predicts nothing: the routers' loss counts it."""
+        return self.router_aux_loss_coef > 0
 
     def pack_together(self, examples: Sequence[Example], keep_last: bool = False) -> list[Pack]:
         """The packs of one rank alone: as few as possible."""

@@ -24,10 +24,10 @@ from posttrain.data import Dataset, Prepared, longest_sequence
 from posttrain.engines import seed_of
 from posttrain.errors import VitalSignError
 from posttrain.memory import return_free_pages
-from posttrain.models.experts import RouterLoad
+from posttrain.models.experts import RouterLoad, RouterLoss
 from posttrain.models.families import base_of, check_longest
 from posttrain.optim.adamw import AdamW
-from posttrain.optim.update import HasTokens, Objective, over_batches, over_updates, update
+from posttrain.optim.update import HasTokens, Objective, balanced, over_batches, over_updates, update
 from posttrain.progress import progress
 from posttrain.reports.progress import TrainingProgress
 from posttrain.scoring import ValueScorer
@@ -88,7 +88,10 @@ class Loop:
         self.saver = Saver(job, policy, optimizer, data, self.total)
         self.interruption = Interruption(self._stop, self.saver)
         self._best = Best(job.config, job.run, self.saver.save_model, job.watch)
-        self._router_load = RouterLoad(policy.model if isinstance(policy, ValueScorer) else policy)
+        routed = policy.model if isinstance(policy, ValueScorer) else policy
+        self._router_load = RouterLoad(routed)
+        asked = job.config.method.router_aux_loss_coef is not None
+        self._router_loss = RouterLoss(routed, job.router_aux_loss_coef, asked)
         self._completions = CompletionEvaluation(job, policy, data, self.saver)
         self._suites = SuiteEvaluation(job, policy)
         if job.checkpoint is not None:
@@ -169,6 +172,7 @@ class Loop:
             coming = self.interruption.while_patient(ranks.mine(packs))
             if method.samples_completions:
                 coming = _freeing_after_fullest(coming)
+            objective = balanced(objective, self._router_loss, len(packs))
             done = update(coming, objective, self.optimizer, self.rate(step), ranks, ranks.spare(packs))
             tokens += sum(pack.num_tokens for pack in packs)
             if not done.applied:
@@ -291,7 +295,8 @@ class Loop:
         for start in progress(range(0, len(rows), self.batch_size), f"evaluating {name}"):
             some = [int(row) for row in rows[start : start + self.batch_size]]
             more = {"previous": [dataset[row - 1] for row in some]} if with_previous else {}
-            yield objective_of([dataset[row] for row in some], **more)
+            packs, objective = objective_of([dataset[row] for row in some], **more)
+            yield packs, balanced(objective, self._router_loss, len(packs))
             if self._stop.asked:
                 self.interruption.abandon()
 

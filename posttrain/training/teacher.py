@@ -51,8 +51,8 @@ class Teacher:
         place_R = torch.zeros(rollout.num_tokens, dtype=torch.long, device=part.token_N.device)
         place_R[part.token_N] = torch.arange(len(part.token_N), device=part.token_N.device)
         found = None
-        size = self._job.config.training.tokens_per_pack
-        for theirs in replace(rollout, prompts=asked).parts(part.completion_S, self._job.pack, size):
+        job, size = self._job, self._job.config.training.tokens_per_pack
+        for theirs in replace(rollout, prompts=asked).parts(part.completion_S, job.pack, size, job.feeds_last):
             theirs = theirs.to(self._job.device)
             states = scored_states(self.model, theirs.pack)
             found = states.new_empty(len(part.token_N), states.shape[1]) if found is None else found

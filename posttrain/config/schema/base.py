@@ -15,12 +15,27 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
 
+def _not_bool(value: Any) -> Any:
+    # Python counts True as 1; `max_steps: true` is a mistake, not one step.
+    if isinstance(value, bool):
+        raise ValueError("true and false are not numbers")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_not_bool)]
+Float = Annotated[float, BeforeValidator(_not_bool)]
+
 # The parts of an example: one sequence, a pair of completions, one completion with a label, or a prompt alone.
 Kind = Literal["sft", "pair", "unpaired", "prompt"]
 
 
 class MethodSettings(Settings):
     """Settings of a method, and its facts: class variables that shared code reads."""
+
+    router_aux_loss_coef: Annotated[Float, Field(ge=0)] | None = Field(
+        default=None,
+        description="Weight of the load-balancing loss of a mixture of experts; null: the model's own; 0: none.",
+    )
 
     kind: ClassVar[Kind] = "pair"
     dropout: ClassVar[bool] = False  # whether training uses the model's dropout; compared policies are scored without
@@ -104,19 +119,10 @@ class Problems:
             raise SettingsConflict(self.found)
 
 
-def _not_bool(value: Any) -> Any:
-    # Python counts True as 1; `max_steps: true` is a mistake, not one step.
-    if isinstance(value, bool):
-        raise ValueError("true and false are not numbers")
-    return value
-
-
 def _one_as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Int = Annotated[int, BeforeValidator(_not_bool)]
-Float = Annotated[float, BeforeValidator(_not_bool)]
 Positive = Annotated[Int, Field(ge=1)]
 Share = Annotated[Float, Field(gt=0.0, lt=1.0)]
 OneOrMore = BeforeValidator(_one_as_list)

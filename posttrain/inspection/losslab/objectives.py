@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from posttrain.config.schema.methods import AnyMethod
 from posttrain.inspection.losslab.batches import Rows, StoredStep
 from posttrain.inspection.losslab.weights import Weights
 from posttrain.losses.policy import grpo_clip, policy_loss
+from posttrain.models.experts import RouterLoss
 from posttrain.optim.adamw import AdamW
-from posttrain.optim.update import Objective
+from posttrain.optim.update import Objective, balanced
 from posttrain.recipes import distill, grpo, kto, ppo, preference, reference_free, reward, sft
 from posttrain.recipes.online import Step, StepPack, given_completions, minibatches, sampled_prompts
 from posttrain.rollout import Rollout
@@ -56,13 +57,15 @@ class Bench:
         self.values = ValueScorer.of(self.policy, job.checkpoint) if isinstance(method, PPOMethod) else None
         trained = self.policy if self.values is None else self.values
         self.optimizer = AdamW(trained, job.dtype)  # for its float32 gradients
+        self.routers = RouterLoss(self.policy, job.router_aux_loss_coef, is_asked=False)
         trained.train(method.dropout)
         self.scorer = RewardScorer(self.policy) if method.head == "reward" else Scorer(self.policy)
         self._loaded: dict[tuple[str, str | None], Any] = {}
 
     def loss(self, method: AnyMethod) -> Loss:
         """The loss of the batch under these settings, for one update over all of it."""
-        return self._of_rows(method, self.batch) if isinstance(self.batch, Rows) else self._of_step(method, self.batch)
+        made = self._of_rows(method, self.batch) if isinstance(self.batch, Rows) else self._of_step(method, self.batch)
+        return replace(made, objective=balanced(made.objective, self.routers, len(made.packs)))
 
     def _of_rows(self, method: AnyMethod, batch: Rows) -> Loss:
         job, state, examples = self.job, self.weights.state, batch.examples
