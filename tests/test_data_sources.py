@@ -3,10 +3,13 @@
 import gzip
 import json
 import os
+import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -101,6 +104,56 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, name):
     with pytest.raises(DataError, match=reason) as error:
         list(read_files((tmp_path / name,)))
     assert name in str(error.value)
+
+
+def repeated(rows: int) -> dict[str, pa.Array]:
+    """Columns of one long string that is stored once: alone, in lists, in objects in lists, and in one list."""
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), ["x" * 1_000_000])
+    each = pa.array(range(rows + 1), pa.int32())
+    inside = pa.ListArray.from_arrays(each, pa.StructArray.from_arrays([text], ["content"]))
+    whole = pa.ListArray.from_arrays(pa.array([0, rows], pa.int32()), text)
+    return {"text": text, "list": pa.ListArray.from_arrays(each, text), "messages": inside, "whole": whole}
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+@pytest.mark.parametrize("name", repeated(1))
+def test_a_string_that_is_stored_once_does_not_fill_the_memory(tmp_path, suffix, name):
+    """Of 500 bytes of Parquet, 400 MB would be made; of fewer rows, a few are read at a time."""
+    for rows in (400, 20):
+        table, path = pa.table({name: repeated(rows)[name]}), tmp_path / f"rows-{rows}{suffix}"
+        if suffix == ".parquet":
+            pq.write_table(table, path, compression="zstd", store_schema=False, dictionary_pagesize_limit=2**30)
+        else:
+            compressed = pa.ipc.IpcWriteOptions(compression="zstd")
+            with (
+                pa.OSFile(str(path), "wb") as file,
+                pa.ipc.new_stream(file, table.schema, options=compressed) as writer,
+            ):
+                writer.write_table(table)
+        if rows == 400:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            with pytest.raises(DataError, match=f"column {name}: unpacks to more than 200 times its size"):
+                next(read_files((path,)))
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
+        else:
+            assert [record.value for record in read_files((path,))] == table.to_pylist()
+
+
+def test_a_long_list_of_one_number_does_not_fill_the_memory(tmp_path):
+    """Parquet stores how often it is repeated."""
+    ones = pa.ListArray.from_arrays(pa.array([0, 70_000_000], pa.int32()), pa.array(np.ones(70_000_000, dtype="int8")))
+    pq.write_table(pa.table({"mask": ones}), tmp_path / "mask.parquet")
+    with pytest.raises(DataError, match=r"column mask\.list\.element: unpacks to more than 200 times"):
+        next(read_files((tmp_path / "mask.parquet",)))
+
+
+def test_a_key_that_appears_twice_among_many_is_found_at_once(tmp_path):
+    keys = ",".join(f'"k{number}": 1' for number in range(60_000))
+    (tmp_path / "rows.jsonl").write_text(f'{{{keys}, "k59999": 2}}\n')
+    before = time.process_time()
+    [record] = read_files((tmp_path / "rows.jsonl",))
+    assert record.problem is not None and "the key 'k59999' appears twice" in record.problem
+    assert time.process_time() - before < 10  # it took minutes
 
 
 def test_a_missing_file_names_near_matches(tmp_path):

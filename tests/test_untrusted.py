@@ -28,6 +28,7 @@ from posttrain.console import PlainConsole
 from posttrain.data import streams
 from posttrain.data.readers import read_files
 from posttrain.errors import ConfigError, DataError, ModelError
+from posttrain.models import untrusted
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.progress import progress
 from posttrain.store.rollouts import GIB, RolloutStore, StoredPrompt, StoredRollout
@@ -246,10 +247,48 @@ HOSTILE_FILES = {
         '{"base_model_name_or_path": "x", "r": 1000000000}',
         "says r: 1000000000; it must be a whole number up to 16,384",
     ),
-    "a deep tokenizer": ("tokenizer.json", DEEP, "tokenizer is nested too deeply"),
+    "a deep tokenizer": ("tokenizer.json", DEEP, "tokenizer.json is nested too deeply"),
     "a tokenizer of nothing": ("tokenizer.json", "[]", "has no tokenizer that transformers can load"),
     "a deep tokenizer's config": ("tokenizer_config.json", DEEP, "nested too deeply"),
 }
+NESTED, DOUBLED = "([a-z0-9_.]+)+X", {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+for _field, _value in {
+    "target_modules": NESTED,
+    "exclude_modules": "(a|a)*b",
+    "layers_pattern": ["h", "(.*)*x"],
+    "target_parameters": ".*.*.*.*.*.*X",
+    "rank_pattern": {NESTED: 4},
+    "alpha_pattern": {"a?" * 30 + "a" * 30: 4},
+}.items():
+    _adapter = {"base_model_name_or_path": "x", "peft_type": "LORA", "r": 4, _field: _value}
+    _said = f"adapter_config.json: {_field} has "
+    HOSTILE_FILES[f"a slow {_field}"] = ("adapter_config.json", json.dumps(_adapter), _said)
+for _field, _part, _said in (
+    ("normalizer", {"type": "Sequence", "normalizers": [DOUBLED] * 36}, "make a text up to 6.87e+10 times as long"),
+    ("decoder", {"type": "Sequence", "decoders": [DOUBLED] * 36}, "the replacements of its decoder make a text"),
+    ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": r"(\p{L}+)+$"}}, "pre_tokenizer has "),
+    ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "a{1000}{1000}{1000}"}}, "pre_tokenizer has "),
+    ("normalizer", {"type": "Replace", "pattern": {"Regex": "((((a{99}){99}){99}){99})"}}, "normalizer has "),
+):
+    HOSTILE_FILES[f"a slow {_field} {len(HOSTILE_FILES)}"] = ("tokenizer.json", json.dumps({_field: _part}), _said)
+
+# Of published tokenizers and adapters.
+FAST = [
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+",
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{M}]*[\p{Ll}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}",
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))",
+    r"(?:.*?(?:vision|image|visual|language|text).*?(?:self_attn|attention|attn|mlp|ffn|dense).*?(?:k_proj|v_proj).*?)"
+    r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|attention|attn|mlp)\.(?:(?:q_proj|k_proj|o_proj)))",
+    r"^(?!.*patch_embed).*(?:linear|attn).*",
+    r"(.*\.)?layers\.(\d+)\.self_attn\.(q_proj|k_proj)",
+    r".*decoder.*(SelfAttention|EncDecAttention).*(q|v)$",
+]
+
+
+@pytest.mark.parametrize("pattern", FAST)
+def test_patterns_of_published_models_are_accepted(pattern):
+    untrusted._check_patterns([pattern], "target_modules", "m", "adapter_config.json")
 
 
 @pytest.fixture

@@ -6,12 +6,14 @@ import csv
 import gzip
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from posttrain.data import streams
@@ -20,6 +22,7 @@ from posttrain.errors import DataError
 
 HEAD_BYTES = 256 * 1024  # first bytes that determine the delimiter of a CSV file
 TABLE_ROWS = 1000  # of a table, read at a time
+BATCH_BYTES = 256_000_000  # of strings that a table repeats, in the rows that are read at a time
 DOCUMENT_END = "<|endoftext|>"
 
 
@@ -194,8 +197,8 @@ def _object(value: object) -> tuple[dict[str, Any] | None, str | None]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"the key {next(name for name in counts if counts[name] > 1)!r:.60} appears twice")
     return result
 
 
@@ -264,12 +267,55 @@ def read_parquet(path: Path) -> Iterator[Parsed]:
         return
     try:
         with streams.unpacked(path) as stream:
-            file = pq.ParquetFile(
-                pa.BufferReader(streams.whole(path, stream)) if compressed else path, memory_map=not compressed
-            )
-            yield from _table(path, file.schema_arrow, file.iter_batches(batch_size=TABLE_ROWS))
+            source = pa.BufferReader(streams.whole(path, stream)) if compressed else path
+            file = pq.ParquetFile(source, memory_map=not compressed)
+            yield from _table(path, file.schema_arrow, _batches(path, file, source))
     except pa.ArrowException as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+
+
+def _batches(path: Path, file: pq.ParquetFile, source: Path | pa.BufferReader) -> Iterator[pa.RecordBatch]:
+    """The rows of a Parquet file, fewer at a time where a value that is stored once is repeated in many of them.
+
+    Raises DataError for a file that unpacks to more than a gzip file may.
+    """
+    limit, unpacked, values = streams.most_unpacked(path.stat().st_size), 0, Counter[str]()
+    for index in range(file.num_row_groups):
+        group, repeated = file.metadata.row_group(index), set[str]()
+        for column in (group.column(number) for number in range(group.num_columns)):
+            name, size = column.path_in_schema, column.total_uncompressed_size
+            unpacked, values[name] = unpacked + size, values[name] + column.num_values
+            _check_unpacked(path, name, max(unpacked, values[name]), limit)
+            strings = column.has_dictionary_page and column.physical_type == "BYTE_ARRAY"
+            if strings and size * column.num_values > BATCH_BYTES:
+                repeated.add(name)
+        largest = BATCH_BYTES
+        if repeated:
+            encoded = pq.ParquetFile(source, memory_map=isinstance(source, Path), read_dictionary=sorted(repeated))
+            for batch in encoded.iter_batches(TABLE_ROWS, [index], columns=sorted(repeated)):
+                grown = {
+                    name: _expanded(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)
+                }
+                _check_unpacked(path, max(grown, key=lambda name: grown[name]), unpacked + sum(grown.values()), limit)
+                unpacked, largest = unpacked + sum(grown.values()), max(largest, sum(grown.values()))
+        yield from file.iter_batches(max(1, TABLE_ROWS * BATCH_BYTES // largest), [index])
+
+
+def _check_unpacked(path: Path, column: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise DataError(f"{path}, column {column}: {streams.TOO_MUCH.format('a table')}")
+
+
+def _expanded(array: pa.Array) -> int:
+    """The bytes of strings that are stored once each and repeated in a column."""
+    if pa.types.is_dictionary(array.type):
+        if not (pa.types.is_binary(array.type.value_type) or pa.types.is_string(array.type.value_type)):
+            return 0
+        return pc.sum(pc.take(pc.binary_length(array.dictionary), array.indices)).as_py() or 0
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_struct(array.type):
+        parts = array.flatten() if pa.types.is_struct(array.type) else [array.flatten()]
+        return sum(map(_expanded, parts))
+    return 0
 
 
 def read_arrow(path: Path) -> Iterator[Parsed]:
@@ -295,10 +341,14 @@ def _table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> 
     names = schema.names
     if len(set(names)) < len(names):
         raise DataError(f"{path} names a column twice: {', '.join(names)}")
-    number = 0
+    number, expanded, limit = 0, 0, streams.most_unpacked(path.stat().st_size)
     for batch in batches:
-        for start in range(0, batch.num_rows, TABLE_ROWS):
-            for value, problem in _values(batch.slice(start, TABLE_ROWS)):
+        grown = {name: _expanded(column) for name, column in zip(names, batch.columns, strict=True)}
+        expanded += sum(grown.values())
+        _check_unpacked(path, max(grown, key=lambda name: grown[name], default=""), expanded, limit)
+        rows = max(1, TABLE_ROWS * BATCH_BYTES // max(sum(grown.values()), BATCH_BYTES))
+        for start in range(0, batch.num_rows, rows):
+            for value, problem in _values(batch.slice(start, rows)):
                 number += 1
                 yield number, value, problem
 

@@ -18,6 +18,14 @@ DOCUMENT_BYTES, CHUNK_BYTES = 2_000_000_000, 16_000_000  # of a file that is rea
 MOST_EXPANSION, FREE_BYTES = 200, 64_000_000
 
 
+TOO_MUCH = f"unpacks to more than {MOST_EXPANSION} times its size, the limit for {{}}"
+
+
+def most_unpacked(size: int) -> int:
+    """The accepted number of bytes that a file of `size` bytes may unpack to."""
+    return max(FREE_BYTES, MOST_EXPANSION * size)
+
+
 class Unpacked(io.RawIOBase):
     """The content of a gzip file, unpacked while reading. Raises DataError above the limits of expansion."""
 
@@ -31,12 +39,9 @@ class Unpacked(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         count = self.content.readinto(buffer)
-        if self.content.tell() > max(FREE_BYTES, MOST_EXPANSION * self.packed.tell()):
+        if self.content.tell() > most_unpacked(self.packed.tell()):
             self.close()
-            raise DataError(
-                f"{self.path} unpacks to more than {MOST_EXPANSION} times its size, the limit for gzip: unpack it "
-                "yourself if you trust it"
-            )
+            raise DataError(f"{self.path} {TOO_MUCH.format('gzip')}: unpack it yourself if you trust it")
         return count
 
     def close(self) -> None:

@@ -44,6 +44,7 @@ from posttrain.models.untrusted import (
     check_embedded_adapter,
     check_file,
     check_indexes,
+    check_tokenizer,
     read_json,
 )
 
@@ -77,6 +78,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     with _clear_errors(model, "tokenizer"):
         check_config(model.path, model.revision)  # transformers reads it here, too
         check_file(model.path, model.revision, "tokenizer_config.json")
+        check_tokenizer(model.path, model.revision)
         return AutoTokenizer.from_pretrained(model.path, **_source(model))
 
 
@@ -425,6 +427,10 @@ def _clear_errors(model: ModelConfig, part: str) -> Iterator[None]:
         else:  # other errors, such as memory, are not the model's fault
             raise
         raise WeightsError(f"model {path}: {what}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of libraries in Rust, which is no Exception
+            raise
+        raise ModelError(f"model {path}: the {part} cannot be read: {str(error).splitlines()[0]:.200}") from error
 
 
 def _explain(model: ModelConfig, part: str, error: Exception) -> str:

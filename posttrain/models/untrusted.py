@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from itertools import pairwise, takewhile
 from pathlib import Path, PurePosixPath
+from re import _parser  # type: ignore[attr-defined]  # of regular expressions, which has no public name
 from typing import Any
 
 from transformers.utils.hub import cached_file
@@ -27,6 +32,8 @@ SIZES: dict[str, int] = {
 RANK = 2**14  # accepted maximum of an adapter
 # Adapters that PEFT merges into the weights as it does LoRA; others add tokens to the prompt, layers, or routers.
 ADAPTERS = ("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "VERA", "TRAINABLE_TOKENS")
+# Of regular expressions: a search for `.*a.*b.*c.*d` has 20 bits. Replacements of a tokenizer: a space becomes a few.
+MOST_BITS, MOST_PATTERN, SHORT_REPEAT, MOST_GROWTH = 26, 20_000, 3, 64
 MOST_BYTES = 100_000_000  # of a JSON file that describes a model; an index of 100,000 tensors has 10 MB
 
 
@@ -183,9 +190,102 @@ def adapter_config(folder: Path, path: str) -> dict[str, Any] | None:
             f"model {path}: {file.name} says peft_type: {str(config.get('peft_type'))[:40]}; adapters that can be "
             f"merged into their base are read: {', '.join(ADAPTERS)}"
         )
+    for field in ("target_modules", "exclude_modules", "layers_pattern", "target_parameters"):
+        given = config.get(field)  # a string is a regular expression; of a list, only layers_pattern is one
+        if isinstance(given, str) or (field == "layers_pattern" and given):
+            _check_patterns([given] if isinstance(given, str) else given, field, path, file.name)
+    for field in ("rank_pattern", "alpha_pattern"):
+        _check_patterns(list(config.get(field) or {}), field, path, file.name)
     if config.get("layer_replication") is not None:
         raise ModelError(f"model {path}: {file.name} has layer_replication, which is not supported")
     return config
+
+
+def check_tokenizer(path: str, revision: str | None) -> None:
+    """Raise ModelError for a tokenizer.json whose regular expressions or replacements may take forever."""
+    file = _found(path, "tokenizer.json", revision)
+    if file is not None:
+        _check_tokenizer(file, file.stat().st_mtime_ns, path)
+
+
+@lru_cache(maxsize=32)
+def _check_tokenizer(file: Path, changed: int, path: str) -> None:
+    values = read_json(file, path)
+    for field in () if not isinstance(values, dict) else ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+        growth = 1.0
+        for part in _parts(values.get(field)):
+            pattern = part.get("pattern")
+            given = pattern.get("Regex") if isinstance(pattern, dict) else None
+            if isinstance(given, str):
+                _check_patterns([given], field, path, "tokenizer.json")
+            literal = pattern.get("String") if isinstance(pattern, dict) else None
+            if isinstance(content := part.get("content"), str):
+                growth *= max(1.0, len(content) / max(1, len(literal) if isinstance(literal, str) else 1))
+        if growth > MOST_GROWTH:
+            raise ModelError(
+                f"model {path}: tokenizer.json: the replacements of its {field} make a text up to {growth:.3g} times "
+                f"as long; at most {MOST_GROWTH} times is accepted"
+            )
+
+
+def _parts(value: Any) -> Iterator[dict[str, Any]]:
+    """Every object in a part of tokenizer.json."""
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _parts(item)
+    if isinstance(value, dict):
+        yield value
+
+
+def _check_patterns(patterns: list[Any], field: str, path: str, file: str) -> None:
+    for pattern in patterns:
+        if not isinstance(pattern, str) or _backtracking(pattern) > MOST_BITS:
+            raise ModelError(
+                f"model {path}: {file}: {field} has {str(pattern)[:60]!r}, a regular expression that may take forever: "
+                "repetitions within repetitions, or too many of them"
+            )
+
+
+def _backtracking(pattern: str) -> float:
+    """Binary logarithm of the number of ways in which a regular expression may be tried on a name of 64 characters."""
+    if len(pattern) > MOST_PATTERN:
+        return math.inf
+    plain = re.sub(r"\\[pP](?:\{[^{}]*\}|\w)", r"\\w", pattern)  # classes of Unicode, which Python lacks
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return _bits(_parser.parse(plain))
+    except (re.error, OverflowError, RecursionError):
+        # Not Python's dialect: what can be seen without reading it.
+        counts = [int(count) for count in re.findall(r"(\d{1,9})\}", pattern)]
+        nested = re.search(r"[+*}]\)+[+*{]", pattern)
+        return math.inf if nested or math.prod(counts) > MOST_PATTERN else 0.0
+
+
+def _bits(items: Any, times: int = 1) -> float:
+    """`times`: how often the expression around it is repeated, at least."""
+    total = 0.0
+    for kind, value in items:
+        name = str(kind)
+        if name.endswith("_REPEAT"):
+            low, high, body = int(value[0]), int(value[1]), value[2]
+            inner = _bits(body, times * max(1, low))
+            if (inner and high > SHORT_REPEAT) or times * low > MOST_PATTERN:
+                return math.inf
+            choices = 0.0 if name == "POSSESSIVE_REPEAT" else math.log2(min(high, 64) - min(low, 64) + 1)
+            total += inner * max(1, high) + choices
+        elif name == "BRANCH":
+            begins = sorted(map(_literal, value[1]))
+            distinct = not any(other.startswith(one) for one, other in pairwise(begins))
+            total += max(_bits(one, times) for one in value[1]) + (0.0 if distinct else math.log2(len(begins)))
+        elif name.startswith("ASSERT"):
+            total = max(total, _bits(value[1], times))
+        elif name in ("SUBPATTERN", "ATOMIC_GROUP"):
+            total += _bits(value[-1] if name == "SUBPATTERN" else value, times)
+    return total
+
+
+def _literal(items: Any) -> str:
+    """The characters with which an alternative begins."""
+    return "".join(chr(value) for _, value in takewhile(lambda item: str(item[0]) == "LITERAL", items))
 
 
 def adapter_stops(folder: Path, path: str) -> list[int]:

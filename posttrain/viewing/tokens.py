@@ -69,5 +69,7 @@ def _loaded(file: Path, changed: int) -> Decoder | None:
     with _loading:
         try:
             return Decoder(Tokenizer.from_file(str(file)))
-        except Exception:  # the library raises bare Exception for a damaged file: the tokens stay numbers
-            return None
+        except BaseException as error:  # the library raises bare Exception for a damaged file, and panics of Rust
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            return None  # the tokens stay numbers
