@@ -311,7 +311,8 @@ def _expanded(array: pa.Array) -> int:
     if pa.types.is_dictionary(array.type):
         if not (pa.types.is_binary(array.type.value_type) or pa.types.is_string(array.type.value_type)):
             return 0
-        return pc.sum(pc.take(pc.binary_length(array.dictionary), array.indices)).as_py() or 0
+        lengths = pc.call_function("binary_length", [array.dictionary])
+        return pc.call_function("sum", [lengths.take(array.indices)]).as_py() or 0
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_struct(array.type):
         parts = array.flatten() if pa.types.is_struct(array.type) else [array.flatten()]
         return sum(map(_expanded, parts))
