@@ -54,12 +54,12 @@ class HelperPool(Generic[P]):
             process.end()
         return None
 
-    def put(self, kind: Hashable, process: P) -> None:
-        """Keep it for IDLE_SECONDS; end it now if it is not free."""
+    def put(self, kind: Hashable, process: P, seconds: float | None = None) -> None:
+        """Keep it for some seconds, by default IDLE_SECONDS; end it now if it is not free."""
         if not process.is_free:
             process.end()
             return
-        timer = threading.Timer(IDLE_SECONDS, self._drop, [process])
+        timer = threading.Timer(IDLE_SECONDS if seconds is None else seconds, self._drop, [process])
         timer.daemon = True
         with self._lock:
             self._kept[process] = (kind, timer)

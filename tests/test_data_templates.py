@@ -5,7 +5,9 @@ import re
 import signal
 import time
 import unicodedata
+from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 from data_tokenizer import CHATML, base_tokenizer, byte_tokenizer, trained_text
@@ -17,13 +19,13 @@ from posttrain.cli import main
 from posttrain.config import ModelConfig, load
 from posttrain.config.schema.data import DataConfig, TagsConfig
 from posttrain.config.schema.suite import SuiteConfig
-from posttrain.data import prepare, render
+from posttrain.data import prepare, prepare_run, render
 from posttrain.data.prompts import Prompt
 from posttrain.data.render import Process, RenderRequest, rendering
 from posttrain.data.templates import choose_template
 from posttrain.engines import stop_token_ids
 from posttrain.errors import DataError, ModelError
-from posttrain.evaluation.answering import ask, stops_of
+from posttrain.evaluation.answering import ask, stops_of, written_by
 from posttrain.evaluation.items import Item
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.untrusted import adapter_stops
@@ -704,3 +706,168 @@ def test_one_begin_token(tmp_path, shared):
     data = read_rows(tmp_path, [{"prompt": "<s>2?", "completion": "4"}], tokenizer, template="question_only",
                      assistant_only_loss=True)  # fmt: skip
     assert trained_text(data, tokenizer) == ["4</s>"]
+
+
+# --- variables of the chat template -----------------------------------------------------------------------------------
+
+VARIABLES = {
+    "flag": False, "number": -1.5, "large": 1e30, "nothing": None,
+    "text": "a 'b' \"c\" \\\\ \\n {{ x }} %} {% if %}\n🙂 é \u2028",
+    "list": [1, "two", None, [True]], "mapping": {"k": {"x": [0.5]}, "a b": "c"},
+}  # fmt: skip
+SHOWS = (
+    "{%- macro shown(x) %}{{ x | tojson }}|{{ text }}{% endmacro %}\n  {% for name in [1] %}"
+    + "".join(f"{{{{ {name} | tojson if {name} is defined else '-' }}}};" for name in VARIABLES)
+    + "{% endfor %}{{ shown(list) }}\n{% for m in messages %}{{ m.content }}{% endfor %}\n"
+)
+
+
+@pytest.mark.parametrize("start", ["", "\n", "  \n\n x", "{%- if true %}a{% endif %}\n"])
+def test_defaults_of_variables_are_the_template_with_them_given(start):
+    """Of every kind of value, whatever the template begins with: the text of transformers, given the same variables."""
+    tokenizer = byte_tokenizer(start + SHOWS)
+    want = tokenizer.apply_chat_template(TURNS, tokenize=False, **VARIABLES)
+    other = tokenizer.apply_chat_template(TURNS, tokenize=False, **VARIABLES | {"flag": 3, "text": ""})
+    data = DataConfig(source="x", chat_template_kwargs=VARIABLES)
+    for _ in range(2):  # a later stage begins with the saved template
+        choose_template(data, tokenizer)
+        assert tokenizer.chat_template.count("set flag =") == 1
+        assert tokenizer.apply_chat_template(TURNS, tokenize=False) == want
+        given = {"flag": 3, "text": ""}
+        assert tokenizer.apply_chat_template(TURNS, tokenize=False, **given) == other, "what is given has priority"
+        assert render.rendered(tokenizer, [RenderRequest(TURNS), RenderRequest(TURNS, variables=given)]) == [
+            want,
+            other,
+        ]
+    choose_template(DataConfig(source="x", chat_template_kwargs={"flag": 3, "text": ""}), tokenizer)
+    assert tokenizer.apply_chat_template(TURNS, tokenize=False) == other, "another stage's defaults replace these"
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"messages": []}, "messages is set for every chat template and cannot be given"),
+        ({"tools": []}, "tools is set for"),
+        ({"add_generation_prompt": True}, "add_generation_prompt is set for"),
+        ({"eos_token": "x"}, "eos_token is set for"),
+        ({"strftime_now": 1}, "strftime_now is set for"),
+        ({"if": 1}, "if is set for"),
+        ({"a b": 1}, "'a b' is not a name"),
+        ({"x": float("nan")}, "has a value that is no JSON"),
+        ({"x": {1, 2}}, "has a value that is no JSON"),
+        ({"x": "\ud800"}, "has a value that is no JSON"),
+        ([1], "must be a mapping of names to values"),
+        ("no", "must be a mapping of names to values"),
+    ],
+)
+def test_variables_that_a_template_cannot_have(given, problem, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        DataConfig(source="x", chat_template_kwargs=given)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW | {"chat_template_kwargs": given}, default=list))
+    if problem.startswith("has a value") and "ud800" not in repr(given):
+        return  # a file has no such values
+    with pytest.raises(DataError, match="chat_template_kwargs" if problem.startswith("has") else re.escape(problem)):
+        prepare(DataConfig(source=str(tmp_path / "rows.jsonl")), byte_tokenizer(SHOWS), "sft", cache_dir=tmp_path)
+
+
+ROW = {"messages": TURNS}
+
+
+def test_a_variable_that_nothing_reads_is_refused():
+    with pytest.raises(DataError, match="the chat template has no variable enable_thinkin; remove it"):
+        choose_template(DataConfig(source="x", chat_template_kwargs={"enable_thinkin": True}), byte_tokenizer(CHATML))
+    with pytest.raises(DataError, match="the tokenizer has no chat template"):
+        choose_template(DataConfig(source="x", chat_template_kwargs={"x": True}), byte_tokenizer())
+    with pytest.raises(ValueError, match="are read by a chat template, not with template: none"):
+        DataConfig(source="x", template="none", chat_template_kwargs={"x": True})
+
+
+@pytest.mark.parametrize("kind", ["sft", "pair", "unpaired", "prompt"])
+def test_a_rows_variables_override_the_settings_key_by_key(kind, shared, tmp_path):
+    """With Qwen3's own template: the tokens are those of transformers given each row's variables, in every kind of
+    data; as a mapping, as JSON, with nulls that typed columns have, and none."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers/qwen3")
+    said = [{"role": "user", "content": "Hi."}]
+    row = {
+        "sft": {"prompt": said, "completion": "Ho."},
+        "pair": {"prompt": said, "chosen": "Ho.", "rejected": "No."},
+        "unpaired": {"prompt": said, "completion": "Ho.", "label": True},
+        "prompt": {"prompt": said},
+    }[kind]
+    given = [{}, {"enable_thinking": True}, '{"enable_thinking": true}', {"enable_thinking": None, "y": 1}, None, ""]
+    rows = [row | {"chat_template_kwargs": one, "n": n} for n, one in enumerate(given)]
+    if kind == "unpaired":
+        rows.append(row | {"label": False})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    opened, closed = (
+        tokenizer.apply_chat_template(
+            said, tokenize=False, add_generation_prompt=True, enable_thinking=thinking, return_dict=False
+        )
+        for thinking in (True, False)
+    )
+    assert closed == opened + "<think>\n\n</think>\n\n"
+    data = DataConfig(
+        source=str(tmp_path / "rows.jsonl"), chat_template_kwargs={"enable_thinking": False}, shuffle=False
+    )
+    made = prepare(data, tokenizer, kind, cache_dir=tmp_path).train
+    trunks = {}
+    for number, which in enumerate(made.rows):
+        tree = made[number].trees[0]
+        trained = np.broadcast_to(np.asarray(tree.trained, bool), len(tree.tokens))
+        trunks[int(which)] = tokenizer.decode(np.asarray(tree.tokens)[~trained])
+    for number, one in enumerate([False, True, True, False, False, False]):
+        want = opened if one else closed
+        # a reply to an open prompt begins with the thinking that the template writes
+        assert trunks[number] == want, (number, trunks[number])
+
+
+def test_a_run_saves_its_variables_where_all_find_them(scratch_model, tmp_path, capsys):
+    """The prompts that RL samples from are those of the saved model in plain transformers, in `sample`, in a suite of
+    the run and in the export; a second stage keeps them."""
+    base = tmp_path / "base"
+    tokenizer = AutoTokenizer.from_pretrained(scratch_model)
+    tokenizer.chat_template = THINKS
+    tokenizer.save_pretrained(base)
+    AutoModelForCausalLM.from_pretrained(scratch_model).save_pretrained(base)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1 + 1?"}) + "\n")
+    settings = {
+        "name": "run", "output_dir": str(tmp_path), "model": {"path": str(base)}, "devices": {"type": "cpu"},
+        "data": {"source": str(tmp_path / "rows.jsonl"), "chat_template_kwargs": {"enable_thinking": False}},
+        "training": {"max_steps": 1, "batch_size": 1}, "rewards": REWARDS, **SAMPLED,
+        "stages": {"one": {"method": "grpo"}, "two": {"method": "grpo", "data": {"chat_template_kwargs": {}}}},
+    }  # fmt: skip
+    (tmp_path / "a.json").write_text(json.dumps(settings))
+    assert main(["train", str(tmp_path / "a.json")]) == 0
+    said = [{"role": "user", "content": "1 + 1?"}]
+    want = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    for stage in ("one", "two"):
+        saved = AutoTokenizer.from_pretrained(tmp_path / "run" / stage / "final")
+        assert saved.apply_chat_template(said, tokenize=False, add_generation_prompt=True) == want
+        run = load(tmp_path / "run" / stage / "config.yaml").config
+        for tokens in (saved, tokenizer)[: 2 if stage == "one" else 1]:  # as `why` and the loss lab read the rows
+            [example] = prepare_run(run, deepcopy(tokens)).train
+            assert saved.decode(example.trees[0].tokens) == want
+        suite = SuiteConfig(name="s", source="x", prompt="1 + 1?")
+        assert written_by(suite, saved)[1].chat_template == saved.chat_template
+        capsys.readouterr()
+        assert main(["sample", str(tmp_path / "run" / stage), "--prompts", "1", "-n", "2"]) == 0
+        assert "<think></think>" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "run/one"), "--output", str(tmp_path / "out")]) == 0
+    exported = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert exported.apply_chat_template(said, tokenize=False, add_generation_prompt=True) == want
+    assert "trained with `enable_thinking=false`" in (tmp_path / "out/README.md").read_text()
+
+
+THINKS = CHATML.replace(
+    "<|im_start|>assistant\\n' }}",
+    "<|im_start|>assistant\\n' }}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}",
+)
+
+
+def test_suites_with_variables_leave_the_tokenizer(base_model):
+    tokenizer = load_tokenizer(ModelConfig(path=str(base_model)))
+    tokenizer.chat_template = THINKS
+    suite = SuiteConfig(name="s", source="x", chat_template_kwargs={"enable_thinking": False})
+    policy = load_model(ModelConfig(path=str(base_model)), "lm", torch.float32, torch.device("cpu"))
+    [asked] = ask(suite, [Item(0, "0", "", "Hi.", None, {}, {})], tokenizer, policy).values()
+    assert asked.text.endswith("<|im_start|>assistant\n<think></think>") and tokenizer.chat_template == THINKS

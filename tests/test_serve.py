@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import queue
 import random
+import shutil
 import signal
 import socket as socket_module
 import subprocess
@@ -29,6 +31,7 @@ from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.judge import ScoreSettings
+from posttrain.data import render
 from posttrain.engines import Completion, EmbeddedEngine, Sampling, text_of
 from posttrain.engines.joining import Ended, Failed, Job, Token
 from posttrain.engines.live import Busy, Live
@@ -446,7 +449,7 @@ def test_a_reply_and_neutral_values_are_taken_back(client, url):
 
 
 def test_many_clients_get_what_one_gets(client):
-    """Greedy tokens and seeded samples; log-probabilities to 1e-5."""
+    """Greedy tokens and seeded samples; log-probabilities to 1e-4: other neighbours round otherwise."""
 
     def ask(number: int):
         greedy = number % 2 == 0
@@ -460,7 +463,7 @@ def test_many_clients_get_what_one_gets(client):
         together = list(threads.map(ask, range(32)))
     for one, other in zip(alone, together, strict=True):
         assert other.logprobs.tokens == one.logprobs.tokens and other.text == one.text
-        assert other.logprobs.token_logprobs == pytest.approx(one.logprobs.token_logprobs, abs=1e-5)
+        assert other.logprobs.token_logprobs == pytest.approx(one.logprobs.token_logprobs, abs=1e-4)
     assert len({one.text for one in alone}) > 16
 
 
@@ -794,3 +797,105 @@ LONE = "\ud800"
 def test_a_lone_surrogate_is_no_text(url, route, body):
     answer = httpx.post(f"{url}{route}", content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text
+
+
+# The chat template ----------------------------------------------------------------------------------------------------
+
+THINKS = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:"
+    "{% if enable_thinking is defined and not enable_thinking %} (now){% endif %}{% endif %}"
+)
+# What only some messages bring about: hours of loops, and gigabytes by folding constants and at rendering.
+TRAPS = (
+    "{% for m in messages %}{% if 'loop' in m.content %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% elif 'memory' in m.content %}{{ 'a' * 10 ** 10 }}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+FOLDED = "{{ ('a' * 10 ** 10) | length }}{{ messages[0].content }}"
+
+
+def with_template(stories: Path, folder: Path, template: str) -> Path:
+    shutil.copytree(stories, folder)
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_requests_carry_variables_of_the_template(stories, tmp_path):
+    model = with_template(stories, tmp_path / "model", THINKS)
+    said = {"messages": [{"role": "user", "content": "Hi."}]}
+
+    def shown(address: str, **more) -> str:
+        return httpx.post(f"{address}/v1/render", json=said | more).json()["text"]
+
+    with serving(model, template=None) as address:
+        assert shown(address).endswith("user: Hi.\nassistant:")
+        for none in (None, {}, {"enable_thinking": True}, {"enable_thinkin": False}):
+            assert shown(address, chat_template_kwargs=none).endswith("assistant:"), none
+        off = {"chat_template_kwargs": {"enable_thinking": False}}
+        assert shown(address, **off).endswith("assistant: (now)")
+        counts = [
+            httpx.post(f"{address}/v1/chat/completions", json=said | more | {"max_tokens": 1}).json()["usage"]
+            for more in ({}, off)
+        ]
+        assert counts[1]["prompt_tokens"] > counts[0]["prompt_tokens"]
+        talk = {"messages": [*said["messages"], {"role": "assistant", "content": "Ho."}]}
+        scored = [httpx.post(f"{address}/v1/score", json=talk | more).json()["scored"] for more in ({}, off)]
+        assert scored[1] > scored[0]
+        for wrong, problem in (
+            ({"messages": []}, "chat_template_kwargs: messages is set for every chat template and cannot be given"),
+            ({"a b": 1}, "'a b' is not a name"),
+            ([], "must be a mapping"),
+        ):
+            answer = httpx.post(f"{address}/v1/chat/completions", json=said | {"chat_template_kwargs": wrong})
+            assert answer.status_code == 400 and problem in answer.json()["error"]["message"]
+    with serving(model, template=None, variables={"enable_thinking": False}) as address:
+        assert shown(address).endswith("assistant: (now)")
+        assert shown(address, chat_template_kwargs={"enable_thinking": True}).endswith("assistant:")
+    with serving(model, template="none") as address:
+        answer = httpx.post(f"{address}/v1/render", json=said | off)
+        assert answer.status_code == 400 and "served without a chat template" in answer.text
+
+
+def test_a_hostile_template_holds_up_no_other_request(stories, tmp_path, monkeypatch):
+    """Its loops end with their time, its memory with the process's; meanwhile the server answers."""
+    monkeypatch.setattr(render, "SECONDS", 1.0)
+    model = with_template(stories, tmp_path / "model", TRAPS)
+
+    def asked(address: str, text: str) -> httpx.Response:
+        given = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        return httpx.post(f"{address}/v1/chat/completions", json=given, timeout=60)
+
+    with serving(model, template=None) as address, ThreadPoolExecutor() as pool:
+        assert asked(address, "fine").status_code == 200
+        slow = pool.submit(asked, address, "loop")
+        answered = 0
+        while not slow.done():
+            assert httpx.get(f"{address}/health", timeout=30).status_code == 200
+            answered += 1
+        assert answered > 1 and slow.result().status_code == 400
+        assert "the chat template takes more than 1 seconds" in slow.result().text
+        for _ in range(2):
+            answer = asked(address, "memory")
+            assert answer.status_code == 400 and "memory" in answer.text
+        assert asked(address, "fine").status_code == 200
+    with pytest.raises(DataError, match="the chat template"):
+        render.rendered(
+            AutoTokenizer.from_pretrained(with_template(stories, tmp_path / "folded", FOLDED)),
+            [render.RenderRequest(QUESTION)],
+        )
+
+
+def test_no_template_is_rendered_in_our_own_processes():
+    """A template is a program of a stranger: only posttrain/data/render_worker.py, which has limits, compiles one."""
+    root = Path(render.__file__).parents[1]
+    using = set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            imported = ast.unparse(node) if isinstance(node, ast.Import | ast.ImportFrom) else ""
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if "jinja" in imported or "chat_template_utils" in imported or called.endswith(".apply_chat_template"):
+                using.add(path.relative_to(root).as_posix())
+    assert using == {"data/render_worker.py"}

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import typer
 
 from posttrain.cli.errors import UsageError
-from posttrain.cli.score import Template
+from posttrain.cli.score import Template, Variables
 from posttrain.errors import PosttrainError
 from posttrain.extras import need
 from posttrain.terminal import say
@@ -36,7 +36,7 @@ Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="Port of the
 NoBrowser = Annotated[bool, typer.Option("--no-browser", help="Print the page's address only.")]
 
 DEFAULTS: dict[str, Any] = {"temperature": 0.7, "max_tokens": 512}
-SERVER = ("--template", "--dtype", "--device")  # options of the model's server
+SERVER = ("--template", "--chat-template-kwargs", "--dtype", "--device")  # options of the model's server
 HELP = """/again           another reply to the last question
 /back            forget the last question with its reply
 /system TEXT     set the system prompt; without TEXT, none
@@ -56,6 +56,7 @@ def chat(
     max_tokens: Tokens = None,
     seed: Seed = None,
     template: Template = None,
+    chat_template_kwargs: Variables = None,
     dtype: Dtype = None,
     device: Device = None,
     folder: Folder = Path("runs"),
@@ -81,6 +82,7 @@ def chat(
         "--max-tokens": max_tokens,
         "--seed": seed,
         "--template": template,
+        "--chat-template-kwargs": chat_template_kwargs,
         "--dtype": dtype,
         "--device": device,
     }

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from posttrain.cli.errors import Interrupted, UsageError
-from posttrain.cli.score import Dtype
-from posttrain.cli.settings import Device, devices_from_flag, from_flags
+from posttrain.cli.score import Dtype, Variables
+from posttrain.cli.settings import Device, devices_from_flag, from_flags, variables_from_flag
 from posttrain.config import ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.config.schema.suite import CALIBRATED, LM_EVAL, SuiteConfig
@@ -99,6 +99,7 @@ def eval(
     engine: Engine = "embedded",
     seed: Seed = 0,
     template: Template = None,
+    chat_template_kwargs: Variables = None,
     prompt: PromptText = None,
     system_prompt: System = None,
     rule: Rule = None,
@@ -142,6 +143,7 @@ def eval(
     temperatures, top_ps = _numbers("temperature", temperature), _numbers("top-p", top_p)
     settings = {
         "template": template,
+        "chat_template_kwargs": variables_from_flag(chat_template_kwargs) or None,
         "prompt": prompt,
         "system_prompt": system_prompt,
         "rule": rule,

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from posttrain.cli.score import Dtype, Format, Overwrite, Template
-from posttrain.cli.settings import Device, devices_from_flag, from_flags
+from posttrain.cli.score import Dtype, Format, Overwrite, Template, Variables
+from posttrain.cli.settings import Device, devices_from_flag, from_flags, variables_from_flag
 from posttrain.config import DataConfig, ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.imports import quick_imports
@@ -43,6 +43,7 @@ def generate(
     seed: Seed = 0,
     format: Format = "auto",
     template: Template = None,
+    chat_template_kwargs: Variables = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
@@ -65,7 +66,9 @@ def generate(
         },
     )
     devices = devices_from_flag(device)
-    data = from_flags(DataConfig, {"source": str(file), "format": format, "template": template or "none"})
+    given = variables_from_flag(chat_template_kwargs)
+    values = {"source": str(file), "format": format, "template": template or ("chat" if given else "none")}
+    data = from_flags(DataConfig, values | {"chat_template_kwargs": given})
     with quick_imports():
         from posttrain.inspection.generate import generate as generate_for
         from posttrain.models.load import load_tokenizer  # these import torch, which takes seconds

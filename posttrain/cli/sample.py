@@ -7,7 +7,8 @@ import typer
 
 from posttrain.cli.errors import UsageError
 from posttrain.cli.generate import Seed, Stop
-from posttrain.cli.settings import devices_from_flag, from_flags, rewards_from_flags
+from posttrain.cli.score import Variables
+from posttrain.cli.settings import devices_from_flag, from_flags, rewards_from_flags, variables_from_flag
 from posttrain.config import DataConfig, ModelConfig, RunConfig, load
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.rollout import RolloutConfig
@@ -82,6 +83,7 @@ def sample(
     seed: Seed = 0,
     format: Format = None,
     template: Template = None,
+    chat_template_kwargs: Variables = None,
     dtype: Dtype = None,
     device: DeviceOption = None,
 ) -> None:
@@ -101,7 +103,10 @@ def sample(
     limits = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "max_completion_length": max_completion_length}
     given = limits | {"engine": engine, "stop": tuple(stop) if stop else None}
     rollouts = _rollouts(settings, temperature, {name: value for name, value in given.items() if value is not None})
-    data = _data(settings, file, {"format": format, "template": template})
+    variables = variables_from_flag(chat_template_kwargs)
+    if variables and settings is None and template is None:
+        template = "chat"
+    data = _data(settings, file, {"format": format, "template": template}, variables)
     rewards = rewards_from_flags(reward) if reward else settings.rewards if settings else ()
     with quick_imports():
         from posttrain.console import PlainConsole
@@ -160,7 +165,9 @@ def _saved_settings(folder: Path) -> Path | None:
     return above / "config.yaml" if folder.is_dir() and (above / "run.json").is_file() else None
 
 
-def _data(settings: RunConfig | None, file: Path | None, given: dict[str, str | None]) -> DataConfig:
+def _data(
+    settings: RunConfig | None, file: Path | None, given: dict[str, str | None], variables: dict[str, Any]
+) -> DataConfig:
     values: dict[str, Any] = settings.data.model_dump() if settings else {"template": "none"}
     if file is not None:
         values |= {"source": str(file), "split": "train", "validation": None}
@@ -168,6 +175,9 @@ def _data(settings: RunConfig | None, file: Path | None, given: dict[str, str | 
         values["columns"] = {}  # they belong to the format of the settings
     if given["template"] not in (None, "tags"):
         values["tags"] = {}
+    if given["template"] not in (None, values["template"]):
+        values["chat_template_kwargs"] = {}  # of the template of the settings
+    values["chat_template_kwargs"] = values.get("chat_template_kwargs", {}) | variables
     return from_flags(DataConfig, values | {name: value for name, value in given.items() if value is not None})
 
 

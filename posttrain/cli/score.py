@@ -21,6 +21,14 @@ Format = Annotated[
 Template = Annotated[
     str | None, typer.Option("--template", help="As data.template; default: chat if there is one, else none.")
 ]
+Variables = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="Variables of the chat template, such as '{enable_thinking: false}'; default: as saved with the model.",
+    ),
+]
 MaxLength = Annotated[
     int, typer.Option("--max-length", min=2, help="Maximum length of a row in tokens; a longer one is an error.")
 ]

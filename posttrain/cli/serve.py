@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from posttrain.cli.errors import UsageError
-from posttrain.cli.score import Dtype, Template
-from posttrain.cli.settings import Device, devices_from_flag, from_flags
+from posttrain.cli.score import Dtype, Template, Variables
+from posttrain.cli.settings import Device, devices_from_flag, from_flags, variables_from_flag
 from posttrain.config import ModelConfig
 from posttrain.extras import need
 from posttrain.helpers import end_with_parent
@@ -49,6 +49,7 @@ def serve(
     adapter: Adapter = None,
     reward_model: RewardModel = None,
     template: Template = None,
+    chat_template_kwargs: Variables = None,
     max_rows: MaxRows = 64,
     max_waiting: MaxWaiting = 256,
     context: Context = None,
@@ -76,7 +77,7 @@ def serve(
         say(f"--api-key is visible to other users of this machine: set {KEY} instead", error=True)
     if not is_loopback(host) and key is None:
         raise UsageError(f"--host {host} is reachable from other machines: set {KEY}, or give --api-key")
-    adapters = _adapters(adapter or ())
+    adapters, given = _adapters(adapter or ()), variables_from_flag(chat_template_kwargs)
     need("uvicorn", "serve", "posttrain serve")
     need("fastapi", "serve", "posttrain serve")
     socket = listen(host, port)  # a port in use is an error before the model is loaded
@@ -91,7 +92,7 @@ def serve(
         from posttrain.serving.listening import run
 
     served = Served(
-        settings, name, adapters, reward, template, devices_from_flag(device), max_rows, max_waiting, context
+        settings, name, adapters, reward, template, devices_from_flag(device), max_rows, max_waiting, context, given
     )
     run(
         lambda: Hosted.start(served),

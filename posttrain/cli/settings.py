@@ -14,9 +14,11 @@ from posttrain.config.reading.explain import explain, wrong_value
 from posttrain.config.reading.fields import full
 from posttrain.config.reading.files import parse_value
 from posttrain.config.schema.base import Settings, SettingsConflict
+from posttrain.config.schema.data import variables
 from posttrain.config.schema.rewards import Reward
 from posttrain.terminal import say
 
+VARIABLES = "--chat-template-kwargs"
 Group = TypeVar("Group", bound=Settings)
 
 Config = Annotated[
@@ -57,6 +59,14 @@ def devices_from_flag(device: str) -> DevicesConfig:
     if found is None:
         raise UsageError(f"--device is {device!r}: it is one of auto, cpu, cuda, cuda:0 (a GPU by number), mps")
     return DevicesConfig(type=found[1], ids=found[2] and (int(found[2]),))  # pyright: ignore[reportArgumentType]
+
+
+def variables_from_flag(text: str | None) -> dict[str, Any]:
+    """What `--chat-template-kwargs` gives. Raises UsageError for what is no mapping of variables."""
+    try:
+        return variables({} if text is None else parse_value(text, VARIABLES).values["value"])
+    except ValueError as error:
+        raise UsageError(f"{VARIABLES}: {error}") from error
 
 
 class _Rewards(Settings):

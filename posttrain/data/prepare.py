@@ -315,6 +315,8 @@ def _fingerprint(loaded: Mapping[str, Loaded], train: Dataset, validation: Mappi
 def settings_of(entry: EvaluationDataset, data: DataConfig) -> DataConfig:
     """The data settings of an evaluation set: those of the training data, overridden by its own."""
     update: dict[str, Any] = {"template": entry.template or data.template}
+    if update["template"] != data.template:
+        update["chat_template_kwargs"] = {}  # of another template
     if entry.format is not None:
         update |= {"format": entry.format, "columns": {}}
     if entry.columns is not None:

@@ -31,7 +31,7 @@ from posttrain.data.reshaping import (
     refuse_without_reply,
     with_system,
 )
-from posttrain.data.rows import Row, RowError, as_turns, valid, without_think
+from posttrain.data.rows import Row, RowError, as_turns, valid, variables_of, without_think
 from posttrain.data.sources import Source, layout_of, open_source
 from posttrain.data.templates import Template, choose_template, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained
@@ -40,6 +40,7 @@ from posttrain.progress import progress
 
 BATCH = 256  # rows tokenised at a time
 MOST_LISTED = 1_000  # rows over the limits that a report names
+KWARGS = "chat_template_kwargs"  # a column of variables of the chat template, in every format
 SAMPLE = 100  # rows from which the format is inferred
 
 
@@ -235,6 +236,8 @@ class Reader:
             )
         if self.kind == "prompt":
             unread.pop("answer", None)  # read by rewards in every format
+        if self.template.turns and layout.name != "text":
+            unread.pop(KWARGS, None)
         return Reading(layout.name, read, tuple(malformed), seen.duplicates, shifted, dict(unread), unwritten)
 
     def rows(self, part: SourcePart, max_rows: int | None) -> Iterator[tuple[Record, Row | None]]:
@@ -303,6 +306,8 @@ class Reader:
             row = last_turn_as_completion(row)
         if self.data.system_prompt is not None and layout.name != "text":
             row = with_system(row, self.data.system_prompt)
+        if self.template.turns and layout.name != "text" and self.behavior_version > 1:
+            row = replace(row, variables=variables_of(record.value.get(KWARGS)))
         return row
 
     @staticmethod

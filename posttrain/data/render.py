@@ -7,7 +7,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -21,6 +21,7 @@ from posttrain.helpers import HelperPool
 
 SECONDS = 2.0  # for one conversation
 STARTUP_SECONDS = 120.0
+FAILS = "the chat template fails: "  # before a template's own error
 
 Message = dict[str, Any]
 PREFILL = "prefill"  # key of a prompt's last message, of the assistant, that the reply continues
@@ -41,13 +42,14 @@ class Arguments(dict[str, Any]):
 @dataclass(frozen=True, slots=True)
 class RenderRequest:
     """A conversation to render. `generate` adds the opening of the next assistant turn; `continued` leaves the last
-    message open, as `continue_final_message` of transformers does."""
+    message open, as `continue_final_message` of transformers does; `variables` are more variables of the template."""
 
     messages: Sequence[Message]
     tools: list[Any] | None = None
     generate: bool = False
     spans: bool = False
     continued: bool = False
+    variables: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +185,19 @@ class Renderer:
         asked = {
             "messages": messages,
             "tools": job.tools,
-            "template": self._tokenizer.get_chat_template(None, job.tools),
+            "template": self._template(job),
             "generate": job.generate,
             "spans": job.spans,
             "continued": job.continued,
-            "special_tokens": special_tokens,
+            "variables": {**special_tokens, **(job.variables or {})},
         }
         return json.dumps(asked) + "\n"
+
+    def _template(self, job: RenderRequest) -> str:
+        try:
+            return self._tokenizer.get_chat_template(None, job.tools)
+        except ValueError as error:  # several templates, and none of them the default
+            raise DataError(f"the tokenizer's chat template cannot be chosen: {error}") from error
 
 
 def _with_arguments(job: RenderRequest, probe: Any = None) -> RenderRequest:
@@ -222,15 +230,30 @@ _idle: HelperPool[Process] = HelperPool()
 
 
 @contextmanager
-def rendering(tokenizer: PreTrainedTokenizerBase, behavior_version: int = 2) -> Iterator[Renderer]:
-    """A renderer with the tokenizer's chat template; `behavior_version` 1 renders tool calls as they are given."""
+def rendering(
+    tokenizer: PreTrainedTokenizerBase, behavior_version: int = 2, idle_seconds: float | None = None
+) -> Iterator[Renderer]:
+    """A renderer with the tokenizer's chat template; `behavior_version` 1 renders tool calls as they are given. Its
+    process is kept for the next one."""
     process = _idle.take(None) or Process()
     try:
         yield Renderer(process, tokenizer, behavior_version)
     except BaseException:
         process.end()
         raise
-    _idle.put(None, process)
+    _idle.put(None, process, idle_seconds)
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, jobs: Sequence[RenderRequest], idle_seconds: float | None = None
+) -> list[str]:
+    """The text of each conversation. Raises DataError for one that the template refuses."""
+    with rendering(tokenizer, idle_seconds=idle_seconds) as renderer:
+        done = renderer.render(jobs)
+    for one in done:
+        if one.error:  # a template raises what it likes, such as for roles that do not alternate
+            raise DataError(f"the chat template refuses the messages: {one.error.removeprefix(FAILS)}")
+    return [one.text for one in done]
 
 
 def _pipe(stream: IO[str] | None) -> IO[str]:

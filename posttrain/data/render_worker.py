@@ -34,7 +34,7 @@ def render(job: dict) -> dict:
             add_generation_prompt=job["generate"],
             return_assistant_tokens_mask=job["spans"],
             continue_final_message=job["continued"],
-            **job["special_tokens"],
+            **job["variables"],
         )
     except MemoryError:
         return {"error": "the chat template needs too much memory"}

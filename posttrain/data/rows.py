@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.config.schema.data import variables
 from posttrain.data.readers import type_name
 from posttrain.data.render import Arguments, Message
 from posttrain.errors import DataError
@@ -59,6 +60,7 @@ class Row:
     label: bool | None = None  # of single completions: desirable or not
     answer: str | None = None  # the right answer, if the row has one: what rewards compare with
     train_history: bool = False  # the prompt's replies are trained like the completion, unless completion_only_loss
+    variables: Mapping[str, Any] | None = None  # of the chat template, for this row
 
 
 Fields = Mapping[str, Any]
@@ -266,6 +268,20 @@ def tools_of(value: object) -> list[Any] | None:
         raise RowError(f"tools must be a list, not {type_name(tools)}")
     listed = tools if isinstance(tools, list) else [tools]
     return valid([parsed(tool, "tools") if isinstance(tool, str) else tool for tool in listed], "tools")
+
+
+def variables_of(value: object) -> dict[str, Any]:
+    """Variables of the chat template, a mapping or a JSON string of one; those that are null are not given. Raises
+    RowError for names and values that a template cannot have."""
+    try:
+        given = parsed(value, "") if isinstance(value, str) else value
+        given = {} if given is None else given
+    except RowError:
+        given = value
+    try:
+        return variables(_without_nulls(given))
+    except ValueError as error:
+        raise RowError(f"chat_template_kwargs: {error}") from None
 
 
 def as_turns(value: str | Turns, role: str) -> Turns:

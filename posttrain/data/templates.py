@@ -7,7 +7,10 @@ model and every later use writes the same text.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +25,7 @@ R1_ZERO_PREAMBLE = (
     "process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> tags, respectively, "
     "i.e., <think> reasoning process here </think> <answer> answer here </answer>.\n"
 )
+DEFAULT = re.compile(r"\{% set (\w+) = \1 if \1 is defined else .* %\}\n")  # a variable's, before the template
 ALPACA_PREAMBLE = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 )
@@ -63,9 +67,10 @@ class Template:
 
 
 def choose_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Template:
-    """The template of the settings, put on the tokenizer.
+    """The template of the settings, put on the tokenizer, with `chat_template_kwargs` as defaults of its variables.
 
-    Raises DataError when the file cannot be read, or the tokenizer lacks the tokens of a published template.
+    Raises DataError when the file cannot be read, the tokenizer lacks the tokens of a published template, or the
+    template has no such variable.
     """
     name = data.template
     template = Template(name, name != "none", data.tags, data.strip_think)
@@ -78,7 +83,45 @@ def choose_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Tem
         put_on(tokenizer, name)
     elif name not in ("chat", "none"):
         tokenizer.chat_template = _builtin(name, data.tags, tokenizer)
+    if data.chat_template_kwargs:
+        require_chat_template(tokenizer)
+        tokenizer.chat_template = _with_defaults(tokenizer.chat_template, data.chat_template_kwargs)
     return template
+
+
+def _with_defaults(template: str | dict[str, str], values: Mapping[str, Any]) -> str | dict[str, str]:
+    """The template with defaults of its variables, saved with it: every program that renders it takes them, and what
+    a caller gives has priority. Of several templates, each. Replaces earlier defaults of the same names."""
+    every = template if isinstance(template, dict) else {"": template}
+    bare = {key: _without_defaults(text, values) for key, text in every.items()}
+    for name in values:
+        if not any(re.search(rf"\b{name}\b", text) for text in bare.values()):
+            raise DataError(f"data.chat_template_kwargs: the chat template has no variable {name}; remove it")
+    # A line break after a tag is not written, and spaces before a tag at the start of a line neither.
+    lines = "".join(f"{{% set {n} = {n} if {n} is defined else {_literal(v)} %}}\n" for n, v in values.items())
+    found = {key: lines + text for key, text in bare.items()}
+    return found if isinstance(template, dict) else found[""]
+
+
+def _without_defaults(template: str, names: Collection[str]) -> str:
+    kept = []
+    while default := DEFAULT.match(template):
+        kept += [] if default[1] in names else [default[0]]
+        template = template[default.end() :]
+    return "".join(kept) + template
+
+
+def _literal(value: Any) -> str:
+    """A value of JSON as Jinja writes it."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items()) + "}"
+    return repr(value)
 
 
 def alpaca_prompt(instruction: str) -> str:
@@ -116,7 +159,7 @@ def _builtin(name: str, tags: TagsConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 def _text(text: str) -> str:
     """A literal for Jinja."""
-    return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}"
+    return f"{{{{ {_literal(text)} }}}}"
 
 
 def _tags(tags: TagsConfig) -> tuple[str, str, str, str]:

@@ -332,13 +332,13 @@ class Tokeniser:
         return self.assistant_only_loss or row.train_history
 
     def _job(self, row: Row, messages: Turns) -> RenderRequest:
-        return RenderRequest(messages, row.tools, spans=self.marked and self._finds_turns(row))
+        return RenderRequest(messages, row.tools, spans=self.marked and self._finds_turns(row), variables=row.variables)
 
     def _prompt_job(self, row: Row, prompt: str | Turns | None) -> RenderRequest:
         """A prompt with the opening of its reply, or with the beginning of the reply that it has (a prefill)."""
         turns = _turns(prompt)
         continued = bool(turns) and PREFILL in turns[-1]
-        return RenderRequest(turns, row.tools, generate=not continued, continued=continued)
+        return RenderRequest(turns, row.tools, generate=not continued, continued=continued, variables=row.variables)
 
     def _written_plainly(self, prompt: str | Turns | None, reply: str | Turns) -> _Written:
         """Prompt and reply without a template, concatenated."""

@@ -75,15 +75,16 @@ def template_of(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase) -> str:
 def written_by(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[DataConfig, PreTrainedTokenizerBase]:
     """How the suite's prompts are written: its settings, and the tokenizer with its template.
 
-    A suite with a template of its own gets a copy of the tokenizer: a run saves its tokenizer with its own template.
+    A suite with a template or variables of its own gets a copy of the tokenizer: a run saves its tokenizer as it is.
     """
     data = DataConfig(
         source=suite.source,
         format="prompt",
         template=template_of(suite, tokenizer),
+        chat_template_kwargs=suite.chat_template_kwargs,
         system_prompt=suite.system_prompt,
     )
-    if data.template not in ("chat", "none"):
+    if data.template not in ("chat", "none") or data.chat_template_kwargs:
         tokenizer = deepcopy(tokenizer)
         choose_template(data, tokenizer)
     return data, tokenizer

@@ -14,6 +14,7 @@ from typing import Any
 
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.data.render import RenderRequest, rendered
 from posttrain.errors import ConfigError, DataError
 from posttrain.evaluation.lm_eval_requests import Generated, Requests
 from posttrain.evaluation.records import Answer
@@ -52,12 +53,8 @@ class PosttrainLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        request = RenderRequest(chat_history, generate=add_generation_prompt, continued=not add_generation_prompt)
+        return rendered(self.tokenizer, [request])[0]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         if add_special_tokens is None:

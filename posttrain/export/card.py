@@ -5,6 +5,7 @@ Without secrets, and without paths, host or user of the machine.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -182,7 +183,13 @@ def _use(source: Source, facts: Facts) -> str:
         if stops:
             lines.append(f'stops = GenerationConfig.from_pretrained("{place}").eos_token_id')
         lines.append(f"completion = model.generate(**inputs, max_new_tokens=256{', eos_token_id=stops' * stops})")
-    return "```python\n" + "\n".join(lines) + "\n```"
+    given = source.config.data.chat_template_kwargs if source.config is not None else {}
+    defaults = ", ".join(f"`{name}={json.dumps(value, ensure_ascii=False)}`" for name, value in given.items())
+    note = (
+        f"\n\nThe chat template was trained with {defaults}, which are its defaults: other values are arguments of "
+        "`apply_chat_template`, and `chat_template_kwargs` of requests to a server."
+    )
+    return "```python\n" + "\n".join(lines) + "\n```" + note * bool(defaults and facts.written.chat)
 
 
 def _training(source: Source) -> str:

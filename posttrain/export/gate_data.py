@@ -191,8 +191,8 @@ def _settings(
     values |= {"max_rows": None, "skip_rows": 0, **limits}
     if rows.format is not None:
         values |= {"format": rows.format, "columns": {}}  # columns belong to the format of the run
-    if rows.template is not None:
-        values["template"] = rows.template
+    if rows.template not in (None, values["template"]):
+        values |= {"template": rows.template, "chat_template_kwargs": {}}
     if values["template"] != "tags":
         values["tags"] = {}
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from posttrain.data.render import RenderRequest, rendered
 from posttrain.errors import ModelError
 from posttrain.export.turns import LAST, REPLY, START, InexpressibleError, Turns, turns_of
 
@@ -246,8 +247,8 @@ def _of_prompts(served: Served) -> Iterator[str]:
 
 def _starts_with_begin(served: Served) -> bool:
     """Whether training's template writes the beginning-of-text token itself."""
-    text = served.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    return str(text).startswith(str(served.tokenizer.bos_token))
+    [text] = rendered(served.tokenizer, [RenderRequest([{"role": "user", "content": "a"}])])
+    return text.startswith(str(served.tokenizer.bos_token))
 
 
 def _script(lines: Sequence[str]) -> str:

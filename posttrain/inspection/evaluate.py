@@ -156,6 +156,7 @@ def _asked(items: Items, model: ModelConfig, content: str, options: Options) -> 
             "system prompt": suite.system_prompt,
             "dtype": model.dtype,
         }
+        facts |= {"chat_template_kwargs": suite.chat_template_kwargs} if suite.chat_template_kwargs else {}
         if suite.kind == "preference":
             facts = pair_facts(model, suite, options.pairs, content)
         yield _Asked(items, sampling, named, facts)

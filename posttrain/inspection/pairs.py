@@ -147,6 +147,7 @@ def _pairs(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase, longest: int)
         split=suite.split if not Path(suite.source).expanduser().is_file() else "train",
         columns=_columns(suite),
         template=template_of(suite, tokenizer),
+        chat_template_kwargs=suite.chat_template_kwargs,
         system_prompt=suite.system_prompt,
         shuffle=False,
         max_length=longest,

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3
 
 from posttrain.config import DataConfig
 from posttrain.data import arithmetic_problems
+from posttrain.data.render import RenderRequest, rendered
 from posttrain.data.templates import choose_template
 from posttrain.quickstart.replies import turns
 
@@ -54,7 +55,7 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerBase:
     template = choose_template(data, blank)
     rows = arithmetic_problems("train", EXAMPLES, seed)
     replies = [(row["problem"], template.compose(row["solution"], row["answer"])) for row in rows]
-    texts = [blank.apply_chat_template(turns(*reply), tokenize=False) for reply in replies]
+    texts = rendered(blank, [RenderRequest(turns(*reply)) for reply in replies])
     tags = list(data.tags.model_dump().values())
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.config import ModelConfig, TagsConfig
+from posttrain.data.render import RenderRequest, rendered
 from posttrain.engines import EmbeddedEngine, Sampling, seed_of, stop_token_ids, text_of
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.progress import counter, progress
@@ -59,10 +60,7 @@ def ask(
         num_generations=samples,
         stop_token_ids=stop_token_ids(policy, tokenizer),
     )
-    prompts = [
-        str(tokenizer.apply_chat_template(turns(problem["problem"]), add_generation_prompt=True, tokenize=False))
-        for problem in problems
-    ]
+    prompts = rendered(tokenizer, [RenderRequest(turns(problem["problem"]), generate=True) for problem in problems])
     tokens = tokenizer(prompts, add_special_tokens=False).input_ids
     seeds = [seed_of(seed or 0, index) for index in range(len(problems))]
     with counter(what, len(problems)) as count:
@@ -83,10 +81,8 @@ def rewards(model: Path, replies: Sequence[Reply], what: str) -> list[float]:
     judge = AutoModelForSequenceClassification.from_pretrained(model).eval()
     values: list[float] = []
     for start in progress(range(0, len(replies), ROWS), what):
-        texts = [
-            tokenizer.apply_chat_template(turns(reply.problem, reply.text), tokenize=False)
-            for reply in replies[start : start + ROWS]
-        ]
+        some = replies[start : start + ROWS]
+        texts = rendered(tokenizer, [RenderRequest(turns(reply.problem, reply.text)) for reply in some])
         batch = tokenizer(texts, padding=True, padding_side="right", add_special_tokens=False, return_tensors="pt")
         values += judge(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].tolist()
     return values

@@ -75,7 +75,8 @@ def _add_completions(app: FastAPI) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         policy = _policy(request)
-        tokens = await policy.apart(policy.chat_tokens, body.turns(), body.continue_final_message)
+        given = body.turns(), body.chat_template_kwargs, body.continue_final_message
+        tokens = await policy.apart(policy.chat_tokens, *given, renders=True)
         form = Form(True, body.model or policy.name, body.top_logprobs if body.logprobs else None)
         job = _job(policy, body, form, tokens, body.max_completion_tokens or body.max_tokens)
         return await _replied(request, body, policy, Replies(form, policy.tokenizer, [job], policy.stops))
@@ -114,8 +115,10 @@ def _add_scores(app: FastAPI) -> None:
             turns = [message.turn() for message in body.messages]
             if turns[-1]["role"] != "assistant":
                 raise DataError("the last message, which is scored, must be the assistant's")
+            variables = body.chat_template_kwargs
             prompt, whole = await policy.apart(
-                lambda: (policy.chat_tokens(turns[:-1]), policy.chat_tokens(turns, continued=True))
+                lambda: (policy.chat_tokens(turns[:-1], variables), policy.chat_tokens(turns, variables, True)),
+                renders=True,
             )
         else:
             prompt, whole = await policy.apart(
@@ -132,7 +135,8 @@ def _add_scores(app: FastAPI) -> None:
         """The prompt of a conversation as the model reads it."""
         policy = _policy(request)
         turns = [message.turn() for message in body.messages]
-        tokens = await policy.apart(policy.chat_tokens, turns, body.continue_final_message)
+        given = turns, body.chat_template_kwargs, body.continue_final_message
+        tokens = await policy.apart(policy.chat_tokens, *given, renders=True)
         if len(tokens) > policy.live.context:
             raise DataError(f"the prompt has {len(tokens):,} tokens; the server reads up to {policy.live.context:,}")
         return {"text": "".join(await policy.apart(pieces_of, policy.tokenizer, tokens)), "tokens": tokens}

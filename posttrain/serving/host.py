@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from posttrain.batch import Example, Node, pack
 from posttrain.config import DataConfig, DevicesConfig, ModelConfig
+from posttrain.data.render import RenderRequest, rendered
 from posttrain.data.rows import Row, RowError, Turns
 from posttrain.data.templates import choose_template
 from posttrain.data.tokenise import Tokeniser
@@ -39,6 +40,8 @@ from posttrain.serving.texts import Bound
 log = logging.getLogger("posttrain")
 
 WARM_UP_TOKENS = 2
+RENDERERS = 2  # conversations that the chat template renders at a time, each in a process of its own
+KEPT_S = 86_400.0  # how long an idle process for the template is kept: a conversation may pause
 MOST_REWARDED = 1 << 17  # tokens of a text, where a reward model has no limit of its own
 TokenScore = tuple[float | None, float | None, Alternatives]  # log-probability, entropy (nats), the likeliest tokens
 
@@ -59,6 +62,7 @@ class Served:
     max_rows: int
     max_waiting: int
     context: int | None
+    variables: Mapping[str, Any] = field(default_factory=dict)  # defaults of the chat template's
 
 
 class Policy:
@@ -70,12 +74,14 @@ class Policy:
         loaded = load_model(served.model, "lm", compute_dtype(served.model, device), device)
         check_embeddings(loaded, self.tokenizer, served.model.path)
         named = served.template or ("chat" if self.tokenizer.chat_template else "none")
-        self.template = choose_template(DataConfig(source="-", template=named), self.tokenizer)
+        data = DataConfig(source="-", template=named, chat_template_kwargs=dict(served.variables))
+        self.template = choose_template(data, self.tokenizer)
         if served.template is None and named == "none":
             log.warning("%s has no chat template: messages are joined as they are; --template gives one", served.name)
         adapted = _adapted(loaded, served.adapters)
         self.stops = stop_token_ids(adapted, self.tokenizer, self.template.turns)
         self._texts = Tokeniser(self.tokenizer, None, assistant_only_loss=False)
+        self._renderers = ThreadPoolExecutor(RENDERERS, "posttrain-templates")
         self._queues: dict[Job, asyncio.Queue[Event]] = {}
         self._loop = asyncio.get_running_loop()
         self.live = Live(
@@ -111,32 +117,40 @@ class Policy:
         job = Job([self.stops[0] if self.stops else 0], Sampling(max_completion_length=WARM_UP_TOKENS))
         async for _ in self.events([job]):
             pass
+        with contextlib.suppress(DataError):  # the template may refuse it
+            await self.apart(self.chat_tokens, [{"role": "user", "content": ""}], {}, renders=True)
 
     def adapter(self, model: str) -> str | None:
         """The adapter that a request's `model` names; any other name is the model itself."""
         return model if model in self.live.adapters else None
 
-    async def apart(self, work: Callable[..., T], *given: Any) -> T:
-        """The result of work on text, in another thread: meanwhile other requests are answered."""
-        return await asyncio.to_thread(work, *given)
+    def close(self) -> None:
+        self.live.close()
+        self._renderers.shutdown(wait=False, cancel_futures=True)
 
-    def chat_tokens(self, turns: Sequence[dict[str, str]], continued: bool = False) -> list[int]:
+    async def apart(self, work: Callable[..., T], *given: Any, renders: bool = False) -> T:
+        """The result of work on text, in another thread: meanwhile other requests are answered. What `renders` with the
+        chat template waits for others that do, and holds up no other work."""
+        return await self._loop.run_in_executor(self._renderers if renders else None, work, *given)
+
+    def chat_tokens(
+        self, turns: Sequence[dict[str, str]], variables: Mapping[str, Any], continued: bool = False
+    ) -> list[int]:
         """The prompt of a conversation, as in training: rendered by the template, then tokenised as it is.
 
-        `continued`: with the last message as the start of the reply.
+        `variables` are more variables of the template. `continued`: with the last message as the start of the reply.
         """
         self._bound.check(*(turn["content"] for turn in turns))
         if continued:
             started = self.tokenizer(turns[-1]["content"], add_special_tokens=False).input_ids
-            return self.chat_tokens(turns[:-1]) + started
+            return self.chat_tokens(turns[:-1], variables) + started
         if not self.template.turns:
+            if variables:
+                raise DataError("chat_template_kwargs: the model is served without a chat template")
             return self.text_tokens("".join(turn["content"] for turn in turns))
-        try:
-            text = self.tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template raises what it likes, such as for roles that do not alternate
-            raise DataError(f"the chat template refuses the messages: {error}") from error
-        self._bound.check(str(text))
-        return self.tokenizer(str(text), add_special_tokens=False).input_ids
+        [text] = rendered(self.tokenizer, [RenderRequest(turns, generate=True, variables=variables)], KEPT_S)
+        self._bound.check(text)
+        return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def text_tokens(self, text: str) -> list[int]:
         """The tokens of a text as of a prompt without a template: with one begin token, if texts begin with one."""
@@ -233,7 +247,7 @@ class Host:
 
     def close(self) -> None:
         if self.policy is not None:
-            self.policy.live.close()
+            self.policy.close()
         if self.rewards is not None:
             self.rewards.close()
 

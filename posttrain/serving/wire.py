@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from posttrain.config.schema.data import Variables
 from posttrain.engines.protocol import Sampling
 from posttrain.errors import DataError
 
@@ -76,6 +77,18 @@ class Body(BaseModel):
                 raise ValueError(f"{name} is not supported: leave it out")
         idle = (IDLE | NEUTRAL.keys()) - cls.model_fields.keys()
         return {name: value for name, value in values.items() if name not in idle}
+
+
+class Written(Body):
+    """A conversation that the chat template writes, as for vLLM with more variables of the template."""
+
+    chat_template_kwargs: Variables = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_variables(cls, values: Any) -> Any:
+        null = isinstance(values, dict) and values.get("chat_template_kwargs", {}) is None
+        return values | {"chat_template_kwargs": {}} if null else values
 
 
 class StreamOptions(BaseModel):
@@ -156,7 +169,7 @@ class Message(BaseModel):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class ChatRequest(Sampled):
+class ChatRequest(Sampled, Written):
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -185,13 +198,13 @@ class CompletionRequest(Sampled):
         return given
 
 
-class RenderRequest(Body):
+class RenderRequest(Written):
     model: str = ""
     messages: list[Message] = Field(min_length=1)
     continue_final_message: bool = False
 
 
-class ScoreRequest(Body):
+class ScoreRequest(Written):
     """A text, or a conversation whose last message is scored: what the model says of each of its tokens."""
 
     model: str = ""

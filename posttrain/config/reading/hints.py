@@ -76,6 +76,7 @@ HINTS = {
     "train_on_prompt": "write method.completion_only_loss: false",
     "mask_history": "write method.completion_only_loss: true, which trains the last turn only",
     **dict.fromkeys(("chat_template_path", "chat_template", "prompt", "prompt_path"), _TEMPLATE),
+    "enable_thinking": "write data.chat_template_kwargs: {enable_thinking: false}",
     "system_prompt_template": "write data.system_prompt",
     **dict.fromkeys(
         ("preprocessing_num_workers", "dataset_num_proc", "overwrite_cache"),
@@ -197,7 +198,7 @@ SYSTEMS: dict[str, str] = {
         eval_dataset dataset_text_field dataset_num_proc max_train_samples max_eval_samples train_file
         validation_file max_length max_seq_length model_max_length max_prompt_length max_completion_length
         truncation truncation_mode packing packing_strategy padding_free pad_to_multiple_of chat_template_path
-        chat_template completion_only_loss assistant_only_loss per_device_train_batch_size
+        chat_template chat_template_kwargs completion_only_loss assistant_only_loss per_device_train_batch_size
         per_device_eval_batch_size gradient_accumulation_steps gradient_checkpointing learning_rate lr
         lr_scheduler_type warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
         num_train_epochs epochs num_epochs max_steps total_episodes optim bf16 fp16 seed activation_offloading
@@ -217,8 +218,8 @@ SYSTEMS: dict[str, str] = {
     FACTORY: """
         model_name_or_path adapter_name_or_path stage do_train finetuning_type lora_rank lora_alpha lora_dropout
         lora_target use_rslora use_dora quantization_bit flash_attn infer_dtype pure_bf16 bf16 fp16 dataset
-        dataset_dir eval_dataset template cutoff_len max_samples val_size train_on_prompt mask_history packing
-        neat_packing mix_strategy interleave_probs streaming overwrite_cache preprocessing_num_workers
+        dataset_dir eval_dataset template enable_thinking cutoff_len max_samples val_size train_on_prompt mask_history
+        packing neat_packing mix_strategy interleave_probs streaming overwrite_cache preprocessing_num_workers
         per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps learning_rate
         num_train_epochs max_steps lr_scheduler_type warmup_ratio warmup_steps max_grad_norm optim pref_beta
         pref_loss pref_ftx dpo_label_smoothing simpo_gamma kto_chosen_weight kto_rejected_weight ppo_epochs

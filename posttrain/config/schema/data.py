@@ -1,5 +1,7 @@
 """The settings of the data: sources, formats, templates and limits."""
 
+import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -101,6 +103,37 @@ class TagsConfig(Settings):
     solution_end: Text = Field(default="</SOLUTION>", description="Tag after the answer.")
 
 
+# What transformers gives a chat template itself, and names that its language or its environment has.
+OWN_VARIABLES = """
+    messages tools documents add_generation_prompt continue_final_message conversation conversations chat_template
+    tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
+    sanitize_control_tokens raise_exception strftime_now namespace range dict lipsum cycler joiner loop self super
+    caller varargs kwargs true false none True False None and or not in is if elif else for set recursive
+    import include additional_special_tokens
+"""
+SPECIAL_TOKEN = re.compile(r"(bos|eos|unk|sep|pad|cls|mask)_token")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def variables(value: Any) -> dict[str, Any]:
+    """Variables of a chat template by name. Raises ValueError for other names and for values that JSON cannot hold."""
+    if not isinstance(value, dict):
+        raise ValueError("must be a mapping of names to values, such as {enable_thinking: false}")
+    for name in value:
+        if not isinstance(name, str) or not VARIABLE.fullmatch(name):
+            raise ValueError(f"{str(name)[:60]!r} is not a name that a chat template can have for a variable")
+        if name in OWN_VARIABLES.split() or SPECIAL_TOKEN.fullmatch(name):
+            raise ValueError(f"{name} is set for every chat template and cannot be given")
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError("has a value that is no JSON: text, numbers, true, false, null, lists and mappings") from None
+    return value
+
+
+Variables = Annotated[dict[str, Any], BeforeValidator(variables)]
+
+
 def check_template(problems: Problems, template: str) -> None:
     """Report a template that is neither a name nor a file."""
     problems.check(
@@ -136,6 +169,10 @@ class DataConfig(Settings):
         description="Template: chat (the model's own), another name, none, or a .jinja file; saved with the model.",
     )
     tags: TagsConfig = Field(default=TagsConfig(), description="The tags of `template: tags`.")
+    chat_template_kwargs: Variables = Field(
+        default={},
+        description="Variables of the chat template, e.g. {enable_thinking: false}; saved with the model.",
+    )
     system_prompt: str | None = Field(default=None, description="System prompt of conversations that have none.")
     strip_think: bool = Field(default=False, description="Whether to remove <think>...</think> from completions.")
     max_length: Positive = Field(default=1024, description="Maximum number of tokens of prompt and completion.")
@@ -161,6 +198,11 @@ class DataConfig(Settings):
             self.tags == TagsConfig() or self.template == "tags",
             "tags",
             f"are read by template: tags only, not by {self.template}",
+        )
+        problems.check(
+            not self.chat_template_kwargs or self.template != "none",
+            "chat_template_kwargs",
+            "are read by a chat template, not with template: none",
         )
         problems.check(
             not isinstance(self.max_prompt_length, int) or self.max_prompt_length < self.max_length,

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain.config.schema.base import FUNCTION, Float, Int, OneOrMore, Positive, Problems, Settings, Text, Word
-from posttrain.config.schema.data import check_template
+from posttrain.config.schema.data import Variables, check_template
 
 RULE = r"^[a-z][a-z0-9_]*$"
 CALIBRATED = frozenset({"math", "gsm8k"})  # rules whose verdicts are compared with those of other verifiers
@@ -47,6 +47,9 @@ class SuiteConfig(Settings):
     )
     template: Text = Field(
         default="auto", description="Template, as data.template; auto: the tokenizer's own if it has one, else none."
+    )
+    chat_template_kwargs: Variables = Field(
+        default={}, description="Variables of the chat template, e.g. {enable_thinking: false}."
     )
     system_prompt: str | None = Field(default=None, description="System prompt; null: none.")
     answer: Text | None = Field(default="answer", description="Field with the right answer; null: there is none.")
