@@ -770,7 +770,7 @@ def test_an_ambiguous_site_is_refused(url):
             for host in ("evil.com@127.0.0.1", "127.0.0.1/evil", "127.0.0.1, b", "[::1", "127.0.0.1:x")
         ),
     ):
-        assert raw(url, *headers) == 400, headers
+        assert raw(url, *headers) == 403, headers
     assert raw(url, "Host: evil.example") == 403 == raw(url, "Host: 127.0.0.1", "Origin: http://a@127.0.0.1")
 
 

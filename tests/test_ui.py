@@ -1,7 +1,9 @@
 """`posttrain ui` over HTTP: every page answers, what guards it, and what its process does not load."""
 
+import json
 import re
 import shutil
+import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -68,6 +70,36 @@ def test_foreign_pages_are_refused(ui):
     for headers in ({"Origin": "http://evil.example"}, {"Origin": "http://["}, {"Host": "evil.example"}):
         with pytest.raises(urllib.error.HTTPError, match="403"):
             fetch(f"{address}/", **headers)
+
+
+def test_events_that_no_page_sends_are_no_error_of_the_server(ui):
+    """Inputs of other kinds and numbers, half of a surrogate pair, and files."""
+    address, _ = ui
+    events = [
+        {"fn_index": index, "data": data, "session_hash": session, "event_data": {"address": what, "act": what}}
+        for index in (0, -1)
+        for data in ([], ["\ud800"] * 2, [{"path": "/etc/passwd"}] * 9)
+        for session, what in (("a", 5), ("\ud800", "?\ud800"))
+    ]
+    sent = [(path, event) for event in events for path in ("run/predict", "queue/join", "cancel", "reset", "call/x")]
+    for path, body in [*sent, ("upload", {}), ("upload/", {}), ("run/predict", [None]), ("queue/join", {"data": 5})]:
+        request = urllib.request.Request(
+            f"{address}/gradio_api/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            status = urllib.request.urlopen(request, timeout=30).status
+        except urllib.error.HTTPError as error:
+            status = error.code
+        assert status in ((404,) if "upload" in path else (200, 400, 404, 405, 422)), (path, body)
+    port = int(address.rpartition(":")[2])
+    for headers in (
+        ["Host: evil.example@127.0.0.1"],
+        ["Host: 127.0.0.1"] * 2,
+        ["Host: 127.0.0.1", "Origin: null", "Origin: x"],
+    ):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            connection.sendall("\r\n".join(["GET / HTTP/1.1", *headers, "Connection: close", "", ""]).encode())
+            assert connection.recv(100).split()[1] == b"403", headers
 
 
 def test_what_cannot_be_served_is_said(runs, tmp_path, capsys):

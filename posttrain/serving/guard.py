@@ -90,7 +90,7 @@ class Guard:
 
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str, str] | None:
         if (unclear := ambiguous(scope["headers"])) is not None:
-            return 400, unclear, "invalid_request_error"
+            return 403, unclear, "forbidden"
         host = host_name(headers.get("host", ""))
         if self.key is None and not is_loopback(host):
             return 403, f"the host {host!r} is not this machine's: start the server with --api-key", "forbidden"

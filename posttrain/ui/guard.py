@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hmac
 import html
+import json
+import logging
+import re
 from urllib.parse import quote, urlencode
 
 from starlette.requests import HTTPConnection
@@ -12,7 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from posttrain.serving.guard import ambiguous, host_name, is_foreign, is_loopback
 
+log = logging.getLogger("posttrain")
 COOKIE = "posttrain_ui"
+MOST_BYTES = 16 << 20  # of an event
+UPLOADS = re.compile(r"/+gradio_api/+upload")  # Gradio's route, which would write what anyone sends to a disk
 # Gradio compiles the templates of its components (unsafe-eval); nothing is loaded from, or sent to, another host.
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
@@ -41,17 +47,44 @@ class Guard:
             await refusal(scope, receive, send)
             return
 
+        body: list[Message] = []
+        event, started = scope["type"] == "http" and scope["method"] == "POST", False
+
         async def guarded(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
+                if event and message["status"] == 500:  # Gradio's, for inputs that a page would not send
+                    message["status"] = 400
                 there = {name.lower() for name, _ in message["headers"]}
                 message["headers"] = [*message["headers"], *((k, v) for k, v in HEADERS.items() if k not in there)]
             await send(message)
 
-        await self.app(scope, receive, guarded)
+        if event:
+            body = await _received(receive)
+            if not _is_text(b"".join(message.get("body", b"") for message in body)):
+                await PlainTextResponse("The event is not JSON, or half of a surrogate pair is in it.", 400)(
+                    scope, receive, guarded
+                )
+                return
+
+        async def received() -> Message:
+            return body.pop(0) if body else await receive()
+
+        try:
+            await self.app(scope, received, guarded)
+        except Exception:
+            if not event:
+                raise
+            log.debug("an event of a page was refused", exc_info=True)
+            if not started:
+                await PlainTextResponse("No page sends such an event.", 400)(scope, receive, guarded)
 
     def _refusal(self, asked: HTTPConnection) -> Response | None:
         if (unclear := ambiguous(asked.scope["headers"])) is not None:
-            return PlainTextResponse(unclear, 400)
+            return PlainTextResponse(unclear, 403)
+        if UPLOADS.match(asked.scope["path"]):
+            return PlainTextResponse("No page uploads files.", 404)
         host = asked.headers.get("host", "")
         if self.local and not is_loopback(host_name(host)):
             return PlainTextResponse("This address is not the machine's own: open http://127.0.0.1.", 403)
@@ -67,6 +100,25 @@ class Guard:
             response.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
             return response
         return HTMLResponse(_login(bool(given)), 401)
+
+
+async def _received(receive: Receive) -> list[Message]:
+    """All parts of a body, up to MOST_BYTES."""
+    parts, size, more = [], 0, True
+    while more and size <= MOST_BYTES:
+        parts.append(await receive())
+        size += len(parts[-1].get("body", b""))
+        more = parts[-1].get("more_body", False)
+    return parts
+
+
+def _is_text(body: bytes) -> bool:
+    """Whether a body is JSON of text: half of a surrogate pair is in no page, and nothing can write it."""
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _same(given: str, token: str) -> bool:
