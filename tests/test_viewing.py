@@ -168,13 +168,22 @@ def test_a_run_says_its_checks_data_log_and_command(viewer):
     folder = viewer.root / "saved"
     (folder / "training.log").write_text(f"d t INFO train: 16 rows read{HOSTILE}\nd t INFO step 1/2  loss 1\n")
     page = rendered(run_page, viewer, "?run=saved")
-    assert "16 rows read" in page and "<script" not in page and page.count(">passed<") == 7
-    assert "effective sample size at least" in page
+    assert "16 rows read" in page and "<script" not in page
+    assert page.count(">not recorded<") == 7 and ">passed<" not in page  # the run is of a version without a record
     assert replay_command(viewer.runs.rows()[0]) == f"posttrain train {folder}/config.yaml --name saved-again"
     facts = json.loads((folder / "run.json").read_text())
-    facts |= {"state": "failed", "reason": "ratio = 1 fails: before the first update"}
+    packed = {"value": 3e-7, "limit": 5e-4, "unit": "nats", "failed": False, "times": 1}
+    ratio = {"value": None, "limit": 5e-4, "unit": "nats", "failed": True, "times": 2}
+    facts |= {
+        "state": "failed",
+        "reason": "out of memory",
+        "checks": {"packed = one by one": packed, "ratio = 1": ratio},
+    }
     (folder / "run.json").write_text(json.dumps(facts))
-    assert rendered(run_page, Viewer(viewer.root, viewer.cache), "?run=saved").count(">failed<") == 2  # state and check
+    page = rendered(run_page, Viewer(viewer.root, viewer.cache), "?run=saved")
+    assert page.count(">passed<") == 1 and page.count(">failed<") == 2  # of the run, and of the check that recorded it
+    assert "the first step: 3e-07 ≤ 0.0005 nats" in page and "not a number (largest of 2)" in page
+    assert page.count(">waiting<") == 4 and page.count(">does not apply<") == 1
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------------

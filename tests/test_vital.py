@@ -7,13 +7,17 @@ import numpy as np
 import pytest
 import torch
 from test_equivalence import forest, make
+from test_online import train
+from test_recipes import dpo, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.batch import Example, Node, pack
 from posttrain.errors import VitalSignError
 from posttrain.models import attention
 from posttrain.optim.adamw import AdamW
+from posttrain.reports.checks import MOVED, PACKED, RATIO, SAMPLER, SAVED, START, STEPS, checks_of
 from posttrain.scoring import RewardScorer, Scorer
+from posttrain.store.runs import read_run
 from posttrain.training.checks import (
     MovedWeights,
     check_margins,
@@ -216,3 +220,50 @@ def test_masters_count_as_moved_where_bfloat16_stands_still():
     optimizer.step(1e-7)
     assert all(torch.equal(p, torch.ones_like(p)) for p in model.parameters())
     checks.check(1e-7, 1.0)
+
+
+def test_a_run_records_what_its_checks_found(shared, sums_home, tmp_path):
+    """Each check that ran, with its largest value and limit; one that does not apply is not there."""
+
+    def recorded(folder):
+        return {name: found for name, found in read_run(folder).checks.items() if not found["failed"]}
+
+    (tmp_path / "dpo").mkdir()
+    pairs = recorded(run(tmp_path / "dpo", **dpo(shared, shared / "models/stories260K")))
+    assert pairs.keys() == {PACKED, START, MOVED, STEPS, SAVED}
+    assert 0 < pairs[PACKED]["value"] < 1e-4 < pairs[PACKED]["limit"] and pairs[START]["value"] <= pairs[START]["limit"]
+    assert (pairs[STEPS]["value"], pairs[STEPS]["limit"]) == (0, 4) and pairs[MOVED]["seen"].endswith("frozen ones")
+
+    sampled = recorded(train(sums_home, tmp_path / "grpo", {"beta": 0.05}))
+    assert sampled.keys() == {PACKED, START, RATIO, MOVED, SAMPLER, STEPS, SAVED}
+    assert sampled[SAMPLER]["times"] == 2 and sampled[RATIO]["value"] <= sampled[RATIO]["limit"]
+    without = recorded(train(sums_home, tmp_path / "no reference", {"beta": 0.0}))
+    assert without.keys() == sampled.keys() - {START}
+    shown = {one.what: one.outcome for one in checks_of(without, "grpo", 2)}
+    assert shown["The policy is its reference before the first update"] == "does not apply"
+    assert set(shown.values()) == {"passed", "does not apply"}
+    assert {one.outcome for one in checks_of({}, "grpo", 0)} == {"waiting"}
+    assert {one.outcome for one in checks_of(None, "grpo", 2)} == {"not recorded"}
+
+
+def test_a_check_that_fails_is_recorded_as_failed(sums_home, tmp_path, monkeypatch):
+    """By the check, not by words of the run's reason."""
+    monkeypatch.setattr(MovedWeights, "__init__", unmoved(MovedWeights.__init__))
+    with pytest.raises(VitalSignError, match="no trained tensor moved"):
+        train(sums_home, tmp_path, {"beta": 0.0})
+    info = read_run(tmp_path / "run")
+    outcomes = {one.what: one.outcome for one in checks_of(info.checks, "grpo", 0)}
+    assert info.state == "failed"
+    assert [what for what, outcome in outcomes.items() if outcome == "failed"] == [
+        "The first update changes trained tensors, and no frozen one"
+    ]
+
+
+def unmoved(init):
+    """A check that looks at a copy, which no update changes."""
+
+    def changed(self, policy, optimizer):
+        init(self, policy, optimizer)
+        self.trained = {name: tensor.clone() for name, tensor in self.trained.items()}
+
+    return changed

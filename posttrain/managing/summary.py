@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from posttrain.errors import RunError
+from posttrain.reports.checks import checks_of
 from posttrain.reports.listing import Summary, in_units
 from posttrain.reports.progress import duration
 from posttrain.store.notes import Notes, read_notes
@@ -35,6 +36,8 @@ def facts_of(run: Summary) -> list[tuple[str, str]]:
     facts += [*metrics, ("size", in_units(run.size)), *((name, in_units(size)) for name, size in run.models.items())]
     if run.info:
         facts += [(name.replace("_", " "), _number(value)) for name, value in run.info.counters.items()]
+        found = checks_of(run.info.checks, run.method, run.step)
+        facts += [("check", f"{one.outcome}: {one.what} ({one.found})") for one in found]
         came_from = run.info.provenance
         facts += [(name, str(came_from[name])) for name in ("command", "folder", "host") if came_from.get(name)]
         versions = came_from.get("versions") or {}

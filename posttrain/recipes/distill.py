@@ -46,7 +46,8 @@ def train(job: Job, data: Prepared) -> Loop:
                 step.assign(step.parts)
                 given = Step(job, given_completions(others), mask_truncated=False)
                 if number == 1 and step.parts:
-                    check_packing(Scorer(policy), rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack_together)
+                    first_two = rollout.examples(step.in_loss_S[:2], 1 << 30)[0]
+                    check_packing(Scorer(policy), first_two, job.pack_together, job.record)
             packs = [StepPack(one, part) for one in (step, given) for part in one.parts]
             tokens = step.num_tokens + given.num_tokens
             check = partial(measure_mismatch, job, run.sample, step)

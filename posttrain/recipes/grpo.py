@@ -70,7 +70,8 @@ def train(job: Job, data: Prepared) -> Loop:
                 rollout = run.sample(number, prompts, method.num_generations, method.resampling_rounds, number - 1)
                 step = step_of(job, method, rollout, scorer, reference)
                 if number == 1 and step.parts:
-                    check_packing(scorer, rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack_together)
+                    first_two = rollout.examples(step.in_loss_S[:2], 1 << 30)[0]
+                    check_packing(scorer, first_two, job.pack_together, job.record)
             run.update(number, step, updates(number, step))
     return loop
 
@@ -166,11 +167,11 @@ class Surrogate:
 
     def check(self, pack: Pack, new_N: Tensor, at_N: Tensor) -> None:
         """Check that before the first update the ratio to the old policy is 1 and the KL to the initial policy is 0."""
-        step, dtype = self.step, self.job.dtype
+        step, dtype, record = self.step, self.job.dtype, self.job.record
         old_N = step.trainer_R[at_N]
-        check_ratio(new_N - old_N, dtype)
+        check_ratio(new_N - old_N, dtype, record)
         if step.reference_R is not None and self.method.ref_model is None:
-            check_margins(pack.sum_by_sequence(old_N - step.reference_R[at_N]), pack.length_S, dtype)
+            check_margins(pack.sum_by_sequence(old_N - step.reference_R[at_N]), pack.length_S, dtype, record)
 
 
 def loss_of(method: AnyMethod) -> PolicyLoss:

@@ -67,7 +67,7 @@ def train(job: Job, data: Prepared) -> Loop:
         found = levels(job, method, scorer, reference, examples, loop.state.memory, previous, training=True)
         packs, objective = objective_of(examples, found)
         if step == 1:
-            check_packing(scorer, examples, job.pack_together)
+            check_packing(scorer, examples, job.pack_together, job.record)
         loop.update(packs, objective)
         if found.rewards is not None and not loop.state.skipped_in_a_row:
             loop.state.memory = asdict(found.rewards)
@@ -101,7 +101,7 @@ def objectives(
             logprob_S, desirable_S = pack.sum_by_sequence(scores.logprob_N), desirable_B[pack.group_S]
             logratio_S = logprob_S - shift.reference_B[pack.group_S]
             if state.step == 0 and method.ref_model is None:
-                check_margins(logratio_S.detach(), pack.length_S, job.dtype)
+                check_margins(logratio_S.detach(), pack.length_S, job.dtype, job.record)
             loss_S = unpaired_loss(
                 logratio_S,
                 desirable_S,

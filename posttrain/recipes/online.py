@@ -266,7 +266,7 @@ def measure_mismatch(job: Job, sample: Sampler, step: Step) -> None:
     trainer_N, sampler_N = step.trainer_R.cpu()[inside_R], rollout.sampler_R[inside_R]
     step.mismatch = sampler_mismatch(trainer_N, sampler_N)
     if not sample.filtered:  # a filter raises the probabilities of the sampled tokens above the policy's
-        check_sampler(trainer_N - sampler_N, job.dtype, job.config.rollout.engine)
+        check_sampler(trainer_N - sampler_N, job.dtype, job.config.rollout.engine, job.record)
 
 
 class Online:

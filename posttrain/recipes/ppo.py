@@ -72,10 +72,11 @@ def train(job: Job, data: Prepared) -> Loop:
                 rollout = run.sample(number, prompts, method.num_generations, version=number - 1)
                 step = step_of(job, method, rollout, actor_critic, reference, memory)
                 if number == 1 and step.parts:
-                    check_packing(scorer, rollout.examples(step.in_loss_S[:2], 1 << 30)[0], job.pack_together)
+                    first_two = rollout.examples(step.in_loss_S[:2], 1 << 30)[0]
+                    check_packing(scorer, first_two, job.pack_together, job.record)
                     if step.reference_R is not None and method.ref_model is None:
                         logratio_S = step.sums(step.trainer_R - step.reference_R)
-                        check_margins(logratio_S, rollout.length_S.to(job.device), job.dtype)
+                        check_margins(logratio_S, rollout.length_S.to(job.device), job.dtype, job.record)
             run.update(number, step, updates(number, step), partial(finish_step, method, step, memory))
     return loop
 
@@ -124,7 +125,7 @@ class ActorCriticLoss:
         old_N, advantage_N = step.trainer_R[at_N], step.advantage_R[at_N]
         change_N = scores.logprob_N.detach() - old_N
         if self.is_first:
-            check_ratio(change_N, self.job.dtype)
+            check_ratio(change_N, self.job.dtype, self.job.record)
         policy_N, clipped_N = grpo_clip(scores.logprob_N, old_N, advantage_N, epsilon=method.cliprange)
         step.new_R[at_N], step.clipped_R[at_N] = scores.logprob_N.detach(), clipped_N
         step.entropy_R[at_N] = scores.entropy_N.detach()

@@ -43,7 +43,7 @@ def train(job: Job, data: Prepared) -> Loop:
     for step, examples in loop.steps():
         packs, objective = objective_of(examples)
         if step == 1:
-            check_packing(scorer, examples, job.pack_together)
+            check_packing(scorer, examples, job.pack_together, job.record)
         loop.update(packs, objective)
         if loop.evaluation_due:
             loop.evaluate(objective_of)
@@ -77,7 +77,7 @@ def objectives(job: Job, method: DPOMethod, scorer: Scorer, reference: Reference
             scores = scorer(pack)
             logprob_S, reference_S = pack.sum_by_sequence(scores.logprob_N), reference(pack, examples)
             if state.step == 0 and method.use_ref_model and method.ref_model is None:
-                check_margins(logprob_S.detach() - reference_S, pack.length_S, job.dtype)
+                check_margins(logprob_S.detach() - reference_S, pack.length_S, job.dtype, job.record)
             pairs = pairs_of(pack, logprob_S, reference_S)
             metrics = {k: v / len(examples) for k, v in preference_metrics(pairs, method.beta).items()}
             metrics["entropy"] = scores.entropy_N.detach().sum() / tokens

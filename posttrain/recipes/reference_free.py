@@ -39,7 +39,7 @@ def train(job: Job, data: Prepared) -> Loop:
     for step, examples in loop.steps():
         packs, objective = objective_of(examples)
         if step == 1:
-            check_packing(scorer, examples, job.pack_together)
+            check_packing(scorer, examples, job.pack_together, job.record)
         loop.update(packs, objective)
         if loop.evaluation_due:
             loop.evaluate(objective_of)

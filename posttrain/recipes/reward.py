@@ -37,7 +37,7 @@ def train(job: Job, data: Prepared) -> Loop:
     for step, examples in loop.steps():
         packs, objective = objective_of(examples)
         if step == 1:
-            check_reward_packing(scorer, examples, partial(job.pack_together, keep_last=True))
+            check_reward_packing(scorer, examples, partial(job.pack_together, keep_last=True), job.record)
         loop.update(packs, objective)
         if loop.evaluation_due:
             loop.evaluate(objective_of)

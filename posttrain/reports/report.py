@@ -13,6 +13,7 @@ from typing import Any
 
 from posttrain.reports.advice import MESSAGES
 from posttrain.reports.chart import Line, chart
+from posttrain.reports.checks import checks_of
 from posttrain.reports.completions import completions
 from posttrain.reports.page import Facts, Html, Section, Table, Text, charts, messages, write_page
 from posttrain.reports.panels import PANELS, lines_of
@@ -50,7 +51,7 @@ def run_page(run: Run) -> list[Section]:
         Text("Settings", run.settings, code=True, folded=True),
         Facts("Provenance", provenance, folded=True),
     ]
-    middle = [alarms([run]), curves(run), *completions(run.folder, run.config, run.missing)]
+    middle = [alarms([run]), checks(run), curves(run), *completions(run.folder, run.config, run.missing)]
     return [Facts("Summary", summary(run, data)), messages("Not complete", run.missing), *middle, *after]
 
 
@@ -96,6 +97,12 @@ def alarms(runs: Sequence[Run]) -> Html:
                 raised = f"in {counted(int(seen[-1][1]), 'step')}, first seen at step {seen[0][0]:,.0f}"
                 found.append(f"{of}{short}, {raised}: {advice}.")
     return messages("Alarms", found)
+
+
+def checks(run: Run) -> Table:
+    """Every vital check with what it found."""
+    found = checks_of(run.info.checks, run.method, run.step) if run.info else []
+    return Table("Checks", ["check", "outcome", "found"], [[one.what, one.outcome, one.found] for one in found])
 
 
 def curves(run: Run, title: str = "Curves", most: int = 0) -> Html:

@@ -8,6 +8,7 @@ Importing this module, creating or reading a run folder needs no torch.
 """
 
 import logging
+import math
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -82,6 +83,7 @@ class Run:
                 "resumes": [],
                 "provenance": redact(environment() | dict(provenance)),
                 "counters": {},
+                "checks": {},
             }
             save_json(folder / "run.json", facts)
             write_file(folder / "config.yaml", redact(config_yaml))
@@ -163,6 +165,21 @@ class Run:
         self._facts["counters"] |= counters
         save_json(self.folder / "run.json", self._facts)
 
+    def record_check(self, name: str, found: Mapping[str, Any]) -> None:
+        """Record in `run.json` what a check found; of several times the largest `value`, or a failure.
+
+        Written when the check is new or fails; later values with the next checkpoint, and at the end.
+        """
+        checks = self._facts.setdefault("checks", {})
+        before = checks.get(name)
+        facts = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
+        times = (before or {}).get("times", 0) + 1
+        if before is not None and not facts["failed"] and _is_larger(before.get("value"), facts.get("value")):
+            facts = before
+        checks[name] = {**facts, "times": times}
+        if before is None or facts["failed"]:
+            save_json(self.folder / "run.json", self._facts)
+
     def add_provenance(self, facts: Mapping[str, Any]) -> None:
         """Add provenance that was not known at the start to `run.json`, such as the data's fingerprint."""
         self._facts["provenance"] |= redact(dict(facts))
@@ -207,6 +224,7 @@ class Run:
     def save_checkpoint(self, step: int, write: Callable[[Path], None], limit: int | None) -> Path:
         """`checkpoint.save_checkpoint` in this folder, after syncing the metrics to the disk."""
         self._metrics.sync()
+        save_json(self.folder / "run.json", self._facts)
         return checkpoint.save_checkpoint(self.folder, step, write, limit)
 
     def save_model(self, folder: Path, step: int, write: Callable[[Path], None]) -> None:
@@ -224,6 +242,7 @@ class Run:
         """Set the folder back to a run that was just created: `best` is set aside, all metrics are removed."""
         self._keep_until(-1, "of the previous run")  # step 0 is the evaluation before training
         self._facts["provenance"] = redact(environment() | dict(provenance))
+        self._facts["checks"] = {}
         save_json(self.folder / "run.json", self._facts)
 
     def _keep_until(self, step: int, rest: str, evaluated: bool = True) -> None:
@@ -289,6 +308,10 @@ class Run:
         if signals and not asked:  # the signal now ends the process before another run starts
             log.error("the run failed: %s", message_of(error))
             raise KeyboardInterrupt if signals[0] == signal.SIGINT else Stopped(signals[0])
+
+
+def _is_larger(one: float | None, other: float | None) -> bool:
+    return one is not None and other is not None and one > other
 
 
 def _now() -> str:

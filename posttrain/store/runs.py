@@ -28,6 +28,7 @@ class RunInfo:
     last: dict[str, Any]  # the last line of metrics.jsonl, or empty
     provenance: dict[str, Any]
     counters: dict[str, Any]
+    checks: dict[str, Any] | None  # what each check found; None if the run's version did not record it
 
 
 def read_run(folder: Path | str) -> RunInfo:
@@ -44,6 +45,7 @@ def read_run(folder: Path | str) -> RunInfo:
         last=last_metrics(folder),
         provenance=facts["provenance"],
         counters=facts["counters"],
+        checks=checks if isinstance(checks := facts.get("checks"), dict) else None,
     )
 
 

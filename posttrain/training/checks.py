@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -16,10 +16,37 @@ from posttrain.models.families import base_of
 from posttrain.models.sharding import at_rest, own_part, whole
 from posttrain.optim.adamw import AdamW
 from posttrain.ranks import Ranks
+from posttrain.reports.checks import MOVED, PACKED, RATIO, SAMPLER, SAVED, START
 from posttrain.scoring import RewardScorer, Scorer
 from posttrain.store.files import bits
 
 PackOf = Callable[[list[Example]], list[Pack]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found: a value and the limit that it must not exceed, in `unit`; or what it saw, in words."""
+
+    check: str
+    value: float | None = None
+    limit: float | None = None
+    unit: str = "nats"
+    seen: str = ""
+    failed: bool = False
+
+
+Record = Callable[[Finding], None]
+
+
+def ignore(found: Finding) -> None:
+    """Records nothing."""
+
+
+def settle(found: Finding, record: Record, problem: str | None) -> None:
+    """Record what a check found. Raises VitalSignError with its problem, if there is one."""
+    record(replace(found, failed=problem is not None))
+    if problem is not None:
+        raise VitalSignError(problem)
 
 
 @dataclass(frozen=True)
@@ -36,6 +63,12 @@ class Noise:
     largest: float
 
     FEW: ClassVar[int] = 3
+
+    def found(self, check: str, difference_N: torch.Tensor, unit: str = "nats") -> Finding:
+        """The root mean square of differences, with its limit."""
+        count = max(difference_N.numel(), 1)
+        rms = float(difference_N.detach().double().square().sum().div(count).sqrt())
+        return Finding(check, rms, self.rms * (1 + 3 / count**0.5), unit)
 
     def excess(self, difference_N: torch.Tensor) -> str | None:
         """Describes the differences beyond rounding, NaN included; None if there are none."""
@@ -60,7 +93,7 @@ ROUNDING = {torch.float32: Noise(5e-4, 2e-3, 2e-2), torch.bfloat16: Noise(0.15, 
 MARGIN = {torch.float32: 2e-3, torch.bfloat16: 0.5}
 
 
-def check_packing(scorer: Scorer, examples: Sequence[Example], pack_of: PackOf) -> float:
+def check_packing(scorer: Scorer, examples: Sequence[Example], pack_of: PackOf, record: Record = ignore) -> float:
     """Check that a pack gives the same log-probabilities as plain calls of the model, one sequence at a time.
 
     The pack has the first and the last example. Returns the largest difference; raises VitalSignError above
@@ -75,10 +108,12 @@ def check_packing(scorer: Scorer, examples: Sequence[Example], pack_of: PackOf) 
         logits = base_of(scorer.model)(input_ids=ids_L[None, :-1], use_cache=False).logits[0].float()
         return logits.log_softmax(-1).gather(1, ids_L[1:, None]).squeeze(1)[trained_L[1:]]
 
-    return _compare(scorer, examples, pack_of, packed, plain, "a log-probability")
+    return _compare(scorer, examples, pack_of, packed, plain, "a log-probability", record)
 
 
-def check_reward_packing(scorer: RewardScorer, examples: Sequence[Example], pack_of: PackOf) -> float:
+def check_reward_packing(
+    scorer: RewardScorer, examples: Sequence[Example], pack_of: PackOf, record: Record = ignore
+) -> float:
     """Check that a pack gives the same rewards as plain calls of the classifier, one sequence at a time."""
 
     def packed(pack: Pack) -> list[torch.Tensor]:
@@ -87,7 +122,7 @@ def check_reward_packing(scorer: RewardScorer, examples: Sequence[Example], pack
     def plain(ids_L: torch.Tensor, trained_L: torch.Tensor) -> torch.Tensor:
         return base_of(scorer.model)(input_ids=ids_L[None], use_cache=False).logits[0].float()
 
-    return _compare(scorer, examples, pack_of, packed, plain, "a reward")
+    return _compare(scorer, examples, pack_of, packed, plain, "a reward", record)
 
 
 @torch.no_grad()
@@ -98,6 +133,7 @@ def _compare(
     packed: Callable[[Pack], list[torch.Tensor]],
     plain: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     what: str,
+    record: Record,
 ) -> float:
     few = [examples[0], *examples[1:][-1:]]
     pack = pack_of(few)[0].to(next(scorer.parameters()).device)
@@ -119,12 +155,15 @@ def _compare(
         for module, mode in modes.items():
             module.training = mode
     difference_N = torch.cat([(got[s] - want[s]).abs() for s in ends])
-    if excess := ROUNDING[dtype].excess(difference_N):
-        raise VitalSignError(
-            f"packed = unpacked fails: {what} of the first batch {excess} from plain transformers. The attention of "
-            f"`{base.config.model_type}` does not handle packs correctly: set model.attention: eager, and report this "
-            "model"
-        )
+    excess = ROUNDING[dtype].excess(difference_N)
+    settle(
+        ROUNDING[dtype].found(PACKED, difference_N, "nats" if what == "a log-probability" else ""),
+        record,
+        excess
+        and f"packed = unpacked fails: {what} of the first batch {excess} from plain transformers. The attention of "
+        f"`{base.config.model_type}` does not handle packs correctly: set model.attention: eager, and report this "
+        "model",
+    )
     return float(difference_N.amax())
 
 
@@ -136,7 +175,9 @@ def _path(pack: Pack, examples: Sequence[Example], sequence: int) -> tuple[np.nd
 
 
 @torch.no_grad()
-def check_margins(logratio_S: torch.Tensor, length_S: torch.Tensor, dtype: torch.dtype) -> float:
+def check_margins(
+    logratio_S: torch.Tensor, length_S: torch.Tensor, dtype: torch.dtype, record: Record = ignore
+) -> float:
     """Check that before the first update the policy equals its reference: every log-ratio, and so every margin, is 0.
 
     Takes the log-ratio and the number of scored tokens of each sequence. Returns the largest log-ratio over the root of
@@ -144,40 +185,48 @@ def check_margins(logratio_S: torch.Tensor, length_S: torch.Tensor, dtype: torch
     """
     relative_S = logratio_S.abs() / length_S.clamp(min=1).sqrt()
     worst, at = float(relative_S.amax()), int(relative_S.argmax())  # NaN counts as the largest in both
-    if not worst <= MARGIN[dtype]:
-        raise VitalSignError(
-            f"margins are not 0 at the start: policy and reference differ by {float(logratio_S[at].abs()):.3g} nats on "
-            f"a sequence of {int(length_S[at])} tokens of the first batch, before any update. The "
-            "reference is not the model the policy starts from (other weights, an active adapter, or dropout in one of "
-            "them); if that is intended, name it with method.ref_model"
-        )
+    problem = (
+        f"margins are not 0 at the start: policy and reference differ by {float(logratio_S[at].abs()):.3g} nats on "
+        f"a sequence of {int(length_S[at])} tokens of the first batch, before any update. The "
+        "reference is not the model the policy starts from (other weights, an active adapter, or dropout in one of "
+        "them); if that is intended, name it with method.ref_model"
+    )
+    found = Finding(START, worst, MARGIN[dtype], "nats over the root of a sequence's tokens")
+    settle(found, record, None if worst <= MARGIN[dtype] else problem)
     return worst
 
 
-def check_sampler(difference_R: torch.Tensor, dtype: torch.dtype, engine: str) -> None:
+def check_sampler(difference_R: torch.Tensor, dtype: torch.dtype, engine: str, record: Record = ignore) -> None:
     """Check that the engine samples from the trained policy: log-probabilities differ only by rounding.
 
     Takes the differences (nats) of a step's tokens. Raises VitalSignError above twice the limits for two computations
     by the trainer in `dtype`; smaller differences raise at most an alarm, which does not end the run.
     """
     own = ROUNDING[dtype]
-    if excess := Noise(2 * own.rms, 2 * own.most, 2 * own.largest).excess(difference_R):
-        raise VitalSignError(
-            f"sampler = trainer fails: the log-probability of sampled tokens {excess} between the engine ({engine}) "
-            "and the trainer. The engine has other weights (stale ones, another adapter, another dtype) or another "
-            "temperature; with rollout.engine: embedded the two are one model, so report this"
-        )
+    twice = Noise(2 * own.rms, 2 * own.most, 2 * own.largest)
+    excess = twice.excess(difference_R)
+    settle(
+        twice.found(SAMPLER, difference_R),
+        record,
+        excess
+        and f"sampler = trainer fails: the log-probability of sampled tokens {excess} between the engine ({engine}) "
+        "and the trainer. The engine has other weights (stale ones, another adapter, another dtype) or another "
+        "temperature; with rollout.engine: embedded the two are one model, so report this",
+    )
 
 
 @torch.no_grad()
-def check_ratio(logratio_N: torch.Tensor, dtype: torch.dtype) -> None:
+def check_ratio(logratio_N: torch.Tensor, dtype: torch.dtype, record: Record = ignore) -> None:
     """Check that before the first update the policy is the old policy: every ratio is 1 up to rounding."""
-    if excess := ROUNDING[dtype].excess(logratio_N):
-        raise VitalSignError(
-            f"ratio = 1 fails: before the first update the log-probability of tokens {excess} from that of the old "
-            "policy, which is the same model. The second scoring differs (dropout, an adapter switched on or "
-            "off, other packs)"
-        )
+    excess = ROUNDING[dtype].excess(logratio_N)
+    settle(
+        ROUNDING[dtype].found(RATIO, logratio_N),
+        record,
+        excess
+        and f"ratio = 1 fails: before the first update the log-probability of tokens {excess} from that of the old "
+        "policy, which is the same model. The second scoring differs (dropout, an adapter switched on or "
+        "off, other packs)",
+    )
 
 
 class MovedWeights:
@@ -189,31 +238,37 @@ class MovedWeights:
         self.trained = optimizer.masters
         self.before = fingerprints(self.frozen), fingerprints(self.trained)
 
-    def check(self, learning_rate: float, grad_norm: float) -> None:
+    def check(self, learning_rate: float, grad_norm: float, record: Record = ignore) -> None:
         """Raise VitalSignError if the check fails after an update; its learning rate and gradient norm are above 0."""
         frozen, trained = fingerprints(self.frozen), fingerprints(self.trained)
         moved = [name for name in frozen if frozen[name] != self.before[0][name]]
+        changed = sum(trained[name] != self.before[1][name] for name in trained)
+        seen = f"{changed:,} of {len(trained):,} trained tensors, {len(moved):,} of {len(frozen):,} frozen ones"
+        problem = None
         if moved:
-            raise VitalSignError(
+            problem = (
                 f"a frozen tensor moved in the first update: {moved[0]} ({len(moved)} in total). "
                 "It shares memory with a trained one, or something else writes to it"
             )
-        if trained == self.before[1]:
-            raise VitalSignError(
+        elif not changed:
+            problem = (
                 f"no trained tensor moved in the first update, at learning rate {learning_rate:.1e} and gradient norm "
                 f"{grad_norm:.1e}: the rate is below float32's resolution, or the optimizer updates other tensors"
             )
+        settle(Finding(MOVED, seen=seen), record, problem)
 
 
 @torch.no_grad()
-def check_finite(tensors: Mapping[str, torch.Tensor], step: int) -> None:
+def check_finite(tensors: Mapping[str, torch.Tensor], step: int, record: Record = ignore) -> None:
     """Raise VitalSignError when a trained tensor holds NaN or an infinity: such weights are never saved."""
     bad = [name for name, t in tensors.items() if not bool(t.isfinite().all())]
-    if bad:
-        raise VitalSignError(
-            f"weights are not finite at step {step}, so they are not saved: {bad[0]} ({len(bad)} of {len(tensors)} "
-            "tensors). Resume from the last checkpoint with a lower training.learning_rate"
-        )
+    problem = (
+        f"weights are not finite at step {step}, so they are not saved: {bad[0]} ({len(bad)} of {len(tensors)} "
+        "tensors). Resume from the last checkpoint with a lower training.learning_rate"
+        if bad
+        else None
+    )
+    settle(Finding(SAVED, seen=f"{len(tensors) - len(bad):,} of {len(tensors):,} tensors"), record, problem)
 
 
 def check_same_weights(ranks: Ranks, tensors: Mapping[str, torch.Tensor], step: int) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ from posttrain.ranks import ALONE, Ranks
 from posttrain.store.run import Run
 from posttrain.store.runs import is_inside
 from posttrain.training.best import Watch
+from posttrain.training.checks import Finding
 
 log = logging.getLogger("posttrain")
 
@@ -118,6 +119,11 @@ class Job:
             ranks=ranks,
             router_aux_loss_coef=coefficient,
         )
+
+    def record(self, found: Finding) -> None:
+        """Record what a check of this run found, in run.json."""
+        facts = {name: value for name, value in asdict(found).items() if name != "check" and value not in (None, "")}
+        self.run.record_check(found.check, facts)
 
     def data(self) -> Prepared:
         """The training and validation sets, tokenised or from the cache. Logs what was dropped.

@@ -29,10 +29,11 @@ from posttrain.models.families import base_of, check_longest
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.update import HasTokens, Objective, balanced, over_batches, over_updates, update
 from posttrain.progress import progress
+from posttrain.reports.checks import STEPS
 from posttrain.reports.progress import TrainingProgress
 from posttrain.scoring import ValueScorer
 from posttrain.training.best import Best
-from posttrain.training.checks import MovedWeights
+from posttrain.training.checks import Finding, MovedWeights
 from posttrain.training.evaluation import CompletionEvaluation
 from posttrain.training.interruption import Interruption
 from posttrain.training.job import Job
@@ -179,9 +180,10 @@ class Loop:
                 self._count_skipped(step, done.metrics)
                 continue
             state.skipped_in_a_row = 0
+            self._record_skipped()
             made.append(done.metrics)
             if self._moved is not None and self.rate(step) > 0 and done.metrics["grad_norm"] > 0:
-                self._moved.check(self.rate(step), done.metrics["grad_norm"])
+                self._moved.check(self.rate(step), done.metrics["grad_norm"], self.job.record)
                 self._moved = None
         metrics = over_updates(made) | over_updates(ranks.gather(self._router_load.take()))
         if measure is not None:
@@ -204,11 +206,17 @@ class Loop:
         self.state.skipped_in_a_row += 1
         bad = ", ".join(name for name, value in metrics.items() if not math.isfinite(value))
         log.warning("step %d skipped, weights unchanged: not finite: %s", step, bad)
+        self._record_skipped()
         if self.state.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise VitalSignError(
                 f"{MAX_SKIPPED_IN_A_ROW} steps in a row were not finite ({bad}), the last is step {step}: "
                 "lower training.learning_rate, or look for broken rows with `posttrain explore`"
             )
+
+    def _record_skipped(self) -> None:
+        row = self.state.skipped_in_a_row
+        most, failed = MAX_SKIPPED_IN_A_ROW - 1, row == MAX_SKIPPED_IN_A_ROW
+        self.job.record(Finding(STEPS, row, most, "updates skipped in a row", failed=failed))
 
     def _after_step(self) -> None:
         state, every = self.state, self.job.config.checkpoint.save_steps

@@ -104,9 +104,9 @@ class Saver:
     def _write(self, state: State, rng: Generators) -> None:
         started, ranks = time.perf_counter(), self._job.ranks
         if ranks.in_step:
-            ranks.together(lambda: check_finite(self._optimizer.masters, state.step))
+            ranks.together(lambda: check_finite(self._optimizer.masters, state.step, self._job.record))
         else:
-            check_finite(self._optimizer.masters, state.step)
+            check_finite(self._optimizer.masters, state.step, self._job.record)
         generators, rng_facts = rng
 
         def write(folder: Path) -> None:

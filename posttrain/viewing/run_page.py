@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import shlex
 
+from posttrain.errors import PosttrainError
 from posttrain.reports.advice import MESSAGES
 from posttrain.reports.chart import chart
+from posttrain.reports.checks import checks_of
 from posttrain.reports.listing import in_units
 from posttrain.reports.markup import Markup, el, join, message, number, table
 from posttrain.reports.panels import PANELS, lines_of
 from posttrain.reports.progress import duration
 from posttrain.reports.report import data_said
 from posttrain.reports.series import AXES, Series
+from posttrain.store.runs import read_run
 from posttrain.viewing.address import Query, address
-from posttrain.viewing.checks import checks_of
 from posttrain.viewing.forms import choice, form, hidden, slider
 from posttrain.viewing.runs import Row, log_tail
 from posttrain.viewing.runs_page import SMOOTH, badge
@@ -38,7 +40,7 @@ def run_page(viewer: Viewer, query: Query) -> Markup:
             _cards(row, series),
             _alarms(row),
             _curves(row, series, query),
-            _checks(row, series),
+            _checks(row),
             _data(row),
             _log(row),
         ]
@@ -120,8 +122,12 @@ def _curves(row: Row, series: Series, query: Query) -> Markup:
     return el("section", el("h2", "Curves"), damaged, controls if charts else None, hint, body)
 
 
-def _checks(row: Row, series: Series) -> Markup:
-    found = checks_of(row, series)
+def _checks(row: Row) -> Markup | None:
+    try:
+        recorded = read_run(row.folder).checks
+    except PosttrainError:  # the page says what is damaged
+        return None
+    found = checks_of(recorded, row.method, row.step)
     rows = [[el("span", one.outcome, class_=f"badge {one.outcome}"), one.what, one.found] for one in found]
     return join([el("h2", "Checks"), table(["", "check", "found"], rows)])
 

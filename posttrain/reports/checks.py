@@ -1,0 +1,77 @@
+"""The vital checks of a run and what they found, as run.json has them. A check that fails ends the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.config.schema.methods import METHODS
+
+# The names under which run.json has the checks; each means one thing, whatever the method.
+PACKED, START, RATIO, SAMPLER = "packed = one by one", "policy = reference", "ratio = 1", "sampler = trainer"
+MOVED, STEPS, SAVED = "weights move", "steps are finite", "saved weights are finite"
+PASSED, FAILED, WAITING, ABSENT, UNRECORDED = "passed", "failed", "waiting", "does not apply", "not recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    what: str
+    outcome: str  # passed, failed, waiting, does not apply, not recorded
+    found: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    name: str
+    what: str
+    when: str
+    at_start: bool = False  # later it does not come any more
+    is_of: Callable[[str], bool] = lambda method: True
+
+
+def _samples(method: str) -> bool:
+    return method in METHODS and METHODS[method].samples_completions
+
+
+def _has_reference(method: str) -> bool:
+    return method in ("dpo", "kto") or (_samples(method) and method != "distill")
+
+
+KNOWN = (
+    _Known(PACKED, "A pack gives what plain transformers gives one sequence at a time", "the first step", True),
+    _Known(START, "The policy is its reference before the first update", "the first step", True, _has_reference),
+    _Known(RATIO, "Ratios are 1 before the first update", "the first step", True,
+           lambda method: _samples(method) and method != "distill"),
+    _Known(MOVED, "The first update changes trained tensors, and no frozen one", "the first update"),
+    _Known(SAMPLER, "The engine samples from the weights of the trainer", "every step", False, _samples),
+    _Known(STEPS, "Loss and gradient are finite", "every step"),
+    _Known(SAVED, "Saved weights are finite", "every checkpoint"),
+)  # fmt: skip
+
+
+def checks_of(recorded: Mapping[str, Any] | None, method: str, step: int) -> list[Check]:
+    """Every check of the method, with what `run.json` recorded; None for a run from before checks were recorded."""
+    found = []
+    for known in (known for known in KNOWN if known.is_of(method)):
+        one = (recorded or {}).get(known.name)
+        if isinstance(one, Mapping):
+            found.append(Check(known.what, FAILED if one.get("failed") else PASSED, f"{known.when}: {said(one)}"))
+        elif recorded is None and step > 0:
+            found.append(Check(known.what, UNRECORDED, f"{known.when}: this version recorded no checks"))
+        else:
+            found.append(Check(known.what, ABSENT if known.at_start and step > 0 else WAITING, known.when))
+    return found
+
+
+def said(one: Mapping[str, Any]) -> str:
+    """What a check found: `3e-07 ≤ 0.0005 nats`, the largest value of several."""
+    value, limit = one.get("value"), one.get("limit")
+    parts = [str(one["seen"])] if one.get("seen") else []
+    if isinstance(value, int | float) and isinstance(limit, int | float):
+        sign = ">" if value > limit else "≤"
+        parts.append(" ".join(filter(None, (f"{value:.2g} {sign} {limit:.2g}", str(one.get("unit") or "")))))
+    elif value is None and limit is not None:
+        parts.append("not a number")
+    times = one.get("times")
+    return ", ".join(parts) + (f" (largest of {times:,})" if isinstance(times, int) and times > 1 else "")
