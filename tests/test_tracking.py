@@ -181,6 +181,52 @@ def test_every_tracker_has_what_the_run_folder_has(tmp_path, shared, scratch_mod
     assert "tensorboard --logdir" in said and "wandb sync" in said and "trackio show --project mine" in said
 
 
+def curves(folder: Path) -> Counter:
+    """(step, tag, value) as TensorBoard shows a folder: what a later file discards is not there."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    found: Counter = Counter()
+    for tag in shown.Tags()["scalars"]:
+        found.update((event.step, tag, round(event.value, 6)) for event in shown.Scalars(tag))
+    return found
+
+
+OTHERS = {  # lines after the resume at step 2, when steps 3 to 5 were sent
+    "another rate": {3: 0.31, 4: 0.21, 5: 0.11, 6: 0.01},
+    "another rate later": {3: 0.3, 4: 0.21, 5: 0.11, 6: 0.01},
+    "fewer steps": {3: 0.3, 4: 0.2},
+    "fewer lines": {4: 0.2, 6: 0.01},
+    "the same": {3: 0.3, 4: 0.2, 5: 0.1, 6: 0.01},
+    "no line after": {},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_a_resume_discards_is_not_shown(tmp_path, trackio_dir, caplog, name):
+    """TensorBoard shows the lines of metrics.jsonl and no others; the others keep what they have, with a warning."""
+    config = settings(tmp_path, report_to=ALL)
+    before = {1: 0.5, 2: 0.4, 3: 0.3, 4: 0.2, 5: 0.1}
+    with Run.create(tmp_path / "runs/hh", dump(config), {}) as run, Tracking(config, run):
+        for step, rate in before.items():
+            run.log(step, {"learning_rate": rate, "loss": 1.0})
+    logged = [line for line in run.read_metrics() if line["step"] > 2]
+    assert len(logged) == 3
+    with Run.open(tmp_path / "runs/hh") as run:
+        run.rewind(2)
+        with Tracking(config, run, logged):
+            for step, rate in OTHERS[name].items():
+                run.log(step, {"learning_rate": rate, "loss": 1.0})
+    folder = tmp_path / "runs/hh"
+    expected = as_float32(in_metrics(folder))
+    assert curves(folder / "tracking") == expected
+    assert {step for step, _, _ in expected} == {1, 2, *OTHERS[name]}
+    said = [line for line in caplog.messages if "keeps its values of steps 3 to 5 from before the resume" in line]
+    assert [line.split()[0] for line in said] == ([] if name == "the same" else ["wandb", "trackio"])
+    if name == "the same":
+        assert read_tensorboard(folder / "tracking") == expected, "nothing is written twice"
+
+
 # --- pieces ---------------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,6 @@ import torch
 from posttrain.batch import Example, Pack
 from posttrain.config import KTOMethod
 from posttrain.data import Dataset, Prepared
-from posttrain.errors import DataError
 from posttrain.losses import RunningMean, kl_estimate, unpaired_loss, unpaired_metrics
 from posttrain.optim.update import Objective
 from posttrain.scoring import Scorer
@@ -52,7 +51,7 @@ def train(job: Job, data: Prepared) -> Loop:
     advise_on_weights(method, data.train.labels)
     in_order = method.joins_completions and job.config.behavior_version >= 2
     if in_order:
-        check_sizes(data)
+        warn_of_single_examples(data)
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     scorer = Scorer(policy)
@@ -216,13 +215,8 @@ def in_training_order(job: Job, data: Prepared) -> list[Portion]:
     return portions
 
 
-def check_sizes(data: Prepared) -> None:
-    """Raise DataError for a training set of one example, which has no other completion; warn of a validation set."""
-    if len(data.train) == 1:
-        raise DataError(
-            "the training set has one example, and loss_type: kto estimates its KL from the completion of another: "
-            "add rows, or set method.loss_type to apo_zero_unpaired"
-        )
+def warn_of_single_examples(data: Prepared) -> None:
+    """Warn of a validation set of one example, which has no other completion. Training data has both labels."""
     for name in (name for name, dataset in data.validation.items() if len(dataset) == 1):
         log.warning("%s has one example, so that its KL is estimated from its own completion: add rows", name)
 

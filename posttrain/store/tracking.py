@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 from urllib.parse import urlsplit
 
 from posttrain.config.schema.run import RunConfig
@@ -26,6 +26,9 @@ from posttrain.extras import need
 from posttrain.store.provenance import redact, redacted_command
 from posttrain.store.run import Run
 from posttrain.store.runs import read_run
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger("posttrain")
 
@@ -38,6 +41,10 @@ class Tracker(Protocol):
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         """Record a step's values, all finite; `time` is Unix time in seconds."""
+        ...
+
+    def discard(self, step: int) -> bool:
+        """Remove the values from this step on; False if the tracker cannot."""
         ...
 
     def close(self, failed: bool) -> None:
@@ -69,12 +76,16 @@ def require_trackers(tracking: TrackingConfig) -> None:
 class Tracking:
     """The trackers of one run, open while it runs; a context manager inside the run's.
 
-    `logged` has the lines of metrics that were sent before a resume and are computed again. They are not sent twice,
-    since trackers cannot remove a line.
+    `logged` has the lines of metrics that were sent before a resume and are computed again. While the new lines are the
+    same, they are not sent twice. At the first other one (another number of steps, say) the trackers that can discard
+    them, and get all lines from the resume on; of the others a warning names the steps.
     """
 
     def __init__(self, config: RunConfig, run: Run, logged: Iterable[Mapping[str, Any]] = ()):
-        self._sent = {(line["step"], tag) for line in logged for tag in tagged(line)}
+        self._sent = {(line["step"], tag): value for line in logged for tag, value in tagged(line).items()}
+        self._waiting = dict(self._sent)  # values that no new line has yet
+        self._again: list[Mapping[str, Any]] = []  # lines since the resume, while all are as sent
+        self._cleared: set[str] = set()  # trackers that have discarded what was sent
         self._open: dict[str, Tracker] = {}
         try:
             for name in config.tracking.report_to:
@@ -87,11 +98,42 @@ class Tracking:
             run.follow(self._log)
 
     def _log(self, line: Mapping[str, Any]) -> None:
-        step = line["step"]
-        values = {tag: value for tag, value in tagged(line).items() if (step, tag) not in self._sent}
-        for name, tracker in list(self._open.items()) if values else []:
-            with self._dropped_on_failure(name):
+        step, values = line["step"], tagged(line)
+        if self._waiting:
+            again = {tag: self._waiting.pop((step, tag), value) for tag, value in values.items()}
+            if again != values or any(before < step for before, _ in self._waiting):
+                self._discard()
+            else:
+                self._again.append(line)
+        for name, tracker in list(self._open.items()):
+            self._send(name, tracker, line)
+
+    def _send(self, name: str, tracker: Tracker, line: Mapping[str, Any]) -> None:
+        step, values = line["step"], tagged(line)
+        if name not in self._cleared:
+            values = {tag: value for tag, value in values.items() if (step, tag) not in self._sent}
+        with self._dropped_on_failure(name):
+            if values:
                 tracker.log(step, values, line["time"])
+
+    def _discard(self) -> None:
+        """Let the trackers discard what was sent before the resume, since the new lines are others."""
+        steps, again = [step for step, _ in self._sent], self._again
+        self._waiting, self._again = {}, []
+        for name, tracker in list(self._open.items()):
+            with self._dropped_on_failure(name):
+                if tracker.discard(min(steps)):
+                    self._cleared.add(name)
+                else:
+                    log.warning(
+                        "%s keeps its values of steps %d to %d from before the resume, which are other now, and cannot "
+                        "remove them (metrics.jsonl has the new ones): delete that run there, or set another "
+                        "tracking.project",
+                        name, min(steps), max(steps),
+                    )  # fmt: skip
+            if name in self._cleared:
+                for line in again:
+                    self._send(name, tracker, line)
 
     @contextlib.contextmanager
     def _dropped_on_failure(self, name: str):
@@ -103,6 +145,8 @@ class Tracking:
             log.warning("%s failed and is dropped (metrics.jsonl has everything): %s", name, error)
 
     def _close(self, failed: bool) -> None:
+        if self._waiting and not failed:  # the run ended at an earlier step than before
+            self._discard()
         for name, tracker in list(self._open.items()):
             with self._dropped_on_failure(name):
                 tracker.close(failed)
@@ -147,18 +191,28 @@ class TensorBoard:
     """TensorBoard's event files. Each resume adds a file; TensorBoard joins them."""
 
     def __init__(self, subject: Subject, tracking: TrackingConfig):
-        from torch.utils.tensorboard import SummaryWriter
-
+        self._folder = subject.folder
         try:
-            self._writer = SummaryWriter(str(subject.folder), flush_secs=10)
+            self._writer = self._file()
         except OSError as error:
             raise RunError(f"tensorboard cannot write to {subject.folder}: {error.strerror or error}") from error
         self._writer.add_text("config", f"```yaml\n{subject.config_yaml}```")
         log.info("tensorboard: %s (view it with: tensorboard --logdir %s)", subject.folder, subject.folder)
 
+    def _file(self, purge_step: int | None = None) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self._folder), purge_step=purge_step, flush_secs=10)
+
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step, walltime=time)
+
+    def discard(self, step: int) -> bool:
+        """A new file says so; TensorBoard then shows no earlier file's values from this step on."""
+        self._writer.close()
+        self._writer = self._file(purge_step=step)
+        return True
 
     def close(self, failed: bool) -> None:
         self._writer.close()
@@ -199,6 +253,9 @@ class WandB:
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         self._run.log(dict(values) | {"_timestamp": time}, step=step)
+
+    def discard(self, step: int) -> bool:
+        return False
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -243,6 +300,9 @@ class Trackio:
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
         self._run.log(dict(values), step=step)
+
+    def discard(self, step: int) -> bool:
+        return False
 
     def close(self, failed: bool) -> None:
         import trackio
