@@ -128,6 +128,12 @@ def in_bytes(suffix: str) -> bytes:
     if suffix == ".parquet":
         pq.write_table(pa.table({"prompt": ["a", "b"] * 5, "list": [[1], []] * 5}), stream)
         return stream.getvalue()
+    if suffix == ".arrow":
+        words = pa.DictionaryArray.from_arrays(pa.array([0, 1] * 5, pa.int32()), ["aa", "b"])
+        table = pa.table({"prompt": words, "list": [[1], []] * 5, "text": ["é", None] * 5})
+        with pa.ipc.new_stream(stream, table.schema) as writer:
+            writer.write_table(table)
+        return stream.getvalue()
     if suffix == ".json":
         return json.dumps(ROWS, indent=1).encode()
     if suffix in (".csv", ".tsv"):
@@ -137,7 +143,7 @@ def in_bytes(suffix: str) -> bytes:
     return "\n".join(map(json.dumps, ROWS)).encode()
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow"])
 @fuzzed(25, 600, draw=st.data(), packed=st.booleans())
 def test_a_damaged_file_of_any_kind(tmp_path, suffix, draw, packed):
     whole = in_bytes(suffix)
@@ -145,7 +151,7 @@ def test_a_damaged_file_of_any_kind(tmp_path, suffix, draw, packed):
     path = tmp_path / f"rows{suffix}{'.gz' if packed else ''}"
     path.write_bytes(content)
     found = records_of(path)
-    if not isinstance(found, DataError) and not packed and suffix != ".parquet":
+    if not isinstance(found, DataError) and not packed and suffix not in (".parquet", ".arrow"):
         assert found[-1].line <= content.count(b"\n") + 1
 
 

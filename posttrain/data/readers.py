@@ -344,20 +344,31 @@ def _table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> 
         raise DataError(f"{path} names a column twice: {', '.join(names)}")
     number, expanded, limit = 0, 0, streams.most_unpacked(path.stat().st_size)
     for batch in batches:
-        grown = {name: _expanded(column) for name, column in zip(names, batch.columns, strict=True)}
-        expanded += sum(grown.values())
-        _check_unpacked(path, max(grown, key=lambda name: grown[name], default=""), expanded, limit)
-        rows = max(1, TABLE_ROWS * BATCH_BYTES // max(sum(grown.values()), BATCH_BYTES))
+        rows = 1
+        if _is_valid(batch):
+            grown = {name: _expanded(column) for name, column in zip(names, batch.columns, strict=True)}
+            expanded += sum(grown.values())
+            _check_unpacked(path, max(grown, key=lambda name: grown[name], default=""), expanded, limit)
+            rows = max(1, TABLE_ROWS * BATCH_BYTES // max(sum(grown.values()), BATCH_BYTES))
         for start in range(0, batch.num_rows, rows):
             for value, problem in _values(batch.slice(start, rows)):
                 number += 1
                 yield number, value, problem
 
 
+def _is_valid(batch: pa.RecordBatch) -> bool:
+    """Whether its values can be computed with: an offset that is damaged would end the process."""
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
 def _values(batch: pa.RecordBatch) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
     """Each row of a batch, or why Python has no such value: a date beyond the year 9999, bytes that are not UTF-8."""
     try:
-        batch.validate(full=True)  # an offset that is damaged would end the process
+        batch.validate(full=True)
         kinds = {field.name: field.type for field in batch.schema if "arrow.json" in str(field.type)}
         rows = batch.to_pylist()
         yield from [
