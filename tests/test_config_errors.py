@@ -178,8 +178,9 @@ def test_wrong_rewards(tmp_path, reward, message):
         ({"type": "dpo", "f_alpha_divergence_coef": 0.1}, "is read by f_divergence_type: alpha_divergence only"),
         ({"type": "dpo", "f_divergence_type": "forward_kl", "loss_type": "aot"}, "not for aot"),
         ({"type": "dpo", "f_divergence_type": "js_divergence", "loss_type": "sft"}, "is not read by sft"),
-        ({"type": "dpo", "use_ref_model": False, "loss_type": "bco_pair"}, "bco_pair cannot do without a reference"),
-        ({"type": "dpo", "use_ref_model": False, "precompute_ref_log_probs": True}, "there is no reference to compute"),
+        ({"type": "dpo", "reference_free": True, "loss_type": "bco_pair"}, "bco_pair cannot do without a reference"),
+        ({"type": "dpo", "reference_free": True, "precompute_ref_log_probs": True}, "there is no reference to compute"),
+        ({"type": "dpo", "reference_free": True, "ref_model": "x"}, "names a reference, but reference_free is true"),
         ({"type": "dpo", "use_ref_model": False, "ref_model": "x"}, "names a reference, but use_ref_model is false"),
         (
             {"type": "sft", "completion_only_loss": True, "assistant_only_loss": True},
@@ -213,7 +214,7 @@ def test_the_checks_of_losses_agree_with_the_losses_themselves():
 
 @pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "aot", "discopop", "sft"])
 def test_losses_of_a_difference_do_without_a_reference(loss):
-    assert DPOMethod(loss_type=(loss,), use_ref_model=False).use_ref_model is False
+    assert DPOMethod(loss_type=(loss,), reference_free=True).reference_free is True
 
 
 def test_pairs_need_twice_the_tokens_and_a_format_with_pairs(tmp_path):

@@ -111,31 +111,35 @@ def test_packs_do_not_change_the_update(tmp_path, shared, loss_type):
         assert difference.mean() < 1e-6 and difference.max() < 1e-4, name
 
 
-@pytest.mark.parametrize("variant", ["adapter off", "frozen copy", "precomputed", "named", "none"])
+@pytest.mark.parametrize(
+    "variant", ["adapter off", "no model beside", "frozen copy", "precomputed", "saved", "named", "none"]
+)
 def test_references_agree(tmp_path, shared, variant):
     """Every way to hold a reference gives the same first losses; without one the loss differs from the start."""
     model = shared / "models/stories260K"
-    method, lora = {}, None
-    if variant == "adapter off":
+    method, lora, seed = {}, None, f"seed={int(variant == 'saved')}"  # nothing saved yet for this seed
+    if variant in ("adapter off", "no model beside"):
         lora = {"r": 4, "alpha": 8, "dropout": 0.0}
+    if variant in ("saved", "no model beside"):
+        method = {"use_ref_model": False}
     elif variant == "precomputed":
         method = {"precompute_ref_log_probs": True}
     elif variant == "named":
         method = {"ref_model": str(model)}
     elif variant == "none":
-        method = {"use_ref_model": False}
-    folder = run(tmp_path, **dpo(shared, model, method=method, model={"lora": lora}))
+        method = {"reference_free": True}
+    folder = run(tmp_path, seed, **dpo(shared, model, method=method, model={"lora": lora}))
     losses = metrics(folder, "loss")
     print(variant, losses)
     if variant == "none":
         assert abs(losses[0] - math.log(2)) > 0.1
     else:
         assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
-    if variant in ("precomputed", "named"):
-        plain = run(tmp_path, "name=plain", **dpo(shared, model))
+    if variant in ("precomputed", "saved", "named"):
+        plain = run(tmp_path, "name=plain", seed, **dpo(shared, model))
         assert losses == pytest.approx(metrics(plain, "loss"), abs=1e-4)
-    if variant == "precomputed":
-        again = run(tmp_path, "name=again", **dpo(shared, model, method=method))
+    if variant in ("precomputed", "saved"):
+        again = run(tmp_path, "name=again", seed, **dpo(shared, model, method=method))
         assert metrics(again, "loss") == losses
         assert "computing the reference" in (folder / "training.log").read_text()
         assert "computing the reference" not in (again / "training.log").read_text()

@@ -33,9 +33,7 @@ def train(job: Job, data: Prepared) -> Loop:
     policy = job.policy("lm")
     optimizer = job.optimizer(policy)
     scorer = Scorer(policy)
-    reference = (
-        make_reference(job, method, scorer, data, whole_sets(job, data)) if method.use_ref_model else no_reference
-    )
+    reference = make_reference(job, method, scorer, data, whole_sets(job, data))
     loop = Loop(job, policy, optimizer, data)
     objective_of = objectives(job, method, scorer, reference, loop.state)
     if loop.evaluation_due:
@@ -76,7 +74,7 @@ def objectives(job: Job, method: DPOMethod, scorer: Scorer, reference: Reference
             pack = pack.to(job.device)
             scores = scorer(pack)
             logprob_S, reference_S = pack.sum_by_sequence(scores.logprob_N), reference(pack, examples)
-            if state.step == 0 and method.use_ref_model and method.ref_model is None:
+            if state.step == 0 and reference is not no_reference and method.ref_model is None:
                 check_margins(logprob_S.detach() - reference_S, pack.length_S, job.dtype, job.record)
             pairs = pairs_of(pack, logprob_S, reference_S)
             metrics = {k: v / len(examples) for k, v in preference_metrics(pairs, method.beta).items()}

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from posttrain.batch import Example, Pack, sent, sequences
 from posttrain.caches import default_folder
-from posttrain.config import DPOMethod, KTOMethod
+from posttrain.config import DPOMethod, KTOMethod, RunConfig
 from posttrain.data import Dataset, Prepared
 from posttrain.errors import ModelError, RunError
 from posttrain.models.families import base_of, is_adapted
@@ -47,13 +47,17 @@ class Portion:
 def make_reference(
     job: Job, method: DPOMethod | KTOMethod, policy: Scorer, data: Prepared, portions: Sequence[Portion]
 ) -> Reference:
-    """The reference of the settings; with precompute_ref_log_probs, it looks up the examples of `portions`."""
+    """The reference of the settings. With precompute_ref_log_probs, or without a reference model beside the policy, it
+    looks up the examples of `portions`."""
+    if is_reference_free(job.config, method):
+        return no_reference
     frozen, score_tokens = token_reference(job, method.ref_model, policy)
 
     def score(pack: Pack) -> torch.Tensor:
         return pack.sum_by_sequence(score_tokens(pack))
 
-    if not method.precompute_ref_log_probs:
+    alone = isinstance(method, DPOMethod) and not method.use_ref_model and frozen is not policy
+    if not portions or not (method.precompute_ref_log_probs or alone):
         return lambda pack, examples: score(pack)
     key = _key(job, frozen, data)
     tables = [_precomputed(job, score, portion, f"{key}-{portion.name}") for portion in portions]
@@ -84,6 +88,13 @@ def token_reference(
             return frozen(pack, temperature).logprob_N
 
     return frozen, score
+
+
+def is_reference_free(config: RunConfig, method: DPOMethod | KTOMethod) -> bool:
+    """Whether the reference's log-probabilities count as 0, which `use_ref_model: false` meant in earlier versions."""
+    if not isinstance(method, DPOMethod):
+        return False
+    return method.reference_free or (config.behavior_version < 2 and not method.use_ref_model)
 
 
 def no_reference(pack: Pack, examples: list[Example]) -> torch.Tensor:

@@ -107,7 +107,6 @@ HINTS = {
     **dict.fromkeys(("pref_loss", "dpo_loss_type"), "write method.loss_type; orpo and simpo are methods: method.type"),
     **dict.fromkeys(("pref_ftx", "rpo_alpha"), f"{_LOSSES}, e.g. [sigmoid, sft] and [1.0, 0.1]"),
     "dpo_label_smoothing": "write method.label_smoothing",
-    "reference_free": "write method.use_ref_model: false",
     "teacher_model_name_or_path": "write method.teacher, with method.type: distill",
     "lmbda": "write method.on_policy_fraction",
     "seq_kd": "not offered: write the teacher's completions with `posttrain generate`, and train on them with SFT",

@@ -99,14 +99,19 @@ class DPOMethod(MethodSettings):
     f_alpha_divergence_coef: Float = Field(default=0.5, description="The alpha of alpha_divergence.")
     discopop_tau: Annotated[Float, Field(gt=0)] = Field(default=0.05, description="Temperature of the discopop loss.")
     use_ref_model: bool = Field(
-        default=True, description="Whether to use a reference; false: its log-probabilities count as 0."
+        default=True,
+        description="Whether a reference model is held beside the policy where it takes one; false: the policy as the "
+        "run began, with its adapter off, or without adapters by log-probabilities computed before training.",
+    )
+    reference_free: bool = Field(
+        default=False, description="Whether the reference's log-probabilities count as 0, with losses that allow it."
     )
     precompute_ref_log_probs: Precompute = False
     ref_model: RefModel = None
 
     @property
     def scores_reference(self) -> bool:
-        return self.use_ref_model and not self.precompute_ref_log_probs
+        return self.use_ref_model and not (self.precompute_ref_log_probs or self.reference_free)
 
     @model_validator(mode="after")
     def _check(self) -> "DPOMethod":
@@ -168,20 +173,25 @@ class DPOMethod(MethodSettings):
         )
 
     def _check_reference(self, problems: Problems, losses: set[str]) -> None:
-        if self.use_ref_model:
+        problems.check(
+            self.use_ref_model or self.ref_model is None,
+            "ref_model",
+            "names a reference, but use_ref_model is false: the policy as the run began",
+        )
+        if not self.reference_free:
             return
         needing = losses - REFERENCE_FREE_LOSSES
-        problems.check(not needing, "use_ref_model", f"is false, but {names(needing)} cannot do without a reference")
+        problems.check(not needing, "reference_free", f"is true, but {names(needing)} cannot do without a reference")
         problems.check(
             not self.precompute_ref_log_probs,
             "precompute_ref_log_probs",
-            "is true, but with use_ref_model: false there is no reference to compute",
+            "is true, but with reference_free: true there is no reference to compute",
         )
-        problems.check(self.ref_model is None, "ref_model", "names a reference, but use_ref_model is false")
+        problems.check(self.ref_model is None, "ref_model", "names a reference, but reference_free is true")
         problems.check(
             self.f_divergence_type == "reverse_kl",
             "f_divergence_type",
-            "measures the divergence from a reference, but use_ref_model is false",
+            "measures the divergence from a reference, but reference_free is true",
         )
 
 

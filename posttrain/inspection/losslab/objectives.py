@@ -34,7 +34,7 @@ from posttrain.recipes.online import Step, StepPack, given_completions, minibatc
 from posttrain.rollout import Rollout
 from posttrain.scoring import RewardScorer, Scorer, ValueScorer
 from posttrain.training.job import Job
-from posttrain.training.reference import make_reference, no_reference, token_reference
+from posttrain.training.reference import is_reference_free, make_reference, no_reference, token_reference
 from posttrain.training.teacher import Teacher
 
 
@@ -76,7 +76,8 @@ class Bench:
         if isinstance(method, ORPOMethod | CPOMethod | SimPOMethod):
             return Loss(*reference_free.objectives(job, method, self.scorer)(examples))
         if isinstance(method, DPOMethod):
-            reference = self._reference(method, batch) if method.use_ref_model else no_reference
+            free = is_reference_free(job.config, method)
+            reference = no_reference if free else self._reference(method, batch)
             return Loss(*preference.objectives(job, method, self.scorer, reference, state)(examples))
         if isinstance(method, KTOMethod):
             reference = self._reference(method, batch)
