@@ -342,3 +342,45 @@ def test_odd_fields_of_an_adapter_are_one_sentence(field, scratch_model, tmp_pat
             load_model(ModelConfig(path=str(folder)), "lm", torch.float32, CPU)
     assert main(["score", str(folder), "absent.jsonl"]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+ENDS = {
+    "the head": {"target_modules": ["q_proj", "lm_head"]},
+    "the embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
+    "both": {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
+    "both, tied": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+    "DoRA on the head": {"target_modules": ["lm_head"], "use_dora": True},
+    "the head, saved": {"modules_to_save": ["lm_head"]},
+    "the embeddings, saved": {"modules_to_save": ["embed_tokens"]},
+    "both saved": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "both saved, tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "tokens": {"trainable_token_indices": [5, 9, 30]},
+    "tokens of the embeddings": {"trainable_token_indices": {"embed_tokens": [5, 9, 30]}},
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("ends", ENDS)
+def test_adapters_of_the_ends_are_merged_as_peft_applies_them(ends, tied, scratch_model, tmp_path):
+    """Of tied embeddings merging changed both; the merged model is untied, or stays tied if PEFT ties the adapters."""
+    base = scratch_model
+    if not tied:
+        base = tmp_path / "untied"
+        model = AutoModelForCausalLM.from_pretrained(scratch_model)
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.02)
+        model.config.tie_word_embeddings = False
+        model.save_pretrained(base)
+        AutoTokenizer.from_pretrained(scratch_model).save_pretrained(base)
+    want = made_by_peft(base, tmp_path / "adapter", lora(**ENDS[ends]))
+    loaded = load_model(ModelConfig(path=str(tmp_path / "adapter")), "lm", torch.float32, CPU)
+    loaded.set_attn_implementation("sdpa")
+    assert main(["export", str(tmp_path / "adapter"), "-o", str(tmp_path / "out")]) == 0
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        alone = AutoModelForCausalLM.from_pretrained(base)(IDS).logits
+        for model in (loaded, written):
+            error, effect = float((model(IDS).logits - want).abs().max()), float((alone - want).abs().max())
+            assert error < 1e-4 < 1e-2 < effect
+    if tied:
+        stays = "tied" in ends or "tokens" in ends
+        assert written.config.tie_word_embeddings is stays

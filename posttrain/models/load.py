@@ -366,8 +366,24 @@ def _hash_of(hashes: Mapping[str, str]) -> str:
 
 
 def merged(adapted: PeftModel) -> PreTrainedModel:
-    """The base model with its adapter added to its weights."""
+    """The base model with its adapter added to its weights.
+
+    Tied embeddings are untied if only one of them has the adapter, or each has its own: merging would change both.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = base_of(adapted)
+    ends: list[Any] = [base.get_input_embeddings(), base.get_output_embeddings()]
+    first, last = (cast(Any, end.get_base_layer() if isinstance(end, BaseTunerLayer) else end) for end in ends)
+    shared = getattr(last, "weight", None) is first.weight
+    if shared and any(isinstance(end, BaseTunerLayer) for end in ends):
+        last.weight = torch.nn.Parameter(last.weight.detach().clone())
     whole = cast(PreTrainedModel, adapted.merge_and_unload())
+    embeddings, head = (cast(Any, end) for end in (whole.get_input_embeddings(), whole.get_output_embeddings()))
+    if shared and head.weight is not embeddings.weight:
+        if getattr(adapted.peft_config["default"], "ensure_weight_tying", False):
+            head.weight = embeddings.weight
+        whole.config.tie_word_embeddings = head.weight is embeddings.weight
     return whole.requires_grad_(True)  # PEFT froze it; the merged model is fully trainable
 
 
