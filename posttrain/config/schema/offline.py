@@ -100,8 +100,7 @@ class DPOMethod(MethodSettings):
     discopop_tau: Annotated[Float, Field(gt=0)] = Field(default=0.05, description="Temperature of the discopop loss.")
     use_ref_model: bool = Field(
         default=True,
-        description="Whether a reference model is held beside the policy where it takes one; false: the policy as the "
-        "run began, with its adapter off, or without adapters by log-probabilities computed before training.",
+        description="Whether a second model may be the reference; false: adapter off, or precomputed without one.",
     )
     reference_free: bool = Field(
         default=False, description="Whether the reference's log-probabilities count as 0, with losses that allow it."
