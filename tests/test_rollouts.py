@@ -24,6 +24,7 @@ from posttrain.errors import RunError
 from posttrain.inspection.receipt import _change, _completion, _texts
 from posttrain.losses import gae, normalized
 from posttrain.recipes import REGRADED, ppo
+from posttrain.reports.gradient import Numbers, groups_of
 from posttrain.store import rollouts
 from posttrain.store.metrics import read_metrics
 from posttrain.store.rollouts import GIB, RolloutStore, StoredEvaluation, StoredPrompt, StoredRollout
@@ -287,6 +288,13 @@ def test_from_a_metric_down_to_the_tokens(sums_home, tmp_path, capsys, monkeypat
     ):
         assert main(arguments) == 0, capsys.readouterr().err
         seen[" ".join(arguments[2:])] = capsys.readouterr().out
+    with StoredRun(tmp_path / "run") as stored:
+        groups = groups_of(stored.rollouts(2))
+    pushes = [sum(abs(Numbers.of(one).push).sum() for one, _ in group.members) for group in groups]
+    assert pushes == sorted(pushes, reverse=True) and len(groups) == 4
+    table = seen["--step 2"].partition("share of the")[2]
+    order = [int(line.split()[0]) for line in table.splitlines() if re.match(r" *\d+ +\d+ .*%", line)]
+    assert order == [group.prompt for group in groups]  # as on the page
     print(seen["--step 2"], seen["--step 2 --prompt 1 --rollout 0"])
     assert "frac_reward_zero_std" in seen["--step 2"] or "prompt" in seen["--step 2"]
     assert "ratio" in seen["--step 2 --prompt 1 --rollout 0"] and "1 x" in seen["--step 2 --prompt 1"]

@@ -16,6 +16,7 @@ import torch
 from test_compare import answered, evaluation
 
 from posttrain.reports.chart import Line, chart, labels, ticks
+from posttrain.reports.gradient import Numbers
 from posttrain.reports.markup import Markup, el, text
 from posttrain.reports.series import Series, smoothed, sparkline, thinned
 from posttrain.store import stored_rollouts
@@ -23,7 +24,6 @@ from posttrain.store.metrics import NAME as METRICS
 from posttrain.store.rollouts import GIB, RolloutStore, StoredPrompt, StoredRollout
 from posttrain.viewing.address import Query, parse
 from posttrain.viewing.evaluations_page import evaluations_page
-from posttrain.viewing.gradient import Numbers
 from posttrain.viewing.rollouts_page import falls, marked, rollouts_page
 from posttrain.viewing.run_page import replay_command, run_page
 from posttrain.viewing.runs import Runs

@@ -21,6 +21,7 @@ from posttrain.errors import PosttrainError, RunError
 from posttrain.models.load import load_tokenizer
 from posttrain.pieces import pieces
 from posttrain.recipes import REGRADED
+from posttrain.reports.gradient import groups_of
 from posttrain.rewards.compose import RewardInput, Rewards
 from posttrain.rollout import end_of, to_reward
 from posttrain.store.metrics import read_metrics
@@ -95,19 +96,16 @@ def _print_metrics(folder: Path, step: int, console: Console) -> None:
 
 
 def _print_groups(stored: StoredRun, step: int, console: Console) -> None:
-    table = _table("prompt", "row", "rewards", "largest advantage", "clipped", "ratio furthest from 1", "sum |A|")
-    for index, asked in enumerate(stored.prompts(step)):
-        group = stored.rollouts(step, index)
-        rewards = ", ".join(_number(one["reward"]) for one in group)
-        trained = [one for one in group if one["advantages"] is not None]
-        advantages = [one["advantage"] for one in trained]
-        clipped = sum(int(one["clipped"].sum()) for one in trained)
-        logratios = [float(value) for one in trained for value in one["new_logprobs"] - one["old_logprobs"]]
-        weight = sum(float(abs(one["advantages"]).sum()) for one in trained)
-        largest = max(advantages, key=abs, default=None)
-        ratio = math.exp(max(logratios, key=abs, default=0.0))
-        cells = (_number(largest), str(clipped), f"{ratio:.4f}", f"{weight:.3g}")
-        table.add_row(str(index), str(asked["row"]), rewards, *cells)
+    """The groups of a step, that with the largest push on the gradient first (posttrain/reports/gradient.py)."""
+    names = ("prompt", "row", "rewards", "largest advantage", "clipped", "ratio furthest from 1", "share of the push")
+    table, prompts, groups = _table(*names), stored.prompts(step), groups_of(stored.rollouts(step))
+    whole = sum(group.push for group in groups)
+    for group in groups:
+        rewards = ", ".join(_number(one["reward"]) for one, _ in group.members)
+        advantages = [one["advantage"] for one, _ in group.members if one["advantages"] is not None]
+        cells = (_number(max(advantages, key=abs, default=None)), str(group.clipped), f"{group.furthest_ratio:.4f}")
+        share = f"{group.push / whole:.0%}" if whole > 0 else "0%"
+        table.add_row(str(group.prompt), str(prompts[group.prompt]["row"]), rewards, *cells, share)
     console.print(table)
 
 

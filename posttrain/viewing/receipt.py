@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from posttrain.errors import RunError
+from posttrain.reports.gradient import Numbers, groups_of
 from posttrain.reports.markup import Markup, el, join, link, message, number, short, table
 from posttrain.reports.series import Series
 from posttrain.store.stored_rollouts import StoredRun
 from posttrain.viewing.address import Query, address
-from posttrain.viewing.gradient import Numbers, factor
 from posttrain.viewing.runs import Row
 from posttrain.viewing.search import verdict_of
 from posttrain.viewing.tokens import texts_of
@@ -35,25 +35,22 @@ COLOURINGS = {
 
 def step_view(stored: StoredRun, series: Series, row: Row, step: int) -> Markup:
     """The step's metrics, and its groups with the largest push on the gradient first."""
-    groups: dict[int, list[tuple[Mapping[str, Any], Numbers]]] = {}
-    for one in stored.rollouts(step):
-        groups.setdefault(one["prompt_index"], []).append((one, Numbers.of(one)))
+    groups = groups_of(stored.rollouts(step))
     prompts = {one["prompt_index"]: one for one in stored.prompts(step)}
-    weights = {index: sum(float(np.abs(n.push).sum()) for _, n in group) for index, group in groups.items()}
-    whole = sum(weights.values())
+    whole = sum(group.push for group in groups)
     rows = []
-    for index in sorted(groups, key=lambda index: -weights[index]):
-        group, asked = groups[index], prompts.get(index)
-        rewards = [one["reward"] for one, _ in group]
+    for group in groups:
+        asked = prompts.get(group.prompt)
+        rewards = [one["reward"] for one, _ in group.members]
         rows.append(
             [
-                link(f"prompt {index}", address(PATH, run=row.name, step=step, prompt=index)),
-                share_bar(weights[index], whole),
+                link(f"prompt {group.prompt}", address(PATH, run=row.name, step=step, prompt=group.prompt)),
+                share_bar(group.push, whole),
                 _mean(rewards),
                 _spread(rewards),
-                str(sum(int(n.clipped.sum()) for _, n in group)),
-                f"{max((n.furthest_ratio for _, n in group), key=factor):.3f}",
-                f"{np.mean([len(one['tokens']) for one, _ in group]):.0f}",
+                str(group.clipped),
+                f"{group.furthest_ratio:.3f}",
+                f"{np.mean([len(one['tokens']) for one, _ in group.members]):.0f}",
                 el("span", short(asked["prompt"] if asked else "", 110)),
             ]
         )

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from posttrain.errors import PosttrainError
+from posttrain.reports.gradient import Numbers, factor
 from posttrain.store.stored_rollouts import StoredRun
-from posttrain.viewing.gradient import Numbers, factor
 
 log = logging.getLogger("posttrain")
 

@@ -7,7 +7,7 @@ clipped, and near 0 where the token was certain anyway.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,35 @@ class Numbers:
     def furthest_ratio(self) -> float:
         """The ratio furthest from 1, as a factor: 0.5 is as far as 2."""
         return float(max(self.ratio, key=factor, default=1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The completions of a prompt in a step, with their numbers; `push` is the sum of the absolute pushes."""
+
+    prompt: int
+    members: list[tuple[Mapping[str, Any], Numbers]]
+    push: float
+
+    @property
+    def clipped(self) -> int:
+        return sum(int(numbers.clipped.sum()) for _, numbers in self.members)
+
+    @property
+    def furthest_ratio(self) -> float:
+        return max((numbers.furthest_ratio for _, numbers in self.members), key=factor)
+
+
+def groups_of(rollouts: Iterable[Mapping[str, Any]]) -> list[Group]:
+    """The groups of a step, from its rows of `StoredRun.rollouts`: the one with the largest push first."""
+    members: dict[int, list[tuple[Mapping[str, Any], Numbers]]] = {}
+    for one in rollouts:
+        members.setdefault(one["prompt_index"], []).append((one, Numbers.of(one)))
+    groups = [
+        Group(prompt, group, sum(float(np.abs(numbers.push).sum()) for _, numbers in group))
+        for prompt, group in members.items()
+    ]
+    return sorted(groups, key=lambda group: -group.push)
 
 
 def factor(ratio: float) -> float:
