@@ -19,7 +19,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from posttrain.batch import pack, sequences
+from posttrain.batch import pack, physical_length, sequences
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.evaluation import EvaluationDataset
@@ -102,7 +102,7 @@ def test_evaluation_prompts_leave_room_for_completions_of_their_own_length(tmp_p
             run(tmp_path, "prompt", options=options, skip_rows=3, **settings)
 
 
-@pytest.mark.parametrize(("overlong", "used", "dropped", "truncated"), [("drop", 10, 10, 0), ("truncate", 19, 1, 9)])
+@pytest.mark.parametrize(("overlong", "used", "dropped", "truncated"), [("drop", 10, 10, 0), ("truncate", 20, 0, 10)])
 def test_overlong_rows_are_counted(tmp_path, completions, overlong, used, dropped, truncated):
     prepared = run(tmp_path, source=completions, max_length=20, overlong=overlong)
     report = prepared.report
@@ -209,6 +209,103 @@ def test_truncated_pairs(tmp_path, pairs):
         )
         assert prepared.train.lengths[index] == prompt + chosen + rejected
     assert prepared.report.used == 20
+
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "abcdefghij"},
+    {"role": "assistant", "content": "klm"},
+    {"role": "user", "content": "nopqrst"},
+]
+REPLY = {"role": "assistant", "content": "uvw"}
+LAST = "<|im_start|>assistant\n"
+MIDDLE = "<|im_start|>assistant\nklm<|im_end|>\n<|im_start|>user\nnopqrst<|im_end|>\n" + LAST
+WHOLE = "<s><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nabcdefghij<|im_end|>\n" + MIDDLE
+SIZE = 80
+CUTS = {  # the most tokens of that prompt -> what is left: the begin token, a header, the end of a turn, later turns
+    SIZE: WHOLE,
+    SIZE - 1: WHOLE.replace("Be", "e"),
+    53: "<s><|im_start|>user\nij<|im_end|>\n" + MIDDLE,
+    30: "<s><|im_start|>user\nnopqrst<|im_end|>\n" + LAST,  # no room for a token of the reply before it
+    25: "<s><|im_start|>user\npqrst<|im_end|>\n" + LAST,
+    12: "<s>" + LAST,
+    11: LAST,  # no room for more
+}
+
+
+def chat_tokenizer():
+    tokenizer = byte_tokenizer("{{ bos_token }}" + CHATML)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    return tokenizer
+
+
+def in_chat(tmp_path, kind, rows, **settings):
+    source = write(tmp_path / f"{kind}.jsonl", rows)
+    return run(tmp_path, kind, source=source, tokenizer=chat_tokenizer(), template="chat", **settings)
+
+
+@pytest.mark.parametrize("most", CUTS)
+def test_a_prompt_that_is_cut_keeps_its_begin_token_and_a_header(tmp_path, most):
+    """For every kind of method."""
+    tokenizer = chat_tokenizer()
+    assert tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True) == WHOLE
+    size = {text: len(tokenizer(text)["input_ids"]) for text in (WHOLE, CUTS[most])}
+    assert size[WHOLE] == SIZE and size[CUTS[most]] <= most
+    kinds = {
+        "sft": [{"prompt": TURNS, "completion": [REPLY]}],
+        "pair": [{"prompt": TURNS, "chosen": [REPLY], "rejected": [{**REPLY, "content": "no"}]}],
+        "unpaired": [{"prompt": TURNS, "completion": [REPLY], "label": label} for label in (True, False)],
+        "prompt": [{"prompt": TURNS}],
+    }
+    for kind, rows in kinds.items():
+        prepared = in_chat(tmp_path, kind, rows, max_prompt_length=most, overlong="truncate")
+        (tree,) = prepared.train[0].trees
+        end = "uvw<|im_end|>\n"
+        assert (tokenizer.decode(tree.tokens), [tokenizer.decode(child.tokens) for child in tree.children]) == {
+            "sft": (CUTS[most] + end, []),
+            "pair": (CUTS[most], [end, "no<|im_end|>\n"]),
+            "unpaired": (CUTS[most], [end]),
+            "prompt": (CUTS[most], []),
+        }[kind]
+        assert prepared.train.lengths[0] == physical_length(tree, keep_last=True)
+        assert prepared.longest == size[CUTS[most]] + (5 if kind != "prompt" else 0)
+        assert prepared.report.overlong_truncated == (len(rows) if most < SIZE else 0)
+        if kind == "sft":
+            assert np.flatnonzero(tree.trained).tolist() == [*range(size[CUTS[most]], size[CUTS[most]] + 5)]
+
+
+def test_two_prompts_are_cut_each_at_its_turn(tmp_path):
+    said, tokenizer = "\n\nAssistant:", chat_tokenizer()
+    row = {"chosen": f"\n\nHuman: {'a' * 30}{said} b", "rejected": f"\n\nHuman: {'c' * 20}{said} d"}
+    prepared = in_chat(tmp_path, "pair", [row], max_prompt_length=30, overlong="truncate")
+    trees = prepared.train[0].trees
+    assert [tokenizer.decode(tree.tokens) for tree in trees] == [
+        f"<s><|im_start|>user\n{letter * 10}<|im_end|>\n{LAST}" for letter in "ac"
+    ]
+    assert prepared.train.lengths[0] == sum(physical_length(tree, keep_last=True) for tree in trees)
+    assert prepared.longest == 30 + 3
+
+
+@pytest.mark.parametrize("reply", ["uvw", "u" * 60])
+def test_a_prompt_over_max_length_is_truncated(tmp_path, reply):
+    """With `max_length` alone, until the reply has room, or half of it; not dropped."""
+    tokenizer, said = chat_tokenizer(), {**REPLY, "content": reply}
+    kinds = {
+        "sft": [{"prompt": TURNS, "completion": [said]}],
+        "pair": [{"prompt": TURNS, "chosen": [said], "rejected": [{**REPLY, "content": "no"}]}],
+        "unpaired": [{"prompt": TURNS, "completion": [said], "label": label} for label in (True, False)],
+    }
+    for kind, rows in kinds.items():
+        prepared = in_chat(tmp_path, kind, rows, max_length=60, overlong="truncate")
+        (tree,) = prepared.train[0].trees
+        read = tokenizer.decode([*tree.tokens, *(tree.children[0].tokens if tree.children else ())])
+        prompt = "<s><|im_start|>user\nij<|im_end|>\n" + MIDDLE if reply == "uvw" else CUTS[30]
+        prompt = prompt.replace("\nij", "\nghij") if reply == "uvw" else prompt
+        left = 60 - len(tokenizer(prompt)["input_ids"])
+        assert read == prompt + (f"{reply}<|im_end|>\n" if reply == "uvw" else reply[:left])
+        assert prepared.report.overlong_dropped == 0 and prepared.report.overlong_truncated == len(rows)
+        with pytest.raises(DataError, match="no row can be used"):
+            in_chat(tmp_path, kind, rows, max_length=60, overlong="truncate", options={"behavior_version": 1})
 
 
 def test_long_documents_are_cut_so_that_every_token_is_a_target_once(tmp_path):

@@ -145,7 +145,9 @@ def test_labelled_completions_and_their_rotation(shared, minimind, tmp_path):
     args = SimpleNamespace(dataset_num_proc=None, max_length=limit, per_device_train_batch_size=size)
     expected = list(KTOTrainer._prepare_dataset(self, datasets.Dataset.from_list(rows), minimind, args, "train"))
     data = DataConfig(source=str(source), max_rows=ROWS, max_length=limit, overlong="truncate")
-    prepared = prepare(data, minimind, "unpaired", cache_dir=tmp_path)
+    prepared = prepare(
+        data, minimind, "unpaired", cache_dir=tmp_path, behavior_version=1
+    )  # drops a prompt over it, too
     assert prepared.report.formats == ("kto",) and prepared.report.overlong_truncated
     examples = [prepared.train[index] for index in range(len(prepared.train))]
     assert len(examples) == len(expected) and len(examples) % size

@@ -30,20 +30,18 @@ from posttrain.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-CODE_VERSION = 7  # increase it when the same rows and settings give other tokens
+CODE_VERSION = 8  # increase it when the same rows and settings give other tokens
 LEFTOVER_SECONDS = 86_400
 ATTEMPTS = 2  # another run may remove an entry that both found damaged, just when this one has rebuilt it
 
 INTS = pa.list_(pa.int32())
+SINGLE = [("row", pa.int64()), ("tokens", INTS), ("spans", INTS), ("prompt", pa.int32()), ("heads", INTS)]
+DERIVED = ("heads", "rejected_heads")  # columns that follow from the others, and are no part of the data's identity
 SCHEMAS = {
     "hash": pa.schema([("hash", pa.uint64())]),
-    "sft": pa.schema([("row", pa.int64()), ("tokens", INTS), ("spans", INTS), ("prompt", pa.int32())]),
-    "unpaired": pa.schema(
-        [("row", pa.int64()), ("tokens", INTS), ("spans", INTS), ("prompt", pa.int32()), ("label", pa.bool_())]
-    ),
-    "prompt": pa.schema(
-        [("row", pa.int64()), ("tokens", INTS), ("spans", INTS), ("prompt", pa.int32()), ("facts", pa.string())]
-    ),
+    "sft": pa.schema(SINGLE),
+    "unpaired": pa.schema([*SINGLE, ("label", pa.bool_())]),
+    "prompt": pa.schema([*SINGLE, ("facts", pa.string())]),
     "pair": pa.schema(
         [
             ("row", pa.int64()),
@@ -54,6 +52,8 @@ SCHEMAS = {
             ("two_prompts", pa.bool_()),
             ("margin", pa.float64()),
             ("tie", pa.bool_()),
+            ("heads", INTS),
+            ("rejected_heads", INTS),
         ]
     ),
 }
@@ -97,7 +97,8 @@ class Writer:
         batch = pa.RecordBatch.from_pylist(rows, schema=self.schema)
         self.file.write_batch(batch)
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            self._hash(name, column)
+            if name not in DERIVED:
+                self._hash(name, column)
 
     def content(self) -> str:
         """SHA-256 of the rows written, independent of their batches."""
@@ -134,6 +135,7 @@ def row_of(record: Record, item: Trained | Compared, kind: Kind) -> dict[str, An
             "tokens": np.asarray(item.tokens, np.int32),
             "spans": span_array(item.spans),
             "prompt": item.prompt,
+            "heads": np.asarray(item.heads, np.int32),
         }
     other = item.prompt if item.rejected_prompt is None else item.rejected_prompt
     for name, prompt, reply in (("chosen", item.prompt, item.chosen), ("rejected", other, item.rejected)):
@@ -148,6 +150,8 @@ def row_of(record: Record, item: Trained | Compared, kind: Kind) -> dict[str, An
         "two_prompts": item.rejected_prompt is not None,
         "margin": item.margin,
         "tie": item.tie,
+        "heads": np.asarray(item.heads, np.int32),
+        "rejected_heads": np.asarray(item.rejected_heads, np.int32),
     }
 
 

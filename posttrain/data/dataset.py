@@ -57,7 +57,9 @@ class Fitted:
     """Examples within the limits as columns of numbers, and counts of the others.
 
     `view` has a row per example. Sequences: table row, start, stop. Pairs: table row, start of the prompt, start of the
-    rejected prompt, tokens of chosen, tokens of rejected. `lengths` are physical tokens, shared prompts counted once.
+    rejected prompt, tokens of chosen, tokens of rejected. Where prompts are cut and keep their begin token or a turn's
+    header, each prompt has three more columns: begin tokens, start and stop of the header. `lengths` are physical
+    tokens, shared prompts counted once.
     `dropped` has the rows over the limits that are not used: row number, tokens, prompt tokens.
     """
 
@@ -73,12 +75,14 @@ class Fitted:
 class Table:
     """The cached rows of one or more sources, numbered through all sources."""
 
-    def __init__(self, tables: Sequence[pa.Table], kind: str, reads: Sequence[int]):
+    def __init__(self, tables: Sequence[pa.Table], kind: str, reads: Sequence[int], behavior_version: int = 2):
         self.kind = kind
+        self.makes_room = kind != "prompt" and behavior_version > 1  # by truncating prompts over max_length
         table = pa.concat_tables(tables)
         offsets = np.repeat(np.cumsum([0, *reads])[:-1], [len(part) for part in tables])
         self.row: Array = as_numpy(table.column("row")) + offsets
         names = ("prompt", "chosen", "rejected", "rejected_prompt") if kind == "pair" else ("tokens", "spans")
+        names = (*names, "heads", "rejected_heads") if kind == "pair" else (*names, "heads")
         self.lists = {name: Lists(table.column(name)) for name in names}
         if kind == "pair":
             self.two: Array = as_numpy(table.column("two_prompts"))
@@ -113,24 +117,25 @@ class Table:
         over = among & ((length > limits.max_length) | (prompt > most))
         self._refuse(over, length, prompt, limits)
         start, stop = np.zeros_like(length), length
+        heads = np.zeros((len(length), 3), np.int64)
         split = over & documents
         keep = among & (~over | split)
         if limits.overlong == "truncate":
-            start = np.maximum(prompt - most, 0)
-            stop = np.where(split, length, np.minimum(length, start + limits.max_length))
+            start, heads = self._cut("heads", prompt, self._most(prompt, length - prompt, limits))
+            stop = np.where(split, length, np.minimum(length, start + limits.max_length - _size(heads)))
             for row in map(int, np.flatnonzero(over & ~split)):
                 spans = self.lists["spans"][row].reshape(-1, 2)
                 keep[row] = (
                     self.kind == "prompt"
                     or (np.maximum(spans[:, 0], start[row] + 1) < np.minimum(spans[:, 1], stop[row])).any()
                 )
-        view = np.stack([np.arange(len(length)), start, stop], axis=1)[keep]
+        view = np.column_stack([np.arange(len(length)), start, stop, *([heads] if heads.any() else [])])[keep]
         if split.any():
             view = _pieces(view, split[view[:, 0]], limits.max_length)
         truncated = int((over & keep & ~split).sum())
         return Fitted(
             view,
-            view[:, 2] - view[:, 1],
+            view[:, 2] - view[:, 1] + _size(view[:, 3:]),
             np.stack([self.row, length, prompt], axis=1)[among & ~keep],
             truncated,
             int(split.sum()),
@@ -149,17 +154,29 @@ class Table:
         over = (longest > limits.max_length) | (longest_prompt > most)
         self._refuse(over, longest, longest_prompt, limits)
         start, other_start, keep = np.zeros_like(prompt), np.zeros_like(prompt), ~over
+        heads = other_heads = np.zeros((len(prompt), 3), np.int64)
         new_chosen, new_rejected = chosen, rejected
         if limits.overlong == "truncate":
-            start, other_start = np.maximum(prompt - most, 0), np.maximum(other - most, 0)
-            room, other_room = limits.max_length - (prompt - start), limits.max_length - (other - other_start)
+            reply = np.maximum(chosen, rejected)  # both leave the same of a prompt that they share
+            start, heads = self._cut("heads", prompt, self._most(prompt, np.where(self.two, chosen, reply), limits))
+            other_start, other_heads = start, heads
+            if self.two.any():
+                most_other = self._most(other, np.where(self.two, rejected, reply), limits)
+                found = self._cut("rejected_heads", other, most_other)
+                other_start = np.where(self.two, found[0], start)
+                other_heads = np.where(self.two[:, None], found[1], heads)
+            room = limits.max_length - (prompt - start + _size(heads))
+            other_room = limits.max_length - (other - other_start + _size(other_heads))
             new_chosen, new_rejected = np.minimum(chosen, room), np.minimum(rejected, other_room)
             keep = (new_chosen > 0) & (new_rejected > 0)
             for row in map(int, np.flatnonzero(over & keep & ~self.two & (new_chosen == new_rejected))):
                 chosen_row, rejected_row = (self.lists[name][row][: new_chosen[row]] for name in ("chosen", "rejected"))
                 keep[row] = not np.array_equal(chosen_row, rejected_row)  # their difference was cut off
-        view = np.stack([np.arange(len(prompt)), start, other_start, new_chosen, new_rejected], axis=1)[keep]
-        lengths = prompt - start + new_chosen + new_rejected + np.where(self.two, other - other_start, 0)
+        columns = [np.arange(len(prompt)), start, other_start, new_chosen, new_rejected]
+        kept_heads = [heads, other_heads] if heads.any() or other_heads.any() else []
+        view = np.column_stack([*columns, *kept_heads])[keep]
+        lengths = prompt - start + _size(heads) + new_chosen + new_rejected
+        lengths += np.where(self.two, other - other_start + _size(other_heads), 0)
         return Fitted(
             view,
             lengths[keep],
@@ -169,6 +186,22 @@ class Table:
             Lengths.of(np.concatenate([prompt + chosen, other + rejected])),
             Lengths.of(self.prompt_lengths()),
         )
+
+    def _most(self, prompt: Array, reply: Array, limits: Limits) -> Array:
+        """Tokens that truncation leaves of each prompt: up to `max_prompt_length`; where that leaves no room in
+        `max_length`, as many as leave it to the reply, but at least half of it."""
+        most = np.full_like(prompt, limits.max_prompt_length or np.iinfo(np.int64).max)
+        full = np.minimum(prompt, most) >= limits.max_length
+        left = np.maximum(limits.max_length - reply, limits.max_length // 2)
+        return np.where(full, left, most) if self.makes_room else most
+
+    def _cut(self, name: str, prompt: Array, most: Array) -> tuple[Array, Array]:
+        """Where each prompt of more than `most` tokens is read from, so that with its begin token and the header of the
+        turn that is cut it has at most as many; and these (begin tokens, start and stop of the header)."""
+        start, heads = np.maximum(prompt - most, 0), np.zeros((len(prompt), 3), np.int64)
+        for row in map(int, np.flatnonzero(start)):
+            start[row], *heads[row] = _cut_turn(self.lists[name][row].tolist(), int(prompt[row]), int(most[row]))
+        return start, heads
 
     def _refuse(self, over: Array, length: Array, prompt: Array, limits: Limits) -> None:
         if limits.overlong != "error" or not over.any():
@@ -186,13 +219,44 @@ class Table:
         )
 
 
+def _cut_turn(heads: list[int], prompt: int, most: int) -> tuple[int, int, int, int]:
+    """For `Table._cut`: the start, begin tokens, start and stop of the header."""
+    begin, whole = (heads or [0])[0], None
+    for header, said in reversed([*zip(heads[1::2], heads[2::2], strict=True)]):
+        if begin + prompt - header <= most:
+            whole = header  # the turn fits with its header
+            continue
+        start = prompt - (most - begin - (said - header))
+        if start < (prompt if whole is None else whole):
+            return start, begin, header, said
+        break
+    if whole is not None:
+        return whole, begin, 0, 0
+    if begin < most and len(heads) == 1:
+        return prompt - (most - begin), begin, 0, 0
+    return prompt - most, 0, 0, 0  # there is no room for a header
+
+
+def _size(heads: Array) -> Array:
+    """Tokens of begin tokens and headers; 0 without such columns."""
+    return heads[:, 0] + heads[:, 2] - heads[:, 1] if heads.shape[1] else np.zeros(len(heads), np.int64)
+
+
+def _read(values: Array, start: int, stop: int, head: Sequence[int] = ()) -> Array:
+    """The values from `start` to `stop`, after those of the begin token and of the header."""
+    if not any(head):
+        return values[start:stop]
+    begin, header, said = head
+    return np.concatenate([values[:begin], values[header:said], values[start:stop]])
+
+
 def _pieces(view: Array, split: Array, size: int) -> Array:
     """Split documents into chunks that overlap by one token: every token but a document's first is a target once."""
     out = []
-    for (index, start, stop), cut in zip(view, split, strict=True):
+    for (index, start, stop, *heads), cut in zip(view, split, strict=True):
         begins = range(start, stop - 1, size - 1) if cut else (start,)
-        out += [(index, begin, min(begin + size, stop) if cut else stop) for begin in begins]
-    return np.asarray(out, np.int64).reshape(-1, 3)
+        out += [(index, begin, min(begin + size, stop) if cut else stop, *heads) for begin in begins]
+    return np.asarray(out, np.int64).reshape(-1, view.shape[1])
 
 
 class Dataset:
@@ -220,10 +284,11 @@ class Dataset:
         """Tokens of the longest sequence; a pair has two."""
         if self._table.kind != "pair":
             return int(self.lengths.max())
-        row, start, other_start, chosen, rejected = self.view.T
+        row, start, other_start, chosen, rejected = self.view.T[:5]
+        head, other_head = _size(self.view[:, 5:8]), _size(self.view[:, 8:])
         prompt = self._table.lists["prompt"].lengths[row]
         other = np.where(self._table.two[row], self._table.lists["rejected_prompt"].lengths[row], prompt)
-        return int(np.maximum(prompt - start + chosen, other - other_start + rejected).max())
+        return int(np.maximum(prompt - start + head + chosen, other - other_start + other_head + rejected).max())
 
     @property
     def rows(self) -> Array:
@@ -243,35 +308,38 @@ class Dataset:
     def _labelled(self, index: int) -> Example:
         """A tree of the prompt and one completion, so that a recipe can distinguish the two."""
         table = self._table
-        at, start, stop = (int(value) for value in self.view[index])
+        at, start, stop, *head = (int(value) for value in self.view[index])
         tokens, cut = table.lists["tokens"][at], int(table.prompt[at])
-        tree = Node(tokens[start:cut], False, (Node(tokens[cut:stop], True),))
+        tree = Node(_read(tokens, start, cut, head), False, (Node(tokens[cut:stop], True),))
         return Example((tree,), int(table.row[at]), label=bool(table.label[at]))
 
     def _prompt(self, index: int) -> Example:
         table = self._table
-        at, start, stop = (int(value) for value in self.view[index])
+        at, start, stop, *head = (int(value) for value in self.view[index])
         facts, tokens, cut = json.loads(table.facts[at].as_py()), table.lists["tokens"][at], int(table.prompt[at])
         given = (Node(tokens[cut:stop], True),) if cut < stop else ()  # where the completion is read too
-        return Example((Node(tokens[start : min(cut, stop)], False, given),), int(table.row[at]), facts=facts)
+        asked = _read(tokens, start, min(cut, stop), head)
+        return Example((Node(asked, False, given),), int(table.row[at]), facts=facts)
 
     def _one(self, index: int) -> Example:
         table = self._table
-        at, start, stop = (int(value) for value in self.view[index])
+        at, start, stop, *head = (int(value) for value in self.view[index])
         trained = np.zeros(stop, bool)
         for begin, end in table.lists["spans"][at].reshape(-1, 2):
             trained[begin:end] = True
-        tree = Node(table.lists["tokens"][at][start:stop], trained[start:])
+        tree = Node(_read(table.lists["tokens"][at], start, stop, head), _read(trained, start, stop, head))
         return Example((tree,), int(table.row[at]))
 
     def _pair(self, index: int) -> Example:
         lists = self._table.lists
-        at, start, other_start, chosen, rejected = (int(value) for value in self.view[index])
-        prompt = lists["prompt"][at][start:]
+        at, start, other_start, chosen, rejected, *heads = (int(value) for value in self.view[index])
+        prompt = lists["prompt"][at]
+        prompt = _read(prompt, start, len(prompt), heads[:3])
         leaves = (Node(lists["chosen"][at][:chosen], True), Node(lists["rejected"][at][:rejected], True))
         trees: tuple[Node, ...] = (Node(prompt, False, leaves),)
         if self._table.two[at]:
-            other = lists["rejected_prompt"][at][other_start:]
+            other = lists["rejected_prompt"][at]
+            other = _read(other, other_start, len(other), heads[3:])
             trees = (Node(prompt, False, leaves[:1]), Node(other, False, leaves[1:]))
         margin = float(self._table.margin[at])
         margin = None if np.isnan(margin) else margin

@@ -152,7 +152,7 @@ class Reader:
             contents.append(content)
             notes += [note] if note else []
             left = None if left is None else left - reading.read
-        table = Table(tables, self.kind, [reading.read for reading in readings])
+        table = Table(tables, self.kind, [reading.read for reading in readings], self.behavior_version)
         limits = limits_of(table)
         notes += [limits.note] if limits.note else []
         cut = self.kind != "prompt"  # a document used as a prompt stays whole
@@ -327,7 +327,7 @@ class Reader:
         if self.kind == "prompt" and self.with_completions:
             return tokeniser.completions(rows, completion_only_loss=True)
         if self.kind == "prompt":
-            return [item if isinstance(item, RowError) else _prompt(item[1]) for item in tokeniser.prompts(rows)]
+            return tokeniser.without_completions(rows)
         if self.kind == "unpaired":
             return tokeniser.completions(rows, completion_only_loss=True)
         if layout.name == "text":
@@ -336,11 +336,6 @@ class Reader:
         asked = [row for row in rows if row.prompt is not None]
         replies = iter(tokeniser.completions(asked, self.completion_only_loss is not False))
         return [next(whole if row.prompt is None else replies) for row in rows]
-
-
-def _prompt(tokens: Sequence[int]) -> Trained | RowError:
-    """A prompt as a sequence without a completion."""
-    return Trained(tokens, (), len(tokens)) if len(tokens) else RowError("the prompt has no tokens")
 
 
 class _Seen:

@@ -19,7 +19,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from posttrain.data.render import PREFILL, Rendered, Renderer, RenderRequest
 from posttrain.data.rows import Row, RowError, Turns, as_turns
-from posttrain.data.turns import Endings, Part, Span, Whole, agreed, common_prefix, locate, unwritten
+from posttrain.data.turns import Endings, Part, Span, Whole, agreed, common_prefix, headers, locate, unwritten
 from posttrain.errors import DataError
 
 Ids = Sequence[int]
@@ -34,6 +34,7 @@ class Trained:
     spans: tuple[Span, ...]
     prompt: int
     shifted: bool = False  # the end of the prompt merged with the completion, so the prompt alone reads differently
+    heads: Ids = ()  # where the prompt may be cut (`Tokeniser._heads`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class Compared:
     margin: float | None
     tie: bool
     shifted: bool = False
+    heads: Ids = ()
+    rejected_heads: Ids = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class _Encoded:
     batch: BatchEncoding
     row: int
     cut: int
+    text: str
 
 
 class Tokeniser:
@@ -92,6 +96,7 @@ class Tokeniser:
         self.stop = str(tokenizer.eos_token) if tokenizer.eos_token else ""
         special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self.endings = Endings(special, self.stop)
+        self._headers: tuple[str, ...] | None = None
         self.unwritten: Counter[str] = Counter()  # rows of which the template writes no text of a message, by its role
         self.marked = renderer is not None and bool(GENERATION.search(str(tokenizer.chat_template)))
         # Whether the tokenizer itself ends a text with the stop token. It has one already, and a prompt is continued.
@@ -130,6 +135,8 @@ class Tokeniser:
             row.margin,
             row.tie,
             shifted,
+            self._heads(encoded[0], cut),
+            () if same else self._heads(encoded[2], other_cut),
         )
 
     def completions(self, rows: Sequence[Row], completion_only_loss: bool) -> list[Trained | RowError]:
@@ -153,7 +160,7 @@ class Tokeniser:
                 spans = tuple((max(first, start), stop) for first, stop in found if stop > start)
             elif row.train_history:
                 spans = (*((first, min(stop, cut)) for first, stop in found if first < cut), *spans)
-            out.append(Trained(full.ids, spans, cut, cut < len(prompt.ids)))
+            out.append(Trained(full.ids, spans, cut, cut < len(prompt.ids), self._heads(full, cut)))
         return out
 
     def unfinished(self, rows: Sequence[Row]) -> list[Trained | RowError]:
@@ -174,11 +181,20 @@ class Tokeniser:
 
     def prompts(self, rows: Sequence[Row]) -> list[tuple[str, Ids] | RowError]:
         """Text and tokens of each row's prompt as the model sees it before it answers."""
-        texts = [one.prompt for one in self._counted(self._prompts(rows))]
-        return [
-            item if isinstance(item, RowError) else (cast(str, text), item.ids)
-            for text, item in zip(texts, self._encode(texts), strict=True)
-        ]
+        items = self._encode([one.prompt for one in self._prompts(rows)])
+        return [item if isinstance(item, RowError) else (item.text, item.ids) for item in items]
+
+    def without_completions(self, rows: Sequence[Row]) -> list[Trained | RowError]:
+        """Each row's prompt as a sequence in which nothing is trained."""
+        out: list[Trained | RowError] = []
+        for item in self._encode([one.prompt for one in self._counted(self._prompts(rows))]):
+            if isinstance(item, RowError):
+                out.append(item)
+            elif not len(item.ids):
+                out.append(RowError("the prompt has no tokens"))
+            else:
+                out.append(Trained(item.ids, (), len(item.ids), heads=self._heads(item, len(item.ids))))
+        return out
 
     def documents(self, rows: Sequence[Row]) -> list[Trained | RowError]:
         """Plain texts, every token trained."""
@@ -371,7 +387,7 @@ class Tokeniser:
             ids = cast(list[list[int]], batch["input_ids"])[unique[text]]
             begun = plain and self.begin and self.adds_begin and text.startswith(self.begin) and text != self.stop
             kept = ids[bool(begun) : -1 if plain and self.appends_stop else None]
-            out.append(_Encoded(kept, batch, unique[text], again[text]))
+            out.append(_Encoded(kept, batch, unique[text], again[text], text))
         return out
 
     def _begun_again(self, text: str) -> int:
@@ -390,6 +406,31 @@ class Tokeniser:
             return_token_type_ids=False,
             verbose=False,
         )
+
+    def _heads(self, item: _Encoded | RowError, prompt: int) -> Ids:
+        """Where a prompt of this many tokens may be cut: how many begin tokens it has, and the first token of each
+        turn's header and of its text. Empty if it has neither, and with behavior_version 1."""
+        item = cast(_Encoded, item)
+        if self.behavior_version == 1 or not prompt:
+            return ()
+        places: list[int] = []
+        if self.renderer is not None and self.tokenizer.is_fast:
+            if self._headers is None:
+                self._headers = headers(self.renderer, self.begin)
+            offsets = (item.batch.encodings or [])[item.row].offsets
+            text, end = item.text[item.cut :], offsets[prompt - 1][1]
+            found = {}  # the longest header at each place
+            for header in self._headers:
+                place = text.find(header)
+                while place >= 0 and place + len(header) <= end:
+                    found.setdefault(place, place + len(header))
+                    place = text.find(header, place + 1)
+            for start, stop in sorted(found.items()):
+                header, said = (bisect_left(offsets, at, hi=prompt, key=itemgetter(0)) for at in (start, stop))
+                if not places or header >= places[-1]:
+                    places += [header, said]
+        begins = item.ids[0] == self.tokenizer.bos_token_id
+        return [int(begins), *places] if begins or places else ()
 
     def _token_spans(self, item: _Encoded, spans: Sequence[Span]) -> tuple[Span, ...]:
         """Spans of characters as spans of tokens."""

@@ -86,10 +86,14 @@ class _Turn:
 
     @property
     def opening(self) -> str:
-        _, opened, before, *_ = self.renderings
-        same = opened.text[: common_prefix(opened.text, before.text)]
-        # the texts may end in two special tokens that begin alike
-        return opened.text[len(same if len(same) == len(before.text) else TOKEN_BEGINS.sub("", same)) :]
+        return _opening(*self.renderings[1:3])
+
+
+def _opening(opened: Rendered, before: Rendered) -> str:
+    """What a template writes for the next reply, from a conversation rendered with that and without."""
+    same = opened.text[: common_prefix(opened.text, before.text)]
+    # the texts may end in two special tokens that begin alike
+    return opened.text[len(same if len(same) == len(before.text) else TOKEN_BEGINS.sub("", same)) :]
 
 
 def _jobs(part: Part, index: int, mark: str) -> list[RenderRequest]:
@@ -223,6 +227,35 @@ def unwritten(renderer: Renderer, rendered: Sequence[tuple[RenderRequest, str]])
         if done.text == rendered[n][1] and not done.error:
             out[n].add(rendered[n][0].messages[i]["role"])
     return out
+
+
+def headers(renderer: Renderer, begin: str) -> tuple[str, ...]:
+    """What the template writes before the text of a message, after the turn before it or the begin token, for each
+    role; without blanks, the longest first. A role that it refuses is omitted."""
+    mark = chr(MARKS[0])
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    talks = [
+        [{"role": "system", "content": mark}],
+        [asked, said, {"role": "user", "content": mark}],
+        [asked, {**said, "content": "", "tool_calls": calls}, {"role": "tool", "name": "f", "content": mark}],
+    ]
+    jobs = []
+    for talk in talks:
+        whole = [*talk, asked] if len(talk) == 1 else talk
+        before = talk[:-1] or [asked]
+        jobs += [RenderRequest(whole), RenderRequest(before, generate=True), RenderRequest(before)]
+    done = iter(renderer.render(jobs))
+    found: set[str] = set()
+    for talk in talks:
+        whole, opened, before = islice(done, 3)
+        opening = _opening(opened, before)
+        found.add(opening)
+        earlier = opened.text.removesuffix(opening) if len(talk) > 1 else begin
+        start = whole.text.partition(mark)[0]
+        if mark in whole.text and start.startswith(earlier):
+            found.add(start[len(earlier) :])
+    return tuple(sorted((header for header in found if header.strip()), key=len, reverse=True))
 
 
 def _in_order(messages: Sequence[Message], text: str) -> bool:
