@@ -446,3 +446,48 @@ def test_a_saved_run_keeps_the_rules_that_it_started_with(write):
     assert as_started(given, Path("none yet")).behavior_version == 2
     asked = load("config.yaml", ["behavior_version=2"]).config
     assert as_started(asked, Path("run")).behavior_version == 2
+
+
+@pytest.mark.parametrize(
+    ("better", "names"),
+    [
+        (
+            "lower",
+            "loss nll_loss aux_loss entropy kl reverse_kl jsd clip_ratio clip_ratio/high_mean "
+            "completions/clipped_ratio completions/mean_length completions/max_length reward_std rewards/rejected "
+            "logps/rejected "
+            "rewards/left_out rewards/left_out_ratio rewards/no_verdict_ratio rewards/not_applicable "
+            "frac_reward_zero_std rewards/math/wrong rewards/math/std rewards/math/timeout reasoning_length",
+        ),
+        (
+            "higher",
+            "accuracy mean_token_accuracy answer_accuracy format_accuracy margin reward mean_reward rewards/accuracies "
+            "rewards/margins rewards/chosen logps/chosen log_odds_ratio pass@4 maj@4 reasoning_share rewards/math/mean "
+            "rewards/math/correct rewards/length/mean",
+        ),
+    ],
+)
+def test_every_metric_has_a_direction(better, names):
+    """Of the validation set and of others, whatever these are called; once it went by the name's last letters."""
+    config = load({"model": "gpt2", "method": "sft", "data": {"source": "x"}}).config
+    old = config.model_copy(update={"behavior_version": 1})
+    for name in names.split():
+        for prefix in ("eval_", "eval_gsm8k_", "eval_my_loss_", "eval_kl_"):
+            assert config.lower_is_better(prefix + name) is (better == "lower"), prefix + name
+            assert old.lower_is_better(prefix + name) is name.endswith("loss")
+
+
+def test_a_metric_of_others_needs_a_direction():
+    settings = {"model": "gpt2", "method": "sft", "data": {"source": "x", "validation": {"rows": 30}}}
+    with pytest.raises(ConfigError, match=r"eval_chrf, which is not a metric of posttrain: set checkpoint\.best_dir"):
+        load(settings | {"checkpoint": {"best_metric": "eval_chrf"}})
+    for direction in ("higher", "lower"):
+        config = load(settings | {"checkpoint": {"best_metric": "eval_chrf", "best_direction": direction}}).config
+        assert config.lower_is_better("eval_chrf") is (direction == "lower") and config.lower_is_better("eval_kl")
+    turned = load(settings | {"checkpoint": {"best_metric": "eval_entropy", "best_direction": "higher"}}).config
+    assert turned.lower_is_better("eval_entropy") is False
+    suites = {"evaluation": {"suites": ["gsm8k", "suites/my_loss.yaml"]}, "checkpoint": {"best_metric": "eval_other"}}
+    config = load(settings | suites).config
+    assert [config.lower_is_better(f"eval_{name}") for name in ("gsm8k", "my_loss", "other", "loss")] == [
+        False, False, False, True,
+    ]  # fmt: skip

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from posttrain import recipes, runner
 from posttrain.config import load
 from posttrain.errors import PosttrainError, RunError
+from posttrain.training.best import Best
 from posttrain.training.resume import memory_settings
+from posttrain.training.state import State
 
 HH = {"format": "hh", "template": "none", "max_rows": 24, "max_length": 400}
 
@@ -350,6 +353,67 @@ def test_early_stopping_keeps_the_best(tmp_path, shared):
     print(losses)
     assert results["steps"] < 30 and results["best"]["eval_loss"] == min(losses)
     assert len(losses) - 1 - losses.index(min(losses)) == 3
+
+
+def best_of(tmp_path, evaluations, rows=None, **checkpoint):
+    """The steps of which `best/` was saved, and the state."""
+    settings = {"best_metric": "eval_accuracy", **checkpoint}
+    version = settings.pop("behavior_version", 2)
+    config = load({"model": "gpt2", "method": "reward", "data": {"source": "x", "validation": {"rows": 30}},
+                   "behavior_version": version, "checkpoint": settings}).config  # fmt: skip
+    saved, state = [], State()
+    best = Best(config, SimpleNamespace(best=tmp_path), lambda folder, step: saved.append(step), rows=rows)
+    for step, metrics in enumerate(evaluations):
+        state.step = step
+        best.look(metrics, state)
+    return saved, state
+
+
+def test_the_best_has_the_lower_loss_among_equal_ones(tmp_path, caplog):
+    caplog.set_level("INFO", "posttrain")
+    pairs = [(0.5, 0.7), (0.8, 0.6), (0.8, 0.65), (0.8, 0.5), (0.7, 0.1), (0.8, math.nan), (0.8, 0.4)]
+    evaluations = [{"eval_accuracy": accuracy, "eval_loss": loss} for accuracy, loss in pairs]
+    saved, state = best_of(tmp_path, evaluations)
+    assert saved == [0, 1, 3, 6] and (state.best, state.best_loss, state.evaluations_since_best) == (0.8, 0.4, 5)
+    assert "the highest eval_accuracy, with equal ones the lower loss" in caplog.text
+    assert best_of(tmp_path, evaluations, behavior_version=1)[0] == [0, 1]
+    falling = [{"eval_entropy": value} for value in (2.0, 1.0, 1.5, math.nan, 0.5)]
+    assert best_of(tmp_path, falling, best_metric="eval_entropy")[0] == [0, 1, 4]
+    assert best_of(tmp_path, falling, best_metric="eval_entropy", behavior_version=1)[0] == [0]
+    assert best_of(tmp_path, falling, best_metric="eval_entropy", best_direction="higher")[0] == [0]
+    assert State.from_json({k: v for k, v in state.as_json().items() if k != "best_loss"}).best_loss is None
+
+
+def test_few_rows_that_decide_are_a_warning_with_an_interval(tmp_path, caplog):
+    caplog.set_level("INFO", "posttrain")
+    best_of(tmp_path, [{"eval_accuracy": 1.0}], rows=1)
+    assert "eval_accuracy decides best/ with 1 row, fewer than 20" in caplog.text
+    assert "the best eval_accuracy so far: 1 (95 % interval 0.207 to 1 of 1 row)" in caplog.text  # 1 / (1 + 1.96²)
+    best_of(tmp_path, [], rows=19, early_stopping_patience=2)
+    assert "eval_accuracy decides best/ and early stopping with 19 rows" in caplog.text
+    caplog.clear()
+    best_of(tmp_path, [{"eval_accuracy": 0.5}], rows=20)
+    assert "fewer than" not in caplog.text and "0.299 to 0.701 of 20 rows" in caplog.text
+    rewards = [{"eval_reward": 2.0, "eval_reward_std": 1.0}]
+    best_of(tmp_path, rewards, rows=4, best_metric="eval_reward")
+    assert f"interval {2 - 3.182 / 2:.3g} to {2 + 3.182 / 2:.3g} of 4 rows" in caplog.text, "t with 3 degrees"
+
+
+@pytest.mark.parametrize(
+    ("validation", "evaluation", "rows"), [(3, {}, 3), (25, {}, None), (25, {"num_batches": 2}, 8)]
+)
+def test_a_run_says_how_few_rows_decide(tmp_path, shared, caplog, validation, evaluation, rows):
+    """The rows that an evaluation reads, of those that are usable."""
+    sections = dpo(shared, shared / "models/stories260K", data={"validation": {"rows": validation}, "max_rows": 60})
+    sections["data"] |= {"overlong": "truncate"}
+    sections["training"] |= {"max_steps": 1, "batch_size": 4}
+    sections |= {"evaluation": evaluation, "checkpoint": {"best_metric": "eval_rewards/accuracies"}}
+    run(tmp_path, **sections)
+    found = re.search(r"eval_rewards/accuracies decides best/ with (\d+) rows", caplog.text)
+    usable = int(re.search(rf"validation: (\d+) of {validation} held-out rows", caplog.text)[1])
+    evaluated = min(usable, 8) if evaluation else usable
+    assert (int(found[1]) if found else None) == (evaluated if evaluated < 20 else None)
+    assert (usable >= 20) == (validation == 25)
 
 
 def test_lora_on_a_lora_folder_keeps_the_first_adapter(tmp_path, shared):

@@ -15,7 +15,7 @@ from posttrain.config.schema.base import EVAL_METRIC
 from posttrain.console import PlainConsole
 from posttrain.errors import ConfigError
 from posttrain.imports import quick_imports
-from posttrain.reports.headline import OF_METHOD, lower_is_better
+from posttrain.reports.headline import OF_METHOD
 from posttrain.terminal import say
 from posttrain.words import counted
 
@@ -81,7 +81,10 @@ def sweep(
 
     rule = stopping or ("none" if "seed" in space.swept else "median")
     trials = [Trial(name, one) for name, one in zip(names_of(settings), settings, strict=True)]
-    planned_sweep = Sweep(root, metric, lower_is_better(metric), rule, trials)
+    lower = first.lower_is_better(metric)
+    if lower is None:
+        raise UsageError(f"--metric {metric}: set checkpoint.best_direction=higher or lower, which is not known for it")
+    planned_sweep = Sweep(root, metric, lower, rule, trials)
     if dry_run:
         if resume and (root / NAME).is_file():
             planned_sweep = joined(read_sweep(root), planned_sweep, settings)

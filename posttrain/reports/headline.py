@@ -15,10 +15,6 @@ OF_METHOD = {
 LABELS = {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}
 
 
-def lower_is_better(metric: str) -> bool:
-    return metric.endswith("loss")
-
-
 def headlines(method: str, metrics: Mapping[str, Any]) -> dict[str, float]:
     """The method's main metrics and the loss, from the validation if available, by display name."""
     found: dict[str, float] = {}

@@ -131,5 +131,6 @@ def joined(old: Sweep, new: Sweep, settings: Sequence[Settings]) -> Sweep:
     known = [trial.settings for trial in old.trials]
     added = [one for one in settings if one not in known]
     names = names_of(added, [trial.name for trial in old.trials])
+    new.lower_is_better = old.lower_is_better
     new.trials = [*old.trials, *(Trial(name, one) for name, one in zip(names, added, strict=True))]
     return new

@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import Protocol
 
 from posttrain.config import RunConfig
+from posttrain.config.schema.metrics import SHARES, is_one_of
+from posttrain.distributions import t_quantile
 from posttrain.errors import RunError
-from posttrain.reports.headline import lower_is_better
+from posttrain.evaluation.statistics import wilson
 from posttrain.store.run import Run
 from posttrain.training.state import State
+from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
+
+
+FEW = 20  # rows of an evaluation, below which a warning is logged
 
 
 class Watch(Protocol):
@@ -25,13 +31,43 @@ class Watch(Protocol):
     def look(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
-class Best:
-    """Saves `best/` when checkpoint.best_metric improves, and decides on early stopping."""
+def prefix_of(config: RunConfig, metric: str) -> str:
+    """The beginning of the names of the metrics of this one's validation set: `eval_`, or `eval_{set}_`."""
+    sets = sorted((entry.name for entry in config.evaluation.datasets), key=len, reverse=True)
+    return next((f"eval_{name}_" for name in sets if metric.startswith(f"eval_{name}_")), "eval_")
 
-    def __init__(self, config: RunConfig, run: Run, save: Callable[[Path, int], None], watch: Watch | None = None):
+
+class Best:
+    """Saves `best/` when checkpoint.best_metric improves, and decides on early stopping.
+
+    `rows` are those that an evaluation measures the metric on; the evaluation decides little with few.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: Run,
+        save: Callable[[Path, int], None],
+        watch: Watch | None = None,
+        rows: int | None = None,
+    ):
         self._watch = watch
         self._metric, self._patience = config.best_metric, config.checkpoint.early_stopping_patience
-        self._run, self._save = run, save
+        self._run, self._save, self._rows = run, save, rows
+        if self._metric is None:
+            return
+        self._lower, self._ties = bool(config.lower_is_better(self._metric)), config.behavior_version >= 2
+        self._loss = f"{prefix_of(config, self._metric)}loss"
+        ties = ", with equal ones the lower loss" if self._ties and self._metric != self._loss else ""
+        log.info("best/ has the model with the %s %s%s", "lowest" if self._lower else "highest", self._metric, ties)
+        if rows is not None and rows < FEW:
+            what = "best/" if self._patience is None else "best/ and early stopping"
+            low, high = wilson(0.5, rows)
+            log.warning(
+                "%s decides %s with %s, fewer than %d: a share of 0.5 of so few has a 95 %% interval of %.2f to %.2f. "
+                "Hold out more (data.validation)",
+                self._metric, what, counted(rows, "row"), FEW, low, high,
+            )  # fmt: skip
 
     def look(self, metrics: Mapping[str, float], state: State) -> None:
         """Process an evaluation's metrics. Raises RunError if best_metric is not among them."""
@@ -42,14 +78,33 @@ class Best:
             raise RunError(
                 f"checkpoint.best_metric is {name}, but the evaluation measures only {', '.join(sorted(metrics))}"
             )
-        value, best = metrics[name], state.best
+        value, best, loss = metrics[name], state.best, metrics.get(self._loss)
+        state.evaluations_since_best += 1
         if not math.isfinite(value):
             log.warning("step %d: %s is not finite, so it is not the best", state.step, name)
-        elif best is None or (value < best if lower_is_better(name) else value > best):
-            state.best, state.evaluations_since_best = value, 0
-            self._save(self._run.best, state.step)
             return
-        state.evaluations_since_best += 1
+        better = best is None or (value < best if self._lower else value > best)
+        closer = self._ties and loss is not None and state.best_loss is not None and loss < state.best_loss
+        if better:
+            state.evaluations_since_best = 0
+            log.info("step %d: the best %s so far: %.4g%s", state.step, name, value, self._interval(metrics))
+        if better or (value == best and closer):
+            state.best, state.best_loss = value, loss
+            self._save(self._run.best, state.step)
+
+    def _interval(self, metrics: Mapping[str, float]) -> str:
+        """The 95 % interval of the metric, where the evaluation's numbers tell it."""
+        name, rows = str(self._metric), self._rows
+        value, low, high = metrics[name], metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
+        if low is None and rows and 0 <= value <= 1 and is_one_of(SHARES, name):
+            low, high = wilson(value, rows)
+        elif low is None and rows and rows > 1 and f"{name}_std" in metrics:
+            half = t_quantile(0.95, rows - 1) * metrics[f"{name}_std"] / math.sqrt(rows)
+            low, high = value - half, value + half
+        if low is None or high is None:
+            return ""
+        of = f" of {counted(rows, 'row')}" if rows else ""
+        return f" (95 % interval {low:.3g} to {high:.3g}{of})"
 
     def is_overdue(self, state: State) -> bool:
         """Whether the last `early_stopping_patience` evaluations brought no improvement, or the watcher ends the

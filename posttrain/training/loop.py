@@ -32,7 +32,7 @@ from posttrain.progress import progress
 from posttrain.reports.checks import STEPS
 from posttrain.reports.progress import TrainingProgress
 from posttrain.scoring import ValueScorer
-from posttrain.training.best import Best
+from posttrain.training.best import Best, prefix_of
 from posttrain.training.checks import Finding, MovedWeights
 from posttrain.training.evaluation import CompletionEvaluation
 from posttrain.training.interruption import Interruption
@@ -88,13 +88,13 @@ class Loop:
         self._moved: MovedWeights | None = None
         self.saver = Saver(job, policy, optimizer, data, self.total)
         self.interruption = Interruption(self._stop, self.saver)
-        self._best = Best(job.config, job.run, self.saver.save_model, job.watch)
         routed = policy.model if isinstance(policy, ValueScorer) else policy
         self._router_load = RouterLoad(routed)
         asked = job.config.method.router_aux_loss_coef is not None
         self._router_loss = RouterLoss(routed, job.router_aux_loss_coef, asked)
         self._completions = CompletionEvaluation(job, policy, data, self.saver)
         self._suites = SuiteEvaluation(job, policy)
+        self._best = Best(job.config, job.run, self.saver.save_model, job.watch, self._rows_of_best())
         if job.checkpoint is not None:
             self.state, total = self.saver.restore(job.checkpoint)
             log.info("resumed from %s at step %d of %d", job.checkpoint.name, self.state.step, self.total)
@@ -253,6 +253,20 @@ class Loop:
         return metrics
 
     # Evaluation
+
+    def _rows_of_best(self) -> int | None:
+        """How many rows or items an evaluation measures checkpoint.best_metric on; None if there is none."""
+        config = self.job.config
+        metric = config.best_metric
+        if metric is None or not config.evaluates:
+            return None
+        for name, count in self._suites.sizes.items():
+            if metric in (f"eval_{name}", f"eval_{name}_low", f"eval_{name}_high"):
+                return count
+        name = prefix_of(config, metric)[len("eval_") : -1] or "validation"
+        sets = [sets[name] for sets in (self.data.validation, self.data.prompts) if name in sets]
+        rows = [one.rows[evaluated_rows(config, 0, name, len(one))] for one in sets]
+        return min((len(np.unique(one)) for one in rows), default=None)
 
     @property
     def evaluation_due(self) -> bool:

@@ -167,10 +167,14 @@ class Saver:
         state = saved.loop
         with self._job.ranks.ahead():
             self._job.run.rewind(state.step, state.evaluated)
-        metric = load(checkpoint / "config.yaml").config.best_metric
+        before, now = load(checkpoint / "config.yaml").config, self._job.config
         future = state.best is not None and not self._job.run.best.exists()
-        if future or metric != self._job.config.best_metric:
-            state.best, state.evaluations_since_best = None, 0  # of another metric, or of discarded steps
+        other = before.best_metric != now.best_metric or (
+            now.best_metric is not None
+            and before.lower_is_better(now.best_metric) != now.lower_is_better(now.best_metric)
+        )
+        if future or other:  # of another metric or direction, or of discarded steps
+            state.best, state.best_loss, state.evaluations_since_best = None, None, 0
         self._newest = state.step
         return state, saved.total
 

@@ -25,6 +25,7 @@ class State:
     skipped_in_a_row: int = 0
     evaluated: bool = False  # at this step
     best: float | None = None
+    best_loss: float | None = None  # of the same evaluation and validation set, if it has one
     evaluations_since_best: int = 0
     seconds: float = 0.0  # of steps and evaluations
     save_seconds: float = 0.0  # of checkpoints

@@ -51,6 +51,11 @@ class SuiteEvaluation:
         self._resources = ExitStack()
         self._made: tuple[Engine, dict[str, tuple[Answers, Judge]]] | None = None
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of items of each suite."""
+        return {one.suite.name: len(one.items) for one in self._chosen}
+
     def __bool__(self) -> bool:
         return bool(self._chosen)
 

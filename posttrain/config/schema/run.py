@@ -1,5 +1,7 @@
 """Every setting of a run with its default and description, defined here only. Imports no torch."""
 
+import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -15,6 +17,7 @@ from posttrain.config.schema.base import (
 from posttrain.config.schema.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
 from posttrain.config.schema.evaluation import SAMPLING, EvaluationConfig
 from posttrain.config.schema.methods import Method
+from posttrain.config.schema.metrics import lower_is_better
 from posttrain.config.schema.model import LORA_DROPOUT, ModelConfig
 from posttrain.config.schema.rewards import Reward, check_rewards
 from posttrain.config.schema.rollout import RolloutConfig
@@ -126,6 +129,21 @@ class RunConfig(Settings):
             return self.checkpoint.best_metric
         judged = self.method.type == "reward" and self.data.validation is not None and self.evaluates
         return "eval_accuracy" if judged else None
+
+    def lower_is_better(self, metric: str) -> bool | None:
+        """Whether an evaluation's metric gets better as it falls; None if it is not known.
+
+        Runs of version 1 went by the name's last letters.
+        """
+        found, given = lower_is_better(metric), self.checkpoint.best_direction
+        if given != "auto" and (found is None or metric == self.best_metric):
+            return given == "lower"
+        if self.behavior_version < 2:
+            return metric.endswith("loss")
+        suites = "|".join(re.escape(Path(entry.suite).stem) for entry in self.evaluation.suites)
+        if suites and (found is None or re.fullmatch(rf"eval_({suites})(_low|_high)?", metric)):
+            return False  # scores
+        return found
 
     @property
     def completion_length(self) -> int:
@@ -246,6 +264,13 @@ class RunConfig(Settings):
             "needs an evaluation: set data.validation, e.g. {ratio: 0.05}, or evaluation.suites, and "
             "evaluation.eval_steps above 0; "
             "or set it to null",
+        )
+        best = self.best_metric
+        problems.check(
+            best is None or self.lower_is_better(best) is not None,
+            "checkpoint.best_metric",
+            f"is {best}, which is not a metric of posttrain: set checkpoint.best_direction to higher or lower, or "
+            "write one that is, e.g. eval_loss",
         )
         problems.check(
             checkpoint.early_stopping_patience is None or self.best_metric is not None,

@@ -77,6 +77,9 @@ class CheckpointConfig(Settings):
         default="auto",
         description="Metric for best/, e.g. eval_loss; auto: eval_accuracy for reward models; null: none.",
     )
+    best_direction: Literal["auto", "higher", "lower"] = Field(
+        default="auto", description="Direction in which best_metric gets better; auto: known for posttrain's metrics."
+    )
     early_stopping_patience: Positive | None = Field(
         default=None,
         description="Number of evaluations without a better best_metric before stopping; null: no stopping.",
