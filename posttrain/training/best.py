@@ -59,7 +59,9 @@ class Best:
         self._lower, self._ties = bool(config.lower_is_better(self._metric)), config.behavior_version >= 2
         self._loss = f"{prefix_of(config, self._metric)}loss"
         ties = ", with equal ones the lower loss" if self._ties and self._metric != self._loss else ""
-        log.info("best/ has the model with the %s %s%s", "lowest" if self._lower else "highest", self._metric, ties)
+        given = "" if config.checkpoint.best_direction == "auto" else " (checkpoint.best_direction)"
+        extreme = "lowest" if self._lower else "highest"
+        log.info("best/ has the model with the %s %s%s%s", extreme, self._metric, given, ties)
         if rows is not None and rows < FEW:
             what = "best/" if self._patience is None else "best/ and early stopping"
             low, high = wilson(0.5, rows)
