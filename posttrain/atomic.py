@@ -20,7 +20,7 @@ LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
 
 def put_file(path: Path, data: str | bytes) -> None:
     """Write `data` (a string as UTF-8) to `path`, replacing it atomically. On any exception the old file stays."""
-    temporary = _beside(path, "tmp")
+    temporary = beside(path, "tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -39,7 +39,7 @@ def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True
     An existing `target` is replaced; without `replace` it stays, as when another process was faster. On an
     exception before that it stays, too, and the temporary folder is removed.
     """
-    temporary = _beside(target, "tmp")
+    temporary = beside(target, "tmp")
     try:
         temporary.mkdir(parents=True)
         write(temporary)
@@ -47,7 +47,7 @@ def put_folder(target: Path, write: Callable[[Path], None], replace: bool = True
         if not replace:
             _rename_unless_there(temporary, target)
         elif target.exists():
-            old = _beside(target, "old")
+            old = beside(target, "old")
             os.rename(target, old)
             try:
                 os.rename(temporary, target)
@@ -74,14 +74,53 @@ def _rename_unless_there(temporary: Path, target: Path) -> None:
 
 def take_away(folder: Path) -> None:
     """Delete a folder so that a crash never leaves it in place with some of its files missing."""
-    temporary = _beside(folder, "tmp")
+    temporary = beside(folder, "tmp")
     os.rename(folder, temporary)
     shutil.rmtree(temporary)
 
 
-def _beside(path: Path, kind: str) -> Path:
+def beside(path: Path, kind: str) -> Path:
     """A sibling of a name that no other process or thread uses."""
     return path.with_name(f"{path.name}.{kind}-{os.getpid()}{secrets.randbelow(10**6):06}")
+
+
+def leftovers(folder: Path, name: str | None = None, ended: bool = True) -> list[Path]:
+    """The leftovers of crashes directly in `folder`, of all targets or of that `name`; with `ended`, those only whose
+    process has ended, as far as this machine knows."""
+    found = [(path, LEFTOVER.fullmatch(path.name)) for path in sorted(folder.iterdir())]
+    return [
+        path
+        for path, leftover in found
+        if leftover and (name is None or leftover["name"] == name) and not (ended and _is_written(path.name))
+    ]
+
+
+def _is_written(name: str) -> bool:
+    """Whether the process whose id a leftover's name has is alive."""
+    pid = name.rpartition("-")[2][:-6]  # the last digits are random
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except OSError:  # of another user; Windows has no such signal
+        return True
+    return True
+
+
+def settle(folder: Path, name: str | None = None, ended: bool = True) -> list[str]:
+    """Finish or undo what crashes left in `folder` (see `leftovers`); returns the names, removed or put back."""
+    handled = []
+    for path in leftovers(folder, name, ended):
+        leftover = LEFTOVER.fullmatch(path.name)
+        target = path.with_name(leftover["name"] if leftover else path.name)
+        if leftover and leftover["kind"] == "old" and not os.path.lexists(target):
+            os.rename(path, target)
+        elif path.is_dir() and not path.is_symlink():
+            take_away(path)
+        else:
+            path.unlink()
+        handled.append(path.name)
+    return handled
 
 
 def sync_tree(folder: Path) -> None:

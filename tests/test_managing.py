@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import re
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from test_cli_runs import CONFIG, make
 from posttrain.cli import main
 from posttrain.config import RunConfig, dump, preset_names
 from posttrain.config.reading.load import find, load
+from posttrain.data.readers import Record
+from posttrain.data.saved import save
 from posttrain.errors import RunError
 from posttrain.managing.columns import Column, cell_width, table_lines
 from posttrain.managing.places import checked_name
@@ -555,3 +559,134 @@ def test_a_renamed_restored_and_unpacked_run_is_resumed(runs, shared, here):
     losses = [json.loads(line)["loss"] for line in lines]
     print(losses)
     assert losses[0] == losses[1]
+
+
+# Commands that are killed
+
+
+def killed(step: int, *words: str) -> bool:
+    """Run a command in a fork that ends at its call number `step` of those that change folders; whether it did."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 99
+    left = step
+    for module, name in (
+        (os, "rename"),
+        (os, "replace"),
+        (os, "mkdir"),
+        (os, "unlink"),
+        (os, "rmdir"),
+        (Path, "write_bytes"),
+    ):
+        original = getattr(module, name)
+
+        def dying(*given, _original=original, **options):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os._exit(99)
+            return _original(*given, **options)
+
+        setattr(module, name, dying)
+    try:
+        main(["runs", *words])
+    finally:
+        os._exit(0)
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Every path below a folder with its bytes, without locks."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+        if path.name != lock.LOCK
+    }
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("restore", "kept", "--replace", "-y"),
+        ("restore", "kept", "--to", "other"),
+        ("rename", "toy", "other"),
+        ("rm", "-y", "--force", "toy"),
+        ("snapshot", "toy", "--name", "second"),
+        ("export", "toy", "-o", "toy.tar"),
+    ],
+    ids=" ".join,
+)
+def test_what_a_killed_command_leaves_is_finished_or_undone_by_the_next(here, runs, words):
+    """Wherever it is killed: then the runs are those of before or of after, with nothing beside them."""
+
+    def prepared() -> Path:
+        shutil.rmtree("runs", ignore_errors=True)
+        for path in Path().glob("toy.tar*"):
+            path.unlink()
+        make(Path("runs/toy"))
+        make(Path("runs/user"), config=settings("runs/toy/final"))
+        runs("snapshot", "toy", "--name", "kept", "--note", "n")
+        (Path("runs/toy/extra.txt")).write_text("since then")
+        return Path("runs")
+
+    before = tree(prepared())
+    step = 0
+    while killed(step, *words):
+        runs("list")
+        found = tree(Path("runs"))
+        names = {path.name for path in Path("runs").iterdir()} | {
+            path.name for path in Path("runs/.snapshots").iterdir()
+        }
+        assert not any(re.search(r"\\.(?:tmp|old)-", name) for name in names), (step, names)
+        assert not list(Path("runs").rglob("renaming.json"))
+        if words[0] == "rename":
+            new, old = Path("runs/other"), Path("runs/toy")
+            assert new.exists() != old.exists()
+            config = yaml.safe_load(Path("runs/user/config.yaml").read_text())
+            assert config["models"][0]["path"] == f"runs/{'other' if new.exists() else 'toy'}/final", step
+        elif words[0] in ("snapshot", "export"):
+            assert found.items() >= before.items()
+        elif words[0] == "rm":
+            assert (
+                not Path("runs/toy").exists()
+                or tree(Path("runs/toy")).items()
+                >= {name.removeprefix("toy/"): data for name, data in before.items() if name.startswith("toy/")}.items()
+            )
+        else:
+            place = Path("runs") / (words[3] if "--to" in words else "toy")
+            assert "--to" in words or place.is_dir()
+            assert not place.exists() or (place / "run.json").is_file()
+        runs("export", "user", "-o", "toy.tar", "--overwrite")
+        assert [path.name for path in Path().glob("toy.tar*")] == ["toy.tar"]
+        step += 1
+        before = tree(prepared())
+    print(f"{' '.join(words)}: killed at {step} places")
+    assert step > 2
+
+
+def test_free_lists_what_interrupted_commands_left_and_spares_what_is_being_written(here, runs):
+    make(Path("runs/toy"))
+    for name in ("toy.tmp-4194304123456", "toy.old-4194304123456", ".snapshots/s.tmp-4194304123456"):
+        Path("runs", name).mkdir(parents=True)
+    alive = Path(f"runs/new.tmp-{os.getpid()}123456")
+    alive.mkdir()
+    Path("toy.tar.gz.tmp-4194304123456").write_bytes(b"x" * 2000)
+    Path("mine.tmp-4194304123456").mkdir()
+    shown = runs("free", "--keep-last", "9", answer="n\n")
+    assert shown.count("left by an interrupted command") == 4 and "new.tmp" not in shown and "mine" not in shown
+    assert "freed" in runs("free", "--keep-last", "9", "-y")
+    assert sorted(path.name for path in Path("runs").iterdir()) == [".snapshots", alive.name, "toy"]
+    assert [path.name for path in Path().glob("*.tmp-*")] == ["mine.tmp-4194304123456"]
+    shutil.rmtree("runs/toy")
+    Path("runs/toy.old-4194304123456").mkdir()
+    Path("runs/toy.old-4194304123456/run.json").write_text("{}")
+    with pytest.raises(RunError, match="run"), Run.create(Path("runs/toy"), CONFIG, {}):
+        pass  # the run that was moved aside is put back, not written over
+    assert Path("runs/toy/run.json").read_text() == "{}"
+
+
+def test_what_a_killed_data_save_left_goes_with_the_next_to_the_same_folder(here):
+    for name in ("set.tmp-4194304123456", f"set.tmp-{os.getpid()}123456", "other.tmp-4194304123456"):
+        Path(name).mkdir()
+    save(Path("set"), [("train", [Record(0, "rows.jsonl", 1, {"text": "a"})], None)], {})
+    assert not Path("set.tmp-4194304123456").exists()
+    assert len(list(Path().glob("*.tmp-*"))) == 2 and Path("set").is_dir()

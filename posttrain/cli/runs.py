@@ -13,7 +13,7 @@ import typer
 
 from posttrain.cli import runs_disk
 from posttrain.cli.errors import UsageError
-from posttrain.cli.runs_disk import RUNS, Force, Name, OutputDir
+from posttrain.cli.runs_disk import RUNS, Force, Name, OutputDir, settled
 from posttrain.errors import RunError
 from posttrain.managing.columns import Column, table_lines
 from posttrain.managing.places import named, short
@@ -65,7 +65,7 @@ def interactive(context: typer.Context, output_dir: OutputDir = RUNS) -> None:
         return
     from posttrain.managing.screen import RunsApp
 
-    RunsApp(output_dir.expanduser()).run()
+    RunsApp(settled(output_dir)).run()
 
 
 @app.command("list")
@@ -84,7 +84,7 @@ def list_(
         posttrain runs list state=failed 'age>30d'
         posttrain runs list method=grpo --sort result --reverse
     """
-    place = output_dir.expanduser()
+    place = settled(output_dir)
     rows = rows_below(place)
     shown = ordered(filtered(rows, filters or []), sort, reverse)
     if as_json:
@@ -189,7 +189,7 @@ def rename(run: Name, name: NewName, force: Force = False, output_dir: OutputDir
     """Give a run another name. Settings of other runs that name its path are mended."""
     from posttrain.managing.renaming import rename as rename_run
 
-    target = named(run, output_dir.expanduser(), whole=True)
+    target = named(run, settled(output_dir, run), whole=True)
     done = rename_run(target, name, [output_dir.expanduser()], force)
     say(f"{target} is now {done.folder}")
     for path in done.mended:

@@ -40,6 +40,16 @@ NoCheckpoints = Annotated[bool, typer.Option("--no-checkpoints", help="Leave out
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing archive.")]
 
 
+def settled(output_dir: Path, *runs: str) -> Path:
+    """The folder of runs, after what interrupted commands left in it, or beside `runs`, is finished or undone."""
+    from posttrain.managing.removing import settle_runs
+
+    root = output_dir.expanduser()
+    for line in settle_runs(root, [place for run in runs if (place := Path(run).expanduser()).parent.is_dir()]):
+        say(line, error=True)
+    return root
+
+
 def rm(runs: Names, yes: Yes = False, force: Force = False, output_dir: OutputDir = RUNS) -> None:
     """Delete runs with their checkpoints and models, for good. Asks first, unless --yes.
 
@@ -51,7 +61,7 @@ def rm(runs: Names, yes: Yes = False, force: Force = False, output_dir: OutputDi
     from posttrain.managing.removing import delete
     from posttrain.managing.snapshots import drop
 
-    root = output_dir.expanduser()
+    root = settled(output_dir, *runs)
     found = [_snapshot(run, root) or named(run, root, whole=True) for run in runs]
     if not force:  # all of them together, and before the first deletion: one may need another
         refuse_needed(found, [root], f"{', '.join(map(str, found))}: not deleted")
@@ -83,7 +93,7 @@ def prune(
     from posttrain.managing.needs import described as needed_by
     from posttrain.managing.removing import Rule, plan_prune, spare_needed
 
-    root, rule = output_dir.expanduser(), Rule(keep_last, keep_best)
+    root, rule = settled(output_dir, *runs), Rule(keep_last, keep_best)
     plans = [plan_prune(run, rule) for run in [named(run, root) for run in runs]]
     if not force:
         spare_needed(plans, [root])
@@ -110,14 +120,14 @@ def free(
         posttrain runs free --keep-last 1 --keep-best --older-than 30d
         posttrain runs free state=failed --keep-last 0
     """
-    from posttrain.managing.removing import Rule, plan_prune, spare_needed
+    from posttrain.managing.removing import Rule, left_over, plan_prune, spare_needed
     from posttrain.managing.rows import filtered, rows_below, seconds_of
 
     root, rule = output_dir.expanduser(), Rule(keep_last, keep_best)
     terms = [*(filters or []), *([f"age>{older_than}"] if older_than is not None else [])]
     if older_than is not None:
         seconds_of(older_than)
-    plans: list[Plan] = []
+    plans: list[Plan] = [] if terms else left_over(root)
     for row in filtered(rows_below(root), terms):
         if row.state == "running":
             say(f"in progress: {row.folder}", error=True)
@@ -169,7 +179,7 @@ def snapshot(run: Name, name: SnapshotName = "", note: Note = "", output_dir: Ou
     """
     from posttrain.managing.snapshots import take
 
-    folder = take(named(run, output_dir.expanduser(), whole=True), name, note)
+    folder = take(named(run, settled(output_dir, run), whole=True), name, note)
     say(f"{short(folder)}: restore it with posttrain runs restore {folder.name}")
 
 
@@ -180,7 +190,7 @@ def snapshots(output_dir: OutputDir = RUNS) -> None:
     from posttrain.managing.columns import Column, table_lines
     from posttrain.managing.snapshots import read_snapshot, snapshots_of
 
-    found = [read_snapshot(path) for path in snapshots_of(output_dir.expanduser())]
+    found = [read_snapshot(path) for path in snapshots_of(settled(output_dir))]
     if not found:
         say(f"there are no snapshots in {output_dir}")
         return
@@ -202,7 +212,7 @@ def restore(
     from posttrain.managing.snapshots import read_snapshot
     from posttrain.managing.snapshots import restore as restore_run
 
-    root = output_dir.expanduser()
+    root = settled(output_dir, snapshot)
     folder = _snapshot(snapshot, root)
     if folder is None:
         raise RunError(f"there is no snapshot {snapshot} in {output_dir}: posttrain runs snapshots lists them")
@@ -228,7 +238,7 @@ def export(
     """
     from posttrain.managing.archive import pack_run
 
-    target = named(run, output_dir.expanduser(), whole=True)
+    target = named(run, settled(output_dir, run), whole=True)
     path = output or Path(f"{target.resolve().name}.tar.gz")
     done = pack_run(target, path.expanduser(), not no_checkpoints, overwrite)
     packed = in_units(done.path.stat().st_size)

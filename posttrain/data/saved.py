@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.atomic import put_folder
+from posttrain.atomic import put_folder, settle
 from posttrain.data.readers import Record
 from posttrain.errors import DataError
 from posttrain.progress import progress
@@ -58,6 +58,8 @@ def save(
             raise DataError(f"{folder} already exists: choose another folder, or remove it first")
 
     try:
+        if folder.absolute().parent.is_dir():
+            settle(folder.absolute().parent, folder.name)  # of a command that was killed
         put_folder(folder.absolute(), write)
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error.strerror or error}") from error

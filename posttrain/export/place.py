@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from posttrain.atomic import put_folder
+from posttrain.atomic import put_folder, settle
 from posttrain.errors import RunError
 from posttrain.reports.listing import in_units
 from posttrain.store.atomic import cannot_write
@@ -38,6 +38,7 @@ def put(target: Path, write: Callable[[Path], None], overwrite: bool, mark: str)
     """Make the folder from what `write` writes to a temporary one. Raises RunError if the disk refuses."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        settle(target.parent, target.name)  # of an export that was killed
         put_folder(target, write, replace=overwrite)
     except (OSError, SafetensorError) as error:
         raise cannot_write(target, error, NO_ROOM) from error

@@ -7,6 +7,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain.atomic import beside, settle
 from posttrain.errors import RunError
 from posttrain.managing.needs import BASE
 from posttrain.managing.places import folders_of, held, is_garbage
@@ -41,12 +42,13 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
         raise RunError(f"{path} exists: replace it with --overwrite, or give another file with --output")
     if path.resolve().is_relative_to(target.resolve()):
         raise RunError(f"{path} lies in the run itself: give another place with --output")
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    temporary = beside(path, "tmp")
     done = Archived(path)
     options = {"compresslevel": LEVEL} if kind == "w:gz" else {}
     with held(runs):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            settle(path.parent, path.name)  # of an export that was killed
             with open(temporary, "wb") as file:
                 with tarfile.open(fileobj=file, mode=kind, **options) as archive:  # pyright: ignore[reportArgumentType, reportCallIssue]
                     _add(archive, target, target.resolve().name, target.resolve(), checkpoints, done)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from posttrain.atomic import leftovers, settle
 from posttrain.errors import RunError
 from posttrain.managing.needs import Need, needed, refuse_needed, within
-from posttrain.managing.places import folders_of, held, is_garbage
+from posttrain.managing.places import folders_of, held, is_garbage, is_group
+from posttrain.managing.renaming import finish_renaming
 from posttrain.reports.listing import size_of
 from posttrain.store.atomic import remove_folder
 from posttrain.store.checkpoint import list_checkpoints, saved_step, verify
-from posttrain.store.runs import remove_run, root_of
+from posttrain.store.runs import RUN_FILE, SNAPSHOTS, remove_run, root_of
 
 ASIDE = ".set-aside"
+ARCHIVE = re.compile(r"\.(?:tar|tar\.gz|tgz)\.tmp-\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,48 @@ def delete(target: Path, beside: Iterable[Path] = (), force: bool = False) -> No
         return
     with held(runs):
         remove_folder(target)
+
+
+def settle_runs(root: Path, places: Iterable[Path] = ()) -> list[str]:
+    """Finish or undo what interrupted commands left beside the runs in a folder, or beside `places`: a line each.
+
+    What a living process writes stays, and so does what cannot be changed.
+    """
+    done = []
+    for folder in _homes(root, places):
+        with suppress(OSError):
+            done += [f"{folder / name}: left by an interrupted command, settled" for name in settle(folder)]
+            if folder.name == SNAPSHOTS and not any(folder.iterdir()):
+                folder.rmdir()
+            for run in folder.iterdir():
+                with suppress(RunError):
+                    if finish_renaming(run):
+                        done.append(f"{run}: an interrupted renaming is finished")
+    return done
+
+
+def left_over(root: Path) -> list[Plan]:
+    """What interrupted commands left to delete beside the runs in a folder, and archives of runs in the current one."""
+    plans = []
+    for folder in dict.fromkeys([*_homes(root), Path()]):
+        found = leftovers(folder) if folder.is_dir() else []
+        own = folder != Path() or folder.resolve() == root.resolve()
+        for path in found:
+            if is_garbage(path) and (own or ARCHIVE.search(path.name)):
+                plans.append(Plan(path, [Item(path, _size(path), "left by an interrupted command")]))
+    return plans
+
+
+def _homes(root: Path, places: Iterable[Path] = ()) -> list[Path]:
+    """The folders that have runs directly in them: down to the stages of whole runs, and those of snapshots."""
+    found = [root, *(place.parent for place in places)]
+    for folder in found[:]:
+        with suppress(OSError):
+            below = [one for one in folder.iterdir() if one.is_dir() and not one.is_symlink()]
+            groups = [one for one in below if is_group(one)]
+            found += [folder / SNAPSHOTS, *groups]
+            found += [one for group in groups for one in group.iterdir() if one.is_dir() and not one.is_symlink()]
+    return [one for one in dict.fromkeys(found) if one.is_dir() and not (one / RUN_FILE).is_file()]
 
 
 def plan_prune(run: Path, rule: Rule) -> Plan:
@@ -142,7 +189,7 @@ def _kept(run: Path, checkpoints: Sequence[Path], rule: Rule) -> tuple[set[Path]
 def prune(plan: Plan) -> int:
     """Delete what a plan lists; returns the bytes. Raises RunError, and deletes nothing, if the run is in progress."""
     freed = 0
-    with held([plan.run]):
+    with held([plan.run] if (plan.run / RUN_FILE).is_file() else []):
         for item in plan.items:
             if not os.path.lexists(item.path):
                 continue

@@ -16,6 +16,8 @@ from posttrain.store.atomic import write_file
 from posttrain.store.files import load_json, save_json
 from posttrain.store.runs import find_runs, root_of
 
+JOURNAL = "renaming.json"  # in a folder while it gets another name: what is to be mended
+
 
 @dataclass(slots=True)
 class Renamed:
@@ -54,16 +56,45 @@ def rename(target: Path, name: str, beside: Iterable[Path] = (), force: bool = F
         )
     others = [run for run in dict.fromkeys(need.run for need in needs) if not _is_copy(run)]
     with held([*runs, *(run for other in others for run in _runs_in(other))]):
+        within = [os.path.relpath(run.resolve(), old) for run in runs]
+        save_json(old / JOURNAL, {"old": str(old), "new": str(new), "runs": within, "others": [*map(str, others)]})
         try:
             os.rename(old, new)
         except OSError as error:
+            (old / JOURNAL).unlink()
             raise RunError(f"cannot rename {target}: {error.strerror}") from error
         done = Renamed(target.with_name(name))
-        own = [done.folder, *(done.folder / run.resolve().relative_to(old) for run in runs if run.resolve() != old)]
-        for folder in [*own, *others]:
-            _mend(folder, old, new, folder in own, done)
+        _mend_all(old, new, [done.folder / run for run in within], others, done)
     done.left += [f"{short(need.run)}: {need.what}" for need in sealed]
     return done
+
+
+def finish_renaming(folder: Path) -> bool:
+    """Mend the settings after a renaming that was killed, or forget it if nothing had changed; whether there was one.
+
+    Raises RunError if a process runs in one of the runs, or the record is damaged.
+    """
+    if not (folder / JOURNAL).is_file():
+        return False
+    facts, here = load_json(folder / JOURNAL), folder.resolve()
+    kinds = {"old": str, "new": str, "runs": list, "others": list}
+    if not isinstance(facts, dict) or not all(isinstance(facts.get(name), kind) for name, kind in kinds.items()):
+        raise RunError(f"{folder / JOURNAL} is damaged: remove it")
+    old, new = Path(facts["old"]), Path(facts["new"])
+    if here.parent != old.parent or new != here or os.path.lexists(old):
+        (folder / JOURNAL).unlink()
+        return True
+    runs = [folder / str(run) for run in facts["runs"] if ".." not in Path(str(run)).parts]
+    others = [Path(str(run)) for run in facts["others"] if Path(str(run)).resolve().is_relative_to(here.parent)]
+    with held([run for one in [folder, *others] for run in _runs_in(one)]):
+        _mend_all(old, new, runs, others, Renamed(folder))
+    return True
+
+
+def _mend_all(old: Path, new: Path, own: list[Path], others: list[Path], done: Renamed) -> None:
+    for folder in dict.fromkeys([done.folder, *own, *others]):
+        _mend(folder, old, new, folder == done.folder or folder in own, done)
+    (done.folder / JOURNAL).unlink()
 
 
 def _is_copy(folder: Path) -> bool:

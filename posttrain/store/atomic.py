@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from posttrain.atomic import LEFTOVER, put_file, put_folder, take_away
+from posttrain.atomic import put_file, put_folder, settle, take_away
 from posttrain.errors import RunError
 from posttrain.system import BINARY
 
@@ -55,20 +55,10 @@ def recover(folder: Path) -> list[str]:
 
     Call it only while no other process writes in `folder` (a `Run` holds its lock).
     """
-    handled = []
-    for path in sorted(folder.iterdir()):
-        leftover = LEFTOVER.fullmatch(path.name)
-        if leftover is None:
-            continue
-        target = path.with_name(leftover["name"])
-        if leftover["kind"] == "old" and not target.exists():
-            os.rename(path, target)
-        elif path.is_dir() and not path.is_symlink():
-            remove_folder(path)
-        else:
-            path.unlink()
-        handled.append(path.name)
-    return handled
+    try:
+        return settle(folder, ended=False)
+    except OSError as error:
+        raise RunError(f"cannot delete {folder}: {_reason(error)}") from error
 
 
 GO_ON = (

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
+from posttrain.atomic import settle
 from posttrain.errors import PosttrainError, RunError, Stopped, message_of, reason_of
 from posttrain.signals import deferring
 from posttrain.store import checkpoint
@@ -64,6 +65,8 @@ class Run:
             raise RunError(f"{folder} is a file: give the run another name or output_dir")
         refuse_occupied(folder, overwrite)
         try:
+            if folder.parent.is_dir() and not folder.exists():
+                settle(folder.parent, folder.name)  # a run that was moved aside by a command that was killed
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(folder, error) from error

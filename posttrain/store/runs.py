@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RunError
-from posttrain.store.folder import check_run_folder, empty, read_facts, refuse_occupied
-from posttrain.store.lock import LOCK, FolderLock, is_locked
+from posttrain.store.atomic import remove_folder
+from posttrain.store.folder import check_run_folder, read_facts, refuse_occupied
+from posttrain.store.lock import FolderLock, is_locked
 from posttrain.store.metrics import last_metrics
 
 RUN_FILE = "run.json"
@@ -109,11 +110,7 @@ def remove_run(folder: Path) -> None:
     refuse_occupied(folder, overwrite=True)
     lock = FolderLock(folder)
     try:
-        empty(folder)
-        (folder / LOCK).unlink(missing_ok=True)
-        folder.rmdir()
-    except OSError as error:
-        raise RunError(f"cannot delete {folder}: {error.strerror}") from error
+        remove_folder(folder)
     finally:
         lock.release()
 
