@@ -330,6 +330,9 @@ def test_what_is_not_read_is_named():
     assert layout.unread({"messages": all_read}) == set()
     parts = [{"type": "text", "text": "a", "cache": 1, "value": None}, "b"]
     assert layout.unread({"messages": [{"role": "user", "content": parts}]}) == {"messages[].content[].cache"}
+    labelled = {"prompt": "p", "messages": [user("q"), assistant("a")], "label": True}
+    assert laid(labelled, "unpaired").unread(labelled) == {"prompt"}
+    assert laid(labelled, "unpaired").unread({**labelled, "messages": None, "completion": "c"}) == set()
     columns = find_layout("auto", {"prompt": "q"}, [{"q": "q", "prompt": "p", "completion": "c"}], "sft", "rows")
     assert columns.unread({"q": "q", "prompt": "p", "completion": [{**assistant("a"), "id": 1}]}) == {
         "prompt",

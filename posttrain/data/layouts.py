@@ -64,6 +64,8 @@ class Layout:
         """What the format does not read of a row: columns, and keys of messages as `column[].key`; nulls aside."""
         found = {column for column, item in value.items() if item not in (None, "")}
         fields = {column: name for name, column in self.columns}
+        if self.name == "kto" and value.get(dict(self.columns).get("messages", "")):  # instead of both
+            fields = {column: name for column, name in fields.items() if name not in ("prompt", "completion")}
         keys: set[str] = set()
         for column in found & fields.keys():
             messages = value[column]
