@@ -22,6 +22,7 @@ except ImportError:  # Windows
 IS_LINUX = sys.platform == "linux"  # with /proc, prctl, Landlock and namespaces
 CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 BINARY = getattr(os, "O_BINARY", 0)  # without it `os.write` to a file makes each newline two characters on Windows
+NOFOLLOW, NONBLOCK = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)  # 0 on Windows
 HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # a closed terminal
 
 

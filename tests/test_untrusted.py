@@ -7,8 +7,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
+import tarfile
 import tracemalloc
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -493,3 +496,92 @@ def test_files_that_extend_more_and_more_are_refused(tmp_path, monkeypatch):
         load(tmp_path / "0.yaml")
     with pytest.raises(ConfigError, match="nested too deeply"):
         load(None, ["model=" + "[" * 500])
+
+
+# Runs of strangers ----------------------------------------------------------------------------------------------------
+
+SECRET = "the-secret-of-another-user"
+IN_RUNS = (
+    ".lock", "config.yaml", "run.json", "metrics.jsonl", "training.log", "rollouts.sqlite", "rollouts.sqlite-wal",
+    "results.json", "report.html", "notes.json", "checkpoint-2", "checkpoint-2/manifest.json",
+    "checkpoint-2/state.json", "tokenizer.json",
+    "evaluation/final/summary.json", "evaluation/final/answers.jsonl", "evaluation/final/evaluation.sqlite",
+)  # fmt: skip
+
+
+@contextmanager
+def within(seconds: int):
+    """TimeoutError after as many seconds, also where a pipe is opened."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder link"])
+@pytest.mark.parametrize("name", IN_RUNS)
+def test_links_and_pipes_in_run_folders_are_not_opened(name, kind, tmp_path, monkeypatch, capsys):
+    """By lists, reports, pages and archives: they end, and show nothing from outside."""
+    from posttrain.viewing.evaluations_page import evaluations_page
+    from posttrain.viewing.rollouts_page import rollouts_page
+    from posttrain.viewing.run_page import run_page
+    from posttrain.viewing.runs_page import runs_page
+    from posttrain.viewing.viewer import Viewer, rendered
+
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(Path(__file__).parent / "saved_run/run", "runs/saved")
+    outside, inside = tmp_path / "outside", Path("runs/saved", name)
+    outside.mkdir()
+    (outside / "file").write_text(f'{{"step": 1, "loss": 1.0, "{SECRET}": 2.0}}\n')
+    inside.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(inside) if inside.is_dir() else inside.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(inside)
+    else:
+        inside.symlink_to("/" if kind == "folder link" else outside / "file")
+    with within(60):
+        for words in (
+            ["runs", "list"], ["runs", "show", "saved"], ["report", "runs/saved", "--output", "report.html"],
+            ["why", "runs/saved", "--step", "2"], ["runs", "export", "saved", "-o", "saved.tar"],
+            ["runs", "snapshot", "saved"],
+        ):  # fmt: skip
+            assert main(words) in (0, 1, 2)
+        viewer = Viewer(Path("runs").resolve())
+        pages = [
+            rendered(page, viewer, "?run=saved&step=2&prompt=0&rollout=0")
+            for page in (runs_page, run_page, rollouts_page, evaluations_page)
+        ]
+    said = capsys.readouterr()
+    shown = "".join(map(str, pages)) + said.out + said.err
+    written = [file.read_text(errors="replace") for file in Path().glob("report*.html") if file.is_file()]
+    assert SECRET not in shown + "".join(written) and "Traceback" not in shown
+    if Path("saved.tar").is_file():
+        with tarfile.open("saved.tar") as archive:
+            assert all(member.isfile() or member.isdir() or member.issym() for member in archive)
+            assert not any(
+                member.isfile() and SECRET.encode() in archive.extractfile(member).read() for member in archive
+            )
+
+
+def test_only_a_models_folder_beside_the_run_is_archived_as_its_base(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets/key").write_text(SECRET)
+    (tmp_path / "secrets/config.json").write_text("{}")
+    for target in ("../../secrets", "../other", "/"):
+        shutil.rmtree("runs", ignore_errors=True)
+        shutil.copytree(Path(__file__).parent / "saved_run/run", "runs/saved")
+        Path("runs/other").mkdir()
+        Path("runs/saved/base").symlink_to(target)
+        with within(60):
+            assert main(["runs", "export", "saved", "-o", "saved.tar", "--overwrite"]) == 0
+            assert main(["runs", "list"]) == 0
+        with tarfile.open("saved.tar") as archive:
+            assert archive.getmember("saved/base").issym()

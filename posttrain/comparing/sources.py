@@ -15,6 +15,7 @@ from posttrain.errors import DataError, RunError
 from posttrain.evaluation.records import Answer, is_evaluation, read_answers, read_summary
 from posttrain.plain_yaml import read_yaml
 from posttrain.reports.listing import runs_below
+from posttrain.store.files import read_regular
 from posttrain.store.stored_rollouts import StoredRun
 from posttrain.words import counted, model_name
 
@@ -124,7 +125,7 @@ def _name(folder: Path) -> str:
 def _config(run: Path) -> dict[str, Any] | None:
     """A run's settings; None if they cannot be read."""
     try:
-        config = read_yaml((run / "config.yaml").read_text(encoding="utf-8"))
+        config = read_yaml(read_regular(run / "config.yaml").decode())
     except (OSError, ValueError):
         return None
     return config if isinstance(config, dict) else None

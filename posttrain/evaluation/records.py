@@ -12,12 +12,13 @@ import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Self
 
 from posttrain.errors import RunError
 from posttrain.store.atomic import cannot_write
-from posttrain.store.files import load_json, save_json, save_rows
+from posttrain.store.files import check_database, load_json, open_regular, save_json, save_rows
 from posttrain.store.lock import FolderLock
 
 log = logging.getLogger("posttrain")
@@ -195,6 +196,7 @@ class EvaluationStore:
 
 def _connected(path: Path, check: bool) -> sqlite3.Connection:
     """The database with its tables; `check` reads all of it. Raises sqlite3.Error if it is damaged."""
+    check_database(path)
     connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)  # `_turn` keeps threads apart
     try:
         with connection:
@@ -244,7 +246,7 @@ def read_answers(folder: Path) -> list[Answer]:
     """The answers of a finished evaluation, from `answers.jsonl`. Raises RunError if it is missing or damaged."""
     path, found = folder / ANSWERS, []
     try:
-        with path.open(encoding="utf-8") as lines:
+        with TextIOWrapper(open_regular(path), encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 try:
                     row = json.loads(line)

@@ -89,7 +89,7 @@ def quantised_facts(folder: Path) -> dict[str, Any] | None:
     file = folder / QUANTISED
     if not file.is_file():
         return None
-    facts = load_json(file)
+    facts = load_json(file, links=True)
     kinds = {"model": dict, "to": str, "method": str, "dtype": str, "gate": dict}
     if not isinstance(facts, dict) or not all(isinstance(facts.get(name), kind) for name, kind in kinds.items()):
         raise RunError(f"{file} is damaged: quantise the model again")

@@ -41,7 +41,7 @@ class Adapter:
     def write(self, folder: Path, name: str) -> Written:
         place = Path(self._source.model.path)
         shutil.copy(place / "adapter_model.safetensors", folder)
-        config = load_json(place / "adapter_config.json") | {"base_model_name_or_path": self._base}
+        config = load_json(place / "adapter_config.json", links=True) | {"base_model_name_or_path": self._base}
         save_json(folder / "adapter_config.json", config)
         self._tokenizer.save_pretrained(folder)
         chat, notes = chats(self._source, self._tokenizer), ()

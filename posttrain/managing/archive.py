@@ -12,6 +12,8 @@ from posttrain.errors import RunError
 from posttrain.managing.needs import BASE
 from posttrain.managing.places import folders_of, held, is_garbage
 from posttrain.store.atomic import cannot_write
+from posttrain.store.checkpoint import MANIFEST
+from posttrain.store.files import is_regular
 from posttrain.store.lock import LOCK
 
 KINDS = {".tar.gz": "w:gz", ".tgz": "w:gz", ".tar": "w"}
@@ -64,7 +66,7 @@ def pack_run(target: Path, path: Path, checkpoints: bool = True, overwrite: bool
 
 def _add(archive: tarfile.TarFile, path: Path, name: str, root: Path, checkpoints: bool, done: Archived) -> None:
     """Add a path under a name, folders with their content in the order of names."""
-    outside = path.is_symlink() and path.name == BASE and path.is_dir() and not path.resolve().is_relative_to(root)
+    outside = path.is_symlink() and path.name == BASE and _is_model_beside(path.resolve(), root)
     if path.is_symlink() and not outside:
         archive.add(path, name, recursive=False, filter=_nobodys)
     elif path.is_dir():
@@ -76,6 +78,12 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, root: Path, checkpoint
         archive.add(path, name, recursive=False, filter=_nobodys)
         done.files += 1
         done.size += path.stat().st_size
+
+
+def _is_model_beside(found: Path, root: Path) -> bool:
+    """Whether a link out of a run leads to a model in the folder that the run lies in, such as an earlier stage's."""
+    beside = found.is_relative_to(root.parent) and not found.is_relative_to(root)
+    return beside and any(is_regular(found / name) for name in (MANIFEST, "config.json", "adapter_config.json"))
 
 
 def _nobodys(info: tarfile.TarInfo) -> tarfile.TarInfo:

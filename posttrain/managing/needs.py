@@ -14,7 +14,7 @@ from posttrain.managing.places import short
 from posttrain.managing.snapshots import original_of, snapshots_of
 from posttrain.reports.listing import settings_of
 from posttrain.store.checkpoint import MODELS, list_checkpoints
-from posttrain.store.files import flat, load_json
+from posttrain.store.files import flat, load_json, read_regular
 from posttrain.store.runs import find_runs, root_of
 from posttrain.words import counted
 
@@ -123,7 +123,7 @@ def _places(named: dict[str, Any], started_in: Path, home: Path) -> Iterator[Pat
 
 def _mentions(path: Path, names: set[str]) -> bool:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        text = read_regular(path).decode(errors="replace") if path.is_file() else ""
     except OSError:
         return False
     # A name that YAML escapes or folds may be written otherwise: then the settings are parsed in any case.

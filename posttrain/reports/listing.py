@@ -12,6 +12,7 @@ from posttrain.errors import RunError
 from posttrain.plain_yaml import read_yaml
 from posttrain.reports.headline import headlines
 from posttrain.store.checkpoint import MODELS, list_checkpoints, newest_complete
+from posttrain.store.files import read_regular
 from posttrain.store.metrics import latest_metrics
 from posttrain.store.runs import RunInfo, find_runs, read_run
 from posttrain.words import counted, model_name
@@ -185,7 +186,7 @@ def _plain(block: str, key: str) -> str | None:
 def _text(folder: Path) -> str:
     try:
         path = folder / "config.yaml"
-        return path.read_text(encoding="utf-8") if path.is_file() else ""
+        return read_regular(path).decode() if path.is_file() else ""
     except (OSError, UnicodeDecodeError):
         return ""
 

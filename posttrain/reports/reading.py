@@ -13,7 +13,7 @@ from posttrain.plain_yaml import read_yaml
 from posttrain.reports.headline import headlines
 from posttrain.reports.markup import number
 from posttrain.reports.series import Series
-from posttrain.store.files import load_json
+from posttrain.store.files import load_json, open_regular, read_regular
 from posttrain.store.metrics import NAME
 from posttrain.store.runs import RunInfo, read_run
 from posttrain.words import counted, model_name
@@ -82,7 +82,7 @@ def read(folder: Path, name: str = "") -> Run:
             return otherwise
 
     config = folder / "config.yaml"
-    settings = tried("Settings are", lambda: config.read_text(encoding="utf-8"), "")
+    settings = tried("Settings are", lambda: read_regular(config).decode(), "")
     return Run(
         name=name or folder.resolve().name,
         folder=folder,
@@ -120,7 +120,7 @@ def _results(path: Path) -> dict[str, Any]:
 
 def _ends_within_a_line(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - 1))
             return size > 0 and file.read(1) != b"\n"

@@ -20,6 +20,7 @@ from posttrain.reports.panels import PANELS, lines_of
 from posttrain.reports.progress import duration
 from posttrain.reports.reading import Run, read
 from posttrain.reports.series import FACTS, Series
+from posttrain.store.files import open_regular
 from posttrain.words import counted
 
 REPORT = "report.html"
@@ -143,7 +144,7 @@ def metrics_table(series: Series) -> tuple[list[str], list[list[Any]]]:
 def data_said(folder: Path) -> str:
     """What the run said of its data at its start: rows read, lengths, what was dropped."""
     try:
-        with (folder / "training.log").open("rb") as file:
+        with open_regular(folder / "training.log") as file:
             head = file.read(LOG_HEAD).decode("utf-8", "replace")
     except OSError:
         return ""

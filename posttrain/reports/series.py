@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
+from posttrain.store.files import open_regular, read_regular
 from posttrain.store.metrics import NAME, line_of
 
 AXES = ("step", "tokens", "hours")
@@ -41,7 +42,7 @@ class Series:
                     self._clear()
                     self._file = facts.st_ino
                 if facts.st_size > self._read:
-                    with self.path.open("rb") as file:
+                    with open_regular(self.path) as file:
                         file.seek(self._read)
                         whole, newline, _ = file.read().rpartition(b"\n")  # a line that is being written waits
                     self._read += len(whole) + len(newline)
@@ -131,7 +132,7 @@ class Kept:
 def sparkline(folder: Path, metrics: Sequence[str]) -> list[float]:
     """Values of the first of the metrics that the run has, at most HEADLINE_POINTS, from lines over the whole file."""
     try:
-        lines = (folder / NAME).read_bytes().split(b"\n")[:-1]
+        lines = read_regular(folder / NAME).split(b"\n")[:-1]
     except OSError:
         return []
     found: dict[str, list[float]] = {name: [] for name in metrics}

@@ -16,7 +16,7 @@ from posttrain.reports.panels import PANELS
 from posttrain.reports.progress import duration
 from posttrain.reports.reading import Run, read
 from posttrain.reports.report import REPORT, SIZE, SMOOTH_FROM, SMOOTHED, alarms, curves, points_of, smoothing
-from posttrain.store.files import flat
+from posttrain.store.files import flat, is_regular, read_regular
 from posttrain.store.runs import find_runs
 
 INCIDENTAL = ("name", "output_dir")  # settings that differ between any two runs
@@ -42,7 +42,7 @@ def _pipeline_page(root: Path, runs: Sequence[Run], path: Path) -> list[Section]
     most = points_of(12 * len(runs))
     each = [_of_run(run, most) for run in runs]
     settings = root / "config.yaml"
-    written = settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else ""
+    written = read_regular(settings).decode(errors="replace") if is_regular(settings) else ""
     first = [runs_table(runs, path), not_complete(runs), alarms(runs)]
     return [*first, *each, Text("Settings", written, code=True, folded=True), *_provenance(runs)]
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from posttrain.atomic import put_file, put_folder, settle, take_away
 from posttrain.errors import RunError
-from posttrain.system import BINARY
+from posttrain.system import BINARY, NONBLOCK
 
 # Errors of a full disk: no space, quota reached, file size limit reached.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -94,7 +94,7 @@ class LineFile:
     """
 
     def __init__(self, path: Path):
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | BINARY, 0o666)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | BINARY | NONBLOCK, 0o666)
 
     def write(self, line: str) -> None:
         data = (line + "\n").encode(errors="backslashreplace")

@@ -16,7 +16,7 @@ from typing import Any
 
 from posttrain.errors import RunError
 from posttrain.store.atomic import remove_folder, write_file, write_folder
-from posttrain.store.files import parse_json
+from posttrain.store.files import open_regular, parse_json, read_regular
 
 MANIFEST = "manifest.json"
 MODELS = ("best", "final")  # a run's saved models besides its checkpoints
@@ -112,7 +112,7 @@ def saved_step(folder: Path) -> int:
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoint folders of a run, oldest step first, damaged ones included."""
     found = [(step, path) for path in run_dir.glob("checkpoint-*") if (step := _step_of(path)) is not None]
-    return [path for _, path in sorted(found) if path.is_dir()]
+    return [path for _, path in sorted(found) if path.is_dir() and not path.is_symlink()]
 
 
 def has_saved(run_dir: Path) -> bool:
@@ -199,7 +199,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
+    with open_regular(path, links=True) as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
@@ -223,7 +223,7 @@ def _read_manifest(folder: Path) -> tuple[int, dict[str, dict[str, Any]]] | str:
     try:
         if path.exists() and not path.is_file():
             return NO_FILE
-        raw = path.read_bytes()
+        raw = read_regular(path)
         manifest = parse_json(raw)
     except FileNotFoundError:
         return "missing"

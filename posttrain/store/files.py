@@ -1,11 +1,14 @@
 """Safe-to-load files: JSON with exact numbers, safetensors, and the state of the random number generators."""
 
+import errno
 import json
 import math
 import os
 import random
+import stat
 import tempfile
 from collections.abc import Iterable, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,7 @@ from safetensors import SafetensorError
 
 from posttrain.errors import DamagedError, RunError
 from posttrain.store.atomic import cannot_write, write_file
+from posttrain.system import BINARY, NOFOLLOW, NONBLOCK
 
 if TYPE_CHECKING:  # reading a run folder must not import torch
     import torch
@@ -71,10 +75,44 @@ def _make_folder_of(path: Path) -> None:
         raise cannot_write(path, error) from error
 
 
-def load_json(path: Path) -> Any:
-    """Read a JSON file; raises RunError when it is missing or damaged."""
+def open_regular(path: Path, links: bool = False) -> BufferedReader:
+    """Open a file of a run folder for reading.
+
+    A run may be a stranger's: raises OSError for a link (without `links`), which may lead anywhere, and for a pipe or a
+    device, which may never answer.
+    """
+    link = not links and path.is_symlink()
+    descriptor = -1 if link else os.open(path, os.O_RDONLY | BINARY | NONBLOCK | (0 if links else NOFOLLOW))
+    if link or not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if not link:
+            os.close(descriptor)
+        raise OSError(errno.EINVAL, f"it is a {'link' if link else 'pipe, a folder or a device'}, no file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file of a run folder. Raises OSError, also for what is no file (see `open_regular`)."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def is_regular(path: Path) -> bool:
+    """Whether this is a file itself, and no link to one."""
+    return path.is_file() and not path.is_symlink()
+
+
+def check_database(path: Path) -> None:
+    """Raises RunError if a database, or a file that SQLite opens with it, is no file itself; it may be missing."""
+    for name in (path.name, f"{path.name}-wal", f"{path.name}-shm", f"{path.name}-journal"):
+        if os.path.lexists(path.with_name(name)) and not is_regular(path.with_name(name)):
+            raise RunError(f"{path.with_name(name)} cannot be read: it is a link, a pipe or a device, no file")
+
+
+def load_json(path: Path, links: bool = False) -> Any:
+    """Read a JSON file; raises RunError when it is missing or damaged, or a link without `links`."""
     try:
-        return parse_json(path.read_bytes())
+        with open_regular(path, links) as file:
+            return parse_json(file.read())
     except FileNotFoundError:
         raise RunError(f"{path} is missing") from None
     except ValueError as error:  # bad JSON or bad UTF-8

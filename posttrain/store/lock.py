@@ -4,14 +4,16 @@ import errno
 import logging
 import os
 import platform
+import stat
 import time
 from pathlib import Path
 
 from posttrain.errors import RunError
 from posttrain.store.atomic import cannot_write
-from posttrain.system import BINARY, fcntl
+from posttrain.system import BINARY, NOFOLLOW, NONBLOCK, fcntl
 
 LOCK = ".lock"
+SAFE = BINARY | NOFOLLOW | NONBLOCK  # a stranger's run may have a link or a pipe in its place
 PATIENCE_S = 0.5  # `is_locked` in another process holds the lock for an instant
 UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # some network file systems
 
@@ -25,9 +27,12 @@ class FolderLock:
     def __init__(self, folder: Path):
         path = folder / LOCK
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | BINARY, 0o666)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | SAFE, 0o666)
         except OSError as error:
             raise cannot_write(path, error) from error
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            self.release()
+            raise RunError(f"{path} is no file: remove it")
         deadline = time.monotonic() + PATIENCE_S
         while _lock(self._descriptor) is False:
             if time.monotonic() > deadline:
@@ -35,7 +40,7 @@ class FolderLock:
                 self.release()
                 raise RunError(f"{folder} is in use by {holder}: wait for it to end, or stop it first")
             time.sleep(0.02)
-        os.truncate(path, 0)
+        os.ftruncate(self._descriptor, 0)
         os.write(self._descriptor, f"process {os.getpid()} on {platform.node()}".encode())
 
     def release(self) -> None:
@@ -47,12 +52,14 @@ class FolderLock:
 def is_locked(folder: Path) -> bool | None:
     """Whether a process (this one included) runs in the folder; None if it cannot be known."""
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | SAFE)
     except FileNotFoundError:
         return False
     except OSError:  # another user's
         return None
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return False  # no lock of ours
         taken = _lock(descriptor)
     finally:
         os.close(descriptor)

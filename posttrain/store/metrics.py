@@ -12,7 +12,7 @@ from typing import Any
 
 from posttrain.errors import RunError
 from posttrain.store.atomic import LineFile, cannot_write, write_file
-from posttrain.store.files import parse_json
+from posttrain.store.files import open_regular, parse_json, read_regular
 
 NAME = "metrics.jsonl"
 TAIL = 1 << 16  # bytes read to find the last line
@@ -107,9 +107,7 @@ def latest_metrics(folder: Path) -> dict[str, Any]:
 def _tail(folder: Path) -> list[bytes]:
     path = folder / NAME
     try:
-        if not path.is_file():  # a pipe would never end
-            return []
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             skipped = max(0, os.fstat(file.fileno()).st_size - TAIL)
             file.seek(skipped)
             lines = file.read().split(b"\n")[:-1]
@@ -163,7 +161,12 @@ def _parsed(line: bytes, folder: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
     """Each complete line as bytes and as an object, and whether an incomplete line follows."""
-    *whole, rest = path.read_bytes().split(b"\n")
+    try:
+        *whole, rest = read_regular(path).split(b"\n")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from error
     lines = []
     for number, raw in enumerate(whole, start=1):
         entry = line_of(raw)

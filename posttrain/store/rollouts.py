@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.errors import RunError
+from posttrain.store.files import check_database
 
 log = logging.getLogger("posttrain")
 
@@ -161,6 +162,7 @@ class RolloutStore:
         writes = [write for write in self._unwritten if write.step <= until]
         if not writes:
             return
+        check_database(folder / NAME)
         with closing(sqlite3.connect(folder / NAME)) as connection:
             connection.executescript(SCHEMA)
             for write in writes:
@@ -280,6 +282,7 @@ def _write_saved(connection: sqlite3.Connection, file: Path) -> None:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
+    check_database(path)
     connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)  # the writer's thread uses it
     connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not block each other
     connection.execute("PRAGMA synchronous = FULL")

@@ -22,7 +22,7 @@ from posttrain.errors import PosttrainError, RunError, Stopped, message_of, reas
 from posttrain.signals import deferring
 from posttrain.store import checkpoint
 from posttrain.store.atomic import cannot_write, recover, write_file
-from posttrain.store.files import save_json
+from posttrain.store.files import read_regular, save_json
 from posttrain.store.folder import FORMAT, check_run_folder, empty, never_stepped, read_facts, refuse_occupied
 from posttrain.store.lock import FolderLock
 from posttrain.store.logs import RunLog
@@ -141,7 +141,7 @@ class Run:
     @property
     def config_yaml(self) -> str:
         """The content of `config.yaml`."""
-        return (self.folder / "config.yaml").read_text(encoding="utf-8")
+        return read_regular(self.folder / "config.yaml").decode()
 
     def write_config(self, config_yaml: str) -> None:
         """Replace `config.yaml`: a resumed run may have other step counts and intervals."""

@@ -1,7 +1,6 @@
 """Finding, reading and removing runs on disk, in any state."""
 
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +62,8 @@ def find_runs(output_dir: Path) -> list[Path]:
 def measured_runs(output_dir: Path) -> dict[str, tuple[int, float]]:
     """The run folders as in `find_runs`, each with its bytes and the time when its run.json last changed.
 
-    One pass over all files. A link counts as a link; runs behind linked folders are found. What cannot be read, or is
-    removed meanwhile, is passed over, and so are snapshots.
+    One pass over all files. A link counts as a link, and is not followed. What cannot be read, or is removed meanwhile,
+    is passed over, and so are snapshots.
     """
     found: dict[str, tuple[int, float]] = {}
     _measure(os.fspath(output_dir), 0, found)
@@ -86,12 +85,8 @@ def _measure(folder: str, depth: int, found: dict[str, tuple[int, float]]) -> in
                 except OSError:
                     continue
                 size += facts.st_size
-                if depth > LEVELS:
-                    continue
-                if entry.name == RUN_FILE and entry.is_file():
+                if entry.name == RUN_FILE and entry.is_file(follow_symlinks=False):
                     changed = facts.st_mtime
-                elif stat.S_ISLNK(facts.st_mode) and entry.is_dir():
-                    _measure(entry.path, depth + 1, found)
     except OSError:
         return size
     if changed is not None and depth <= LEVELS:

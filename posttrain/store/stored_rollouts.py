@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.errors import RunError
-from posttrain.store.files import parse_json
+from posttrain.store.files import check_database, is_regular, parse_json
 from posttrain.store.rollouts import ARRAYS, BUSY_S, NAME, TOKENS
 
 LOOKING_S = 2.0  # seconds to wait for a lock, of one who only looks
@@ -30,9 +30,10 @@ class StoredRun:
     def __init__(self, folder: Path, looking: bool = False):
         """With `looking` nothing is written to the folder, not even by SQLite, and a lock is not waited for."""
         path = folder / NAME
-        if not path.is_file():
+        if not is_regular(path):
             raise RunError(f"{folder} has no {NAME}: only methods that sample completions have one, with rollout.save")
         self._path = path
+        check_database(path)
         self._connection = read_only(path) if looking else sqlite3.connect(path, timeout=BUSY_S)
         self._connection.row_factory = sqlite3.Row
 

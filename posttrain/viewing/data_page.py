@@ -12,6 +12,7 @@ from typing import Any
 from posttrain.errors import ConfigError
 from posttrain.reports.chart import Line, chart
 from posttrain.reports.markup import Markup, el, join, link, message, number, table
+from posttrain.store.files import read_regular
 from posttrain.viewing.address import Query, address
 from posttrain.viewing.commands import Answer
 from posttrain.viewing.draft import draft
@@ -80,7 +81,7 @@ def _settings(viewer: Viewer, query: Query) -> Settings | None:
         if row is None:
             return None
         try:
-            text = (row.folder / "config.yaml").read_text(encoding="utf-8")
+            text = read_regular(row.folder / "config.yaml").decode()
         except (OSError, ValueError) as error:
             raise ConfigError(f"the settings of {name} cannot be read: {error}") from error
         link_ = el("a", row.name, href=address("/run", run=row.name))

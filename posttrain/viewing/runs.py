@@ -17,7 +17,7 @@ from posttrain.reports.headline import headline_metrics, headlines
 from posttrain.reports.listing import Summary, runs_below, summarise
 from posttrain.reports.series import sparkline
 from posttrain.store import metrics, rollouts
-from posttrain.store.files import flat
+from posttrain.store.files import flat, open_regular, read_regular
 from posttrain.store.lock import is_locked
 
 STATES = ("running", "finished", "interrupted", "failed", "killed", "damaged")
@@ -102,7 +102,7 @@ class Runs:
 def settings(folder: Path) -> dict[str, Any]:
     """The settings of a run with dotted names; empty if they cannot be read."""
     try:
-        found = read_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
+        found = read_yaml(read_regular(folder / "config.yaml").decode())
     except (OSError, ValueError):
         return {}
     return flat(found, lists=True) if isinstance(found, dict) else {}
@@ -192,7 +192,7 @@ def _progress(folder: Path) -> tuple[int | None, str]:
 
 def _tail(folder: Path, size: int) -> bytes:
     try:
-        with (folder / "training.log").open("rb") as file:
+        with open_regular(folder / "training.log") as file:
             end = file.seek(0, 2)
             file.seek(max(0, end - size))
             lines = file.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
@@ -57,7 +58,11 @@ def decoder_of(run: Path) -> Decoder | None:
             facts = file.stat()
         except (OSError, ValueError):
             continue
-        if facts.st_size <= LONGEST and (found := _loaded(file, facts.st_mtime_ns)) is not None:
+        if (
+            stat.S_ISREG(facts.st_mode)
+            and facts.st_size <= LONGEST
+            and (found := _loaded(file, facts.st_mtime_ns)) is not None
+        ):
             return found
     return None
 
