@@ -2,33 +2,45 @@
 
 import json
 import re
+import shutil
 import signal
 import time
 import unicodedata
 from copy import deepcopy
+from datetime import date
 
 import numpy as np
 import pytest
 import torch
 from data_tokenizer import CHATML, base_tokenizer, byte_tokenizer, trained_text
-from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from posttrain import helpers, runner
 from posttrain.batch import Node, sequences
 from posttrain.cli import main
-from posttrain.config import ModelConfig, load
+from posttrain.config import DevicesConfig, ModelConfig, load
 from posttrain.config.schema.data import DataConfig, TagsConfig
 from posttrain.config.schema.suite import SuiteConfig
 from posttrain.data import prepare, prepare_run, render
-from posttrain.data.prompts import Prompt
+from posttrain.data.prompts import Prompt, prompts_of
+from posttrain.data.readers import Record
 from posttrain.data.render import Process, RenderRequest, rendering
 from posttrain.data.templates import choose_template
 from posttrain.engines import stop_token_ids
-from posttrain.errors import DataError, ModelError
+from posttrain.errors import DataError, ModelError, RunError
 from posttrain.evaluation.answering import ask, stops_of, written_by
 from posttrain.evaluation.items import Item
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.untrusted import adapter_stops
+from posttrain.rewards.learned import LearnedReward
+from posttrain.training.inputs import dated
 
 TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 
@@ -871,3 +883,97 @@ def test_suites_with_variables_leave_the_tokenizer(base_model):
     policy = load_model(ModelConfig(path=str(base_model)), "lm", torch.float32, torch.device("cpu"))
     [asked] = ask(suite, [Item(0, "0", "", "Hi.", None, {}, {})], tokenizer, policy).values()
     assert asked.text.endswith("<|im_start|>assistant\n<think></think>") and tokenizer.chat_template == THINKS
+
+
+# --- the date ---------------------------------------------------------------------------------------------------------
+
+DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') + '\\n' }}{% endif %}" + CHATML
+
+
+def test_the_date_of_a_template_is_that_of_the_settings_in_every_rendering(tmp_path):
+    """Its key in the cache has the date; that of a template without one has not."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW))
+    tokenizer = byte_tokenizer(DATED)
+    notes = {}
+    for day in ("2024-02-29", None, "2031-12-01"):
+        data = DataConfig(source=str(tmp_path / "rows.jsonl"), date=day)
+        made = prepare(data, tokenizer, "sft", cache_dir=tmp_path / "dated")
+        [(tokens, _)] = sequences(made.train[0].trees[0])
+        shown = date.fromisoformat(day) if day else date.today()
+        assert tokenizer.decode(tokens).startswith(f"{shown:%d %b %Y}\n<|im_start|>user"), day
+        notes[day] = [line for line in made.report.lines() if "writes the date" in line]
+        [asked] = prompts_of([Record(0, "f", 1, {"prompt": "Hi."})], data, tokenizer, "f")
+        assert asked.text.startswith(f"{shown:%d %b %Y}\n")
+        plain = prepare(data, byte_tokenizer(CHATML), "sft", cache_dir=tmp_path / "plain")
+        assert not any("date" in line for line in plain.report.lines())
+    assert [len(list((tmp_path / name / "data").iterdir())) for name in ("dated", "plain")] == [3, 1]
+    assert "the chat template writes the date, 2024-02-29 in this run" in notes["2024-02-29"][0]
+    for wrong in ("today", "2024-13-01", 5):
+        with pytest.raises(ValueError, match="must be a date such as 2026-01-31"):
+            DataConfig(source="x", date=wrong)
+    assert DataConfig(source="x", date=date(2026, 1, 31)).date == "2026-01-31", "as YAML reads it"
+
+
+def test_dates_of_suites_and_reward_models(base_model, scratch_model, tmp_path):
+    """Given by the run; the process that renders keeps none for the next rendering."""
+    model = ModelConfig(path=str(base_model))
+    tokenizer, policy = load_tokenizer(model), load_model(model, "lm", torch.float32, torch.device("cpu"))
+    tokenizer.chat_template = DATED
+    items = [Item(0, "0", "", "Hi.", None, {}, {})]
+    for day, shown in (("2020-05-17", "17 May 2020\n"), (None, f"{date.today():%d %b %Y}\n")):
+        [asked] = ask(SuiteConfig(name="s", source="x"), items, tokenizer, policy, day).values()
+        assert asked.text.startswith(shown)
+    AutoModelForSequenceClassification.from_pretrained(scratch_model, num_labels=1).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    said = [{"role": "user", "content": "Hi."}]
+    rewards = [
+        LearnedReward(str(tmp_path), DevicesConfig(), date=day)([said], ["Ho."], [False])
+        for day in ("2020-05-17", "2020-05-17", "1999-12-31")
+    ]
+    assert rewards[0] == rewards[1] != rewards[2]
+
+
+@pytest.mark.parametrize("version", [2, 1])
+def test_a_resumed_run_writes_the_date_of_its_start(version, scratch_model, tmp_path, power_cut, monkeypatch, capsys):
+    """Days later and with an empty cache: the rows, an evaluation suite's and a reward model's prompts; `why`, `sample`
+    and the loss lab read them, too. A run of an earlier version has no record: its data is that of the day, and
+    resuming it says that the data differs."""
+    base = tmp_path / "base"
+    tokenizer = AutoTokenizer.from_pretrained(scratch_model)
+    tokenizer.chat_template = DATED
+    tokenizer.save_pretrained(base)
+    AutoModelForCausalLM.from_pretrained(scratch_model).save_pretrained(base)
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}?", "completion": "4"}) + "\n" for n in "ab")
+    )
+    settings = {
+        "name": "run", "output_dir": str(tmp_path), "model": {"path": str(base)}, "devices": {"type": "cpu"},
+        "data": {"source": str(tmp_path / "rows.jsonl")}, "method": "sft", "checkpoint": {"save_steps": 1},
+        "training": {"max_steps": 2, "batch_size": 1}, "behavior_version": version,
+    }  # fmt: skip
+    (tmp_path / "a.json").write_text(json.dumps(settings))
+    config = load(tmp_path / "a.json").config
+    with power_cut(step=1):
+        runner.train(config)
+    facts = json.loads((tmp_path / "run/run.json").read_text())["provenance"]
+    assert facts.get("date") == (date.today().isoformat() if version == 2 else None)
+    assert load(tmp_path / "run/config.yaml").config.data.date is None, "what was set, stays"
+    if version == 1:
+        assert dated(config, tmp_path / "run") == config
+        return
+    run = json.loads((tmp_path / "run/run.json").read_text())
+    run["provenance"]["date"] = "2020-05-17"  # as if it had begun then
+    (tmp_path / "run/run.json").write_text(json.dumps(run))
+    monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(RunError, match="the training data differs"):
+        runner.train(config, resume=True)  # it has today's text in its checkpoint
+    shutil.rmtree(tmp_path / "run/checkpoint-1")
+    assert runner.train(config, resume=True) == 0, "from the start, on the date of its start"
+    assert json.loads((tmp_path / "run/run.json").read_text())["provenance"]["date"] == "2020-05-17"
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run/final")
+    assert saved.chat_template == DATED, "inference writes its own date"
+    of_run = dated(load(tmp_path / "run/config.yaml").config, tmp_path / "run")
+    [(tokens, _), *_] = sequences(prepare_run(of_run, saved).train[0].trees[0])
+    assert saved.decode(tokens).startswith("17 May 2020\n")
+    assert main(["sample", str(tmp_path / "run"), "--prompts", "1", "-n", "2", "--max-completion-length", "2"]) == 0
+    assert "17 May 2020" in capsys.readouterr().out

@@ -152,9 +152,10 @@ def _settings(model: str, folder: Path, config: str | None, stage: str | None) -
     saved = _saved_settings(folder)
     if saved is None:
         return None
-    from posttrain.training.inputs import located  # imports torch, which takes seconds
+    from posttrain.training.inputs import dated, located  # imports torch, which takes seconds
 
-    return located(load(saved).config, saved.parent if (saved.parent / "run.json").is_file() else saved.parents[1])
+    run = saved.parent if (saved.parent / "run.json").is_file() else saved.parents[1]
+    return located(dated(load(saved).config, run), run)
 
 
 def _saved_settings(folder: Path) -> Path | None:

@@ -18,7 +18,7 @@ from posttrain.data.reading import SAMPLE, Reader
 from posttrain.data.render import rendering
 from posttrain.data.report import Malformed, list_malformed
 from posttrain.data.rows import RowError
-from posttrain.data.templates import choose_template, require_chat_template
+from posttrain.data.templates import choose_template, date_of, require_chat_template
 from posttrain.data.tokenise import Tokeniser
 from posttrain.errors import DataError
 
@@ -64,7 +64,7 @@ def prompts_of(
         renderer = None
         if template.turns and layout.name != "text":
             require_chat_template(tokenizer)
-            renderer = stack.enter_context(rendering(tokenizer))
+            renderer = stack.enter_context(rendering(tokenizer, date=date_of(data, tokenizer)))
         asked = Tokeniser(tokenizer, renderer, False).prompts(rows)
         for record, row, item in zip(kept, rows, asked, strict=True):
             if isinstance(item, RowError):

@@ -33,7 +33,7 @@ from posttrain.data.reshaping import (
 )
 from posttrain.data.rows import Row, RowError, as_turns, valid, variables_of, without_think
 from posttrain.data.sources import Source, layout_of, open_source
-from posttrain.data.templates import Template, choose_template, require_chat_template
+from posttrain.data.templates import Template, choose_template, date_of, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained
 from posttrain.errors import DataError
 from posttrain.progress import progress
@@ -118,6 +118,8 @@ class Reader:
         }
         self.settings |= {"with_completions": True} if with_completions else {}
         self.settings |= {"behavior_version": behavior_version} if behavior_version > 1 else {}
+        self.date = date_of(data, tokenizer) if behavior_version > 1 else data.date
+        self.settings |= {} if self.date is None else {"date": self.date}
 
     def of_prompts_alone(self) -> Reader:
         """This reader, or one that omits the completions of prompts."""
@@ -155,6 +157,8 @@ class Reader:
         table = Table(tables, self.kind, [reading.read for reading in readings], self.behavior_version)
         limits = limits_of(table)
         notes += [limits.note] if limits.note else []
+        if self.date is not None:
+            notes.append(f"{name}: the chat template writes the date, {self.date} in this run (data.date)")
         cut = self.kind != "prompt"  # a document used as a prompt stays whole
         documents = np.repeat([cut and r.format == "text" for r in readings], [len(part) for part in tables])
         fitted = table.fit(limits, documents)
@@ -203,7 +207,7 @@ class Reader:
             renderer = None
             if self.template.turns and layout.name != "text":
                 require_chat_template(self.tokenizer)
-                renderer = stack.enter_context(rendering(self.tokenizer, self.behavior_version))
+                renderer = stack.enter_context(rendering(self.tokenizer, self.behavior_version, date=self.date))
             tokeniser = Tokeniser(self.tokenizer, renderer, self.assistant_only_loss, self.behavior_version)
             for batch in _batches(progress(records, f"tokenising {name}")):
                 read += len(batch)

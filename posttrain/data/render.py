@@ -141,9 +141,9 @@ class Process:
 class Renderer:
     """Renders with one tokenizer's chat template; made by `rendering()`."""
 
-    def __init__(self, process: Process, tokenizer: PreTrainedTokenizerBase, behavior_version: int):
+    def __init__(self, process: Process, tokenizer: PreTrainedTokenizerBase, behavior_version: int, date: str | None):
         self._process = process
-        self._tokenizer = tokenizer
+        self._tokenizer, self._date = tokenizer, date
         self._joins_arguments = None if behavior_version > 1 else False  # None: not known yet
 
     def render(self, jobs: Sequence[RenderRequest]) -> list[Rendered]:
@@ -189,6 +189,7 @@ class Renderer:
             "generate": job.generate,
             "spans": job.spans,
             "continued": job.continued,
+            "date": self._date,
             "variables": {**special_tokens, **(job.variables or {})},
         }
         return json.dumps(asked) + "\n"
@@ -231,13 +232,16 @@ _idle: HelperPool[Process] = HelperPool()
 
 @contextmanager
 def rendering(
-    tokenizer: PreTrainedTokenizerBase, behavior_version: int = 2, idle_seconds: float | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    behavior_version: int = 2,
+    idle_seconds: float | None = None,
+    date: str | None = None,
 ) -> Iterator[Renderer]:
-    """A renderer with the tokenizer's chat template; `behavior_version` 1 renders tool calls as they are given. Its
-    process is kept for the next one."""
+    """A renderer with the tokenizer's chat template, to which `strftime_now` gives `date` (YYYY-MM-DD), by default
+    now; `behavior_version` 1 renders tool calls as they are given. Its process is kept for the next one."""
     process = _idle.take(None) or Process()
     try:
-        yield Renderer(process, tokenizer, behavior_version)
+        yield Renderer(process, tokenizer, behavior_version, date)
     except BaseException:
         process.end()
         raise

@@ -6,13 +6,14 @@ template; this process adds limits on memory and output, and its parent one on t
 
 import json
 import sys
+from datetime import datetime
 
 from posttrain.system import IS_LINUX, leave_signals_to_parent, resource
 
 if __name__ == "__main__":  # before the second that the import takes
     leave_signals_to_parent()  # which may render again
 
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 MEMORY_BYTES = 4_000_000_000  # bytes of address space; the imports take half a gigabyte
 OUTPUT_BYTES = 1_000_000
@@ -27,6 +28,8 @@ def limit_memory() -> None:
 def render(job: dict) -> dict:
     """One conversation as text, and on request the spans of characters that `{% generation %}` marks."""
     try:
+        day = datetime.now() if job["date"] is None else datetime.fromisoformat(job["date"])
+        _compile_jinja_template(job["template"]).environment.globals["strftime_now"] = day.strftime
         texts, spans = render_jinja_template(
             conversations=[job["messages"]],
             tools=job["tools"],

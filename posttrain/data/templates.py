@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -87,6 +88,13 @@ def choose_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Tem
         require_chat_template(tokenizer)
         tokenizer.chat_template = _with_defaults(tokenizer.chat_template, data.chat_template_kwargs)
     return template
+
+
+def date_of(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The date that the chat template writes: that of the settings, or today; None if it asks for none."""
+    if data.template == "none" or "strftime_now" not in str(tokenizer.chat_template):
+        return None
+    return data.date or date.today().isoformat()
 
 
 def _with_defaults(template: str | dict[str, str], values: Mapping[str, Any]) -> str | dict[str, str]:

@@ -72,7 +72,9 @@ def template_of(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     return "chat" if tokenizer.chat_template else "none"
 
 
-def written_by(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[DataConfig, PreTrainedTokenizerBase]:
+def written_by(
+    suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase, date: str | None = None
+) -> tuple[DataConfig, PreTrainedTokenizerBase]:
     """How the suite's prompts are written: its settings, and the tokenizer with its template.
 
     A suite with a template or variables of its own gets a copy of the tokenizer: a run saves its tokenizer as it is.
@@ -82,6 +84,7 @@ def written_by(suite: SuiteConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
         format="prompt",
         template=template_of(suite, tokenizer),
         chat_template_kwargs=suite.chat_template_kwargs,
+        date=date,
         system_prompt=suite.system_prompt,
     )
     if data.template not in ("chat", "none") or data.chat_template_kwargs:
@@ -100,15 +103,20 @@ def stops_of(
 
 
 def ask(
-    suite: SuiteConfig, items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel
+    suite: SuiteConfig,
+    items: Sequence[Item],
+    tokenizer: PreTrainedTokenizerBase,
+    policy: PreTrainedModel,
+    date: str | None = None,
 ) -> dict[int, Prompt | Malformed]:
-    """The prompt of every item by its position, rendered and tokenised as in training, or why it has none."""
+    """The prompt of every item by its position, rendered and tokenised as in training, or why it has none. `date` is
+    that of a template which writes one; None: today."""
     good = [item for item in items if item.problem is None]
     bad = {item.position: Malformed("", 0, item.problem or "", item.position) for item in items if item.problem}
     if not good:
         return dict(bad)
     records = [Record(item.position, suite.name, item.position + 1, {"prompt": item.prompt}) for item in good]
-    asked = prompts_of(records, *written_by(suite, tokenizer), f"suite {suite.name}")
+    asked = prompts_of(records, *written_by(suite, tokenizer, date), f"suite {suite.name}")
     return bad | {item.position: too_long(one, policy) or one for item, one in zip(good, asked, strict=True)}
 
 

@@ -16,7 +16,7 @@ from posttrain.reports.listing import newest_model
 from posttrain.store.checkpoint import MANIFEST, saved_step, unusable, verify
 from posttrain.store.files import load_json
 from posttrain.store.runs import RunInfo, read_run
-from posttrain.training.inputs import located
+from posttrain.training.inputs import dated, located
 from posttrain.words import SAVED, model_name
 
 log = logging.getLogger("posttrain")
@@ -122,7 +122,7 @@ def _is_reward_model(model: ModelConfig) -> bool:
 
 def _settings(run: Path) -> RunConfig | None:
     try:
-        return located(load(run / "config.yaml").config, run)
+        return located(dated(load(run / "config.yaml").config, run), run)
     except PosttrainError as error:
         log.warning("the settings of %s cannot be read (%s): they are not used", run, error)
         return None

@@ -27,7 +27,7 @@ from posttrain.rollout import end_of, to_reward
 from posttrain.store.metrics import read_metrics
 from posttrain.store.stored_rollouts import StoredRun
 from posttrain.terminal import visible
-from posttrain.training.inputs import located
+from posttrain.training.inputs import dated, located
 
 SHOWN = 60  # characters of a string in a table
 
@@ -180,7 +180,13 @@ def regrade(
         console.print("The run's tokenizer is missing: rewards do not know which prompts open <think>.")
     with (
         StoredRun(folder) as stored,
-        Rewards(settings, tags=config.data.tags, devices=config.devices, max_completion_length=most) as rewards,
+        Rewards(
+            settings,
+            tags=config.data.tags,
+            devices=config.devices,
+            max_completion_length=most,
+            date=config.data.date,
+        ) as rewards,
     ):
         if step is not None:
             stored.require(step)
@@ -244,7 +250,7 @@ def _completion(
 
 
 def _config(folder: Path) -> RunConfig:
-    return located(load(folder / "config.yaml").config, folder)
+    return located(dated(load(folder / "config.yaml").config, folder), folder)
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:

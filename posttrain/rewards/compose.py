@@ -152,9 +152,10 @@ class Rewards:
     """The rewards of a run, ready to use: models loaded, functions found, and rules verified on the known pairs.
 
     `pool`: grading workers to share; without it, rules get their own workers until `close`.
-    `max_completion_length`: the rollout's, for `overlong`. `sampled_ids`: reward models with the policy's tokenizer
-    score the sampled tokens after a string prompt. As in runs of behaviour version 1: without `sampled_ids` they score
-    the text; with `zeros_count` a reward of weight 0 adds 0 to totals, and drops completions without its verdict.
+    `max_completion_length`: the rollout's, for `overlong`. `date`: that of the run, which the chat templates of reward
+    models write. `sampled_ids`: reward models with the policy's tokenizer score the sampled tokens after a string
+    prompt. As in runs of behaviour version 1: without `sampled_ids` they score the text; with `zeros_count` a reward of
+    weight 0 adds 0 to totals, and drops completions without its verdict.
 
     Raises RewardError if a reward cannot work: better now than after the first rollout.
     """
@@ -171,6 +172,7 @@ class Rewards:
         deadline: float = DEADLINE_S,
         zeros_count: bool = False,
         sampled_ids: bool = True,
+        date: str | None = None,
     ):
         names = [term_name(term) for term in settings]
         twice = next((name for name in names if names.count(name) > 1), None)
@@ -182,7 +184,7 @@ class Rewards:
         self._tags = tags or TagsConfig()
         self._own_pool: Pool | None = None
         self._functions = {
-            name: _function(term, devices or DevicesConfig(), max_completion_length, sampled_ids)
+            name: _function(term, devices or DevicesConfig(), max_completion_length, sampled_ids, date)
             for name, term in zip(names, settings, strict=True)
             if not isinstance(term, RuleReward | PythonReward | JudgeReward)
         }
@@ -298,7 +300,9 @@ def _asked(function: RewardFunction, completions: Sequence[RewardInput]) -> tupl
         return [None] * len(completions), True
 
 
-def _function(term: Computed, devices: DevicesConfig, max_completion_length: int | None, sampled_ids: bool) -> Function:
+def _function(
+    term: Computed, devices: DevicesConfig, max_completion_length: int | None, sampled_ids: bool, date: str | None
+) -> Function:
     """The function that computes a reward in this process."""
     match term:
         case ModelReward():
@@ -306,7 +310,7 @@ def _function(term: Computed, devices: DevicesConfig, max_completion_length: int
 
             if term.path is None:  # in a run with stages it is set
                 raise RewardError(f"the reward model of a stage ({term.from_stage}) is not known here: give its `path`")
-            model, strip = LearnedReward(term.path, devices, max_completion_length), term.strip_thinking
+            model, strip = LearnedReward(term.path, devices, max_completion_length, date), term.strip_thinking
             return lambda completions: model(
                 [c.prompt for c in completions],
                 [_reply(c) if strip else c.text for c in completions],

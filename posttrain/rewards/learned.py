@@ -35,13 +35,15 @@ class LearnedReward:
     tokenizer's are scored after a string prompt as they are.
     """
 
-    def __init__(self, path: str, devices: DevicesConfig, max_completion_length: int | None = None):
+    def __init__(
+        self, path: str, devices: DevicesConfig, max_completion_length: int | None = None, date: str | None = None
+    ):
         model = ModelConfig(path=path)
         if not is_reward_model(model):
             raise ModelError(
                 f"{path} is not a reward model: it has no classification head; `method: reward` trains one"
             )
-        self.path = path
+        self.path, self._date = path, date
         self.longest = getattr(load_config(model), "max_position_embeddings", None) or math.inf
         if max_completion_length and max_completion_length >= self.longest:
             log.warning(
@@ -98,7 +100,7 @@ class LearnedReward:
             if talks == {True}:
                 if self.tokenizer.chat_template is None:
                     raise RewardError(f"the reward model {self.path} has no chat template for conversations")
-                renderer = stack.enter_context(rendering(self.tokenizer))
+                renderer = stack.enter_context(rendering(self.tokenizer, date=self._date))
             tokeniser = Tokeniser(self.tokenizer, renderer, False)
             cut = iter(tokeniser.unfinished(list(compress(rows, truncated))))
             whole = iter(tokeniser.completions(list(compress(rows, (not short for short in truncated))), True))

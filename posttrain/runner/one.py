@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
+from datetime import date
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -32,7 +33,7 @@ from posttrain.terminal import say
 from posttrain.threads import sharing_cores
 from posttrain.training.best import Watch
 from posttrain.training.finish import finish
-from posttrain.training.inputs import models_read, refuse_other_models
+from posttrain.training.inputs import dated, models_read, refuse_other_models
 from posttrain.training.loop import Loop
 from posttrain.training.resume import refuse_changes, refuse_fewer_steps, report_lost
 from posttrain.training.state import problems_of
@@ -59,6 +60,8 @@ def train_one(
     """
     release_memory()  # of the previous model
     facts = {"seed": config.seed, "threads": torch.get_num_threads(), "ranks": ranks.size, **(start_facts or {})}
+    if not resume and config.behavior_version > 1:
+        facts["date"] = config.data.date or date.today().isoformat()
     named, rejected = checkpoint, dict[str, str]()
     messages: list[str] = []
     models: dict[str, dict[str, str]] = {}
@@ -80,7 +83,7 @@ def train_one(
             for line in messages:
                 log.warning(line)
             try:
-                ranks.gather(Order(config, folder, checkpoint))
+                ranks.gather(Order(dated(config, folder), folder, checkpoint))
                 ranks.on_lost(lambda error: run.__exit__(type(error), error, None))
                 with ranks.naming_lost():
                     return _train_from(checkpoint, config, run, {**facts, "models": models}, resume, watch, ranks)
@@ -115,7 +118,7 @@ def _train_from(
         run.write_config(dump(config))
     run.add_provenance({"models": facts["models"] or models_read(config, run.folder)})
     with Tracking(config, run, logged):
-        loop = _steps(checkpoint, config, run, watch, ranks)
+        loop = _steps(checkpoint, dated(config, run.folder), run, watch, ranks)
         Thread(target=import_module, args=["matplotlib.backends.backend_agg"], daemon=True).start()  # for `finish`
         loop.save_final()
         finish(loop.job, loop)

@@ -242,9 +242,10 @@ class Run:
         self._keep_until(step, f"later than step {step}", evaluated)
 
     def start_over(self, provenance: Mapping[str, Any]) -> None:
-        """Set the folder back to a run that was just created: `best` is set aside, all metrics are removed."""
+        """Set the folder back to a new run of the same date: `best` is set aside, all metrics are removed."""
         self._keep_until(-1, "of the previous run")  # step 0 is the evaluation before training
-        self._facts["provenance"] = redact(environment() | dict(provenance))
+        day = {name: value for name, value in self._facts["provenance"].items() if name == "date"}
+        self._facts["provenance"] = redact(environment() | day | dict(provenance))
         self._facts["checks"] = {}
         save_json(self.folder / "run.json", self._facts)
 

@@ -116,6 +116,7 @@ class _Samplers:
             workers=workers_of(self._job.ranks.locals),
             zeros_count=config.behavior_version < 2,
             sampled_ids=config.behavior_version >= 2,
+            date=config.data.date,
         )
         return self._resources.enter_context(rewards)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from posttrain.config import ModelConfig, RunConfig
+from posttrain.config import DataConfig, ModelConfig, RunConfig
 from posttrain.errors import ModelError, RunError
 from posttrain.models.load import base_settings, load_config
 from posttrain.store.checkpoint import MANIFEST, file_hashes
@@ -84,9 +84,25 @@ def models_read(config: RunConfig, folder: Path) -> dict[str, dict[str, str]]:
 
 def recorded(folder: Path) -> dict[str, dict[str, str]]:
     """The models that the run read, from `run.json`; empty without that file or for runs of earlier versions."""
+    return _provenance(folder).get("models", {})
+
+
+def dated(config: RunConfig, folder: Path) -> RunConfig:
+    """The settings of the run in `folder` with the day that it started, which chat templates that ask for it write.
+
+    Runs of earlier versions have no such record: their templates write the day on which they are rendered.
+    """
+    day = _provenance(folder).get("date")
+    if config.data.date is not None or day is None:
+        return config
+    values = config.data.model_dump(mode="json") | {"date": day}
+    return config.model_copy(update={"data": DataConfig.model_validate(values)})
+
+
+def _provenance(folder: Path) -> dict[str, Any]:
     path = folder / "run.json"
     facts = load_json(path) if path.exists() else {}
-    return facts.get("provenance", {}).get("models", {}) if isinstance(facts, dict) else {}
+    return facts.get("provenance", {}) if isinstance(facts, dict) else {}
 
 
 def located(config: RunConfig, folder: Path) -> RunConfig:

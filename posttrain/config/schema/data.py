@@ -1,5 +1,6 @@
 """The settings of the data: sources, formats, templates and limits."""
 
+import datetime
 import json
 import re
 from typing import Annotated, Any, Literal
@@ -131,6 +132,15 @@ def variables(value: Any) -> dict[str, Any]:
     return value
 
 
+def _date(value: Any) -> Any:
+    """A date as YYYY-MM-DD; YAML has it as a date already."""
+    try:
+        return datetime.date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise ValueError("must be a date such as 2026-01-31") from None
+
+
+Date = Annotated[str, BeforeValidator(_date)]
 Variables = Annotated[dict[str, Any], BeforeValidator(variables)]
 
 
@@ -172,6 +182,10 @@ class DataConfig(Settings):
     chat_template_kwargs: Variables = Field(
         default={},
         description="Variables of the chat template, e.g. {enable_thinking: false}; saved with the model.",
+    )
+    date: Date | None = Field(
+        default=None,
+        description="Date (2026-01-31) for a chat template that asks for it; null: the day that the run starts.",
     )
     system_prompt: str | None = Field(default=None, description="System prompt of conversations that have none.")
     strip_think: bool = Field(default=False, description="Whether to remove <think>...</think> from completions.")

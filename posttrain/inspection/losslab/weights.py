@@ -15,7 +15,7 @@ from posttrain.store.files import load_tensors, restore_rng
 from posttrain.store.folder import check_run_folder, read_facts
 from posttrain.store.lock import is_locked
 from posttrain.store.metrics import read_metrics
-from posttrain.training.inputs import REFERENCES, START, content_of, located, models_of, recorded
+from posttrain.training.inputs import REFERENCES, START, content_of, dated, located, models_of, recorded
 from posttrain.training.state import Saved, State, problems_of
 
 
@@ -75,7 +75,7 @@ def settings_of(folder: Path) -> RunConfig:
             f"{folder} is active: its training needs the memory and the cores, and deletes checkpoints. Wait for its "
             "end, or stop it (Ctrl-C) and resume it later"
         )
-    config = located(load(folder / "config.yaml").config, folder)
+    config = located(dated(load(folder / "config.yaml").config, folder), folder)
     read, now = recorded(folder), models_of(config)
     for setting in (START, *REFERENCES):
         if setting in read and setting in now and read[setting]["content"] != (found := content_of(now[setting])):
