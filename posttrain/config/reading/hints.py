@@ -32,6 +32,7 @@ HINTS = {
     **dict.fromkeys(("model_name_or_path", "model_name", "huggingface_id", "sft_model_path", "base_model"), _MODEL),
     "model_revision": "write model.revision",
     "ref_model_id": "write method.ref_model",
+    "moe_aux_loss_coef": "write method.router_aux_loss_coef",
     "attn_implementation": "write model.attention",
     "flash_attn": "write model.attention: flash_attention_2",
     **dict.fromkeys(("bf16", "torch_dtype", "pure_bf16", "infer_dtype"), _DTYPE),
@@ -203,7 +204,7 @@ SYSTEMS: dict[str, str] = {
         lr_scheduler_type warmup_steps warmup_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
         num_train_epochs epochs num_epochs max_steps total_episodes optim bf16 fp16 seed activation_offloading
         disable_dropout full_determinism neftune_noise_alpha loss_type loss_weights beta label_smoothing rpo_alpha
-        reference_free precompute_ref_log_probs sync_ref_model desirable_weight undesirable_weight
+        reference_free precompute_ref_log_probs sync_ref_model desirable_weight undesirable_weight router_aux_loss_coef
         center_rewards_coefficient teacher_model_name_or_path lmbda seq_kd
         num_generations num_iterations epsilon epsilon_high scale_rewards importance_sampling_level
         mask_truncated_completions generation_batch_size steps_per_generation num_ppo_epochs num_mini_batches
@@ -223,9 +224,9 @@ SYSTEMS: dict[str, str] = {
         per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps learning_rate
         num_train_epochs max_steps lr_scheduler_type warmup_ratio warmup_steps max_grad_norm optim pref_beta
         pref_loss pref_ftx dpo_label_smoothing simpo_gamma kto_chosen_weight kto_rejected_weight ppo_epochs
-        ppo_target ref_model reward_model max_new_tokens temperature top_p top_k logging_steps save_steps
-        save_total_limit eval_strategy eval_steps plot_loss report_to run_name output_dir overwrite_output_dir
-        resume_from_checkpoint deepspeed ddp_timeout
+        ppo_target ref_model reward_model moe_aux_loss_coef max_new_tokens temperature top_p top_k logging_steps
+        save_steps save_total_limit eval_strategy eval_steps plot_loss report_to run_name output_dir
+        overwrite_output_dir resume_from_checkpoint deepspeed ddp_timeout
     """,
     PREFERENCE: """
         config huggingface_id trust_remote_code dataset subset split prompt_column chosen_column rejected_column
