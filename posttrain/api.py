@@ -35,7 +35,7 @@ from posttrain.evaluation.suite import ALIASES, find_suite, with_settings
 from posttrain.grading.pool import DEADLINE_S
 from posttrain.inspection.evaluate import Options, evaluate_recorded
 from posttrain.inspection.evaluate import evaluate as evaluate_suites
-from posttrain.inspection.evaluate_tasks import Tasks, evaluate_tasks
+from posttrain.inspection.evaluate_tasks import Tasks, check_tasks, evaluate_tasks
 from posttrain.inspection.pairs import PairOptions
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import load_model, load_tokenizer
@@ -255,6 +255,8 @@ class _Evaluation:
             raise ConfigError("no suite is named: give at least one, such as gsm8k")
         if file.is_file() and self.tasks.names:
             raise ConfigError(f"{file} has recorded completions, which lm-eval's tasks cannot grade: give a model")
+        if chosen and self.tasks.names:
+            check_tasks(self.model, self.tasks)
         if file.is_file():
             summary = evaluate_recorded(file, completion_column, chosen, self.options, self.folder, overwrite)
         elif chosen:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from posttrain.cli import main
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.data.readers import read_files
-from posttrain.errors import ConfigError, DataError, ModelError, RewardError, RunError
+from posttrain.errors import ConfigError, DataError, ModelError, PosttrainError, RewardError, RunError
 from posttrain.evaluation import running
 from posttrain.evaluation.answering import Recorded
 from posttrain.evaluation.items import fill, load_items
@@ -366,6 +366,76 @@ def test_finished_suites_are_kept_and_other_settings_refused(stories, tmp_path, 
     monkeypatch.setattr("posttrain.inspection.evaluate.load_model", None)  # a finished one needs no model
     assert run(stories, [suite], tmp_path / "e", seed=1)["suites"] == other["suites"]
     assert first["suites"]["own"]["value"] == other["suites"]["own"]["value"]  # greedy
+
+
+@pytest.mark.parametrize(
+    ("second", "options", "said"),
+    [
+        ({"rule": "no_such_rule"}, {}, "there is no rule no_such_rule"),
+        ({"rule": "no_such_module:f"}, {}, "no_such_module"),
+        ({"template": "chat"}, {}, "chat template"),
+        ({"template": "gone.jinja"}, {}, "gone.jinja"),
+        (
+            {"kind": "preference", "answer": None, "rule": "none", "prompt": "", "columns": {"chosen": ["missing"]}},
+            {},
+            "missing",
+        ),
+        (
+            {"kind": "preference", "answer": None, "rule": "none", "prompt": ""},
+            {"pairs": PairOptions(reference="no/such-model")},
+            "no/such-model",
+        ),
+        ({}, {"engine": "vllm"}, "vllm|vLLM"),
+    ],
+)
+def test_what_the_second_suite_needs_is_checked_before_the_first(stories, tmp_path, monkeypatch, second, options, said):
+    """The first one asks nothing, and the same call with the error mended runs both."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    rows = [{**row, "chosen": " a girl", "rejected": " zq"} for row in ROWS[:2]]
+    first = own(tmp_path, ROWS[:2], kind="choices", choices=["1", "2"], rule="none") if options.get("engine") else None
+    first = first or own(tmp_path, ROWS[:2])
+    try:
+        suite = own(tmp_path / "other", rows, name="second", **second)
+    except (ConfigError, ValueError) as error:
+        pytest.fail(f"the test's suite is not one: {error}")
+    ran = []
+    monkeypatch.setattr("posttrain.inspection.evaluate.run", lambda items, *_, **__: ran.append(items.suite.name))
+    with pytest.raises(PosttrainError, match=said):
+        run(stories, [first, suite], tmp_path / "e", **options)
+    assert ran == [] and not (tmp_path / "e/summary.json").exists()
+
+
+def test_recorded_completions_are_checked_for_every_suite_first(tmp_path, monkeypatch):
+    rows = [{**row, "completions": f"#### {row['answer']}"} for row in ROWS]
+    (tmp_path / "other").mkdir()
+    suites = [own(tmp_path, rows), own(tmp_path / "other", rows, name="second", rule="no_such_rule")]
+    with pytest.raises(ConfigError, match="there is no rule no_such_rule"):
+        chosen = [load_items(suite) for suite in suites]
+        evaluate_recorded(tmp_path / "rows.jsonl", "completions", chosen, Options(), tmp_path / "e")
+    assert not (tmp_path / "e/summary.json").exists()
+
+
+def test_a_suite_that_ends_is_in_the_summary_at_once(stories, tmp_path, monkeypatch):
+    from posttrain.inspection import evaluate as module
+
+    (tmp_path / "other").mkdir()
+    suites = [own(tmp_path, ROWS[:2]), own(tmp_path / "other", ROWS[:2], name="second")]
+    real, ran = module.run, []
+
+    def stopping(items, *arguments, **named):
+        ran.append(items.suite.name)
+        if ran == ["own", "second"]:
+            raise KeyboardInterrupt
+        return real(items, *arguments, **named)
+
+    monkeypatch.setattr(module, "run", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run(stories, suites, tmp_path / "e")
+    before = read_summary(tmp_path / "e")["suites"]
+    assert list(before) == ["own"] and len(read_answers(tmp_path / "e")) == 2
+    after = run(stories, suites, tmp_path / "e")["suites"]
+    assert ran == ["own", "second", "second"] and list(after) == ["own", "second"] and after["own"] == before["own"]
 
 
 def test_a_sweep(stories, tmp_path):

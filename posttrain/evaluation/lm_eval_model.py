@@ -12,6 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data.render import RenderRequest, rendered
@@ -104,6 +106,20 @@ def _alike(requests: Sequence[Any]) -> dict[tuple[str, int], list[tuple[str, lis
     return found
 
 
+def check_asked(model: ModelConfig, tasks: Sequence[str], chat: bool) -> tuple[Any, PreTrainedTokenizerBase]:
+    """lm-eval's manager of tasks, and the tokenizer. Raises ConfigError for an unknown task, or no chat template."""
+    manager = import_module("lm_eval.tasks").TaskManager()
+    unknown = [task for task in tasks if task not in manager.all_tasks and not Path(task).is_file()]
+    if unknown:
+        raise ConfigError(
+            f"lm-eval has no task {', '.join(unknown)}: `lm-eval ls tasks` lists them; or give a .yaml file"
+        )
+    tokenizer = load_tokenizer(model)
+    if chat and not tokenizer.chat_template:
+        raise ConfigError(f"model {model.path} has no chat template: evaluate it without one")
+    return manager, tokenizer
+
+
 @sharing_cores()
 def run_lm_eval(
     model: ModelConfig,
@@ -132,15 +148,7 @@ def run_lm_eval(
     engine does not have, and DataError if a task's rows cannot be loaded.
     """
     rollout, device = rollout or RolloutConfig(), take_device(devices or DevicesConfig())
-    manager = import_module("lm_eval.tasks").TaskManager()
-    unknown = [task for task in tasks if task not in manager.all_tasks and not Path(task).is_file()]
-    if unknown:
-        raise ConfigError(
-            f"lm-eval has no task {', '.join(unknown)}: `lm-eval ls tasks` lists them; or give a .yaml file"
-        )
-    tokenizer = load_tokenizer(model)
-    if chat and not tokenizer.chat_template:
-        raise ConfigError(f"model {model.path} has no chat template: evaluate it without one")
+    manager, tokenizer = check_asked(model, tasks, chat)
     policy = load_model(model, "lm", compute_dtype(model, device), device)
     check_embeddings(policy, tokenizer, model.path)
     with Requests(policy, tokenizer, rollout, tokens_per_pack, seed) as requests:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -30,7 +30,7 @@ from posttrain.evaluation.judging import Judge
 from posttrain.evaluation.records import EvaluationStore, write_files
 from posttrain.evaluation.running import finished, run
 from posttrain.grading.pool import DEADLINE_S
-from posttrain.inspection.pairs import PairOptions, evaluate_pairs, pair_facts
+from posttrain.inspection.pairs import PairOptions, evaluate_pairs, pair_facts, pairs_for
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import is_reward_model, load_model, load_tokenizer
 from posttrain.store.files import save_json
@@ -79,11 +79,15 @@ def evaluate_recorded(
     if other := next((items.suite for items in chosen if items.suite.kind != "generate"), None):
         raise DataError(f"{file}: recorded completions cannot answer the suite {other.name}, of the kind {other.kind}")
     content, records = f"sha256 {Files((file,)).digest}", list(read_files((file,)))
+    about = {"name": file.stem, "path": str(file), "content": content}
     with EvaluationStore(folder, overwrite) as store:
         store.is_of(content)
-        for items in chosen:
+        every = [Recorded(one.suite, one.items, records, column, options.num_generations) for one in chosen]
+        for suite in [items.suite for items in chosen] if len(chosen) > 1 else []:
+            with Judge(suite, options.workers, options.deadline):  # an error of the last one comes before the first
+                pass
+        for items, answers in zip(chosen, every, strict=True):
             suite, key = items.suite, items.suite.name
-            answers = Recorded(suite, items.items, records, column, options.num_generations)
             if answers.unused:
                 rows = f"{counted(answers.unused, 'row')} of {len(records):,}"
                 log.warning("%s: %s unused: no completion, or of no item of %s that is asked", file, rows, key)
@@ -93,7 +97,7 @@ def evaluate_recorded(
                 with Judge(suite, options.workers, options.deadline) as judge:
                     sampling = {"recorded": column}
                     run(items, answers, judge, answers.samples, store=store, key=key, facts=facts, sampling=sampling)
-        about = {"name": file.stem, "path": str(file), "content": content}
+                _written(folder, store, about, {}, options)
         return _written(folder, store, about, {items.suite.name: items for items in chosen}, options)
 
 
@@ -109,7 +113,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Answer the suites with a model. Returns the summary, which is also in the folder with every answer.
 
-    The model is loaded only if an evaluation is not finished. Suites of pairs also take a reward model.
+    The model is loaded only if an evaluation is not finished. Suites of pairs also take a reward model. What every
+    suite needs is checked before the first one starts, and each that ends is in the summary at once.
 
     Raises RunError, before any work, for an evaluation in the folder that differs in its model or settings.
     """
@@ -117,13 +122,16 @@ def evaluate(
     asked = [one for items in chosen for one in _asked(items, model, content, options)]
     with EvaluationStore(folder, overwrite) as store, _Loaded(model, options, devices) as loads:
         store.is_of(content)
-        for one in [one for one in asked if not finished(store, one.key, one.facts)]:
+        about = {"name": name, "path": model.path, "content": content}
+        left = [one for one in asked if not finished(store, one.key, one.facts)]
+        loads.check({one.items.suite.name: one.items for one in left}.values())
+        for one in left:
             if one.items.suite.kind == "preference":
                 loaded, tokenizer = loads.scored()
                 evaluate_pairs(model, loaded, tokenizer, one.items.suite, options.pairs, store, one.facts)
             else:
                 loads.run(one, store)
-        about = {"name": name, "path": model.path, "content": content}
+            _written(folder, store, about, {}, options)
         return _written(folder, store, about, {one.key: one.items for one in asked}, options)
 
 
@@ -181,12 +189,32 @@ class _Loaded(ExitStack):
             self._parts = loaded, tokenizer
         return self._parts
 
-    def run(self, asked: _Asked, store: EvaluationStore) -> None:
+    def check(self, chosen: Collection[Items]) -> None:
+        """Raise what one of several suites would raise only after others: rules, templates, rows, the engine."""
+        if len(chosen) < 2:
+            return
+        for suite in [items.suite for items in chosen if items.suite.kind != "preference"]:
+            self._refuse_reward_model()
+            with Judge(suite, self._options.workers, self._options.deadline):
+                pass
+        loaded, tokenizer = self.scored()
+        for items in chosen:
+            if items.suite.kind == "preference":
+                pairs_for(self._model, loaded, tokenizer, items.suite, self._options.pairs)
+            else:
+                self._asked(items)
+        if any(items.suite.kind == "generate" for items in chosen):
+            self._started()
+
+    def _refuse_reward_model(self) -> None:
         if is_reward_model(self._model):
             raise ModelError(
                 f"{self._model.path} is a reward model, which scores completions and generates none: evaluate it "
                 "on pairs (--suite hh, or a suite with `kind: preference`)"
             )
+
+    def run(self, asked: _Asked, store: EvaluationStore) -> None:
+        self._refuse_reward_model()
         suite = asked.items.suite
         generates = suite.kind == "generate"
         with Judge(suite, self._options.workers, self._options.deadline) as judge:
@@ -203,16 +231,10 @@ class _Loaded(ExitStack):
             )
 
     def _answers(self, items: Items, sampling: Sampling) -> Answers:
-        policy, tokenizer = self.scored()
-        if items.suite.name not in self._prompts:
-            self._prompts[items.suite.name] = ask(items.suite, items.items, tokenizer, policy)
-        prompts = self._prompts[items.suite.name]
+        (policy, tokenizer), prompts = self.scored(), self._asked(items)
         if items.suite.kind == "choices":
             return Chosen(items.suite, policy, tokenizer, prompts, self._device)
-        if self._engine is None:
-            longest = max((len(one.tokens) for one in prompts.values() if isinstance(one, Prompt)), default=1)
-            made = make_engine(self._options.engine, policy, tokenizer, vllm=self._options.vllm, longest_prompt=longest)
-            self._engine = self.enter_context(closing(made))
+        engine = self._started()
         stops = stops_of(items.suite, policy, tokenizer)
         if not stops and not sampling.stop:
             log.warning(
@@ -221,7 +243,24 @@ class _Loaded(ExitStack):
                 self._model.path,
                 sampling.max_completion_length,
             )
-        return Generated(self._engine, replace(sampling, stop_token_ids=stops), tokenizer, prompts)
+        return Generated(engine, replace(sampling, stop_token_ids=stops), tokenizer, prompts)
+
+    def _asked(self, items: Items) -> dict[int, Prompt | Malformed]:
+        """The prompts of a suite."""
+        policy, tokenizer = self.scored()
+        if items.suite.name not in self._prompts:
+            self._prompts[items.suite.name] = ask(items.suite, items.items, tokenizer, policy)
+        return self._prompts[items.suite.name]
+
+    def _started(self) -> Engine:
+        """The engine, for the prompts so far."""
+        if self._engine is None:
+            policy, tokenizer = self.scored()
+            every = [one for prompts in self._prompts.values() for one in prompts.values()]
+            longest = max((len(one.tokens) for one in every if isinstance(one, Prompt)), default=1)
+            made = make_engine(self._options.engine, policy, tokenizer, vllm=self._options.vllm, longest_prompt=longest)
+            self._engine = self.enter_context(closing(made))
+        return self._engine
 
 
 def _sampling(suite: SuiteConfig, options: Options, setting: Setting) -> Sampling:

@@ -32,6 +32,13 @@ class Tasks:
     seed: int = 0
 
 
+def check_tasks(model: ModelConfig, tasks: Tasks) -> None:
+    """Raise ConfigError, before other suites are asked, for a task that there is not, or chat without a template."""
+    from posttrain.evaluation.lm_eval_model import check_asked  # needs lm-eval
+
+    check_asked(model, tasks.names, tasks.chat)
+
+
 def evaluate_tasks(
     model: ModelConfig, name: str, tasks: Tasks, devices: DevicesConfig, folder: Path, overwrite: bool = False
 ) -> tuple[dict[str, Any], set[str]]:
@@ -40,7 +47,7 @@ def evaluate_tasks(
     A task is asked as a whole: one that was stopped starts again, one that is finished is kept. Raises RunError for one
     with other settings, and for another model.
     """
-    content, ran = content_of(model), set[str]()
+    content, ran, summary = content_of(model), set[str](), dict[str, Any]()
     with EvaluationStore(folder, overwrite) as store:
         store.is_of(content)
         for task in tasks.names:
@@ -57,8 +64,9 @@ def evaluate_tasks(
             before = [key for key in store.summaries() if (store.facts(key) or {}).get("task") == task]
             done = {store.summaries()[key]["suite"] for key in before if started(store, key, facts)}
             ran |= done or _asked(model, task, tasks, devices, facts, store)
-        about = {"posttrain": __version__, "created": datetime.now(UTC).isoformat(timespec="seconds")}
-        return write_files(folder, store, {"name": name, "path": model.path, "content": content}, about), ran
+            about = {"posttrain": __version__, "created": datetime.now(UTC).isoformat(timespec="seconds")}
+            summary = write_files(folder, store, {"name": name, "path": model.path, "content": content}, about)
+        return summary, ran
 
 
 def _asked(

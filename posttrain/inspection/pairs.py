@@ -87,12 +87,9 @@ def evaluate_pairs(
     kept.
     """
     key, device = suite.name, loaded.device
-    check_embeddings(loaded, tokenizer, model.path)
-    longest = min(positions_of(loaded.config) or LONGEST, LONGEST)
-    dataset, reasons, read = _pairs(suite, tokenizer, longest)
+    dataset, reasons, read = pairs_for(model, loaded, tokenizer, suite, options)
     reference, sampling = _reference(model, options), {}
     if reference is not None and not is_classifier(loaded):
-        _refuse_other_tokenizer(tokenizer, reference)
         other = load_model(reference, "lm", compute_dtype(reference, device), device)
         check_embeddings(other, tokenizer, reference.path)
         margins, sampling = _implicit(loaded, other, options.beta, device), {"beta": options.beta}
@@ -115,6 +112,24 @@ def evaluate_pairs(
     spent = time.perf_counter() - began
     stored = list(store.answers(key))
     store.finish(key, summarise(items, "", stored, 1, {**sampling, "reference": options.reference}, spent))
+
+
+def pairs_for(
+    model: ModelConfig,
+    loaded: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    suite: SuiteConfig,
+    options: PairOptions,
+) -> tuple[Dataset, dict[int, str], int]:
+    """The pairs that fit the model, the reasons of rows that cannot be scored, and the number of rows.
+
+    Raises ModelError for a tokenizer that is not the model's, or that the reference does not share.
+    """
+    check_embeddings(loaded, tokenizer, model.path)
+    reference = _reference(model, options)
+    if reference is not None and not is_classifier(loaded):
+        _refuse_other_tokenizer(tokenizer, reference)
+    return _pairs(suite, tokenizer, min(positions_of(loaded.config) or LONGEST, LONGEST))
 
 
 def _reference(model: ModelConfig, options: PairOptions) -> ModelConfig | None:
