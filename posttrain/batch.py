@@ -42,6 +42,7 @@ class Node:
     tokens: Sequence[int] | np.ndarray
     trained: Sequence[bool] | np.ndarray | bool = False
     children: tuple[Node, ...] = ()
+    weights: np.ndarray | None = None  # SFT: loss weights of the tokens; None: all 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Pack:
     tree_start: tuple[int, ...]  # physical start of every tree, and the end of the last
     nodes: tuple[tuple[int, int], ...]  # where each run of tokens begins that see the same before them, and their `end`
     longest: int  # most physical tokens of a sequence
+    weight_N: torch.Tensor | None = None  # SFT: loss weights of the targets, float32; None: all 1
 
     @property
     def num_tokens(self) -> int:
@@ -115,17 +117,20 @@ class Pack:
             read_U=read_U,
             where_N=where_N,
             length_S=torch.bincount(sequence_N, minlength=self.num_sequences),
+            weight_N=None if self.weight_N is None else self.weight_N[kept_N],
         )
 
     def to(self, device: torch.device | str) -> Pack:
         """The same pack with its tensors on `device`: to a GPU in one copy, which nothing waits for."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        weight_N = values.pop("weight_N")  # of another type than the others
+        weight_N = None if weight_N is None else sent(weight_N, device).to(device)
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
         if torch.device(device).type == "cuda" and not self.tokens_T.is_cuda:
             whole = sent(torch.cat([*tensors.values()]), device)
             moved = whole.split([len(tensor) for tensor in tensors.values()])
-            return replace(self, **dict(zip(tensors, moved, strict=True)))
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+            return replace(self, weight_N=weight_N, **dict(zip(tensors, moved, strict=True)))
+        return replace(self, weight_N=weight_N, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
     def seen_ST(self) -> torch.Tensor:
         """The physical tokens of each sequence, which its last token sees, bool: (S, T)."""
@@ -212,6 +217,7 @@ class _Layout:
         self.spans: list[tuple[int, int, int]] = []  # (start, stop, end): tokens start..stop have this `end`
         self.source: list[np.ndarray] = []
         self.target: list[np.ndarray] = []
+        self.weight: list[np.ndarray | None] = []
         self.scored: list[int] = []
         self.last: list[int] = []
         self.group: list[int] = []
@@ -255,11 +261,19 @@ class _Layout:
             tree_start=tuple(tree_start),
             nodes=tuple(zip(starts, end[starts].tolist(), strict=True)),
             longest=self.deepest,
+            weight_N=self._weights(),
         )
+
+    def _weights(self) -> torch.Tensor | None:
+        if all(weight is None for weight in self.weight):
+            return None
+        given = zip(self.weight, self.target, strict=True)
+        whole = [np.ones(len(target), np.float32) if weight is None else weight for weight, target in given]
+        return torch.from_numpy(np.concatenate(whole).astype(np.float32))
 
     def lay(self, node: Node, depth: int, previous: int | None, path: tuple[tuple, ...]) -> None:
         """Append `node` and what is below it. `previous` is the physical token before the node, `path` the scored
-        (source, target) arrays of the nodes above, which every leaf below owns a copy of."""
+        (source, target, weight) arrays of the nodes above, which every leaf below owns a copy of."""
         ids = np.asarray(node.tokens, np.int64)
         start = self.length
         fed = len(ids) if node.children or self.keep_last else max(len(ids) - 1, 0)
@@ -273,7 +287,7 @@ class _Layout:
             source = np.arange(start - 1, start + len(ids) - 1)
             source[0] = -1 if previous is None else previous
             chosen = trained & (source >= 0)
-            path = (*path, (source[chosen], ids[chosen]))
+            path = (*path, (source[chosen], ids[chosen], None if node.weights is None else node.weights[chosen]))
 
         last = start + fed - 1 if fed else previous
         for child in node.children:
@@ -283,9 +297,10 @@ class _Layout:
                 raise ValueError(
                     "a sequence of fewer than two tokens has nothing to score: the data layer refuses such rows"
                 )
-            self.source += [source for source, _ in path]
-            self.target += [target for _, target in path]
-            self.scored.append(sum(len(target) for _, target in path))
+            self.source += [source for source, _, _ in path]
+            self.target += [target for _, target, _ in path]
+            self.weight += [weight for _, _, weight in path]
+            self.scored.append(sum(len(target) for _, target, _ in path))
             self.last.append(last)
         self.spans.append((start, start + fed, self.length))
 

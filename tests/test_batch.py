@@ -1,13 +1,18 @@
 """Properties of packs over random forests, against the plain definition of what a sequence is."""
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.batch import Example, Node, pack, physical_length, sequences
+from posttrain.optim.update import backward
+from posttrain.recipes import sft
 
 
 def nodes(depth: int):
@@ -117,3 +122,43 @@ def test_an_example_is_never_split():
         pack(rows, 7)
     with pytest.raises(ValueError, match="fewer than two tokens"):
         pack([Example((Node([3], True),), 0)], 8)
+
+
+@pytest.mark.parametrize("width", [1000, 20, 9])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_weighted_loss_is_that_of_a_dense_computation(width, weighted):
+    """Over the whole step, however it is packed: the sum of weight times nll over the sum of weights. Without weights
+    packs carry none, and the count stays that of the targets."""
+    generator = np.random.default_rng(0)
+    examples, dense, total = [], torch.zeros(()), 0.0
+    table = torch.linspace(-3, -0.1, 50, requires_grad=True)  # log-probability of a token
+    for row in range(6):
+        ids, trained = generator.integers(0, 50, 8), generator.random(8) < 0.7
+        trained[-1] = True
+        weights = generator.choice(np.float32([0.25, 0.5, 1.0]), 8) if weighted and row != 2 else None
+        examples.append(Example((Node(ids, trained, weights=weights),), row))
+        for place in range(1, 8):
+            if trained[place]:
+                weight = 1.0 if weights is None else float(weights[place])
+                dense, total = dense - weight * table[ids[place]], total + weight
+    packs_of = partial(pack, tokens_per_pack=width)
+    job = SimpleNamespace(pack=packs_of, device="cpu")
+
+    def scorer(one):
+        logprob_N = table[one.target_N]
+        return SimpleNamespace(logprob_N=logprob_N, entropy_N=logprob_N, top1_N=logprob_N.detach())
+
+    packs, objective = sft.objectives(job, scorer)(examples)
+    assert len(packs) == {1000: 1, 20: 3, 9: 6}[width] and objective.count == pytest.approx(total, rel=1e-12)
+    assert isinstance(objective.count, float) == weighted
+    losses = backward(packs, objective)
+    torch.testing.assert_close(losses["loss"], float(dense.detach() / total), rtol=1e-6, atol=0)
+    torch.testing.assert_close(table.grad, torch.autograd.grad(dense / total, table)[0])
+    if not weighted:
+        assert all(one.weight_N is None for one in packs)
+        return
+    for one in packs:
+        kept = torch.arange(len(one.target_N)) % 2 == 0
+        if one.weight_N is not None:
+            assert one.with_targets(kept).weight_N.tolist() == one.weight_N[kept].tolist()
+            assert one.to("cpu").weight_N.dtype == torch.float32

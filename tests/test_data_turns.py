@@ -1,7 +1,9 @@
 """Turns of a conversation in its rendered text: which are trained, and whether prompt and whole agree."""
 
 import json
+from itertools import pairwise
 
+import numpy as np
 import pytest
 from data_tokenizer import CHATML, base_tokenizer, byte_tokenizer, trained_text
 from transformers import AutoTokenizer
@@ -296,3 +298,109 @@ def test_a_reply_that_is_not_found_is_a_malformed_row(mistral, tmp_path):
     mistral.chat_template = "{{ messages | length }}{% if add_generation_prompt %}{{ messages[-1].content }}{% endif %}"
     with pytest.raises(DataError, match=r"rows.jsonl line 1: the chat template writes the prompt differently once"):
         read(tmp_path, mistral, {"prompt": "Hi", "completion": "Ho"}, "sft")
+
+
+def weighed(tmp_path, tokenizer, rows, kind="sft", template="chat", **more):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(source=str(tmp_path / "rows.jsonl"), template=template)
+    return prepare(data, tokenizer, kind, cache_dir=tmp_path / "c", **more)
+
+
+def weights_of(prepared, tokenizer, index=0):
+    """Runs of trained tokens of one weight, as text with the weight."""
+    (tree,) = prepared.train[index].trees
+    weight = np.where(tree.trained, 1.0 if tree.weights is None else tree.weights, 0.0)
+    edges = [0, *(np.flatnonzero(np.diff(weight)) + 1), len(weight)]
+    runs = [(tokenizer.decode(tree.tokens[a:b]), float(weight[a])) for a, b in pairwise(edges)]
+    return [(text, value) for text, value in runs if value]
+
+
+def flagged(*flags):
+    """A conversation whose assistant's turns have these keys."""
+    turns = []
+    for index, flag in enumerate(flags):
+        turns += [{"role": "user", "content": f"q{index}"}, {"role": "assistant", "content": f"a{index}", **flag}]
+    return {"messages": turns}
+
+
+FLAGS = [({"weight": 0}, 0), ({"weight": 0.25}, 0.25), ({"weight": 1}, 1), ({"weight": None}, 1), ({"train": False}, 0)]
+FLAGS += [({"training": True}, 1), ({"loss": False}, 0), ({"loss_scale": 0.5}, 0.5), ({"loss_mask": 0}, 0)]
+FLAGS += [({"masked": True}, 0), ({"mask": False}, 1), ({"train": True, "weight": 0.5}, 0.5), ({"train_detail": []}, 1)]
+
+
+@pytest.mark.parametrize(("flag", "weight"), FLAGS)
+@pytest.mark.parametrize("template", [CHATML, THINKS], ids=["chatml", "qwen3"])
+def test_loss_weights_of_messages(tmp_path, template, flag, weight):
+    """In every way that SFT masks a conversation; the tokens are the same as without."""
+    tokenizer = byte_tokenizer(template)
+    rows, bare = [flagged(flag, {})], [flagged({}, {})]
+    last = EMPTY if template is THINKS else ""
+    masked = weighed(tmp_path, tokenizer, rows, assistant_only_loss=True)
+    assert weights_of(masked, tokenizer) == [
+        pair for pair in ((f"a0{END}", weight), (f"{last}a1{END}", 1.0)) if pair[1]
+    ]
+    plain = weighed(tmp_path, tokenizer, bare, assistant_only_loss=True)
+    assert list(masked.train[0].trees[0].tokens) == list(plain.train[0].trees[0].tokens)
+    assert (masked.fingerprint == plain.fingerprint) == (weight == 1)
+    assert (masked.train[0].trees[0].weights is None) == (weight in (0, 1))
+    whole = weighed(tmp_path, tokenizer, rows)
+    lost = sum(len(text) for text, value in weights_of(whole, tokenizer) if value != 1)
+    everything = weights_of(weighed(tmp_path, tokenizer, bare), tokenizer)[0][0]
+    assert "".join(text for text, _ in weights_of(whole, tokenizer)) == (
+        everything if weight else everything.replace(f"a0{END}", "")
+    )
+    assert lost == (len(f"a0{END}") if weight == 0.25 or weight == 0.5 else 0)
+    last_alone = weighed(tmp_path, tokenizer, [flagged({}, flag)], completion_only_loss=True) if weight else None
+    if last_alone is not None:
+        assert weights_of(last_alone, tokenizer) == [(f"{last}a1{END}", weight)]
+    old = weighed(tmp_path, tokenizer, rows, behavior_version=1) if template is CHATML else None
+    assert old is None or old.fingerprint == weighed(tmp_path, tokenizer, bare, behavior_version=1).fingerprint
+
+
+def test_loss_weights_without_turns_and_of_prompts(tmp_path):
+    tokenizer = byte_tokenizer(CHATML)
+    row = {"prompt": "q", "completion": [{"role": "assistant", "content": "abc", "weight": 0.5}]}
+    row["prompt"] = [{"role": "user", "content": "q", "train": False}]
+    assert weights_of(weighed(tmp_path, tokenizer, [row], template="none"), tokenizer) == [("abc<|im_end|>", 0.5)]
+    assert weights_of(weighed(tmp_path, tokenizer, [row]), tokenizer) == [(f"abc{END}", 0.5)]
+    share = {
+        "conversations": [{"from": "human", "value": "q", "weight": 0}, {"from": "gpt", "value": "a", "weight": 0.5}]
+    }
+    found = weights_of(weighed(tmp_path, tokenizer, [share]), tokenizer)
+    assert found == [("<|im_start|>user\n", 1), ("<|im_start|>assistant\n", 1), (f"a{END}", 0.5)]
+
+
+def test_rows_without_anything_to_train_are_counted(tmp_path):
+    tokenizer = byte_tokenizer(CHATML)
+    rows = [flagged({"weight": 0}), flagged({}), flagged({"train": False}, {"train": False})]
+    prepared = weighed(tmp_path, tokenizer, rows, assistant_only_loss=True)
+    assert len(prepared.train) == 1 and prepared.report.untrained == 2
+    assert "2 rows (67%) with the loss weight 0 for all that would be trained, dropped" in prepared.report.lines()
+    with pytest.raises(DataError, match="no row can be used"):
+        weighed(tmp_path, tokenizer, rows[:1], assistant_only_loss=True)
+
+
+def test_a_weight_that_cannot_be_honoured_is_an_error(tmp_path):
+    """With file, line and key; a context that is not trained on is what a weight of 0 says."""
+    tokenizer, asked = byte_tokenizer(CHATML), [{"role": "user", "content": "q"}]
+    said, no = ({"role": "assistant", "content": text} for text in ("a", "b"))
+    odd = {**said, "train": False}
+    for kind, row in {
+        "pair": {"prompt": asked, "chosen": [odd], "rejected": [no]},
+        "unpaired": {"prompt": asked, "completion": [odd], "label": True},
+        "prompt": {"messages": [*asked, {**said, "train": 0.5}, *asked]},
+    }.items():
+        with pytest.raises(DataError, match=r"rows\.jsonl line 1: .* has train .* cannot honour"):
+            weighed(tmp_path, tokenizer, [row], kind)
+    context = [*asked, odd, *asked]
+    assert len(weighed(tmp_path, tokenizer, [{"prompt": context, "chosen": [said], "rejected": [no]}], "pair").train)
+    prompts = weighed(tmp_path, tokenizer, [{"prompt": context}], "prompt").train
+    assert prompts[0].facts["prompt"] == [*asked, said, *asked]
+    for value, message in (
+        ({"weight": 2}, "weight of a message must be"),
+        ({"train": "no"}, "train of a message must"),
+    ):
+        with pytest.raises(DataError, match=message):
+            weighed(tmp_path, tokenizer, [flagged(value)])
+    with pytest.raises(DataError, match="line 1: train_detail of a message weighs parts"):
+        weighed(tmp_path, tokenizer, [flagged({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]})])

@@ -30,7 +30,7 @@ from posttrain.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-CODE_VERSION = 8  # increase it when the same rows and settings give other tokens
+CODE_VERSION = 9  # increase it when the same rows and settings give other tokens
 LEFTOVER_SECONDS = 86_400
 ATTEMPTS = 2  # another run may remove an entry that both found damaged, just when this one has rebuilt it
 
@@ -39,7 +39,7 @@ SINGLE = [("row", pa.int64()), ("tokens", INTS), ("spans", INTS), ("prompt", pa.
 DERIVED = ("heads", "rejected_heads")  # columns that follow from the others, and are no part of the data's identity
 SCHEMAS = {
     "hash": pa.schema([("hash", pa.uint64())]),
-    "sft": pa.schema(SINGLE),
+    "sft": pa.schema([*SINGLE, ("weights", pa.list_(pa.float32()))]),
     "unpaired": pa.schema([*SINGLE, ("label", pa.bool_())]),
     "prompt": pa.schema([*SINGLE, ("facts", pa.string())]),
     "pair": pa.schema(
@@ -97,12 +97,18 @@ class Writer:
         batch = pa.RecordBatch.from_pylist(rows, schema=self.schema)
         self.file.write_batch(batch)
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            if name not in DERIVED:
+            if name == "weights":  # rows without weights are those that they were before there were any
+                has_some = pa.array([bool(length) for length in column.value_lengths().to_pylist()])
+                self._hash("weighed", batch.column("row").filter(has_some))
+                self._hash("weights", column.filter(has_some))
+            elif name not in DERIVED:
                 self._hash(name, column)
 
     def content(self) -> str:
         """SHA-256 of the rows written, independent of their batches."""
-        return digest_of({name: each.hexdigest() for name, each in self._hashes.items()})
+        empty = hashlib.sha256().hexdigest()  # of weights, where there are none
+        found = {name: each.hexdigest() for name, each in self._hashes.items()}
+        return digest_of({name: each for name, each in found.items() if "weigh" not in name or each != empty})
 
     def _hash(self, name: str, column: pa.Array) -> None:
         if pa.types.is_string(column.type):
@@ -136,7 +142,7 @@ def row_of(record: Record, item: Trained | Compared, kind: Kind) -> dict[str, An
             "spans": span_array(item.spans),
             "prompt": item.prompt,
             "heads": np.asarray(item.heads, np.int32),
-        }
+        } | ({"weights": np.asarray(item.weights, np.float32)} if kind == "sft" else {})
     other = item.prompt if item.rejected_prompt is None else item.rejected_prompt
     for name, prompt, reply in (("chosen", item.prompt, item.chosen), ("rejected", other, item.rejected)):
         if not len(reply) or len(prompt) + len(reply) < 2:

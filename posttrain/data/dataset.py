@@ -26,7 +26,7 @@ def as_numpy(column: pa.Array | pa.ChunkedArray) -> Array:
 
 
 class Lists:
-    """A column of lists of int32 as numpy views on the mapped file."""
+    """A column of lists of numbers as numpy views on the mapped file."""
 
     def __init__(self, column: pa.ChunkedArray):
         chunks = [chunk for chunk in column.chunks if len(chunk)]
@@ -83,6 +83,7 @@ class Table:
         self.row: Array = as_numpy(table.column("row")) + offsets
         names = ("prompt", "chosen", "rejected", "rejected_prompt") if kind == "pair" else ("tokens", "spans")
         names = (*names, "heads", "rejected_heads") if kind == "pair" else (*names, "heads")
+        names = (*names, "weights") if kind == "sft" else names
         self.lists = {name: Lists(table.column(name)) for name in names}
         if kind == "pair":
             self.two: Array = as_numpy(table.column("two_prompts"))
@@ -327,7 +328,15 @@ class Dataset:
         trained = np.zeros(stop, bool)
         for begin, end in table.lists["spans"][at].reshape(-1, 2):
             trained[begin:end] = True
-        tree = Node(_read(table.lists["tokens"][at], start, stop, head), _read(trained, start, stop, head))
+        weights = None
+        if len(given := table.lists["weights"][at]):
+            weights = np.ones(stop, np.float32)
+            for (begin, end), weight in zip(table.lists["spans"][at].reshape(-1, 2), given, strict=True):
+                weights[begin:end] = weight
+            weights = _read(weights, start, stop, head)
+        tree = Node(
+            _read(table.lists["tokens"][at], start, stop, head), _read(trained, start, stop, head), weights=weights
+        )
         return Example((tree,), int(table.row[at]))
 
     def _pair(self, index: int) -> Example:

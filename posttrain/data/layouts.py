@@ -22,6 +22,7 @@ from posttrain.data.rows import (
     parsed,
     tidied,
     with_arguments,
+    with_weights,
 )
 from posttrain.data.templates import Template
 from posttrain.errors import DataError
@@ -58,7 +59,9 @@ class Layout:
         if optional_text(fields, "system") and not template.turns:
             raise RowError("system is not empty, and data.template: none cannot write it: choose another template")
         row = FORMATS[self.name].read(fields, template)
-        return in_messages(row, without_prefill if behavior_version < 2 else with_arguments)
+        if behavior_version < 2:
+            return in_messages(row, without_prefill)
+        return in_messages(in_messages(row, with_arguments), with_weights)
 
     def unread(self, value: Fields) -> set[str]:
         """What the format does not read of a row: columns, and keys of messages as `column[].key`; nulls aside."""

@@ -30,8 +30,9 @@ from posttrain.data.reshaping import (
     last_turn_as_completion,
     refuse_without_reply,
     with_system,
+    without_weights,
 )
-from posttrain.data.rows import Row, RowError, as_turns, valid, variables_of, without_think
+from posttrain.data.rows import Row, RowError, UntrainedError, as_turns, valid, variables_of, without_think
 from posttrain.data.sources import Source, layout_of, open_source
 from posttrain.data.templates import Template, choose_template, date_of, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained
@@ -41,6 +42,7 @@ from posttrain.progress import progress
 BATCH = 256  # rows tokenised at a time
 MOST_LISTED = 1_000  # rows over the limits that a report names
 KWARGS = "chat_template_kwargs"  # a column of variables of the chat template, in every format
+METHODS = {"pair": "a method of pairs", "unpaired": "KTO", "prompt": "a method of prompts"}
 SAMPLE = 100  # rows from which the format is inferred
 
 
@@ -202,7 +204,7 @@ class Reader:
         """Read the rows of a source `between` two row numbers and write their tokens."""
         records, layout = self._records(name, source, format, columns, between)
         read, shifted, malformed, seen, unread = 0, 0, [], _Seen(), Counter[str]()
-        unwritten: dict[str, int] = {}
+        untrained, unwritten = 0, dict[str, int]()
         with ExitStack() as stack:
             renderer = None
             if self.template.turns and layout.name != "text":
@@ -225,6 +227,9 @@ class Reader:
                 items = self._tokenise(tokeniser, rows, layout)
                 unwritten = dict(tokeniser.unwritten)
                 for record, row, item in zip(records_of, rows, items, strict=True):
+                    if isinstance(item, UntrainedError):
+                        untrained += 1
+                        continue
                     if isinstance(item, RowError):
                         malformed.append(Malformed(record.file, record.line, str(item), record.row))
                         continue
@@ -242,7 +247,9 @@ class Reader:
             unread.pop("answer", None)  # read by rewards in every format
         if self.template.turns and layout.name != "text":
             unread.pop(KWARGS, None)
-        return Reading(layout.name, read, tuple(malformed), seen.duplicates, shifted, dict(unread), unwritten)
+        return Reading(
+            layout.name, read, tuple(malformed), seen.duplicates, shifted, dict(unread), untrained, unwritten
+        )
 
     def rows(self, part: SourcePart, max_rows: int | None) -> Iterator[tuple[Record, Row | None]]:
         """The rows of a part as they are tokenised, before any template; None for malformed ones."""
@@ -310,6 +317,8 @@ class Reader:
             row = last_turn_as_completion(row)
         if self.data.system_prompt is not None and layout.name != "text":
             row = with_system(row, self.data.system_prompt)
+        if self.kind != "sft":
+            row = without_weights(row, METHODS[self.kind])
         if self.template.turns and layout.name != "text" and self.behavior_version > 1:
             row = replace(row, variables=variables_of(record.value.get(KWARGS)))
         return row
@@ -380,6 +389,7 @@ def _report(
         max_length=limits.max_length,
         max_prompt_length=limits.max_prompt_length,
         notes=tuple(notes),
+        untrained=sum(reading.untrained for reading in readings),
         unwritten=dict(sum((Counter(reading.unwritten) for reading in readings), Counter())),
         dropped=tuple(Overlong(*row) for row in fitted.dropped[:MOST_LISTED].tolist()),
         unread=dict(sum((Counter(reading.unread) for reading in readings), Counter())),

@@ -25,6 +25,7 @@ FAILS = "the chat template fails: "  # before a template's own error
 
 Message = dict[str, Any]
 PREFILL = "prefill"  # key of a prompt's last message, of the assistant, that the reply continues
+WEIGHT = "loss weight"  # key of a message's loss weight other than 1: the row's own key for it, and its value
 # A call with arguments that show how a template writes them: as an object, or as the string that it is given.
 PROBE = {"posttrain_probe": "value"}
 PROBE_TEXT = json.dumps(PROBE)
@@ -180,7 +181,8 @@ class Renderer:
     def _line(self, job: RenderRequest, special_tokens: dict[str, Any]) -> str:
         # as in apply_chat_template: a key whose value is None is omitted
         messages = [
-            {key: value for key, value in m.items() if value is not None and key != PREFILL} for m in job.messages
+            {key: value for key, value in m.items() if value is not None and key not in (PREFILL, WEIGHT)}
+            for m in job.messages
         ]
         asked = {
             "messages": messages,

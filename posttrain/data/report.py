@@ -66,6 +66,7 @@ class Reading:
     duplicates: int = 0
     shifted: int = 0
     unread: dict[str, int] = field(default_factory=dict)  # columns and keys that are not read, and in how many rows
+    untrained: int = 0  # rows whose messages all have the loss weight 0
     unwritten: dict[str, int] = field(default_factory=dict)  # rows that lose the text of a message, by its role
 
     def to_json(self) -> dict:
@@ -95,6 +96,7 @@ class Report:
     max_length: int
     max_prompt_length: int | None
     notes: tuple[str, ...] = field(default=())
+    untrained: int = 0
     unwritten: Mapping[str, int] = field(default_factory=dict)  # rows that lose the text of a message, by its role
     dropped: tuple[Overlong, ...] = field(default=())  # the first of `overlong_dropped`
     unread: dict[str, int] = field(default_factory=dict)  # columns and keys that the format does not read: rows
@@ -120,6 +122,7 @@ class Report:
             (self.overlong_split, "documents over the length limit, split into chunks"),
             (self.duplicates, "duplicates of an earlier row, used"),
             (self.shifted, "whose prompt is tokenised differently with its completion than alone"),
+            (self.untrained, "with the loss weight 0 for all that would be trained, dropped"),
             (len(self.malformed), "malformed, dropped"),
         )
         out += [f"{counted(count, 'row')}{_share(count, self.read)} {what}" for count, what in counts if count]

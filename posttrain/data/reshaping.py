@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from posttrain.data.render import PREFILL
+from posttrain.data.render import PREFILL, WEIGHT
 from posttrain.data.rows import Row, RowError, Turns, as_turns, number_or_text
+from posttrain.errors import DataError
 
 
 def in_messages(row: Row, change: Callable[[Turns], Turns]) -> Row:
@@ -17,8 +18,25 @@ def in_messages(row: Row, change: Callable[[Turns], Turns]) -> Row:
 
 
 def without_prefill(turns: Turns) -> Turns:
-    """Messages of which the last is a turn of its own."""
-    return [{key: value for key, value in turn.items() if key != PREFILL} for turn in turns]
+    """Messages of which the last is a turn of its own, without loss weights."""
+    return [{key: value for key, value in turn.items() if key not in (PREFILL, WEIGHT)} for turn in turns]
+
+
+def without_weights(row: Row, method: str) -> Row:
+    """The row for a method that weighs no messages. Raises DataError if it is not to train on a reply that the method
+    trains on; a prompt is not trained on, as a weight of 0 says."""
+    for name in ("prompt", "rejected_prompt", "chosen", "rejected"):
+        turns = getattr(row, name)
+        for turn in turns if isinstance(turns, list) else ():
+            key, weight = turn.get(WEIGHT, ("", 1.0))
+            if weight != 1 and (weight != 0 or name in ("chosen", "rejected")):
+                raise DataError(
+                    f"a message of the {turn['role']} has {key} (a loss weight of {weight:g}), which {method} cannot "
+                    "honour: only SFT weighs messages. Remove the key or the row"
+                )
+    return in_messages(
+        row, lambda turns: [{key: value for key, value in turn.items() if key != WEIGHT} for turn in turns]
+    )
 
 
 def refuse_without_reply(row: Row) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.config.schema.data import variables
 from posttrain.data.readers import type_name
-from posttrain.data.render import Arguments, Message
+from posttrain.data.render import WEIGHT, Arguments, Message
 from posttrain.errors import DataError
 
 TEXT_LIMIT = 1_000_000  # characters of one string: longer ones are damaged, or documents to be split
@@ -28,7 +28,13 @@ ROLES = {
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = ("image", "image_url", "images", "video", "videos", "audio", "audios")
 KEPT = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
-MESSAGE_KEYS = frozenset({"role", "content", "from", "value", "reasoning", "function_call", *KEPT})  # all that are read
+# Keys of a message that say how much it is trained: from 0 to 1, or true and false; the second ones say the opposite.
+WEIGHTS = ("weight", "loss_weight", "train", "training", "loss", "loss_mask", "loss_scale")
+MASKS = ("mask", "masked")
+DETAILS = ("train_detail", "training_detail")  # of parts of a message, which cannot be weighed
+MESSAGE_KEYS = frozenset(
+    {"role", "content", "from", "value", "reasoning", "function_call", *KEPT, *WEIGHTS, *MASKS, *DETAILS}
+)  # all that are read
 PART_KEYS = frozenset({"type", "text", "value"})  # of a content's parts
 MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # fields that may have messages
 STRUCTURED = ("messages", "conversations", "tools", "history")  # fields that are never plain text, so strings are JSON
@@ -40,6 +46,10 @@ Turns = list[Message]
 
 class RowError(Exception):
     """The reason why a row cannot be used; it is counted as malformed."""
+
+
+class UntrainedError(RowError):
+    """All of a row's messages have the loss weight 0; it is counted by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +151,25 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": valid({} if value is None else Arguments(value, given), name)}
 
 
+def with_weights(turns: Turns) -> Turns:
+    """Messages whose flags are loss weights: a pair of the row's own key and the number, unless it is 1."""
+    found = []
+    for turn in turns:
+        flags = turn.get(WEIGHT, {})
+        rest = {key: value for key, value in turn.items() if key != WEIGHT} if flags else turn
+        least = min(((_weight(key, value), key) for key, value in flags.items()), default=(1.0, ""))
+        found.append({**rest, WEIGHT: (least[1], least[0])} if least[0] != 1 else rest)
+    return found
+
+
+def _weight(key: str, value: object) -> float:
+    if key in DETAILS:
+        raise DataError(f"{key} of a message weighs parts of it, which cannot be honoured: remove it, or set weight")
+    if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
+        raise RowError(f"{key} of a message must be true, false or a number from 0 to 1, not {str(value)[:40]!r}")
+    return 1.0 - value if key in MASKS else float(value)
+
+
 def text_of(value: object, name: str) -> str:
     """A string for the tokenizer. Raises RowError for other types, NUL, lone surrogates, over a million characters."""
     if not isinstance(value, str):
@@ -213,6 +242,8 @@ def _message(item: object, where: str) -> Message:
     if role not in KNOWN_ROLES:
         raise RowError(f"{where} has the role {given!r}; known roles are {', '.join((*KNOWN_ROLES, *ROLES))}")
     kept = {key: valid(item[key], f"{where} {key}") for key in KEPT if item.get(key) is not None}
+    if flags := {key: item[key] for key in (*WEIGHTS, *MASKS, *DETAILS) if item.get(key) not in (None, [])}:
+        kept[WEIGHT] = valid(flags, f"{where} weights")
     content = item.get(content_key)
     if given == "function_call":
         return {"role": role, "content": "", "tool_calls": _tool_calls(content, where)}

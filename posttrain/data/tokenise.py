@@ -9,16 +9,17 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import itemgetter
 from typing import cast
 
 import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from posttrain.data.render import PREFILL, Rendered, Renderer, RenderRequest
-from posttrain.data.rows import Row, RowError, Turns, as_turns
+from posttrain.data.render import PREFILL, WEIGHT, Message, Rendered, Renderer, RenderRequest
+from posttrain.data.rows import Row, RowError, Turns, UntrainedError, as_turns
 from posttrain.data.turns import Endings, Part, Span, Whole, agreed, common_prefix, headers, locate, unwritten
 from posttrain.errors import DataError
 
@@ -34,6 +35,7 @@ class Trained:
     spans: tuple[Span, ...]
     prompt: int
     shifted: bool = False  # the end of the prompt merged with the completion, so the prompt alone reads differently
+    weights: Sequence[float] = ()  # of the spans; empty: all 1
     heads: Ids = ()  # where the prompt may be cut (`Tokeniser._heads`)
 
 
@@ -160,7 +162,42 @@ class Tokeniser:
                 spans = tuple((max(first, start), stop) for first, stop in found if stop > start)
             elif row.train_history:
                 spans = (*((first, min(stop, cut)) for first, stop in found if first < cut), *spans)
-            out.append(Trained(full.ids, spans, cut, cut < len(prompt.ids), self._heads(full, cut)))
+            out.append(Trained(full.ids, spans, cut, cut < len(prompt.ids), heads=self._heads(full, cut)))
+        return self._weighed(out, written, rows)
+
+    def _weighed(
+        self, trained: list[Trained | RowError], written: Sequence[_Written], rows: Sequence[Row]
+    ) -> list[Trained | RowError]:
+        """The examples with the loss weights of their messages."""
+        turns = [[*_turns(row.prompt), *_turns(row.chosen, "assistant")] for row in rows]
+        flagged = [n for n, some in enumerate(turns) if any(WEIGHT in turn for turn in some)]
+        flagged = [n for n in flagged if isinstance(trained[n], Trained)]
+        if not flagged:
+            return trained
+        out, texts = list(trained), [written[n].text for n in flagged]
+        if self.renderer is None:  # a message each, of which only the reply has a text of its own
+            found = [{0: (len(cast(str, written[n].prompt)), len(cast(str, written[n].text)))} for n in flagged]
+            messages = [_turns(rows[n].chosen, "assistant") for n in flagged]
+        else:
+            found = self._placed([written[n] for n in flagged], lambda message: WEIGHT in message)
+            messages = [cast(Whole, written[n].whole).job.messages for n in flagged]
+        for n, item, places, said in zip(flagged, self._encode(texts), found, messages, strict=True):
+            one, item = cast(Trained, trained[n]), cast(_Encoded, item)
+            weight = np.zeros(len(one.tokens), np.float32)
+            for start, stop in one.spans:
+                weight[start:stop] = 1
+            for index, place in places.items():
+                if index + 1 == len(said):  # owns a stop token that was appended
+                    place = place[0], len(item.text)
+                for start, stop in self._token_spans(item, [place]):
+                    weight[start:stop] *= said[index].get(WEIGHT, ("", 1.0))[1]
+            edges = [0, *(np.flatnonzero(np.diff(weight)) + 1).tolist(), len(weight)]
+            spans = [(a, b) for a, b in pairwise(edges) if b > a and weight[a] > 0]
+            weights = [float(weight[start]) for start, _ in spans]
+            if first_trained(spans, len(weight)) >= len(weight):
+                out[n] = UntrainedError("every message that would be trained has the loss weight 0")
+            else:
+                out[n] = replace(one, spans=tuple(spans), weights=() if set(weights) == {1.0} else weights)
         return out
 
     def unfinished(self, rows: Sequence[Row]) -> list[Trained | RowError]:
@@ -212,11 +249,10 @@ class Tokeniser:
         for index, item in enumerate(self._encode([one.text for one in written])):
             if isinstance(item, RowError):
                 out.append(item)
-            elif spans is None:
-                out.append(Trained(item.ids, ((0, len(item.ids)),), 0))
             else:
-                out.append(Trained(item.ids, self._token_spans(item, spans[index]), 0))
-        return out
+                whole = ((0, len(item.ids)),)
+                out.append(Trained(item.ids, whole if spans is None else self._token_spans(item, spans[index]), 0))
+        return self._weighed(out, written, rows)
 
     def _prompts(self, rows: Sequence[Row]) -> list[_Written]:
         """Each row's prompt as the model sees it before it answers."""
@@ -319,11 +355,11 @@ class Tokeniser:
                 spans = [(start + moved, stop + moved) for start, stop in one.marks if start >= joint]
                 out.append(_to_end(spans, one))
             return out
-        found = self._placed(written, "assistant")
+        found = self._placed(written, lambda message: message["role"] == "assistant")
         return [_to_end(list(spans.values()), one) for one, spans in zip(written, found, strict=True)]
 
-    def _placed(self, written: Sequence[_Written], role: str) -> list[dict[int, Span]]:
-        """The characters of a role's messages by their index."""
+    def _placed(self, written: Sequence[_Written], which: Callable[[Message], bool]) -> list[dict[int, Span]]:
+        """The characters of the messages that `which` selects, by their index."""
         if self.renderer is None:
             raise DataError(
                 "method.assistant_only_loss needs conversations, but data.template is none, which has no turns"
@@ -332,7 +368,7 @@ class Tokeniser:
         for one in written:
             if (whole := one.whole) is None:
                 continue
-            chosen = [index for index, message in enumerate(whole.job.messages) if message["role"] == role]
+            chosen = [index for index, message in enumerate(whole.job.messages) if which(message)]
             apart = whole.count if whole.joint is not None else 0
             parts.append(Part(whole.prompt_job, whole.prompt, [index for index in chosen if index < apart]))
             parts.append(Part(whole.job, whole.stock, [index for index in chosen if index >= apart]))

@@ -8,15 +8,16 @@ from torch import Tensor
 HAVE_SEGMENTS = ("cpu", "cuda")  # devices for which PyTorch has sums of segments
 
 
-def global_mean(value: Tensor, count: int) -> Tensor:
-    """This part's share of the step's mean: its sum over `count`, the tokens, pairs or sequences of the complete step.
+def global_mean(value: Tensor, count: float, weight: Tensor | None = None) -> Tensor:
+    """This part's share of the step's mean: its sum over `count`, the tokens, pairs or sequences of the complete step;
+    with `weight` (of the shape of `value`) its weighted sum, and `count` is the sum of weights of the complete step.
 
     The shares of a step add up to its mean, and their gradients to its gradient. `count` is known before the first
     backward; ValueError unless it is above 0.
     """
     if count <= 0:
         raise ValueError(f"a mean needs a count above 0, got {count}")
-    return value.sum() / count
+    return (value if weight is None else value * weight).sum() / count
 
 
 def sum_segments(value_N: Tensor, length_S: Tensor) -> Tensor:

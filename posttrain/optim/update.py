@@ -33,14 +33,15 @@ class Objective(Generic[Batch]):
     """The loss of a batch. Every pack gives its share, and shares add up to the batch's loss and metrics.
 
     `of(pack)` returns the share of the loss, with its graph, and the shares of the metrics; `count` is the denominator
-    of the batch's mean (tokens, pairs), counted before the first backward, so that packing never changes a gradient.
+    of the batch's mean (tokens, pairs, a sum of weights), counted before the first backward, so that packing never
+    changes a gradient.
     Metrics named `min_…` and `max_…` are extremes. `counts` has the denominators of other metrics, such as the
     completions of one class; a batch may lack them. `check` is called with the gradients, before the update; its errors
     leave the weights unchanged.
     """
 
     of: Callable[[Batch], tuple[torch.Tensor, Metrics]]
-    count: int
+    count: float
     counts: Mapping[str, int] = field(default_factory=dict)
     check: Callable[[], None] = lambda: None
 
@@ -143,7 +144,7 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
 def over_batches(batches: Iterable[tuple[Sequence[Batch], Objective[Batch]]], ranks: Ranks = ALONE) -> dict[str, float]:
     """Loss and metrics over all batches, weighted by their denominators (tokens, pairs, a class)."""
     total: dict[str, float] = {}
-    count: dict[str, int] = {}
+    count: dict[str, float] = {}
     for packs, objective in batches:
         share = partial(_of_batch, ranks.mine(packs), objective, ranks.spare(packs))
         for key, value in summed(ranks.passes(share)).items():

@@ -2,7 +2,8 @@
 
     loss = - (1 / N) sum_n log p(target_n | the tokens before it)
 
-N counts the targets of the complete step, so that packing and gradient accumulation do not change the loss.
+N counts the targets of the complete step, so that packing and gradient accumulation do not change the loss. Where
+messages have loss weights, every target has that of its message, and N is the sum of weights of the complete step.
 Tokenisation determines which tokens are targets (the completion, assistant turns or all).
 """
 
@@ -41,16 +42,22 @@ def objectives(job: Job, scorer: Scorer) -> ObjectiveOf:
 
     def objective_of(examples: list[Example]) -> tuple[list[Pack], Objective]:
         packs = job.pack(examples)
-        targets = sum(len(pack.target_N) for pack in packs)
+        targets = sum(map(_weight_of, packs))
 
         def share(pack: Pack):
             scores = scorer(pack.to(job.device))
-            loss = global_mean(nll(scores.logprob_N), targets)
+            weight_N = None if pack.weight_N is None else pack.weight_N.to(job.device)
+            loss = global_mean(nll(scores.logprob_N), targets, weight_N)
             return loss, {
-                "entropy": global_mean(scores.entropy_N.detach(), targets),
-                "mean_token_accuracy": global_mean(scores.top1_N, targets),
+                "entropy": global_mean(scores.entropy_N.detach(), targets, weight_N),
+                "mean_token_accuracy": global_mean(scores.top1_N, targets, weight_N),
             }
 
         return packs, Objective(share, targets)
 
     return objective_of
+
+
+def _weight_of(pack: Pack) -> float:
+    """The number of targets, or the sum of their weights."""
+    return len(pack.target_N) if pack.weight_N is None else float(pack.weight_N.double().sum())
