@@ -4,9 +4,11 @@ sum."""
 
 import json
 import math
+import os
 import re
 import signal
 import sqlite3
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -289,6 +291,28 @@ def test_values_and_returns_are_in_the_receipt(sums_home, tmp_path, normalized, 
         connection.execute("UPDATE rollouts SET penalties = NULL")  # as earlier versions stored them
     assert main(["regrade", str(folder), "--reward", "benchmarks.sums:exact"]) == 0
     assert "New advantages are approximate: method.whiten_rewards" in capsys.readouterr().out
+
+
+def moves(completions, **_columns):
+    os.chdir(os.environ["MOVED_TO"])
+    time.sleep(0.1)
+    return [float(index % 2) for index in range(len(completions))]
+
+
+@pytest.mark.parametrize("timeout", [None, 0.01])
+def test_a_reward_that_changes_the_working_directory_loses_nothing(sums_home, tmp_path, monkeypatch, timeout):
+    """Also one that is still running, elsewhere, while the run saves."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "test_moves.py").write_text("from benchmarks.sums import exact\nfrom test_online import moves\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "test_moves", raising=False)
+    monkeypatch.setenv("MOVED_TO", str(tmp_path / "elsewhere"))
+    moving = {"type": "python", "function": "test_moves:moves", "name": "moving", "timeout": timeout}
+    train(sums_home, tmp_path, {}, "output_dir=runs", rewards=[EXACT | {"function": "test_moves:exact"}, moving])
+    assert len(lines(tmp_path / "runs/run")) >= 2 and (tmp_path / "runs/run/final/config.json").is_file()
+    assert "output_dir: runs\n" in (tmp_path / "runs/run/config.yaml").read_text()
+    assert not list((tmp_path / "elsewhere").iterdir()) and Path.cwd() == tmp_path
 
 
 def test_what_has_no_reward_is_left_out_and_counted(sums_home, tmp_path):

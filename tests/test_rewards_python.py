@@ -11,6 +11,7 @@ from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
+import torch
 from pydantic import TypeAdapter, ValidationError
 
 from posttrain.config.reading.files import read_settings
@@ -232,6 +233,114 @@ def test_prints_stay_where_they_are_without_a_log(module, capsys):
 def test_settings_that_cannot_be(more):
     with pytest.raises(ValidationError, match=next(iter(more))):
         PythonReward.model_validate({"type": "python", "function": "a:b"} | more)
+
+
+# --- what a function may change ---------------------------------------------------------------------------------------
+
+CHANGING = """
+import asyncio, os, sys, torch
+
+def moves(completions, folder):
+    os.chdir(folder[0])
+    return [1.0] * len(completions)
+
+def loses_its_folder(completions, folder):
+    os.chdir(folder[0]), os.rmdir(folder[0])
+    return [1.0] * len(completions)
+
+def moves_and_fails(completions, folder):
+    os.chdir(folder[0])
+    raise ValueError("no")
+
+async def moves_later(completions, folder):
+    await asyncio.sleep(0)
+    return moves(completions, folder)
+
+def doubles(completions):
+    torch.set_default_dtype(torch.float64)
+    return [1.0] * len(completions)
+
+def switches(completions):
+    torch.set_grad_enabled(False)
+    return [1.0] * len(completions)
+
+def places(completions):
+    torch.set_default_device("meta")
+    return [1.0] * len(completions)
+
+def recurses(completions):
+    sys.setrecursionlimit(sys.getrecursionlimit() + 7)
+    return [1.0] * len(completions)
+
+def forks(completions):
+    return [2.0 if os.fork() == 0 else 1.0] * len(completions)
+
+def forks_and_fails(completions):
+    if os.fork() == 0:
+        raise ValueError("in the child")
+    return [1.0] * len(completions)
+
+async def forks_later(completions):
+    await asyncio.sleep(0)
+    return forks(completions)
+"""
+
+
+@pytest.fixture
+def changing(tmp_path, monkeypatch):
+    (tmp_path / "changing_rewards.py").write_text(CHANGING)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "changing_rewards", raising=False)
+    columns = {"completions": ["a", "bc"], "folder": [str(tmp_path / "other")] * 2}
+
+    def call(name: str, timeout: float | None) -> list[float | None]:
+        with closing(RewardFunction(f"changing_rewards:{name}", timeout)) as function:
+            return function(columns)
+
+    return call
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0])
+@pytest.mark.parametrize("name", ["moves", "moves_later", "loses_its_folder", "moves_and_fails"])
+def test_the_working_directory_is_set_back(changing, tmp_path, caplog, name, timeout):
+    if name == "moves_and_fails":
+        with pytest.raises(RewardError, match=r"failed .* with ValueError: no"):
+            changing(name, timeout)
+    else:
+        assert changing(name, timeout) == [1.0, 1.0]
+    assert os.getcwd() == str(tmp_path)
+    assert f"changing_rewards:{name} changed the working directory to " in caplog.text
+
+
+@pytest.mark.parametrize("timeout", [None, 20.0])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("doubles", "torch's default dtype from torch.float32 to torch.float64"),
+        ("switches", "torch's gradient mode from True to False"),
+        ("places", "torch's default device from cpu to meta"),
+        ("recurses", "the recursion limit from "),
+    ],
+)
+def test_settings_that_training_relies_on_are_an_error_and_set_back(changing, name, what, timeout):
+    before = torch.get_default_dtype(), torch.is_grad_enabled(), sys.getrecursionlimit(), torch.get_default_device()
+    with pytest.raises(RewardError, match=f"changing_rewards:{name} changed {what}.*, which the run relies on"):
+        changing(name, timeout)
+    after = torch.get_default_dtype(), torch.is_grad_enabled(), sys.getrecursionlimit(), torch.get_default_device()
+    assert after == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("timeout", [None, 20.0])
+@pytest.mark.parametrize("name", ["forks", "forks_and_fails", "forks_later"])
+def test_a_forked_child_that_returns_ends(changing, capfd, name, timeout):
+    assert changing(name, timeout) == [1.0, 1.0]
+    _, status = os.wait()
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert f"changing_rewards:{name} has forked a process that returned" in capfd.readouterr().err
 
 
 # --- whose functions --------------------------------------------------------------------------------------------------

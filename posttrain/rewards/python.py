@@ -13,10 +13,12 @@ import importlib
 import inspect
 import logging
 import math
+import os
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -36,6 +38,64 @@ OFFERED = frozenset({"posttrain.evaluation.mmlu:rows"})  # functions of our own 
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # before the first retry, doubled for each further one
 
 
+class ChangedError(RewardError):
+    """A function of the user's has changed a setting of the process that training relies on."""
+
+
+@contextmanager
+def unchanged(name: str, home: str | None = None) -> Iterator[None]:
+    """Around code of the user's: the working directory is set back (to `home`), a forked child that returns ends.
+
+    Raises ChangedError, after setting them back, for settings of Python and torch with which the run would go on with
+    other numbers or fail far from the cause.
+    """
+    process, folder, before = os.getpid(), home or os.getcwd(), _state()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if os.getpid() != process:  # it would train on, as a second trainer in the same folder
+            os.write(
+                2, f"{name} has forked a process that returned; the process ends (it should call os._exit)\n".encode()
+            )
+            os._exit(1)
+        if (now := _folder()) != folder:
+            os.chdir(folder)
+            log.warning("%s changed the working directory to %s: it is set back", name, now or "a deleted folder")
+        after = _state()
+        changed = [what for what in before if after[what][0] != before[what][0]]
+        for what in changed:
+            before[what][1](before[what][0])
+    if changed and not failed:
+        raise ChangedError(
+            f"{name} changed "
+            + ", ".join(f"{what} from {before[what][0]} to {after[what][0]}" for what in changed)
+            + ", which the run relies on: let the function set it back, or run that code in a process of its own"
+        )
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def _state() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
+    """Settings of the process and thread, each with the function that sets it."""
+    found: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+        "the recursion limit": (sys.getrecursionlimit(), sys.setrecursionlimit)
+    }
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "get_default_device"):
+        found["torch's default dtype"] = torch.get_default_dtype(), torch.set_default_dtype
+        device = torch.get_default_device()
+        found["torch's default device"] = device, lambda to: torch.set_default_device(None if to.type == "cpu" else to)
+        found["torch's gradient mode"] = torch.is_grad_enabled(), torch._C._set_grad_enabled
+    return found
+
+
 class RewardFunction:
     """A named function. Raises RewardError if the name does not exist or is not callable.
 
@@ -45,8 +105,8 @@ class RewardFunction:
 
     def __init__(self, name: str, timeout: float | None = None, retries: int = 0):
         self.name, self.timeout, self._retries = name, timeout, retries
-        self._beside = Beside(name)
-        with speaking(name):  # loggers that the module creates keep the current streams
+        self._beside, self._home = Beside(name), os.getcwd()
+        with speaking(name), unchanged(name):  # loggers that the module creates keep the current streams
             self.function = find_function(name)
         parameters = inspect.signature(self.function).parameters.values()
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -85,6 +145,8 @@ class RewardFunction:
                     return self._called(given)
             except OverdueError as error:
                 failure = error
+            except ChangedError:
+                raise
             except (Exception, asyncio.CancelledError) as error:
                 place = _place(error, self.function)
                 failure = RewardError(f"{self.name} failed{place} with {type(error).__name__}: {error}")
@@ -97,9 +159,22 @@ class RewardFunction:
 
     def _called(self, given: dict[str, list[Any]]) -> object:
         if self.timeout is not None:
-            return self._beside.call(lambda: self.function(**given), self.timeout)
-        rewards = self.function(**given)
+            try:
+                return self._beside.call(lambda: self._made(given), self.timeout)
+            finally:
+                if _folder() != self._home:  # of a call that goes on
+                    os.chdir(self._home)
+        rewards = self._made(given)
         return self._beside.call(lambda: rewards, None) if inspect.isawaitable(rewards) else rewards
+
+    def _made(self, given: dict[str, list[Any]]) -> object:
+        with unchanged(self.name, self._home):
+            made = self.function(**given)
+        return self._awaited(made) if inspect.isawaitable(made) else made
+
+    async def _awaited(self, made: Awaitable[Any]) -> Any:
+        with unchanged(self.name, self._home):
+            return await made
 
     def _checked(self, rewards: object, count: int) -> list[float | None]:
         if hasattr(rewards, "tolist"):
@@ -131,10 +206,12 @@ def call_function(name: str, *arguments: Any) -> Any:
     Raises RewardError if it does not exist or fails, with the place in its file.
     """
     with speaking(name):
-        function = find_function(name)
+        with unchanged(name):
+            function = find_function(name)
         try:
-            result = function(*arguments)
-            return list(result) if inspect.isgenerator(result) else result
+            with unchanged(name):
+                result = function(*arguments)
+                return list(result) if inspect.isgenerator(result) else result
         except PosttrainError:
             raise
         except Exception as error:

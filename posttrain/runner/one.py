@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import chdir, contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from datetime import date
 from importlib import import_module
@@ -59,6 +59,7 @@ def train_one(
     early.
     """
     release_memory()  # of the previous model
+    folder = folder.absolute()  # a reward may change the working directory at any time
     facts = {"seed": config.seed, "threads": torch.get_num_threads(), "ranks": ranks.size, **(start_facts or {})}
     if not resume and config.behavior_version > 1:
         facts["date"] = config.data.date or date.today().isoformat()
@@ -78,7 +79,7 @@ def train_one(
     run = (
         Run.open(folder, choose_checkpoint) if resume else Run.create(folder, dump(config), facts, overwrite=overwrite)
     )
-    with handling(leave, signal.SIGTERM), determinism(config.devices), run, _exits_are_failures():
+    with handling(leave, signal.SIGTERM), determinism(config.devices), run, _exits_are_failures(), chdir("."):
         while True:
             for line in messages:
                 log.warning(line)
