@@ -191,12 +191,22 @@ IDS = torch.arange(5, 45)[None]
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
-def made_by_peft(base: Path, folder: Path, config: peft.PeftConfig, tokenizer: bool = True) -> torch.Tensor:
-    """An adapter with random weights of a base folder, written by PEFT. Returns its logits (or rewards) of IDS."""
+def made_by_peft(
+    base: Path, folder: Path, config: peft.PeftConfig, tokenizer: bool = True, added: tuple[str, ...] = ()
+) -> torch.Tensor:
+    """An adapter with random weights of a base folder, written by PEFT, with some tokens added to the vocabulary.
+
+    Returns its logits (or rewards) of IDS and the added tokens.
+    """
     torch.manual_seed(0)
     reward = config.task_type == "SEQ_CLS"
     auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
     model = auto.from_pretrained(base, **({"num_labels": 1, "pad_token_id": 0} if reward else {}))
+    words = AutoTokenizer.from_pretrained(base)
+    if added:
+        words.add_tokens([*added])
+        model.resize_token_embeddings(len(words), mean_resizing=False)
+    ids = torch.cat([IDS, torch.tensor([words.convert_tokens_to_ids([*added])], dtype=torch.long)], 1)
     adapted = peft.get_peft_model(model, config).eval()
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -204,12 +214,24 @@ def made_by_peft(base: Path, folder: Path, config: peft.PeftConfig, tokenizer: b
                 parameter += 0.1 * torch.randn_like(parameter)
         adapted.save_pretrained(folder)
         if tokenizer:
-            AutoTokenizer.from_pretrained(base).save_pretrained(folder)
-        return adapted(IDS).logits
+            words.save_pretrained(folder)
+        return adapted(ids).logits
 
 
 def lora(**settings) -> peft.LoraConfig:
     return peft.LoraConfig(**{"r": 4, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **settings})
+
+
+@pytest.fixture(scope="module")
+def untied_model(scratch_model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("untied")
+    model = AutoModelForCausalLM.from_pretrained(scratch_model)
+    torch.manual_seed(1)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.02)
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(scratch_model).save_pretrained(folder)
+    return folder
 
 
 def renamed(tensors):
@@ -361,16 +383,9 @@ ENDS = {
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("ends", ENDS)
-def test_adapters_of_the_ends_are_merged_as_peft_applies_them(ends, tied, scratch_model, tmp_path):
+def test_adapters_of_the_ends_are_merged_as_peft_applies_them(ends, tied, scratch_model, untied_model, tmp_path):
     """Of tied embeddings merging changed both; the merged model is untied, or stays tied if PEFT ties the adapters."""
-    base = scratch_model
-    if not tied:
-        base = tmp_path / "untied"
-        model = AutoModelForCausalLM.from_pretrained(scratch_model)
-        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.02)
-        model.config.tie_word_embeddings = False
-        model.save_pretrained(base)
-        AutoTokenizer.from_pretrained(scratch_model).save_pretrained(base)
+    base = scratch_model if tied else untied_model
     want = made_by_peft(base, tmp_path / "adapter", lora(**ENDS[ends]))
     loaded = load_model(ModelConfig(path=str(tmp_path / "adapter")), "lm", torch.float32, CPU)
     loaded.set_attn_implementation("sdpa")
@@ -384,3 +399,34 @@ def test_adapters_of_the_ends_are_merged_as_peft_applies_them(ends, tied, scratc
     if tied:
         stays = "tied" in ends or "tokens" in ends
         assert written.config.tie_word_embeddings is stays
+
+
+NEW = ("<plan>", "</plan>", "<answer>")
+RESIZED = {
+    "layers": {},
+    "the ends, saved": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "the embeddings, saved": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "the ends": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "tokens": {"trainable_token_indices": [6400, 6401, 6402]},
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", RESIZED)
+def test_adapters_of_a_resized_vocabulary(kind, tied, scratch_model, untied_model, tmp_path):
+    """Loaded, merged and exported with the added tokens; the base has fewer embeddings."""
+    base = scratch_model if tied else untied_model
+    want = made_by_peft(base, tmp_path / "adapter", lora(**RESIZED[kind]), added=NEW)
+    model = ModelConfig(path=str(tmp_path / "adapter"))
+    loaded, words = load_model(model, "lm", torch.float32, CPU), load_tokenizer(model)
+    loaded.set_attn_implementation("sdpa")
+    ids = torch.cat([IDS, torch.tensor([words.convert_tokens_to_ids([*NEW])])], 1)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "chosen": " <plan> b", "rejected": " c"}\n')
+    assert main(["score", str(tmp_path / "adapter"), str(rows)]) == 0
+    assert main(["export", str(tmp_path / "adapter"), "-o", str(tmp_path / "out")]) == 0
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        for found in (loaded, written):
+            assert found.config.vocab_size == len(words) == 6403
+            assert float((found(ids).logits - want).abs().max()) < 1e-4

@@ -287,6 +287,11 @@ def attach(
         if trainable and own == TaskType.SEQ_CLS:
             tensors[f"{SCORE}weight"] = whole.get_submodule("score").get_parameter("weight").detach()
     casts = not trainable and name != START
+    modules = (whole.get_input_embeddings(), whole.get_output_embeddings())
+    ends = tuple(f"base_model.model.{name}." for name, module in whole.named_modules() if module in modules)
+    rows = _embeddings_of(tensors, ends, modules[0], getattr(config, "trainable_token_indices", None))
+    if rows not in (0, cast(Any, modules[0]).weight.shape[0]) and not isinstance(base, PeftModel):
+        whole.resize_token_embeddings(rows, mean_resizing=False)
     if isinstance(base, PeftModel):
         adapted = base
         adapted.add_adapter(name, config, autocast_adapter_dtype=casts)
@@ -302,6 +307,9 @@ def attach(
     missing, unexpected = ({key.replace(f".{name}", "") for key in keys} for keys in (lacking, found.unexpected_keys))
     read = ("",) if whole.can_generate() else (f"base_model.model.{whole.base_model_prefix}.", SCORE)
     unexpected = {key for key in unexpected if key.startswith(read) and not (whole.can_generate() and SCORE in key)}
+    unexpected = {
+        key for key in unexpected if not (key.startswith(ends) and key in tensors and _is_twice(key, tensors))
+    }
     parts = [
         f"the adapter lacks {_some(missing)}, which its adapter_config.json describes" if missing else "",
         f"the adapter has {_some(unexpected)}, which {type(whole).__name__} does not" if unexpected else "",
@@ -326,6 +334,22 @@ def set_eos_token_ids(model: PreTrainedModel, ids: Iterable[int]) -> None:
         generation.validate(strict=True)
     except ValueError:  # some published models have a temperature without do_sample, which cannot be saved
         generation.do_sample = True
+
+
+def _embeddings_of(tensors: Mapping[str, torch.Tensor], ends: tuple[str, ...], embeddings: Any, trained: Any) -> int:
+    """The size of the vocabulary that an adapter was trained with, at least; 0 if nothing in it tells."""
+    sizes = [0]
+    for key, tensor in tensors.items():
+        if key.startswith(ends) and key.endswith((".weight", "lora_embedding_A")) and "lora_A" not in key:
+            sizes.append(tensor.shape[1] if key.endswith("lora_embedding_A") else tensor.shape[0])
+    ids = [id for of in (trained.values() if isinstance(trained, dict) else [trained or []]) for id in of]
+    return max(*sizes, max(ids) + 1 if ids and max(ids) >= len(embeddings.weight) else 0)
+
+
+def _is_twice(key: str, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a tensor of an adapter is also there under another name, as PEFT saves those of a resized vocabulary."""
+    same = (other for name, other in tensors.items() if name != key and other.shape == tensors[key].shape)
+    return any(torch.equal(other, tensors[key]) for other in same)
 
 
 def _check_base(adapter: Path, base: str) -> None:
