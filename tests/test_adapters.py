@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BitsAndBytesConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
@@ -29,7 +30,7 @@ from posttrain.config.schema.model import LoraConfig
 from posttrain.errors import ConfigError, DamagedError, ModelError, WeightsError
 from posttrain.models.load import base_settings, load_model, load_tokenizer, with_adapter
 from posttrain.models.lora import load_lora, target_modules
-from posttrain.models.optional import is_4bit
+from posttrain.models.optional import is_4bit, keep_storage
 from posttrain.models.untrusted import ADAPTERS
 from posttrain.training.inputs import reference_settings
 
@@ -430,3 +431,43 @@ def test_adapters_of_a_resized_vocabulary(kind, tied, scratch_model, untied_mode
         for found in (loaded, written):
             assert found.config.vocab_size == len(words) == 6403
             assert float((found(ids).logits - want).abs().max()) < 1e-4
+
+
+def test_adapters_of_a_base_in_4_bits(shared, scratch_model, tmp_path):
+    """A base whose files are in 4 bits: trained on, read unmerged, trained further, merged into it dequantised."""
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: the `quant` extra")
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    small = AutoModelForCausalLM.from_pretrained(scratch_model, quantization_config=how, dtype=torch.float32)
+    small.save_pretrained(tmp_path / "small")
+    AutoTokenizer.from_pretrained(scratch_model).save_pretrained(tmp_path / "small")
+    first = train(settings(shared, tmp_path / "small", tmp_path), "name=first")
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype=torch.float32)
+        keep_storage(base)
+        alone = base(IDS).logits
+        want = PeftModel.from_pretrained(base, first / "final").eval()(IDS).logits
+        model = load_model(ModelConfig(path=str(first / "final")), "lm", torch.float32, CPU)
+        model.set_attn_implementation("sdpa")
+        assert float((model(IDS).logits - want).abs().max()) < 1e-4 < float((alone - want).abs().max())
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "chosen": " b", "rejected": " c"}\n')
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    assert main(["score", str(first / "final"), str(rows)]) == 0
+    assert main(["generate", str(first / "final"), str(prompts), "--max-completion-length", "4"]) == 0
+    again = train(settings(shared, first / "final", tmp_path), "name=again")  # the same adapter
+    other = train(settings(shared, first / "final", tmp_path), "name=other", "model.lora.r=2")
+    for folder, named in ((again, tmp_path / "small"), (other, other / "base")):
+        assert losses(folder)[0] == pytest.approx(math.log(2), abs=1e-5)
+        assert json.loads((folder / "final/adapter_config.json").read_text())["base_model_name_or_path"] == str(named)
+    for name, flags in (("dequantised", []), ("full", ["--base", str(scratch_model)])):
+        assert main(["export", str(first), "-o", str(tmp_path / name), *flags]) == 0
+    full = AutoModelForCausalLM.from_pretrained(scratch_model)
+    expected = PeftModel.from_pretrained(full, first / "final").merge_and_unload().state_dict()
+    written = load_file(tmp_path / "full/model.safetensors")
+    for key, tensor in written.items():
+        torch.testing.assert_close(tensor, expected[key])
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "dequantised")
+        assert float((model(IDS).logits - want).abs().max()) < 1e-3
+    assert main(["export", str(scratch_model), "-o", str(tmp_path / "x"), "--base", str(scratch_model)]) == 1

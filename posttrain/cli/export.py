@@ -25,6 +25,9 @@ Overwrite = Annotated[
 Merge = Annotated[
     bool, typer.Option("--merge/--no-merge", help="Merge an adapter into its base, or export it as it is.")
 ]
+Base = Annotated[
+    str | None, typer.Option("--base", help="Merge an adapter into this model, such as the full one of a 4-bit base.")
+]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto (as stored), float32, bfloat16 or float16.")]
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Size of the largest file of weights.")]
 PromptsFile = Annotated[
@@ -44,6 +47,7 @@ def export(
     output: Output = None,
     overwrite: Overwrite = False,
     merge: Merge = True,
+    base: Base = None,
     dtype: Dtype = "auto",
     max_shard_size: MaxShardSize = "5GB",
     prompts: PromptsFile = None,
@@ -77,6 +81,7 @@ def export(
         output=output and output.expanduser(),
         overwrite=overwrite,
         merge=merge,
+        base=base,
         dtype=None if dtype == "auto" else dtype,
         max_shard_size=max_shard_size,
         prompts=prompts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Asked:
     output: Path | None = None
     overwrite: bool = False
     merge: bool = True
+    base: str | None = None
     dtype: str | None = None
     max_shard_size: str = "5GB"
     prompts: Path | None = None
@@ -66,6 +67,10 @@ def export(asked: Asked, devices: DevicesConfig, say: Say) -> Path:
     """
     token = hub.check_target(asked.push_to) if asked.push_to else ""
     source = find_source(asked.model)
+    if asked.base is not None:
+        if not source.adapter:
+            raise ModelError(f"--base: {source.model.path} is no adapter: leave out --base")
+        source = replace(source, given_base=asked.base)
     target = asked.output or Path("exports") / source.name
     refuse_target(target, asked.overwrite, MARK)
     merges = asked.merge or not source.adapter
@@ -125,8 +130,8 @@ class _Whole:
     def __init__(self, source: Source, asked: Asked, target: Path, devices: DevicesConfig, say: Say):
         self._source, self._asked, self._say = source, asked, say
         self.failed: list[str] = []
-        config = load_config(source.model)
-        if method_of(config) is not None:
+        config = load_config(source.base)
+        if method_of(config) is not None and not source.adapter:
             raise ModelError(
                 f"{source.base.path} is quantised, and not by posttrain quantize: export the model that it was made "
                 "from"
@@ -135,10 +140,11 @@ class _Whole:
         self._dtype = asked.dtype or (stored if stored in DTYPES else "float32")
         self._tokenizer = load_tokenizer(source.model)
         base = load_base(source, take_device(devices))
-        check_embeddings(base, self._tokenizer, source.model.path)
+        if not source.adapter:
+            check_embeddings(base, self._tokenizer, source.model.path)
         refuse_full_disk(target, sum(p.numel() for p in base.parameters()) * DTYPES[self._dtype].itemsize)
         self._prompts = prompts_for(asked.prompts, source.config, base, self._tokenizer)
-        self._whole = merge(base, source, self._prompts.tokens)
+        self._whole = merge(base, source, self._prompts.tokens, self._tokenizer)
         self._unit = "" if source.reward else " nats"
         say(f"compared  on {self._prompts.compared} (root mean squares)")
         if source.adapter:

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from posttrain.errors import VitalSignError
 from posttrain.export.source import Source
 from posttrain.memory import release_memory
-from posttrain.models.load import load_model, merged, to_dtype, with_adapter
+from posttrain.models.load import check_embeddings, load_model, merged, to_dtype, with_adapter
 from posttrain.training.checks import ROUNDING, Noise
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,13 +56,18 @@ def outputs_of(model: torch.nn.Module, prompts: Sequence[Sequence[int]], reward:
 
 
 def load_base(source: Source, device: torch.device) -> PreTrainedModel:
-    """The model in float32, of an adapter its base, with plain attention."""
-    model = load_model(source.base, "reward" if source.reward else "lm", torch.float32, device)
+    """The model in float32, of an adapter its base, dequantised, with plain attention."""
+    model = load_model(source.base, "reward" if source.reward else "lm", torch.float32, device, dequantised=True)
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     return model
 
 
-def merge(base: PreTrainedModel, source: Source, prompts: Sequence[Sequence[int]]) -> Whole:
+def merge(
+    base: PreTrainedModel,
+    source: Source,
+    prompts: Sequence[Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Whole:
     """Merge the source's adapter, if it is one, into its base, and check that merged = adapter.
 
     Raises VitalSignError if the merged model differs by more than float32 rounds.
@@ -65,6 +75,8 @@ def merge(base: PreTrainedModel, source: Source, prompts: Sequence[Sequence[int]
     if not source.adapter:
         return Whole(base, outputs_of(base, prompts, source.reward))
     adapted = with_adapter(base, source.model).eval()
+    if tokenizer is not None:
+        check_embeddings(base, tokenizer, source.model.path)  # the adapter may have brought some
     want = outputs_of(adapted, prompts, source.reward)
     effect = None
     if not source.reward:  # without its adapter, a reward model has a random head

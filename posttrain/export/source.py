@@ -40,6 +40,7 @@ class Source:
     results: dict[str, Any] = field(default_factory=dict)
     step: int | None = None
     quantised: dict[str, Any] | None = None
+    given_base: str | None = None  # in place of the base that the adapter names
 
     @property
     def is_last(self) -> bool:
@@ -49,7 +50,7 @@ class Source:
     @property
     def base(self) -> ModelConfig:
         """The model itself, or the base model of the adapter."""
-        return base_settings(self.model)
+        return base_settings(self.model) if self.given_base is None else ModelConfig(path=self.given_base)
 
 
 def find_source(given: str) -> Source:

@@ -87,7 +87,12 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def load_model(
-    model: ModelConfig, head: Head, dtype: torch.dtype, device: torch.device, stay: bool = False
+    model: ModelConfig,
+    head: Head,
+    dtype: torch.dtype,
+    device: torch.device,
+    stay: bool = False,
+    dequantised: bool = False,
 ) -> PreTrainedModel:
     """The model with an LM head, or with one scalar output (`reward`), in evaluation mode on `device`.
 
@@ -95,7 +100,7 @@ def load_model(
 
     A folder with a LoRA adapter gives its base model with the adapter merged. A missing reward head is initialised from
     a normal distribution with standard deviation 0.02. With `load_in_4bit` linear layers have 4-bit weights. A folder
-    with quantised weights is loaded as it is.
+    with quantised weights is loaded as it is, or `dequantised`; on quantised weights an adapter is not merged.
     """
     check_attention(model, device)
     chains, stored = chains_for(model, device), quantization(model, dtype)
@@ -133,7 +138,11 @@ def load_model(
         raise WeightsError(f"{base.path}: the weights lack {_some(missing)}, which {type(loaded).__name__} needs")
     if head == "reward" and "score.weight" in info["missing_keys"]:
         torch.nn.init.normal_(loaded.score.weight, std=0.02)
-    if base is not model:
+    if already is not None and dequantised:
+        loaded, already = loaded.dequantize(dtype), None
+        loaded._weight_conversions = None  # else it would be saved as 4-bit tensors
+    quantised = stored is not None or already is not None
+    if base is not model and not quantised:
         loaded = merged(with_adapter(loaded, model))
         loaded.name_or_path = model.path
     if use_packed(model, loaded):
@@ -141,7 +150,10 @@ def load_model(
     lean(loaded, chains)
     if takes_triton(model, device):
         switch_on(loaded)
-    if stored is not None or already is not None:
+    if base is not model and quantised:  # merging would round the sum to 4 bits
+        loaded = base_of(with_adapter(loaded, model)).requires_grad_(False)
+        loaded.name_or_path = model.path
+    if quantised:
         keep_storage(loaded)
     elif not stay:
         torch.nn.Module.to(loaded, device)
@@ -153,7 +165,7 @@ def check_embeddings(loaded: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
     Added tokens (a pad token, one for images) may lack an embedding as long as they do not occur.
     """
-    embeddings = cast(torch.nn.Embedding, loaded.get_input_embeddings()).num_embeddings
+    embeddings = len(cast(torch.nn.Embedding, loaded.get_input_embeddings()).weight)  # PEFT's wrappers have it, too
     ends = cast(list[int | None], [tokenizer.bos_token_id, tokenizer.eos_token_id])
     largest = max([tokenizer.vocab_size - 1, *(id for id in ends if id is not None)])
     if largest >= embeddings:
@@ -290,7 +302,7 @@ def attach(
     modules = (whole.get_input_embeddings(), whole.get_output_embeddings())
     ends = tuple(f"base_model.model.{name}." for name, module in whole.named_modules() if module in modules)
     rows = _embeddings_of(tensors, ends, modules[0], getattr(config, "trainable_token_indices", None))
-    if rows not in (0, cast(Any, modules[0]).weight.shape[0]) and not isinstance(base, PeftModel):
+    if rows not in (0, cast(Any, modules[0]).weight.shape[0]) and name == "default" and base is whole:
         whole.resize_token_embeddings(rows, mean_resizing=False)
     if isinstance(base, PeftModel):
         adapted = base

@@ -261,7 +261,7 @@ class Job:
         if not folder.exists():
             whole = self.model.model_copy(update={"load_in_4bit": False, "use_liger_kernel": False})
             with torch.random.fork_rng(devices=[]):  # an existing `base/` must not change the initial adapters
-                merged = load_model(whole, head, torch.float32, torch.device("cpu"))
+                merged = load_model(whole, head, torch.float32, torch.device("cpu"), dequantised=True)
             if self.config.behavior_version >= 2:
                 dtype = load_config(whole).dtype
                 to_dtype(merged, dtype if isinstance(dtype, torch.dtype) else torch.float32)
