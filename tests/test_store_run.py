@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from posttrain.errors import DataError, RunError, Stopped
 from posttrain.store.checkpoint import list_checkpoints, newest_complete, saved_step
@@ -338,6 +339,58 @@ def test_what_is_no_secret_stays(monkeypatch):
         assert redact(f"{value}/runs") == "***/runs"
     settings = ["data.template.stop_token=<|im_end|>", "--max-new-tokens=512", "t={pad_token: x}"]
     assert redact_arguments(settings) == settings
+
+
+SECRETS = [  # what is written, the secret in it
+    ("https://ghp_abcDEF123456789@github.com/a/b", "ghp_abcDEF123456789"),
+    ("https://:Abc123def@host/x", "Abc123def"),
+    ("https://a.blob/x?sv=2024&sig=aB3%2Fx%3D&se=1", "aB3%2Fx%3D"),
+    ("https://s3/x?X-Amz-Credential=AKIAX/2024/eu&X-Amz-Date=1", "AKIAX/2024/eu"),
+    ("https://s3/x?X-Amz-Security-Token=abc", "abc"),
+    ("Authorization: Bearer abc.def", "abc.def"),
+    ("{'authorization': 'Basic dXNlcjpw'}", "dXNlcjpw"),
+    ("sent with Bearer abcdefghijklmnop1234", "abcdefghijklmnop1234"),
+    ("parameters: {metadata: {api_key: plainword}}", "plainword"),
+    ('{"clientSecret": "s3cr3t-value"}', "s3cr3t-value"),
+    ("password=correcthorse", "correcthorse"),
+    *((f"key {value} here", value) for value in (
+        "gsk_" + "a1" * 12, "nvapi-" + "a1" * 12, "r8_" + "a1" * 12, "ASIA" + "A1" * 8, "npm_" + "a1" * 18,
+        "sk_live_" + "a1" * 8, "ya29." + "a1" * 12, "dapi" + "a1" * 16, "glrt-" + "a1" * 12,
+        "-----BEGIN PRIVATE KEY-----\nabc\n-----END PRIVATE KEY-----",
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "secret"), SECRETS)
+def test_secrets_by_their_form_and_name_are_redacted(text, secret):
+    assert secret not in redact(text) and "***" in redact(text) == redact(redact(text))
+
+
+def test_ordinary_settings_and_messages_are_left_alone():
+    for text in (
+        "ssh://git@github.com/a", "https://medium.com/@someone/x", "stop token: <|im_end|>", "eos_token: abcd",
+        "tokens: mean 470, P50 473", "prompt tokens: 470", "tokens_per_pack: 8192", "sort_key: length", "key: value",
+        "api_key_env: OPENAI_API_KEY", "token: ${HF_TOKEN}", "num_tokens: 1.2M", "the bearer of this", "password: null",
+        "max_tokens: 12", "new_tokens: [abcd]", "author: someone",
+    ):  # fmt: skip
+        assert redact(text) == text
+    settings = {"stop_token": "abc", "columns": {"key": "id"}, "tokens": ["a"], "password": None, "pad_token": "<pad>"}
+    assert redact(settings) == settings
+
+
+def test_secrets_by_their_keys_are_in_no_file_of_a_run(tmp_path, monkeypatch):
+    """Nor those of the environment with white space around them, and whole values are hidden."""
+    monkeypatch.setenv("SOME_TOKEN", "  tok-with-spaces \n")
+    values = {"api_key": "my own words", "client_secret": "x", "tokens": 5, "password": ["p-1", "p-2"]}
+    config = yaml.safe_dump({"name": "x", "method": {"judge": {"parameters": {"metadata": values}}}})
+    with Run.create(tmp_path / "x", config, {"parameters": values}) as run:
+        logging.getLogger("posttrain").warning("it sent %s and %s", "tok-with-spaces", {"api_key": "my own words"})
+        run.write_config(config)
+    written = "".join(file.read_text() for file in (tmp_path / "x").iterdir() if file.is_file())
+    assert not any(secret in written for secret in ("own words", "p-1", "p-2", "tok-with"))
+    hidden = values | {"api_key": "***", "client_secret": "***", "password": ["***", "***"]}
+    assert yaml.safe_load(run.config_yaml)["method"]["judge"]["parameters"]["metadata"] == hidden
+    assert redact(hidden) == hidden
 
 
 def test_runs_are_found_while_one_takes_folders_away(tmp_path, monkeypatch):

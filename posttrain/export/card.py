@@ -65,7 +65,7 @@ def card(source: Source, facts: Facts) -> str:
     for summary in facts.evaluations:
         parts += ["## Evaluation", _evaluation(summary)]
     if source.config is not None:
-        settings = write_yaml(public(source.config.model_dump(mode="json"))).rstrip()
+        settings = write_yaml(redact(public(source.config.model_dump(mode="json")))).rstrip()
         parts += ["## Settings", "<details><summary>All settings of the run</summary>"]
         parts += [f"```yaml\n{settings}\n```", "</details>"]
     return redact("\n\n".join(part for part in parts if part)) + "\n"

@@ -29,7 +29,7 @@ from posttrain.store.atomic import write_file
 from posttrain.store.checkpoint import verify
 from posttrain.store.files import load_json
 from posttrain.store.folder import never_stepped, run_folder
-from posttrain.store.provenance import redact
+from posttrain.store.provenance import redact_yaml
 from posttrain.store.runs import read_run
 from posttrain.training.inputs import refuse_other_models
 from posttrain.training.resume import as_trained, refuse_changes
@@ -147,7 +147,7 @@ class Pipeline:
         """Save the complete configuration next to the runs' folders: the input of `--resume FOLDER`."""
         self.root.mkdir(parents=True, exist_ok=True)
         stages = [Stage(s.name, s.init_from, s.config.model_copy(update={"name": self.root.name})) for s in self.stages]
-        write_file(self.root / "config.yaml", redact(dump(stages)))
+        write_file(self.root / "config.yaml", redact_yaml(dump(stages)))
 
     def run(self, train_one: Callable[[Task, bool, bool], None], resume: bool, overwrite: bool) -> int:
         """Train every run with `train_one(task, resume, overwrite)`; at the end a table of the outcomes and a report.

@@ -13,13 +13,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from posttrain.plain_yaml import read_yaml
+
 PACKAGES = ("posttrain", "torch", "transformers", "peft", "datasets", "safetensors", "numpy")
 HIDDEN = "***"
 # Words in a variable's name (`GITHUB_PAT`, `PGPASSWORD`, `my-api-key`) that mark its value as a secret. PLACES are last
 # words of names whose values are paths.
 SECRET_WORD = re.compile(
     r"[a-z0-9]*(?:token|secret|password|passwd|passphrase|credential|apikey)s?"
-    r"|keys?|pat|pass|sshpass|pwd|auth|creds?|cookies?|jwt|bearer|dsn",
+    r"|keys?|pat|pass|sshpass|pwd|auth|authorization|creds?|cookies?|jwt|bearer|dsn",
     re.IGNORECASE,
 )
 # Ambiguous words: their value is a secret unless it is a plain word (SORT_KEY=created_at).
@@ -28,26 +30,48 @@ PLAIN_WORD = re.compile(r"[a-z]+(?:[_.-][a-z]+)*")
 TOKEN_OF_TEXT = re.compile(r"(?:^|[._-])(?:stop|eos|bos|pad|unk|sep|mask|\w*new|max)[_-]tokens?$", re.IGNORECASE)
 PLACES = ("PATH", "DIR", "DIRECTORY", "FILE", "HOME", "SOCK")
 LEAST_CHARACTERS = 8  # of a secret in the environment: shorter values may be ordinary words
-# Values that look like secrets, with the prefix that is kept.
+# Values that look like secrets, with the part before them that is kept.
 SECRET_VALUE = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|sk-[\w-]{20,}"
-    r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|AIza[\w-]{35}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
-    r"|(?P<address>://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password in an address
-    r"|(?P<query>[?&][\w.-]*(?i:token|key|secret|password|signature)=)[^&#\s\"']+"
+    r"\b(?:hf_[A-Za-z0-9]{30,}|api_org_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|gl[a-z]{2,5}-[\w-]{20,}"
+    r"|(?:sk|nvapi|xai|pplx|tskey|pypi)-[\w-]{20,}|(?:gsk|r8|npm|dop_v1|lin_api|wandb_v1|shpat|whsec)_\w{20,}"
+    r"|[sr]k_(?:live|test)_\w{10,}|A[KS]IA[0-9A-Z]{16}|xox[abeprs]-[\w-]{10,}|xapp-[\w-]{10,}|AIza[\w-]{35}"
+    r"|ya29\.[\w-]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}|dapi[0-9a-f]{32}|AGE-SECRET-KEY-1\w{20,}|ATATT3x[\w=-]{20,}"
+    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|(?P<address>://)(?:[^/\s:@]*:[^/\s@]+|(?![a-z][a-z_-]{0,15}@)[^/\s:@?#]+)(?=@)"  # user:password, or a token
+    r"|(?P<query>[?&][\w.-]*(?i:token|key|keyid|secret|password|passwd|signature|sig|credential|auth|jwt)=)[^&#\s\"']+"
+    r"|(?P<header>(?i:\bauthorization[\"']?\s*[:=]\s*[\"']?(?:(?:bearer|basic|token)\s+)?)|\bBearer\s+(?=\S{16}))"
+    r"(?!\*\*\*)[^\s\"',}]+"
 )
-SECRET_PAIR = re.compile(  # inside an argument that holds several settings, such as {password: x}
-    r"(?P<kept>(?:(?<!stop_)(?<!(?:eos|bos|pad|unk|sep)_)token|secret|password|passwd|api[_-]?key|credentials?)[\"']?\s*[:=]\s*[\"']?)[^\s\"',}\]]+",
-    re.IGNORECASE,
+# A name with its value, in a string: of settings, JSON, headers, arguments such as {password: x}.
+PAIR = re.compile(
+    r"(?P<name>[A-Za-z][\w.-]*)(?P<between>[\"']?\s*[:=]\s*)"
+    r"(?:(?P<quote>[\"'])(?P<quoted>[^\"'\n]+)(?P=quote)|[\"']?(?P<value>[^\s\"',;{}\[\]&<>()|]{4,}))"
 )
+COMMON = ("key", "keys", "pass", "pat", "bearer")  # words of messages, which name nothing by themselves
+STRONG_NAME = re.compile(r"(?:api|access|secret|private|signing)[_.-]?keys?$", re.IGNORECASE)
+NO_SECRET = re.compile(r"\$\{?[\w.]+\}?|[\d.,]+[a-zA-Z%]?|null|none|true|false|[<\[].*|\*\*\*", re.IGNORECASE)
 
 
 def redact(data: Any) -> Any:
     """A copy of a string, or of nested dicts and lists of strings, with secrets replaced by `***`.
 
     Secrets are the values (8 characters or more) of environment variables with names such as HF_TOKEN, GITHUB_PAT or
-    DB_PASSWD, strings that look like keys or tokens, and the user and password (or a token) in an address.
+    DB_PASSWD, values whose names in a mapping or in a string (`api_key: …`) say so, strings that look like keys or
+    tokens, and the user and password (or a token) in an address.
     """
     return _redact(data, _secrets())
+
+
+def redact_yaml(text: str) -> str:
+    """Settings as YAML with secrets replaced as in a mapping, so that whole values are."""
+    from posttrain.config.reading.files import write_yaml  # imports YAML, which not every reader of a run needs
+
+    try:
+        data = read_yaml(text)
+    except ValueError:
+        return redact(text)
+    return text if (clean := redact(data)) == data else write_yaml(clean)
 
 
 _last: tuple[dict[Any, Any] | None, list[str]] = None, []  # an environment, and its secrets
@@ -58,7 +82,8 @@ def _secrets() -> list[str]:
     global _last
     now: dict[Any, Any] | None = getattr(os.environ, "_data", None)  # CPython's: quick to compare, as os.environ is not
     if now is None or now != _last[0]:
-        values = {v for name, v in os.environ.items() if len(v) >= LEAST_CHARACTERS and _is_secret(name, v)}
+        stripped = ((name, value.strip()) for name, value in os.environ.items())  # as libraries send them
+        values = {v for name, v in stripped if len(v) >= LEAST_CHARACTERS and _is_secret(name, v)}
         _last = now and dict(now), sorted(values, key=len, reverse=True)
     return _last[1]
 
@@ -78,16 +103,41 @@ def secret_words(name: str) -> tuple[str, ...]:
     return () if place else tuple(filter(SECRET_WORD.fullmatch, words))
 
 
-def _redact(data: Any, values: list[str]) -> Any:
+def _redact(data: Any, values: list[str], name: str = "") -> Any:
+    """`name`: the key of `data` in a mapping."""
     if isinstance(data, str):
+        if name and _is_secret_value(name, data.strip()):
+            return HIDDEN
         for value in values:
             data = data.replace(value, HIDDEN)
-        return SECRET_VALUE.sub(lambda found: (found["address"] or found["query"] or "") + HIDDEN, data)
+        data = SECRET_VALUE.sub(
+            lambda found: (found["address"] or found["query"] or found["header"] or "") + HIDDEN, data
+        )
+        return PAIR.sub(_pair, data)
     if isinstance(data, dict):
-        return {_redact(key, values): _redact(value, values) for key, value in data.items()}
+        return {
+            _redact(key, values): _redact(value, values, key if isinstance(key, str) else "")
+            for key, value in data.items()
+        }
     if isinstance(data, list | tuple):
-        return [_redact(value, values) for value in data]
+        return [_redact(value, values, name) for value in data]
     return data
+
+
+def _pair(found: re.Match[str]) -> str:
+    quote, value = found["quote"] or "", found["quoted"] or found["value"]
+    secret = found["name"].lower() not in COMMON and _is_secret_value(found["name"], value)
+    return found["name"] + found["between"] + quote + HIDDEN + quote if secret else found[0]
+
+
+def _is_secret_value(name: str, value: str) -> bool:
+    """Whether a value with this name is a secret: the name's last word says so, and the value is no number, reference,
+    special token or, for ambiguous names, plain word."""
+    last = re.split(r"[_.-]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name))[-1].lower()
+    if not value or last.endswith("tokens") or TOKEN_OF_TEXT.search(name) or NO_SECRET.fullmatch(value):
+        return False
+    weak = (WEAK_WORD.fullmatch(last) or last == "token") and not STRONG_NAME.search(name)
+    return bool(secret_words(last)) and not os.path.isabs(value) and not (weak and PLAIN_WORD.fullmatch(value))
 
 
 def redact_arguments(arguments: list[str]) -> list[str]:
@@ -101,8 +151,6 @@ def redact_arguments(arguments: list[str]) -> list[str]:
             argument = HIDDEN
         elif secret and equals:
             argument = f"{name}={HIDDEN}"
-        else:
-            argument = SECRET_PAIR.sub(lambda found: found["kept"] + HIDDEN, argument)
         hide_next = secret and not equals and argument.startswith("--")
         shown.append(argument)
     return shown

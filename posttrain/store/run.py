@@ -28,7 +28,7 @@ from posttrain.store.lock import FolderLock
 from posttrain.store.logs import RunLog
 from posttrain.store.metrics import MetricsFile, read_metrics
 from posttrain.store.notes import NAME as NOTES
-from posttrain.store.provenance import environment, redact
+from posttrain.store.provenance import environment, redact, redact_yaml
 
 State = Literal["running", "finished", "interrupted", "failed"]
 log = logging.getLogger("posttrain")
@@ -89,7 +89,7 @@ class Run:
                 "checks": {},
             }
             save_json(folder / "run.json", facts)
-            write_file(folder / "config.yaml", redact(config_yaml))
+            write_file(folder / "config.yaml", redact_yaml(config_yaml))
             run = cls(folder, lock, facts)
         except BaseException:
             lock.release()
@@ -145,7 +145,7 @@ class Run:
 
     def write_config(self, config_yaml: str) -> None:
         """Replace `config.yaml`: a resumed run may have other step counts and intervals."""
-        write_file(self.folder / "config.yaml", redact(config_yaml))
+        write_file(self.folder / "config.yaml", redact_yaml(config_yaml))
 
     @property
     def state(self) -> State:

@@ -80,7 +80,7 @@ def refuse_changes(checkpoint: Path, config: RunConfig) -> None:
     Paths of models that the run has read may differ: these are compared by content.
     """
     by_content = recorded(run_folder_of(checkpoint))
-    saved = flat(load(checkpoint / "config.yaml").config.model_dump(mode="json"), lists=True)
+    saved = flat(redact(load(checkpoint / "config.yaml").config.model_dump(mode="json")), lists=True)
     given = flat(redact(config.model_dump(mode="json")), lists=True)
     changed = [
         f"{path}: {saved.get(path)} -> {given.get(path)}"
