@@ -3,9 +3,11 @@
 import json
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from data_tokenizer import byte_tokenizer
 from pydantic import ValidationError
 from test_online import EXACT, lines, train
 from test_resume import assert_same_run
@@ -20,6 +22,7 @@ from posttrain.rewards.compose import Rewarded
 from posttrain.rollout import Sampler
 from posttrain.store.checkpoint import saved_step
 from posttrain.store.stored_rollouts import StoredRun
+from posttrain.training.evaluation import reasoning
 
 
 @pytest.fixture(scope="module")
@@ -303,3 +306,18 @@ def test_tagged_replies_are_read(sums_home, tmp_path):
         replies = ["so </think> <answer>2</answer>", "so </think> <answer>3</answer>", "2"]
         rewarded = rewards([RewardInput(text, [1], answer="2") for text in replies])
         assert rewards.accuracies(rewarded) == pytest.approx({"format_accuracy": 2 / 3, "answer_accuracy": 2 / 3})
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [(2, {"reasoning_length": 3.5, "reasoning_tokens": 5.0}), (1, {"reasoning_length": 5.0})],
+)
+def test_the_length_of_reasoning_in_characters_and_in_tokens(version, expected):
+    """Of the completions that have some: `ab 🦙` has 4 characters and 7 bytes, which are tokens here, `abc` 3 and 3."""
+    settings = {"model": "m", "method": "grpo", "data": {"source": "x"}, "rewards": [{"type": "r1_zero"}]}
+    config = load(settings | {"behavior_version": version}).config
+    sample = SimpleNamespace(rewards=SimpleNamespace(settings=config.rewards), tokenizer=byte_tokenizer())
+    rollout = SimpleNamespace(texts=["ab 🦙</think> x", "no end", "</think> y", "abc</think>"])
+    assert reasoning(config, sample, "validation", rollout) == {"reasoning_share": 0.5} | expected
+    none = SimpleNamespace(texts=["no end"])
+    assert reasoning(config, sample, "validation", none) == {"reasoning_share": 0.0}

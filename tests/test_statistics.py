@@ -100,7 +100,16 @@ def test_intervals_cover_in_full(p, like):
     print(f"p = {p}, prompts alike {like}: {found}")
     assert 0.93 <= found[200, 4] <= 0.97
     assert 0.92 <= found[200, 1] <= 0.98  # shares of 200 are coarse
-    assert 0.90 <= found[10, 4] <= 0.995  # of 10, more so
+    assert found[10, 4] >= 0.93  # of 10, more so; they tell little of how alike answers are, so intervals are wider
+
+
+@pytest.mark.parametrize("p", [0.02, 0.05, 0.1, 0.9])
+@pytest.mark.parametrize("like", [math.inf, 2, 0.5])
+def test_intervals_cover_near_0_and_for_few_prompts(p, like):
+    """1,000 repeats: 95 % is measured with a standard deviation of 0.7 %; before, down to 88 %."""
+    found = {prompts: coverage(prompts, 8, p, like, 1000, seed=2) for prompts in (10, 20, 30)}
+    print(f"p = {p}, prompts alike {like}: {found}")
+    assert min(found.values()) >= 0.93
 
 
 def test_pass_at_k_is_the_mean_over_all_choices_of_k():

@@ -52,8 +52,12 @@ def mean_by_prompt(groups: Sequence[Sequence[float]], confidence: float = 0.95) 
     this standard error, n = p(1 - p) / SE², in place of the number of answers (Korn & Graubard 1998: the effective
     sample size, adjusted by (z / t)² for the degrees of freedom C - 1). n is not less than N² / Σ N_c², where all
     answers to a prompt are the same (so n = C at p = 0 and p = 1), and of scores that are 0 or 1 not more than N, where
-    answers are independent. Wilson's interval covers near 0 and 1 and for few prompts, where mean ± z·SE does not;
-    it stays between 0 and 1 and never has zero width. Other scores: mean ± t·SE with C - 1 degrees of freedom.
+    answers are independent. Few prompts tell little of how alike several answers to one are, and near 0 and 1 most of
+    them tell nothing. So of scores that are 0 or 1 the estimate of N / n counts as the prompts do that have a right
+    answer, or those that have a wrong one if these are fewer, beside one prompt whose answers are all the same. The
+    interval then covers near 0 and 1 and for few prompts, where mean ± z·SE does not (`tests/test_statistics.py` has
+    the figures); it stays between 0 and 1 and never has zero width. Other scores: mean ± t·SE with C - 1 degrees of
+    freedom.
 
     Raises ValueError if no prompt has a graded answer.
     """
@@ -69,9 +73,12 @@ def mean_by_prompt(groups: Sequence[Sequence[float]], confidence: float = 0.95) 
         error = float(np.sqrt((off_C**2).sum() * prompts / (prompts - 1))) / answers
         error = 0.0 if error < ROUNDING * max(1.0, abs(value)) else error
     if score_N.min() >= 0 and score_N.max() <= 1:
-        binary = bool(np.isin(score_N, (0, 1)).all())
         least = answers**2 / float((sizes_C.astype(float) ** 2).sum())
-        size = _effective_size(value, error, prompts, least, answers if binary else None, confidence)
+        telling = None
+        if np.isin(score_N, (0, 1)).all():
+            right_C = np.add.reduceat(score_N, starts_C)
+            telling = min(int((right_C > 0).sum()), int((right_C < sizes_C).sum()))
+        size = _effective_size(value, error, prompts, answers, least, telling, confidence)
         low, high = wilson(value, size, confidence)
     elif error:
         half = t_quantile(confidence, prompts - 1) * error
@@ -82,15 +89,28 @@ def mean_by_prompt(groups: Sequence[Sequence[float]], confidence: float = 0.95) 
 
 
 def _effective_size(
-    p: float, error: float | None, prompts: int, least: float, most: int | None, confidence: float
+    p: float,
+    error: float | None,
+    prompts: int,
+    answers: int,
+    least: float,
+    telling: int | None,
+    confidence: float,
 ) -> float:
-    """The number of independent answers whose mean is as sure as this one; see `mean_by_prompt`."""
+    """The number of independent answers whose mean is as sure as this one; see `mean_by_prompt`.
+
+    `telling` is None for scores other than 0 and 1, else the number of prompts that tell how alike answers are.
+    """
     if error is None or not 0 < p < 1:
         return least
-    if error == 0:
-        return least if most is None else most
-    size = p * (1 - p) / error**2 * (z_quantile(confidence) / t_quantile(confidence, prompts - 1)) ** 2
-    return max(least, size if most is None else min(size, most))
+    freedom = (z_quantile(confidence) / t_quantile(confidence, prompts - 1)) ** 2
+    if telling is None:
+        return least if error == 0 else max(least, p * (1 - p) / error**2 * freedom)
+    alike = answers / least  # N / n where the answers to a prompt are all the same
+    if alike == 1:
+        return least
+    estimated = min(max(1.0, answers * error**2 / (p * (1 - p))), alike)
+    return answers * (telling + 1) / (telling * estimated + alike) * freedom
 
 
 def wilson(p: float, n: float, confidence: float = 0.95) -> tuple[float, float]:

@@ -179,7 +179,7 @@ def measure_completions(
 
 
 def reasoning(config: RunConfig, sample: Sampler, name: str, rollout: Rollout) -> dict[str, float]:
-    """The share of completions with reasoning, and its mean length in tokens.
+    """The share of completions with reasoning, and its mean length in characters and in tokens.
 
     Empty if neither the template nor a reward marks the end of the reasoning.
     """
@@ -190,9 +190,14 @@ def reasoning(config: RunConfig, sample: Sampler, name: str, rollout: Rollout) -
     if end is None:
         return {}
     texts = [text.partition(end)[0].strip() for text in rollout.texts if end in text]
-    lengths = [len(sample.tokenizer(text, add_special_tokens=False).input_ids) for text in texts if text]
-    share = len(lengths) / len(rollout.texts)
-    return {"reasoning_share": share} | ({"reasoning_length": fmean(lengths)} if lengths else {})
+    tokens = [len(sample.tokenizer(text, add_special_tokens=False).input_ids) for text in texts if text]
+    found = {"reasoning_share": len(tokens) / len(rollout.texts)}
+    if not tokens:
+        return found
+    if config.behavior_version < 2:
+        return found | {"reasoning_length": fmean(tokens)}
+    characters = [len(text) for text in texts if text]
+    return found | {"reasoning_length": fmean(characters), "reasoning_tokens": fmean(tokens)}
 
 
 def parts_of(rollout: Rollout, index: int) -> dict[str, dict[str, object]]:
