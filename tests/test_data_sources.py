@@ -285,7 +285,7 @@ def test_csv_of_labels_conversations_and_empty_cells(tmp_path):
     assert prepared.train.labels.tolist() == [True] + [False] * 301
     [bad] = prepared.report.malformed
     assert (bad.line, bad.reason) == (4, "messages must be JSON, not the string 'x'")
-    assert prepared.report.unread == {"note": 301}
+    assert prepared.report.unread == {"note": 301, "prompt": 1, "completion": 1}  # beside messages they are not read
     assert "not read: `note` in 301 of 303 rows" in prepared.report.lines()
 
 
