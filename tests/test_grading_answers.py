@@ -1,6 +1,7 @@
 """Which answers are equal, and where in a completion the answer stands: tables, recorded solutions, gold solutions."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from answer_tables import DIFFERENT, EQUAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.grading.equality import same_answer
 from posttrain.grading.extract import after_thinking, final_answer, first_number, last_number, marked_answer
 from posttrain.grading.numbers import read_number, same_number
 from posttrain.grading.verdict import GradeRequest
@@ -261,3 +263,14 @@ def test_every_spelling_of_a_number_is_that_number(whole, digits):
 )
 def test_what_is_no_number(text):
     assert read_number(text) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{" * 2400 + "}" * 2400, r"\sqrt[" * 900, r"\color{" * 700, "1{,}" * 1200, "for all " * 600, "|A" * 2000 + "=4"],
+)
+def test_tidying_takes_no_long_time(text):
+    """A completion whose grading exceeds the deadline would have no verdict."""
+    before = time.process_time()
+    same_answer("5", text)
+    assert time.process_time() - before < 1.5

@@ -167,7 +167,9 @@ def _braced(text: str) -> str:
         elif token == "}" and opened:
             closing[opened.pop()] = index
     text = _arguments(tokens, closing, 0, len(tokens), DEEPEST)
-    while text.startswith("{") and text.endswith("}") and is_balanced(inside := text[1:-1].strip()):
+    for _ in range(DEEPEST):
+        if not (text.startswith("{") and text.endswith("}") and is_balanced(inside := text[1:-1].strip())):
+            break
         if len(split_top(inside)) > 1 or _CONDITION.match(inside):
             return rf"\{{{inside}\}}"
         text = inside
