@@ -43,7 +43,7 @@ HINTS = {
     "lora_modules_to_save": "not offered: only adapters are trained",
     "quantization_bit": "write model.load_in_4bit: true, with model.lora",
     "load_in_8bit": "write model.load_in_4bit: true, with model.lora; 8 bits are not offered for training",
-    "adapter_name_or_path": "write model.path: an adapter's folder is loaded with its base, and merged",
+    "adapter_name_or_path": "write model.path: one with the settings of model.lora goes on, others are merged",
     **dict.fromkeys(("fast_inference", "use_vllm"), "write rollout.engine: embedded, which is fast, or vllm"),
     # data
     **dict.fromkeys(("dataset", "dataset_name", "dataset_dir", "data_path", "train_file"), _SOURCE),
