@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import sqlite3
 import sys
@@ -395,11 +396,14 @@ def test_what_nothing_can_be_learned_from_is_said_at_once(sums_home, tmp_path, c
     assert "alarms/no_verdict" not in first and "alarms/no_spread" not in first
 
 
-def test_a_model_without_a_stop_token_is_said_at_the_start(sums_home, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("posttrain.training.evaluation.stop_token_ids", lambda policy, tokenizer: ())
+def test_a_model_without_a_stop_token_is_said_at_the_start(sums_home, tmp_path, caplog):
+    model = shutil.copytree(sums_home / "model", tmp_path / "model")
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        facts = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps({k: v for k, v in facts.items() if not k.startswith("eos_token")}))
     with caplog.at_level("WARNING"):
-        train(sums_home, tmp_path, {}, training={"max_steps": 1})
-    assert "has a stop token, so every completion runs to rollout.max_completion_length = 6" in caplog.text
+        train(sums_home, tmp_path / "out", {}, training={"max_steps": 1}, model={"path": str(model)})
+    assert "There is no stop token" in caplog.text and "every completion runs to the limit" in caplog.text
 
 
 def test_a_step_with_nothing_in_the_loss_leaves_the_coefficient_of_the_kl(sums_home, tmp_path):

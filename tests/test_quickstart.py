@@ -20,9 +20,9 @@ from posttrain.quickstart.replies import Reply, grade, make_pairs, rewards
 from posttrain.quickstart.show import STAGES, next_steps
 from posttrain.store.metrics import read_metrics
 
-# Enough SFT for a few right guesses, which the pairs need, and hardly any of the rest.
+# Enough SFT and problems for some right guesses, whatever is sampled, which the pairs need; hardly any of the rest.
 TINY = Size(
-    worked=1100, bare=1100, sft_steps=60, problems=150, samples=8, reward_steps=2, dpo_steps=2, ppo_steps=1,
+    worked=1100, bare=1100, sft_steps=120, problems=400, samples=8, reward_steps=2, dpo_steps=2, ppo_steps=1,
     grpo_steps=1, held_out=20,
 )  # fmt: skip
 
