@@ -22,7 +22,7 @@ from posttrain.data.dataset import Array, as_numpy
 from posttrain.data.readers import Record
 from posttrain.data.reading import SourcePart, most_rows, parts_of
 from posttrain.data.report import Reading
-from posttrain.data.sources import Source, open_source
+from posttrain.data.sources import Source
 from posttrain.errors import DataError
 from posttrain.progress import progress
 
@@ -110,8 +110,7 @@ def _readable(data: DataConfig | HeldOutRows, seed: int, folder: Path) -> tuple[
 
 def hashes_of(part: SourcePart, most: int | None, seed: int, folder: Path) -> Array:
     """The hash of each of the first `most` rows of a source, from the cache; 0 for one that cannot be read."""
-    end = None if most is None else part.skip_rows + most
-    source = open_source(part.source, part.split, end, seed, lambda working, answer: answer)
+    source, end = part.open(most, seed, lambda working, answer: answer)
     key = cache.key_of({"hash": VERSION, "source": source.digest, "skip_rows": part.skip_rows, "end": end})
     table, *_ = cache.cached(folder, key, "hash", lambda writer: _write(part, source, end, writer))
     return as_numpy(table.column("hash"))

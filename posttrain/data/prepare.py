@@ -255,7 +255,7 @@ def prepare(
     validation |= {n: Dataset(one.table, one.fitted, np.arange(len(one.fitted.view))) for n, one in further.items()}
     reports = {name: one.report for name, one in loaded.items()}
     reports["train"] = replace(whole.report, notes=(*whole.report.notes, *notes))
-    sources = {"train": parts} | {name: [part] for name, part in further_parts(data, datasets)}
+    sources = {"train": parts} | {name: [part] for name, part, _ in further_parts(data, datasets)}
     for name, one in further.items():
         if twice := trained_too(data, held, sources[name][0], seed, cache_dir):
             note = f"{twice:,} of {counted(one.report.read, 'row')} are trained on, too"
@@ -282,12 +282,12 @@ def _permuted(data: DataConfig, whole: Loaded, seed: int) -> HeldOut:
     return HeldOut(whole.table.row[rng.permutation(rows)[:wanted]], np.zeros(0, np.int64))
 
 
-def further_parts(data: DataConfig, datasets: Sequence[EvaluationDataset]) -> list[tuple[str, SourcePart]]:
-    """The sources of the validation sets by name, without rows held out from the training data."""
-    sources = [(entry.name, SourcePart(entry.source, entry.split, entry.max_rows)) for entry in datasets]
+def further_parts(data: DataConfig, datasets: Sequence[EvaluationDataset]) -> list[tuple[str, SourcePart, DataConfig]]:
+    """The names, sources and settings of the validation sets, without rows held out from the training data."""
+    sources = [(one.name, SourcePart(one.source, one.split, one.max_rows), settings_of(one, data)) for one in datasets]
     if data.validation is not None and data.validation.source is not None:
         given = data.validation
-        sources.insert(0, ("validation", SourcePart(given.source or "", given.split, given.max_rows)))
+        sources.insert(0, ("validation", SourcePart(given.source or "", given.split, given.max_rows), data))
     return sources
 
 
@@ -295,13 +295,11 @@ def _further(
     data: DataConfig, datasets: Sequence[EvaluationDataset], reader: Reader, limits: Limits, taken: Collection[str]
 ) -> dict[str, Loaded]:
     """The validation sets by name: that of `data.validation`, then the evaluation `datasets`."""
-    own = {entry.name: entry for entry in datasets}
     found: dict[str, Loaded] = {}
-    for name, part in further_parts(data, datasets):
+    for name, part, settings in further_parts(data, datasets):
         if name in taken or name in found or name == "train":
             raise DataError(f"evaluation.datasets has the reserved name {name!r}: give it another")
-        its = reader.of_prompts_alone().with_data(settings_of(own[name], data) if name in own else data)
-        found[name] = its.load(name, [part], lambda _: limits, None)
+        found[name] = reader.with_data(settings).load(name, [part], lambda _: limits, None)
     return found
 
 

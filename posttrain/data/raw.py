@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.caches import default_folder
 from posttrain.config.schema.run import RunConfig
-from posttrain.data.prepare import further_parts, settings_of
+from posttrain.data.prepare import further_parts
 from posttrain.data.reading import Reader, SourcePart, most_rows, parts_of
 from posttrain.data.rows import Row
 from posttrain.data.templates import choose_template
@@ -25,10 +25,8 @@ def rows_of_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Iterat
     version, folder = config.behavior_version, default_folder()
     reader = Reader(data, tokenizer, template, kind, None, False, folder, config.seed, behavior_version=version)
     yield "train", _numbered(reader, parts_of(data), most_rows(data))
-    own = {entry.name: entry for entry in config.evaluation.datasets}
-    for name, part in further_parts(data, config.evaluation.datasets):
-        its = reader.with_data(settings_of(own[name], data) if name in own else data)
-        yield name, _numbered(its, [part], None)
+    for name, part, settings in further_parts(data, config.evaluation.datasets):
+        yield name, _numbered(reader.with_data(settings), [part], None)
 
 
 def _numbered(reader: Reader, parts: list[SourcePart], max_rows: int | None) -> Numbered:

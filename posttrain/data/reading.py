@@ -6,9 +6,10 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from posttrain.data.reshaping import (
 )
 from posttrain.data.rows import Row, RowError, UntrainedError, as_turns, valid, variables_of, without_think
 from posttrain.data.sources import Source, layout_of, open_source
+from posttrain.data.tasks import Compose
 from posttrain.data.templates import Template, choose_template, date_of, require_chat_template
 from posttrain.data.tokenise import Compared, Tokeniser, Trained
 from posttrain.errors import DataError
@@ -55,6 +57,11 @@ class SourcePart:
     max_rows: int | None
     weight: float = 1.0
     skip_rows: int = 0
+
+    def open(self, max_rows: int | None, seed: int, compose: Compose) -> tuple[Source, int | None]:
+        """The source, and the row number at which reading `max_rows` ends; None: with the last row."""
+        end = None if max_rows is None else self.skip_rows + max_rows
+        return open_source(self.source, self.split, end, seed, compose), end
 
 
 def parts_of(data: DataConfig | HeldOutRows) -> list[SourcePart]:
@@ -83,62 +90,51 @@ class Loaded:
     report: Report
 
 
+@dataclass(frozen=True, eq=False)
 class Reader:
     """Loads data sets that share the settings of one `prepare`."""
 
-    def __init__(
-        self,
-        data: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        template: Template,
-        kind: Kind,
-        completion_only_loss: bool | None,
-        assistant_only_loss: bool,
-        folder: Path,
-        seed: int,
-        with_completions: bool = False,
-        behavior_version: int = 2,
-    ):
-        self.data = data
-        self.tokenizer = tokenizer
-        self.template = template
-        self.kind: Kind = kind
-        self.completion_only_loss = completion_only_loss
-        self.assistant_only_loss = assistant_only_loss
-        self.folder = folder
-        self.seed = seed
-        self.with_completions = with_completions
-        self.behavior_version = behavior_version
-        self.settings = {
-            "tokenizer": cache.tokenizer_fingerprint(tokenizer),
-            "template": [template.name, template.turns, template.tags.model_dump()],
-            "system_prompt": data.system_prompt,
-            "strip_think": data.strip_think,
-            "kind": kind,
-            "completion_only_loss": completion_only_loss,
-            "assistant_only_loss": assistant_only_loss,
-        }
-        self.settings |= {"with_completions": True} if with_completions else {}
-        self.settings |= {"behavior_version": behavior_version} if behavior_version > 1 else {}
-        self.date = date_of(data, tokenizer) if behavior_version > 1 else data.date
-        self.settings |= {} if self.date is None else {"date": self.date}
+    data: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+    template: Template
+    kind: Kind
+    completion_only_loss: bool | None
+    assistant_only_loss: bool
+    folder: Path
+    seed: int
+    with_completions: bool = False
+    behavior_version: int = 2
 
-    def of_prompts_alone(self) -> Reader:
-        """This reader, or one that omits the completions of prompts."""
-        if not self.with_completions:
-            return self
-        return self._with(self.data, self.tokenizer, self.template)
+    @cached_property
+    def date(self) -> str | None:
+        """The date that the chat template writes; None if it asks for none."""
+        return date_of(self.data, self.tokenizer) if self.behavior_version > 1 else self.data.date
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What determines the tokens of a row, for the key of the cache."""
+        template = self.template
+        settings = {
+            "tokenizer": cache.tokenizer_fingerprint(self.tokenizer),
+            "template": [template.name, template.turns, template.tags.model_dump()],
+            "system_prompt": self.data.system_prompt,
+            "strip_think": self.data.strip_think,
+            "kind": self.kind,
+            "completion_only_loss": self.completion_only_loss,
+            "assistant_only_loss": self.assistant_only_loss,
+        }
+        settings |= {"with_completions": True} if self.with_completions else {}
+        settings |= {"behavior_version": self.behavior_version} if self.behavior_version > 1 else {}
+        return settings | ({} if self.date is None else {"date": self.date})
 
     def with_data(self, data: DataConfig) -> Reader:
-        """A reader for a set with its own settings; its own template is set on a copy of the tokenizer."""
+        """A reader for a further set with its own settings, which omits the completions of prompts; its own template is
+        set on a copy of the tokenizer."""
         if data == self.data:
-            return self
+            return replace(self, with_completions=False) if self.with_completions else self
         tokenizer = self.tokenizer if data.template == self.data.template else deepcopy(self.tokenizer)
-        return self._with(data, tokenizer, choose_template(data, tokenizer))
-
-    def _with(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, template: Template) -> Reader:
-        losses, version = (self.completion_only_loss, self.assistant_only_loss), self.behavior_version
-        return Reader(data, tokenizer, template, self.kind, *losses, self.folder, self.seed, behavior_version=version)
+        template = choose_template(data, tokenizer)
+        return replace(self, data=data, tokenizer=tokenizer, template=template, with_completions=False)
 
     def load(
         self, name: str, parts: Sequence[SourcePart], limits_of: Callable[[Table], Limits], max_rows: int | None
@@ -171,18 +167,12 @@ class Reader:
         return Loaded(table, fitted, limits, ends, contents, report)
 
     def _part(self, part: SourcePart, max_rows: int | None) -> tuple[pa.Table, Reading, str, str | None]:
-        skip = part.skip_rows
-        most = None if max_rows is None else skip + max_rows
-        source = open_source(part.source, part.split, most, self.seed, self.template.compose)
+        source, end = part.open(max_rows, self.seed, self.template.compose)
         format, columns = self.layout(part.source)
         facts = {"source": source.digest, "max_rows": max_rows, "format": format, "columns": columns}
-        facts |= {"skip_rows": skip} if skip else {}
-        return cache.cached(
-            self.folder,
-            cache.key_of({**self.settings, **facts}),
-            self.kind,
-            lambda writer: self._read(part.source, source, format, columns, (skip, most), writer),
-        )
+        facts |= {"skip_rows": part.skip_rows} if part.skip_rows else {}
+        key = cache.key_of({**self.settings, **facts})
+        return cache.cached(self.folder, key, self.kind, lambda writer: self._read(part, source, end, writer))
 
     def layout(self, source: str) -> tuple[str, dict[str, str]]:
         """Format and columns as set, or else those of a known data set."""
@@ -192,25 +182,26 @@ class Reader:
             return format, columns
         return known.format, {**known.columns, **columns}
 
-    def _read(
-        self,
-        name: str,
-        source: Source,
-        format: str,
-        columns: dict[str, str],
-        between: tuple[int, int | None],
-        writer: cache.Writer,
-    ) -> Reading:
-        """Read the rows of a source `between` two row numbers and write their tokens."""
-        records, layout = self._records(name, source, format, columns, between)
-        read, shifted, malformed, seen, unread = 0, 0, [], _Seen(), Counter[str]()
-        untrained, unwritten = 0, dict[str, int]()
+    @contextmanager
+    def tokeniser(self, layout: Layout) -> Iterator[Tokeniser]:
+        """The tokeniser of rows of this layout, with the process of their chat template if they have turns."""
         with ExitStack() as stack:
             renderer = None
-            if self.template.turns and layout.name != "text":
+            if self._has_turns(layout):
                 require_chat_template(self.tokenizer)
                 renderer = stack.enter_context(rendering(self.tokenizer, self.behavior_version, date=self.date))
-            tokeniser = Tokeniser(self.tokenizer, renderer, self.assistant_only_loss, self.behavior_version)
+            yield Tokeniser(self.tokenizer, renderer, self.assistant_only_loss, self.behavior_version)
+
+    def _has_turns(self, layout: Layout) -> bool:
+        return self.template.turns and layout.name != "text"
+
+    def _read(self, part: SourcePart, source: Source, end: int | None, writer: cache.Writer) -> Reading:
+        """Read the rows of a source up to row number `end` and write their tokens."""
+        records, layout = self._records(part, source, end)
+        name = part.source
+        read, shifted, malformed, seen, unread = 0, 0, [], _Seen(), Counter[str]()
+        untrained, unwritten = 0, dict[str, int]()
+        with self.tokeniser(layout) as tokeniser:
             for batch in _batches(progress(records, f"tokenising {name}")):
                 read += len(batch)
                 rows, records_of = [], []
@@ -220,7 +211,7 @@ class Reader:
                         rows.append(self.row(record, layout))
                         records_of.append(record)
                     except RowError as error:
-                        malformed.append(Malformed(record.file, record.line, str(error), record.row))
+                        malformed.append(malformed_of(record, error))
                     except DataError as error:
                         raise DataError(f"{record.file} line {record.line}: {error}") from error
                 kept = []
@@ -231,7 +222,7 @@ class Reader:
                         untrained += 1
                         continue
                     if isinstance(item, RowError):
-                        malformed.append(Malformed(record.file, record.line, str(item), record.row))
+                        malformed.append(malformed_of(record, item))
                         continue
                     kept.append(cache.row_of(record, item, self.kind) | self._beside(record, row))
                     shifted += item.shifted
@@ -245,7 +236,7 @@ class Reader:
             )
         if self.kind == "prompt":
             unread.pop("answer", None)  # read by rewards in every format
-        if self.template.turns and layout.name != "text":
+        if self._has_turns(layout):
             unread.pop(KWARGS, None)
         return Reading(
             layout.name, read, tuple(malformed), seen.duplicates, shifted, dict(unread), untrained, unwritten
@@ -253,28 +244,28 @@ class Reader:
 
     def rows(self, part: SourcePart, max_rows: int | None) -> Iterator[tuple[Record, Row | None]]:
         """The rows of a part as they are tokenised, before any template; None for malformed ones."""
-        most = None if max_rows is None else part.skip_rows + max_rows
-        source = open_source(part.source, part.split, most, self.seed, self.template.compose)
-        records, layout = self._records(part.source, source, *self.layout(part.source), (part.skip_rows, most))
+        records, layout = self._records(part, *part.open(max_rows, self.seed, self.template.compose))
         for record in records:
             try:
                 yield record, self.row(record, layout)
             except RowError:
                 yield record, None
 
-    def _records(
-        self, name: str, source: Source, format: str, columns: dict[str, str], between: tuple[int, int | None]
-    ) -> tuple[Iterator[Record], Layout]:
-        """The rows of a source `between` two row numbers, and their layout, inferred from the first ones."""
-        records = itertools.islice(source.read(), *between)
+    def _records(self, part: SourcePart, source: Source, end: int | None) -> tuple[Iterator[Record], Layout]:
+        """The rows of a source up to row number `end`, and their layout, inferred from the first ones."""
+        records, name = itertools.islice(source.read(), part.skip_rows, end), part.source
         head = list(itertools.islice(records, SAMPLE))
-        if not head and between[0]:
-            raise DataError(f"{name} has no row after the first {between[0]:,}: lower data.skip_rows")
-        good = [record.value for record in head if record.value is not None]
+        if not head and part.skip_rows:
+            raise DataError(f"{name} has no row after the first {part.skip_rows:,}: lower data.skip_rows")
+        return itertools.chain(head, records), self.layout_of_rows(head, name)
+
+    def layout_of_rows(self, records: Sequence[Record], name: str) -> Layout:
+        """The layout of rows like these. Raises DataError if none can be read, or their columns fit no format."""
+        good = [record.value for record in records if record.value is not None]
         if not good:
-            bad = [Malformed(record.file, record.line, record.problem or "", record.row) for record in head]
+            bad = [malformed_of(record, record.problem or "") for record in records]
             raise DataError(f"{name} has no readable row:\n{list_malformed(bad)}")
-        return itertools.chain(head, records), find_layout(format, columns, good, self.kind, name)
+        return find_layout(*self.layout(name), good[:SAMPLE], self.kind, name)
 
     def _beside(self, record: Record, row: Row) -> dict[str, Any]:
         """What is stored with a row's tokens: a label; for a prompt, the facts for rewards."""
@@ -319,7 +310,7 @@ class Reader:
             row = with_system(row, self.data.system_prompt)
         if self.kind != "sft":
             row = without_weights(row, METHODS[self.kind])
-        if self.template.turns and layout.name != "text" and self.behavior_version > 1:
+        if self._has_turns(layout) and self.behavior_version > 1:
             row = replace(row, variables=variables_of(record.value.get(KWARGS)))
         return row
 
@@ -337,11 +328,9 @@ class Reader:
     ) -> Sequence[Trained | Compared | RowError]:
         if self.kind == "pair":
             return tokeniser.pairs(rows)
-        if self.kind == "prompt" and self.with_completions:
-            return tokeniser.completions(rows, completion_only_loss=True)
-        if self.kind == "prompt":
+        if self.kind == "prompt" and not self.with_completions:
             return tokeniser.without_completions(rows)
-        if self.kind == "unpaired":
+        if self.kind in ("prompt", "unpaired"):
             return tokeniser.completions(rows, completion_only_loss=True)
         if layout.name == "text":
             return tokeniser.documents(rows)
@@ -349,6 +338,10 @@ class Reader:
         asked = [row for row in rows if row.prompt is not None]
         replies = iter(tokeniser.completions(asked, self.completion_only_loss is not False))
         return [next(whole if row.prompt is None else replies) for row in rows]
+
+
+def malformed_of(record: Record, reason: object) -> Malformed:
+    return Malformed(record.file, record.line, str(reason), record.row)
 
 
 class _Seen:
