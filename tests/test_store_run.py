@@ -436,3 +436,24 @@ def test_a_log_without_room_is_given_up_and_said_once(tmp_path, capsys):
         run.log(1, {"loss": 1.0})
     assert capsys.readouterr().err.count("No space left on device") == 1
     assert read_run(folder).state == "finished"
+
+
+def test_a_check_keeps_its_largest_value_and_a_failure_until_it_passes_after_a_resume(tmp_path):
+    def saved() -> dict:
+        return json.loads((tmp_path / "a/run.json").read_text())["checks"]["steps"]
+
+    with pytest.raises(ValueError), Run.create(tmp_path / "a", CONFIG, {}) as run:
+        for value in (1.0, 3.0, 2.0):
+            run.record_check("steps", {"value": value, "limit": 4.0, "failed": False})
+        assert saved()["value"] == 1.0  # later ones are written at the end
+        run.set_counters({})
+        assert saved() == {"value": 3.0, "limit": 4.0, "failed": False, "times": 3}
+        run.record_check("steps", {"value": 5.0, "limit": 4.0, "failed": True})
+        assert saved() == {"value": 5.0, "limit": 4.0, "failed": True, "times": 4}
+        raise ValueError
+    with Run.open(tmp_path / "a") as run:
+        assert saved()["failed"]
+        run.record_check("steps", {"value": 0.0, "limit": 4.0, "failed": False})
+        assert saved() == {"value": 0.0, "limit": 4.0, "failed": False, "times": 1}
+        run.record_check("steps", {"value": float("nan"), "limit": 4.0, "failed": True})
+        assert saved() == {"value": None, "limit": 4.0, "failed": True, "times": 2}

@@ -22,6 +22,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 import posttrain
@@ -270,6 +271,8 @@ for _field, _part, _said in (
     ("normalizer", {"type": "Sequence", "normalizers": [DOUBLED] * 36}, "make a text up to 6.87e+10 times as long"),
     ("decoder", {"type": "Sequence", "decoders": [DOUBLED] * 36}, "the replacements of its decoder make a text"),
     ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": r"(\p{L}+)+$"}}, "pre_tokenizer has "),
+    ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": r"(a+)+|((?:a+)+b|c)*"}}, "pre_tokenizer has "),
+    ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": r"(a+){2,}"}}, "pre_tokenizer has "),
     ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "a{1000}{1000}{1000}"}}, "pre_tokenizer has "),
     ("normalizer", {"type": "Replace", "pattern": {"Regex": "((((a{99}){99}){99}){99})"}}, "normalizer has "),
 ):
@@ -292,6 +295,27 @@ FAST = [
 @pytest.mark.parametrize("pattern", FAST)
 def test_patterns_of_published_models_are_accepted(pattern):
     untrusted._check_patterns([pattern], "target_modules", "m", "adapter_config.json")
+
+
+# At the end of what a text is searched for, a repetition within another has nothing to try again.
+SEARCHED = [
+    r"'s|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s+(?!\S)|\s+",
+    r"[^\r\n\p{L}\p{N}]?(?:\p{L}|\p{M})+|\p{N}|(?:\r?\n)+|\s+",
+    r"(?:[^\s]|\s{2,})+",
+]
+
+
+@pytest.mark.parametrize("pattern", FAST[:4] + SEARCHED)
+def test_patterns_of_published_tokenizers_are_accepted_and_fast(pattern, copied):
+    tokenizer = json.loads((copied / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    tokenizer["pre_tokenizer"] = split
+    (copied / "tokenizer.json").unlink()
+    (copied / "tokenizer.json").write_text(json.dumps(tokenizer))
+    untrusted.check_tokenizer(str(copied), None)
+    split = Tokenizer.from_file(str(copied / "tokenizer.json")).pre_tokenizer
+    for text in ("a" * 2000 + "!", "a a" * 500 + "$", "\n" * 2000 + "x"):  # exponential ones would never end
+        assert "".join(part for part, _ in split.pre_tokenize_str(text)) == text
 
 
 @pytest.fixture

@@ -217,7 +217,7 @@ def _check_tokenizer(file: Path, changed: int, path: str) -> None:
             pattern = part.get("pattern")
             given = pattern.get("Regex") if isinstance(pattern, dict) else None
             if isinstance(given, str):
-                _check_patterns([given], field, path, "tokenizer.json")
+                _check_patterns([given], field, path, "tokenizer.json", found=True)
             literal = pattern.get("String") if isinstance(pattern, dict) else None
             if isinstance(content := part.get("content"), str):
                 growth *= max(1.0, len(content) / max(1, len(literal) if isinstance(literal, str) else 1))
@@ -236,23 +236,24 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
         yield value
 
 
-def _check_patterns(patterns: list[Any], field: str, path: str, file: str) -> None:
+def _check_patterns(patterns: list[Any], field: str, path: str, file: str, found: bool = False) -> None:
+    """`found`: texts are searched for the patterns, so that the end of a pattern matches whatever follows."""
     for pattern in patterns:
-        if not isinstance(pattern, str) or _backtracking(pattern) > MOST_BITS:
+        if not isinstance(pattern, str) or _backtracking(pattern, found) > MOST_BITS:
             raise ModelError(
                 f"model {path}: {file}: {field} has {str(pattern)[:60]!r}, a regular expression that may take forever: "
                 "repetitions within repetitions, or too many of them"
             )
 
 
-def _backtracking(pattern: str) -> float:
+def _backtracking(pattern: str, found: bool = False) -> float:
     """Binary logarithm of the number of ways in which a regular expression may be tried on a name of 64 characters."""
     if len(pattern) > MOST_PATTERN:
         return math.inf
     plain = re.sub(r"\\[pP](?:\{[^{}]*\}|\w)", r"\\w", pattern)  # classes of Unicode, which Python lacks
     try:
         with warnings.catch_warnings(action="ignore"):
-            return _bits(_parser.parse(plain))
+            return _bits(_parser.parse(plain), last=found)
     except (re.error, OverflowError, RecursionError):
         # Not Python's dialect: what can be seen without reading it.
         counts = [int(count) for count in re.findall(r"(\d{1,9})\}", pattern)]
@@ -260,14 +261,16 @@ def _backtracking(pattern: str) -> float:
         return math.inf if nested or math.prod(counts) > MOST_PATTERN else 0.0
 
 
-def _bits(items: Any, times: int = 1) -> float:
-    """`times`: how often the expression around it is repeated, at least."""
+def _bits(items: Any, times: int = 1, last: bool = False) -> float:
+    """`times`: how often the expression around it is repeated, at least. `last`: nothing follows that may not match, so
+    that a repetition at its end is never tried again: where one round fails, those before it are the match."""
     total = 0.0
-    for kind, value in items:
-        name = str(kind)
+    for place, (kind, value) in enumerate(items, 1):
+        name, ends = str(kind), last and place == len(items)
         if name.endswith("_REPEAT"):
             low, high, body = int(value[0]), int(value[1]), value[2]
-            inner = _bits(body, times * max(1, low))
+            free = ends and low <= 1
+            inner, high = _bits(body, times * max(1, low), free), min(high, 1) if free else high
             if (inner and high > SHORT_REPEAT) or times * low > MOST_PATTERN:
                 return math.inf
             choices = 0.0 if name == "POSSESSIVE_REPEAT" else math.log2(min(high, 64) - min(low, 64) + 1)
@@ -275,11 +278,11 @@ def _bits(items: Any, times: int = 1) -> float:
         elif name == "BRANCH":
             begins = sorted(map(_literal, value[1]))
             distinct = not any(other.startswith(one) for one, other in pairwise(begins))
-            total += max(_bits(one, times) for one in value[1]) + (0.0 if distinct else math.log2(len(begins)))
+            total += max(_bits(one, times, ends) for one in value[1]) + (0.0 if distinct else math.log2(len(begins)))
         elif name.startswith("ASSERT"):
             total = max(total, _bits(value[1], times))
         elif name in ("SUBPATTERN", "ATOMIC_GROUP"):
-            total += _bits(value[-1] if name == "SUBPATTERN" else value, times)
+            total += _bits(value[-1] if name == "SUBPATTERN" else value, times, ends)
     return total
 
 

@@ -169,12 +169,15 @@ class Run:
         save_json(self.folder / "run.json", self._facts)
 
     def record_check(self, name: str, found: Mapping[str, Any]) -> None:
-        """Record in `run.json` what a check found; of several times the largest `value`, or a failure.
+        """Record in `run.json` what a check found; of several times the largest `value`, or a failure, which ends the
+        run and counts until the check passes after a resume.
 
         Written when the check is new or fails; later values with the next checkpoint, and at the end.
         """
         checks = self._facts.setdefault("checks", {})
         before = checks.get(name)
+        if before is not None and before["failed"] and not found["failed"]:
+            before = None
         facts = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
         times = (before or {}).get("times", 0) + 1
         if before is not None and not facts["failed"] and _is_larger(before.get("value"), facts.get("value")):
