@@ -25,7 +25,7 @@ from posttrain.atomic import LEFTOVER, put_folder, take_away
 from posttrain.config.schema.base import Kind
 from posttrain.data.readers import Record
 from posttrain.data.report import Reading
-from posttrain.data.tokenise import Compared, Trained, first_trained, span_array
+from posttrain.data.tokenise import Compared, Trained, first_trained
 from posttrain.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def row_of(record: Record, item: Trained | Compared, kind: Kind) -> dict[str, An
         return {
             "row": record.row,
             "tokens": np.asarray(item.tokens, np.int32),
-            "spans": span_array(item.spans),
+            "spans": np.asarray(item.spans, np.int32).reshape(-1),  # start, stop, start, stop …
             "prompt": item.prompt,
             "heads": np.asarray(item.heads, np.int32),
         } | ({"weights": np.asarray(item.weights, np.float32)} if kind == "sft" else {})

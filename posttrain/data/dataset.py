@@ -51,6 +51,10 @@ class Limits:
     overlong: str
     note: str = field(default="", repr=False)  # the fingerprint of the data includes the effect of limits
 
+    @property
+    def longest_prompt(self) -> int:
+        return self.max_prompt_length or np.iinfo(np.int64).max
+
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
@@ -81,10 +85,7 @@ class Table:
         table = pa.concat_tables(tables)
         offsets = np.repeat(np.cumsum([0, *reads])[:-1], [len(part) for part in tables])
         self.row: Array = as_numpy(table.column("row")) + offsets
-        names = ("prompt", "chosen", "rejected", "rejected_prompt") if kind == "pair" else ("tokens", "spans")
-        names = (*names, "heads", "rejected_heads") if kind == "pair" else (*names, "heads")
-        names = (*names, "weights") if kind == "sft" else names
-        self.lists = {name: Lists(table.column(name)) for name in names}
+        self.lists = {one.name: Lists(table.column(one.name)) for one in table.schema if pa.types.is_list(one.type)}
         if kind == "pair":
             self.two: Array = as_numpy(table.column("two_prompts"))
             self.margin: Array = as_numpy(table.column("margin"))  # NaN where there is none
@@ -114,8 +115,7 @@ class Table:
 
     def _fit_single(self, limits: Limits, documents: Array, among: Array) -> Fitted:
         length, prompt = self.lists["tokens"].lengths.astype(np.int64), self.prompt.astype(np.int64)
-        most = limits.max_prompt_length or np.iinfo(np.int64).max
-        over = among & ((length > limits.max_length) | (prompt > most))
+        over = among & ((length > limits.max_length) | (prompt > limits.longest_prompt))
         self._refuse(over, length, prompt, limits)
         start, stop = np.zeros_like(length), length
         heads = np.zeros((len(length), 3), np.int64)
@@ -149,10 +149,9 @@ class Table:
             self.lists[name].lengths.astype(np.int64) for name in ("prompt", "chosen", "rejected")
         )
         other = np.where(self.two, self.lists["rejected_prompt"].lengths, prompt)
-        most = limits.max_prompt_length or np.iinfo(np.int64).max
         longest = np.maximum(prompt + chosen, other + rejected)
         longest_prompt = np.maximum(prompt, other)
-        over = (longest > limits.max_length) | (longest_prompt > most)
+        over = (longest > limits.max_length) | (longest_prompt > limits.longest_prompt)
         self._refuse(over, longest, longest_prompt, limits)
         start, other_start, keep = np.zeros_like(prompt), np.zeros_like(prompt), ~over
         heads = other_heads = np.zeros((len(prompt), 3), np.int64)
@@ -191,7 +190,7 @@ class Table:
     def _most(self, prompt: Array, reply: Array, limits: Limits) -> Array:
         """Tokens that truncation leaves of each prompt: up to `max_prompt_length`; where that leaves no room in
         `max_length`, as many as leave it to the reply, but at least half of it."""
-        most = np.full_like(prompt, limits.max_prompt_length or np.iinfo(np.int64).max)
+        most = np.full_like(prompt, limits.longest_prompt)
         full = np.minimum(prompt, most) >= limits.max_length
         left = np.maximum(limits.max_length - reply, limits.max_length // 2)
         return np.where(full, left, most) if self.makes_room else most
@@ -325,19 +324,13 @@ class Dataset:
     def _one(self, index: int) -> Example:
         table = self._table
         at, start, stop, *head = (int(value) for value in self.view[index])
-        trained = np.zeros(stop, bool)
-        for begin, end in table.lists["spans"][at].reshape(-1, 2):
+        given, trained, weights = table.lists["weights"][at], np.zeros(stop, bool), np.ones(stop, np.float32)
+        for number, (begin, end) in enumerate(table.lists["spans"][at].reshape(-1, 2)):
             trained[begin:end] = True
-        weights = None
-        if len(given := table.lists["weights"][at]):
-            weights = np.ones(stop, np.float32)
-            for (begin, end), weight in zip(table.lists["spans"][at].reshape(-1, 2), given, strict=True):
-                weights[begin:end] = weight
-            weights = _read(weights, start, stop, head)
-        tree = Node(
-            _read(table.lists["tokens"][at], start, stop, head), _read(trained, start, stop, head), weights=weights
-        )
-        return Example((tree,), int(table.row[at]))
+            weights[begin:end] = given[number] if len(given) else 1.0
+        whole = (table.lists["tokens"][at], trained, weights)
+        tokens, trained, weights = (_read(values, start, stop, head) for values in whole)
+        return Example((Node(tokens, trained, weights=weights if len(given) else None),), int(table.row[at]))
 
     def _pair(self, index: int) -> Example:
         lists = self._table.lists

@@ -9,7 +9,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from posttrain.data.formats import FORMATS, Format
-from posttrain.data.reshaping import in_messages, without_prefill
+from posttrain.data.render import PREFILL, WEIGHT, without
+from posttrain.data.reshaping import in_messages
 from posttrain.data.rows import (
     MESSAGE_KEYS,
     MESSAGES,
@@ -60,7 +61,7 @@ class Layout:
             raise RowError("system is not empty, and data.template: none cannot write it: choose another template")
         row = FORMATS[self.name].read(fields, template)
         if behavior_version < 2:
-            return in_messages(row, without_prefill)
+            return in_messages(row, lambda turns: without(turns, PREFILL, WEIGHT))
         return in_messages(in_messages(row, with_arguments), with_weights)
 
     def unread(self, value: Fields) -> set[str]:

@@ -180,10 +180,7 @@ class Renderer:
 
     def _line(self, job: RenderRequest, special_tokens: dict[str, Any]) -> str:
         # as in apply_chat_template: a key whose value is None is omitted
-        messages = [
-            {key: value for key, value in m.items() if value is not None and key not in (PREFILL, WEIGHT)}
-            for m in job.messages
-        ]
+        messages = [{key: v for key, v in m.items() if v is not None} for m in without(job.messages, PREFILL, WEIGHT)]
         asked = {
             "messages": messages,
             "tools": job.tools,
@@ -201,6 +198,11 @@ class Renderer:
             return self._tokenizer.get_chat_template(None, job.tools)
         except ValueError as error:  # several templates, and none of them the default
             raise DataError(f"the tokenizer's chat template cannot be chosen: {error}") from error
+
+
+def without(messages: Sequence[Message], *keys: str) -> list[Message]:
+    """The messages without these keys."""
+    return [{key: value for key, value in message.items() if key not in keys} for message in messages]
 
 
 def _with_arguments(job: RenderRequest, probe: Any = None) -> RenderRequest:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from posttrain.data.render import PREFILL, WEIGHT
+from posttrain.data.render import WEIGHT, without
 from posttrain.data.rows import Row, RowError, Turns, as_turns, number_or_text
 from posttrain.errors import DataError
 
@@ -15,11 +15,6 @@ def in_messages(row: Row, change: Callable[[Turns], Turns]) -> Row:
     """The row with its messages changed."""
     parts = {name: getattr(row, name) for name in ("prompt", "chosen", "rejected", "rejected_prompt")}
     return replace(row, **{name: change(value) for name, value in parts.items() if isinstance(value, list)})
-
-
-def without_prefill(turns: Turns) -> Turns:
-    """Messages of which the last is a turn of its own, without loss weights."""
-    return [{key: value for key, value in turn.items() if key not in (PREFILL, WEIGHT)} for turn in turns]
 
 
 def without_weights(row: Row, method: str) -> Row:
@@ -34,9 +29,7 @@ def without_weights(row: Row, method: str) -> Row:
                     f"a message of the {turn['role']} has {key} (a loss weight of {weight:g}), which {method} cannot "
                     "honour: only SFT weighs messages. Remove the key or the row"
                 )
-    return in_messages(
-        row, lambda turns: [{key: value for key, value in turn.items() if key != WEIGHT} for turn in turns]
-    )
+    return in_messages(row, lambda turns: without(turns, WEIGHT))
 
 
 def refuse_without_reply(row: Row) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.config.schema.data import variables
 from posttrain.data.readers import type_name
-from posttrain.data.render import WEIGHT, Arguments, Message
+from posttrain.data.render import WEIGHT, Arguments, Message, without
 from posttrain.errors import DataError
 
 TEXT_LIMIT = 1_000_000  # characters of one string: longer ones are damaged, or documents to be split
@@ -155,8 +155,7 @@ def with_weights(turns: Turns) -> Turns:
     """Messages whose flags are loss weights: a pair of the row's own key and the number, unless it is 1."""
     found = []
     for turn in turns:
-        flags = turn.get(WEIGHT, {})
-        rest = {key: value for key, value in turn.items() if key != WEIGHT} if flags else turn
+        flags, [rest] = turn.get(WEIGHT, {}), without([turn], WEIGHT)
         least = min(((_weight(key, value), key) for key, value in flags.items()), default=(1.0, ""))
         found.append({**rest, WEIGHT: (least[1], least[0])} if least[0] != 1 else rest)
     return found
@@ -325,11 +324,6 @@ def without_think(value: str | Turns) -> str | Turns:
     if isinstance(value, str):
         return THINK.sub("", value)
     return [
-        {
-            **{k: v for k, v in m.items() if k not in ("reasoning_content", "thinking")},
-            "content": THINK.sub("", m["content"]),
-        }
-        if m["role"] == "assistant"
-        else m
-        for m in value
+        {**bare, "content": THINK.sub("", turn["content"])} if turn["role"] == "assistant" else turn
+        for turn, bare in zip(value, without(value, "reasoning_content", "thinking"), strict=True)
     ]

@@ -235,11 +235,8 @@ class Tokeniser:
 
     def documents(self, rows: Sequence[Row]) -> list[Trained | RowError]:
         """Plain texts, every token trained."""
-        texts: list[str | RowError] = [self._stopped(cast(str, row.chosen)) for row in rows]
-        return [
-            item if isinstance(item, RowError) else Trained(item.ids, ((0, len(item.ids)),), 0)
-            for item in self._encode(texts, plain=True)
-        ]
+        items = self._encode([self._stopped(cast(str, row.chosen)) for row in rows], plain=True)
+        return [item if isinstance(item, RowError) else Trained(item.ids, ((0, len(item.ids)),), 0) for item in items]
 
     def conversations(self, rows: Sequence[Row]) -> list[Trained | RowError]:
         """Whole conversations: every token trained, or with `assistant_only_loss` the assistant's turns."""
@@ -522,8 +519,3 @@ def _plain(value: str | Turns) -> str | RowError:
 def first_trained(spans: Sequence[Span], length: int) -> int:
     """Index of the first target (the very first token of a sequence never is one); `length` when there is none."""
     return next((max(start, 1) for start, stop in spans if stop > max(start, 1)), length)
-
-
-def span_array(spans: Sequence[Span]) -> np.ndarray:
-    """Spans as a flat int32 array: start, stop, start, stop …"""
-    return np.asarray(spans, np.int32).reshape(-1)

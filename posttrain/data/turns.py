@@ -97,27 +97,19 @@ def _opening(opened: Rendered, before: Rendered) -> str:
 
 
 def _jobs(part: Part, index: int, mark: str) -> list[RenderRequest]:
-    messages = list(part.job.messages)
-    other = [*messages[:index], varied(messages[index], mark), *messages[index + 1 :]]
-    before = messages[:index]
+    message, before, after = part.job.messages[index], [*part.job.messages[:index]], part.job.messages[index + 1 :]
+    upto = [*before, varied(message, mark)]
+    plain = [[*before, {"role": message["role"], "content": mark}, *after]] if message.get("tool_calls") else []
     if all(message["role"] in BEFORE_TURNS for message in before):  # templates want a user's turn first
         before.append({"role": "user", "content": mark})
     job = replace(part.job, spans=False)
     return [
-        replace(job, messages=other),
+        replace(job, messages=[*upto, *after]),
         replace(job, messages=before, generate=True),
         replace(job, messages=before, generate=False),
-        replace(job, messages=other[: index + 1], generate=True),
-        *_plain(part, index, mark),
+        replace(job, messages=upto, generate=True),
+        *(replace(job, messages=messages) for messages in plain),
     ]
-
-
-def _plain(part: Part, index: int, mark: str) -> list[RenderRequest]:
-    messages = list(part.job.messages)
-    if not messages[index].get("tool_calls"):
-        return []
-    messages[index] = {"role": messages[index]["role"], "content": mark}
-    return [replace(part.job, messages=messages, spans=False)]
 
 
 def _follows_own(part: Part, index: int) -> bool:
