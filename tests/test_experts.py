@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from test_equivalence import CONFIGS, GQA, assert_close_gradients, forest, gradients, make
+from test_gpu_path import Recording
 from test_online import EXACT
 from test_recipes import metrics, run
 from test_trl import BATCH, assert_same_losses, labelled, pairs, train_ours, train_trl
@@ -91,15 +92,17 @@ def test_copies_of_the_last_read_token_do_not_count(family, length):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_of_rows_does_not_count(family):
-    """A model whose packs are rows: each sequence with its prompt, without the padding."""
-    examples = forest()
+    """A model whose packs are rows: each sequence with its prompt, without the padding, and a GPU is not waited for."""
+    examples, waits = forest(), Recording()
     model = make(family)
     rows = [(ids.tolist()[:-1], slice(None)) for one in examples for tree in one.trees for ids, _ in sequences(tree)]
     counts = counted(model, rows)
     load = RouterLoad(model)
     [whole] = pack(examples, 1000)
-    Scorer(model)(whole)
+    with waits:
+        Scorer(model)(whole)
     found = load.take()
+    assert not [one for one in waits.found if "models/experts.py" in one]
     assert found["router/load_max"] == pytest.approx((counts.amax(1) / counts.double().mean(1)).mean().item())
     assert found["router/idle_experts"] == pytest.approx((counts == 0).double().mean().item())
 

@@ -168,19 +168,22 @@ class RouterLoad:
             if torch.is_grad_enabled():
                 logits, _, chosen = output
                 made = torch.zeros(logits.shape[-1], dtype=torch.int64, device=chosen.device)
-                chosen = self._counted(chosen).flatten()
-                made.scatter_add_(0, chosen, torch.ones_like(chosen))
+                chosen, times = self._counted(chosen)
+                made.scatter_add_(0, chosen.flatten(), times.flatten())
                 before = self._counts[number]
                 self._counts[number] = made if before is None else before + made
 
         return count
 
-    def _counted(self, chosen: Tensor) -> Tensor:
-        """The choices of tokens that count: not those of padding, nor of copies of the last token that is read."""
+    def _counted(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """The choices of tokens, and how often each counts: those of padding, and of copies of the last token that is
+        read, do not."""
         if self._packed is not None:
             packed = self._packed
-            return chosen[: packed.num_tokens if len(chosen) == len(packed.end_T) else packed.num_read]
-        return chosen if self._mask is None else chosen[self._mask.flatten().bool()]
+            chosen = chosen[: packed.num_tokens if len(chosen) == len(packed.end_T) else packed.num_read]
+        if self._packed is not None or self._mask is None:
+            return chosen, torch.ones_like(chosen)
+        return chosen, self._mask.reshape(-1, 1).bool().to(chosen.dtype).expand_as(chosen)  # a GPU waits for no mask
 
     def take(self) -> dict[str, float]:
         """The metrics since the last call, as means over the layers; empty without counts.
