@@ -294,6 +294,43 @@ def test_a_message_that_the_template_does_not_write_is_a_warning(mistral, tmp_pa
     assert read(tmp_path, mistral, {"messages": TALKS["calls"]}, "sft").report.unwritten == {"assistant": 1}
 
 
+def test_tools_thinking_and_variables_that_the_template_loses_are_a_warning(mistral, tmp_path):
+    """Counted once a row, also of a pair; earlier thinking is omitted by design; a tool's name in a call is no tool."""
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+    bare = "{% for m in messages %}[{{ m.role }}] {{ m.content.split('</think>')[-1] }}{{ m.tool_calls }}{% endfor %}"
+    aloud = "{% for m in messages %}[{{ m.role }}] {{ (m.thinking or '') | tojson }}{{ m.content }}{% endfor %}"
+    aloud += "{{ tools }}{{ loud }}"
+    thinks = said(["q", "r"], ["a", "<think>\nthen\n</think>\n\nb"])
+    fields = said(["q", "r"], ["a", "b"], reasoning_content='say "it"', thinking='say "it"')
+    early = said(["q", "r"], ["<think>\nso\n</think>\n\na", "<think>\n\n</think>\n\nb"])
+    calls = said(["q", "r"], ["a", ""], tool_calls=[CALL])
+    variables = {"chat_template_kwargs": {"lound": True, "loud": None}}
+    for template, turns, more, lost in (
+        (bare, thinks, {}, {"thinking": 2}),
+        (bare, fields, {}, {"thinking": 2}),
+        (bare, early, {}, {}),
+        (bare, calls, {"tools": [tool]}, {"tools": 2}),
+        (bare, thinks, {"tools": [tool], **variables}, {"thinking": 2, "tools": 2, "variable lound": 2}),
+        (aloud, fields, {"tools": [tool], "chat_template_kwargs": {"loud": "x"}}, {}),
+        (aloud, thinks, variables, {"variable lound": 2}),
+    ):
+        mistral.chat_template = template
+        assert read(tmp_path, mistral, {"messages": turns, **more}, "sft", 2).report.unwritten == lost
+        other = {"prompt": turns[:-1], "chosen": turns[-1:], "rejected": [{"role": "assistant", "content": "No."}]}
+        assert read(tmp_path, mistral, {**other, **more}, "pair", 2).report.unwritten == lost
+        prompts = read(tmp_path, mistral, {"prompt": turns[:-1], **more}, "prompt", 2).report
+        assert prompts.unwritten == {what: n for what, n in lost.items() if what != "thinking"}
+        assert len(prompts.warnings) == len(prompts.unwritten)
+    mistral.chat_template = bare
+    lines = read(tmp_path, mistral, {"messages": thinks, "tools": [tool], **variables}, "sft", 2).report.lines()
+    for words in (
+        "write the tools",
+        "write the thinking of the last reply",
+        "read the variable lound of chat_template_kwargs",
+    ):
+        assert f"train: in 2 rows the chat template does not {words}" in lines
+
+
 def test_a_reply_that_is_not_found_is_a_malformed_row(mistral, tmp_path):
     mistral.chat_template = "{{ messages | length }}{% if add_generation_prompt %}{{ messages[-1].content }}{% endif %}"
     with pytest.raises(DataError, match=r"rows.jsonl line 1: the chat template writes the prompt differently once"):

@@ -11,6 +11,7 @@ from posttrain.words import counted
 
 MALFORMED_SHARE = 0.01  # above it a run is refused
 MOST_UNREAD = 20  # columns and keys that are named
+LOST = {"tools": "the tools", "thinking": "the thinking of the last reply"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Reading:
     shifted: int = 0
     unread: dict[str, int] = field(default_factory=dict)  # columns and keys that are not read, and in how many rows
     untrained: int = 0  # rows whose messages all have the loss weight 0
-    unwritten: dict[str, int] = field(default_factory=dict)  # rows that lose the text of a message, by its role
+    unwritten: dict[str, int] = field(default_factory=dict)  # rows by what the template loses of them
 
     def to_json(self) -> dict:
         return asdict(self)
@@ -97,7 +98,7 @@ class Report:
     max_prompt_length: int | None
     notes: tuple[str, ...] = field(default=())
     untrained: int = 0
-    unwritten: Mapping[str, int] = field(default_factory=dict)  # rows that lose the text of a message, by its role
+    unwritten: Mapping[str, int] = field(default_factory=dict)  # rows by what the template loses of them
     dropped: tuple[Overlong, ...] = field(default=())  # the first of `overlong_dropped`
     unread: dict[str, int] = field(default_factory=dict)  # columns and keys that the format does not read: rows
     rewarded: bool = False  # whether rewards get every column
@@ -132,8 +133,8 @@ class Report:
     def warnings(self) -> list[str]:
         """What the template loses of the rows, in words."""
         return [
-            f"{self.name}: in {counted(count, 'row')} the chat template does not write what the {role} says"
-            for role, count in self.unwritten.items()
+            f"{self.name}: in {counted(count, 'row')} the chat template does not {_lost(what)}"
+            for what, count in self.unwritten.items()
         ]
 
     def _unread(self) -> Iterable[str]:
@@ -142,6 +143,13 @@ class Report:
             yield f"not read: `{name}` in {count:,} of {counted(self.read, 'row')}{whom}"
         if len(self.unread) > MOST_UNREAD:
             yield f"not read: {len(self.unread) - MOST_UNREAD:,} more columns and keys"
+
+
+def _lost(what: str) -> str:
+    """What `unwritten` of posttrain.data.turns names, in words."""
+    if what.startswith("variable "):
+        return f"read the {what} of chat_template_kwargs"
+    return f"write {LOST.get(what, f'what the {what} says')}"
 
 
 def _share(count: int, of: int) -> str:

@@ -20,7 +20,20 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from posttrain.data.render import PREFILL, WEIGHT, Message, Rendered, Renderer, RenderRequest
 from posttrain.data.rows import Row, RowError, Turns, UntrainedError, as_turns
-from posttrain.data.turns import Endings, Part, Span, Whole, agreed, common_prefix, headers, locate, unwritten
+from posttrain.data.turns import (
+    THINKING,
+    TOOLS,
+    VARIABLE,
+    Endings,
+    Part,
+    Span,
+    Whole,
+    agreed,
+    common_prefix,
+    headers,
+    locate,
+    unwritten,
+)
 from posttrain.errors import DataError
 
 Ids = Sequence[int]
@@ -57,7 +70,7 @@ class Compared:
 @dataclass(frozen=True, slots=True)
 class _Written:
     """A row's text and its prompt's. Of a conversation also how it was rendered, what `{% generation %}` marks in its
-    stock rendering, and the roles of messages whose text the template does not write."""
+    stock rendering, and what of it the template does not write (`unwritten`)."""
 
     prompt: str | RowError
     text: str | RowError
@@ -99,7 +112,8 @@ class Tokeniser:
         special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self.endings = Endings(special, self.stop)
         self._headers: tuple[str, ...] | None = None
-        self.unwritten: Counter[str] = Counter()  # rows of which the template writes no text of a message, by its role
+        self.unwritten: Counter[str] = Counter()  # rows by what the template does not write of them
+        self.names = set(re.findall(r"\w+", str(tokenizer.chat_template))) if renderer is not None else set[str]()
         self.marked = renderer is not None and bool(GENERATION.search(str(tokenizer.chat_template)))
         # Whether the tokenizer itself ends a text with the stop token. It has one already, and a prompt is continued.
         whole, bare = (list(cast(list[Ids], self._call(["a"], special)["input_ids"])[0]) for special in (True, False))
@@ -113,7 +127,7 @@ class Tokeniser:
         for row in rows:
             other = row.prompt if row.rejected_prompt is None else row.rejected_prompt
             parts += [(row, row.prompt, row.chosen), (row, other, cast(str | Turns, row.rejected))]
-        both = self._counted(self._with_prompts(parts))
+        both = self._counted(self._with_prompts(parts), rows)
         ids = iter(self._encode([text for item in both for text in (item.prompt, item.text)]))
         return [self._pair(row, [next(ids) for _ in range(4)]) for row in rows]
 
@@ -143,7 +157,7 @@ class Tokeniser:
 
     def completions(self, rows: Sequence[Row], completion_only_loss: bool) -> list[Trained | RowError]:
         """SFT examples with a prompt: the completion is trained, or without `completion_only_loss` everything."""
-        written = self._counted(self._with_prompts([(row, row.prompt, row.chosen) for row in rows]))
+        written = self._counted(self._with_prompts([(row, row.prompt, row.chosen) for row in rows]), rows)
         turned = [index for index, row in enumerate(rows) if self._finds_turns(row)]
         turns = dict(zip(turned, self._assistants([written[index] for index in turned]), strict=True)) if turned else {}
         ids = self._encode([text for one in written for text in (one.prompt, one.text)])
@@ -224,7 +238,7 @@ class Tokeniser:
     def without_completions(self, rows: Sequence[Row]) -> list[Trained | RowError]:
         """Each row's prompt as a sequence in which nothing is trained."""
         out: list[Trained | RowError] = []
-        for item in self._encode([one.prompt for one in self._counted(self._prompts(rows))]):
+        for item in self._encode([one.prompt for one in self._counted(self._prompts(rows), rows)]):
             if isinstance(item, RowError):
                 out.append(item)
             elif not len(item.ids):
@@ -240,7 +254,7 @@ class Tokeniser:
 
     def conversations(self, rows: Sequence[Row]) -> list[Trained | RowError]:
         """Whole conversations: every token trained, or with `assistant_only_loss` the assistant's turns."""
-        written = self._counted(self._conversations(rows))
+        written = self._counted(self._conversations(rows), rows)
         spans = self._assistants(written) if self.assistant_only_loss else None
         out: list[Trained | RowError] = []
         for index, item in enumerate(self._encode([one.text for one in written])):
@@ -311,7 +325,11 @@ class Tokeniser:
             error = self._refusal(job, whole)
             found = None if error else Whole(job, whole.text, job, "", 0)
             out.append(_Written("", error or self._ended(whole.text, job), found, whole.spans, roles))
-        lossy = [n for n, one in enumerate(out) if one.missing and jobs[n].messages[-1]["role"] == "assistant"]
+        lossy = [
+            n
+            for n, one in enumerate(out)
+            if {*one.missing} - {TOOLS, THINKING} and jobs[n].messages[-1]["role"] == "assistant"
+        ]
         parts = [(rows[n], rows[n].chosen[:-1], rows[n].chosen[-1:]) for n in lossy]
         for n, one in zip(lossy, self._with_prompts(parts), strict=True):
             if one.whole is not None and one.whole.joint is not None:
@@ -319,12 +337,17 @@ class Tokeniser:
         return out
 
     def _missing(self, jobs: Sequence[RenderRequest], done: Sequence[Rendered]) -> list[set[str]]:
-        """The roles of each conversation's messages whose text the template does not write."""
+        """What the template does not write of each conversation."""
         assert self.renderer is not None
         return unwritten(self.renderer, [(job, one.text) for job, one in zip(jobs, done, strict=True)])
 
-    def _counted(self, written: list[_Written]) -> list[_Written]:
-        self.unwritten.update(role for one in written for role in one.missing)
+    def _counted(self, written: list[_Written], rows: Sequence[Row]) -> list[_Written]:
+        """Count what the template does not write of each row, which has one text, or of a pair two."""
+        each = len(written) // max(len(rows), 1)
+        for index, row in enumerate(rows):
+            lost = {what for one in written[each * index : each * (index + 1)] for what in one.missing}
+            lost |= {f"{VARIABLE}{name}" for name in row.variables or () if name not in self.names}
+            self.unwritten.update(sorted(lost))
         return written
 
     def _refusal(self, job: RenderRequest, done: Rendered) -> RowError | None:

@@ -21,6 +21,7 @@ TEXTS = ("content", "reasoning_content", "thinking", "instruction", "input")  # 
 MARKS = range(0xE100, 0xF8FF)  # private characters, one of which stands for another text
 TOKEN_BEGINS = re.compile(r"[<\[|｜]+\Z")
 BEFORE_TURNS = ("system", "developer")
+TOOLS, THINKING, VARIABLE = "tools", "thinking", "variable "  # what a template may lose beside the text of a role
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,26 +200,43 @@ def agreed(renderer: Renderer, wholes: Sequence[Whole], endings: Endings) -> lis
 
 
 def unwritten(renderer: Renderer, rendered: Sequence[tuple[RenderRequest, str]]) -> list[set[str]]:
-    """The roles of each conversation's messages whose text is missing from its rendering: another text in the message
-    makes no difference."""
+    """What each conversation's rendering lacks: the roles of messages whose text or tool calls the template does not
+    write, `tools`, and `thinking` of the last reply. Another text there makes no difference. Earlier thinking is
+    omitted by design."""
     out: list[set[str]] = [set() for _ in rendered]
-    asked = [n for n, (job, text) in enumerate(rendered) if not _in_order(job.messages, text)]
-    places = [
-        (n, i)
-        for n in asked
-        for i, message in enumerate(rendered[n][0].messages)
-        if message.get("content") or message.get("tool_calls")
-    ]
-    jobs = []
-    for n, i in places:
-        job, text = rendered[n]
-        messages = list(job.messages)
-        messages[i] = varied(messages[i], _mark(text))
-        jobs.append(replace(job, messages=messages, spans=False))
-    for (n, i), done in zip(places, renderer.render(jobs), strict=True):
+    asked: list[tuple[int, str, RenderRequest]] = []
+    for n, (job, text) in enumerate(rendered):
+        mark, messages = _mark(text), list(job.messages)
+        job = replace(job, spans=False)
+        if not _in_order(messages, text):
+            for i, message in enumerate(messages):
+                if message.get("content") or message.get("tool_calls"):
+                    other = [*messages[:i], varied(message, mark), *messages[i + 1 :]]
+                    asked.append((n, message["role"], replace(job, messages=other)))
+        if job.tools:
+            asked.append((n, TOOLS, replace(job, tools=None)))
+        if other := _thinking_otherwise(messages[-1], text, mark):
+            asked.append((n, THINKING, replace(job, messages=[*messages[:-1], other])))
+    for (n, what, _), done in zip(asked, renderer.render([job for *_, job in asked]), strict=True):
         if done.text == rendered[n][1] and not done.error:
-            out[n].add(rendered[n][0].messages[i]["role"])
+            out[n].add(what)
     return out
+
+
+def _thinking_otherwise(message: Message, text: str, mark: str) -> Message | None:
+    """A reply with `mark` as its thinking; None if it has none, or `text` has it."""
+    if message["role"] != "assistant":
+        return None
+    fields = {name: mark for name in ("reasoning_content", "thinking") if str(message.get(name) or "").strip()}
+    if fields:
+        thinking = str(message[next(iter(fields))])
+    else:
+        thinking, closed, said = (message.get("content") or "").partition("</think>")
+        before, opened, thinking = thinking.partition("<think>")
+        if not (opened and closed and thinking.strip()):
+            return None
+        fields = {"content": before + opened + mark + closed + said}
+    return None if thinking.strip() in text else {**message, **fields}
 
 
 def headers(renderer: Renderer, begin: str) -> tuple[str, ...]:
