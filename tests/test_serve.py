@@ -597,6 +597,16 @@ def test_text_of_a_whole_completion_is_the_streamed_one(stories):
     assert text == text_of(Completion([*tokens, 2], [0.0] * (len(tokens) + 1), "stop", 0), (2,), tokenizer)
 
 
+@pytest.mark.parametrize("route", ["chat/completions", "render"])
+def test_only_a_message_of_the_assistant_is_continued(url, route):
+    body = {"messages": QUESTION, "continue_final_message": True, "max_tokens": 1}
+    body = body if route != "render" else {name: body[name] for name in ("messages", "continue_final_message")}
+    answer = httpx.post(f"{url}/v1/{route}", json=body)
+    assert answer.status_code == 400 and "the last is another's" in answer.json()["error"]["message"]
+    body["messages"] = [*QUESTION, {"role": "assistant", "content": "Once"}]
+    assert httpx.post(f"{url}/v1/{route}", json=body).status_code == 200
+
+
 # What strangers send --------------------------------------------------------------------------------------------------
 
 

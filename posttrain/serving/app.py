@@ -75,8 +75,7 @@ def _add_completions(app: FastAPI) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         policy = _policy(request)
-        given = body.turns(), body.chat_template_kwargs, body.continue_final_message
-        tokens = await policy.apart(policy.chat_tokens, *given, renders=True)
+        tokens = await _prompt(policy, body)
         form = Form(True, body.model or policy.name, body.top_logprobs if body.logprobs else None)
         job = _job(policy, body, form, tokens, body.max_completion_tokens or body.max_tokens)
         return await _replied(request, body, policy, Replies(form, policy.tokenizer, [job], policy.stops))
@@ -134,9 +133,7 @@ def _add_scores(app: FastAPI) -> None:
     async def render(body: RenderRequest, request: Request) -> Json:
         """The prompt of a conversation as the model reads it."""
         policy = _policy(request)
-        turns = [message.turn() for message in body.messages]
-        given = turns, body.chat_template_kwargs, body.continue_final_message
-        tokens = await policy.apart(policy.chat_tokens, *given, renders=True)
+        tokens = await _prompt(policy, body)
         if len(tokens) > policy.live.context:
             raise DataError(f"the prompt has {len(tokens):,} tokens; the server reads up to {policy.live.context:,}")
         return {"text": "".join(await policy.apart(pieces_of, policy.tokenizer, tokens)), "tokens": tokens}
@@ -186,6 +183,11 @@ def _scored(policy: Policy, body: ScoreRequest, whole: list[int], scored: int, s
         for number, (token, (logprob, entropy, likely)) in enumerate(zip(whole, scores, strict=True), 1)
     ]
     return {"model": body.model or policy.name, "scored": scored, "tokens": tokens}
+
+
+async def _prompt(policy: Policy, body: RenderRequest) -> list[int]:
+    given = body.turns(), body.chat_template_kwargs, body.continue_final_message
+    return await policy.apart(policy.chat_tokens, *given, renders=True)
 
 
 def _job(policy: Policy, body: Sampled, form: Form, tokens: list[int], limit: int | None) -> Job:

@@ -169,18 +169,22 @@ class Message(BaseModel):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class ChatRequest(Sampled, Written):
+class RenderRequest(Written):
+    model: str = ""
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MOST_ALTERNATIVES)
     continue_final_message: bool = False  # ours: the last message, the assistant's, is continued
 
     def turns(self) -> list[dict[str, str]]:
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise DataError("continue_final_message continues the assistant's last message, and the last is another's")
         return [message.turn() for message in self.messages]
+
+
+class ChatRequest(Sampled, RenderRequest):
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_ALTERNATIVES)
 
 
 class CompletionRequest(Sampled):
@@ -196,12 +200,6 @@ class CompletionRequest(Sampled):
         if len(given) > MOST_PROMPTS:
             raise DataError(f"{len(given)} prompts; a request takes up to {MOST_PROMPTS}")
         return given
-
-
-class RenderRequest(Written):
-    model: str = ""
-    messages: list[Message] = Field(min_length=1)
-    continue_final_message: bool = False
 
 
 class ScoreRequest(Written):
