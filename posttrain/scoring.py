@@ -19,7 +19,7 @@ from posttrain.batch import Pack
 from posttrain.errors import DamagedError
 from posttrain.models import kernels
 from posttrain.models.attention import PackedMask
-from posttrain.models.families import backbone_of, base_of, is_packed, logit_scale, logit_softcap
+from posttrain.models.families import backbone_of, base_of, head_layer, is_packed, logit_scale, logit_softcap
 from posttrain.models.lora import save
 from posttrain.models.matmul import ROWS, float32_product, float32_weight, is_for_onednn, product, weight_of
 from posttrain.models.sharding import as_forward
@@ -67,7 +67,7 @@ class ValueScorer(nn.Module):
     def of(cls, model: nn.Module, checkpoint: Path | None = None) -> ValueScorer:
         """The model with a new head, or with a checkpoint's. Raises DamagedError if the checkpoint has none."""
         words, _, _ = head_of(model)
-        head = nn.Linear(words.in_features, 1).to(words.weight.device)
+        head = nn.Linear(words.weight.shape[1], 1).to(words.weight.device)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
         if checkpoint is not None:
@@ -167,8 +167,9 @@ def _row_states(model: nn.Module, pack: Pack, owner: torch.Tensor, index: torch.
 def scores_of(model: nn.Module, hidden_N: torch.Tensor, target_N: torch.Tensor, temperature: float) -> Scores:
     """The scores of targets from the hidden states (N, D) that predict them."""
     head, scale, cap = head_of(model)
-    fused = kernels.are_on(base_of(model), head.weight)
-    return Scores(*ChunkedScores.apply(hidden_N, head.weight, head.bias, target_N, temperature / scale, cap, fused))
+    weight = head.weight
+    fused = kernels.are_on(base_of(model), weight)
+    return Scores(*ChunkedScores.apply(hidden_N, weight, head.bias, target_N, temperature / scale, cap, fused))
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,10 +310,8 @@ def row_chunks(model: nn.Module, size: int) -> list[slice]:
 
 def head_of(model: nn.Module) -> tuple[nn.Linear, float, float | None]:
     """The LM head, the family's factor of the logits, and their cap."""
-    causal = base_of(model)
-    head = causal.get_output_embeddings()
-    assert isinstance(head, nn.Linear)
-    return head, logit_scale(causal.config), logit_softcap(causal.config)
+    config = base_of(model).config
+    return head_layer(model), logit_scale(config), logit_softcap(config)
 
 
 def logits_of(hidden, weight, bias, temperature, softcap):

@@ -5,15 +5,18 @@ Those that PEFT wrote: read as PEFT reads them, or refused by name.
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import peft
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -24,14 +27,19 @@ from transformers import (
 )
 
 from posttrain import runner
+from posttrain.batch import Example, Node, pack
 from posttrain.cli import main
 from posttrain.config import ModelConfig, load
 from posttrain.config.schema.model import LoraConfig
+from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.errors import ConfigError, DamagedError, ModelError, WeightsError
-from posttrain.models.load import base_settings, load_model, load_tokenizer, with_adapter
-from posttrain.models.lora import load_lora, target_modules
+from posttrain.models.load import base_settings, load_model, load_tokenizer, new_token_ids, with_adapter
+from posttrain.models.lora import add_lora, load_lora, target_modules
 from posttrain.models.optional import is_4bit, keep_storage
 from posttrain.models.untrusted import ADAPTERS
+from posttrain.planning.activations import empty_model
+from posttrain.planning.estimate import count, estimate
+from posttrain.scoring import Scorer
 from posttrain.training.inputs import reference_settings
 
 CPU = torch.device("cpu")
@@ -471,3 +479,159 @@ def test_adapters_of_a_base_in_4_bits(shared, scratch_model, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "dequantised")
         assert float((model(IDS).logits - want).abs().max()) < 1e-3
     assert main(["export", str(scratch_model), "-o", str(tmp_path / "x"), "--base", str(scratch_model)]) == 1
+
+
+def with_tokens(shared, base: Path, tmp_path: Path, lora: bool, method: str = "sft", **sections) -> Path:
+    """Settings of a run whose rows have new tokens."""
+    rows = tmp_path / "rows.jsonl"
+    row = {"prompt": "Why? <plan>", "completion": " So <answer> b </plan>"}
+    if method in ("dpo", "reward"):
+        row = {"prompt": row["prompt"], "chosen": row["completion"], "rejected": " no </plan>"}
+    rows.write_text(f"{json.dumps(row)}\n" * 8)
+    file = settings(shared, base, tmp_path, method, new_tokens=NEW)
+    values = json.loads(file.read_text())
+    values["data"] = {"source": str(rows), "template": "none"}
+    values["training"]["max_steps"] = 2
+    if not lora:
+        del values["model"]["lora"]
+    file.write_text(json.dumps(values | sections))
+    return file
+
+
+def grown(base: Path):
+    """The model with NEW by transformers alone: each new row is the mean of the others."""
+    model, words = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    words.add_tokens([*NEW])
+    old = len(model.get_input_embeddings().weight)
+    model.resize_token_embeddings(len(words), mean_resizing=False)
+    with torch.no_grad():
+        for end in (model.get_input_embeddings(), model.get_output_embeddings()):
+            end.weight[old:] = end.weight[:old].mean(0)
+    return model.eval(), words
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("lora", [True, False])
+def test_new_tokens_are_trained(lora, tied, shared, scratch_model, untied_model, tmp_path):
+    """They start at the mean of the others; PEFT and transformers read what is saved; LoRA changes their rows alone."""
+    base = scratch_model if tied else untied_model
+    start, words = grown(base)
+    ids = torch.cat([IDS, torch.tensor([words.convert_tokens_to_ids([*NEW])])], 1)
+    file = with_tokens(shared, base, tmp_path, lora)
+    model = ModelConfig(path=str(base), new_tokens=NEW)
+    begun = load_model(model, "lm", torch.float32, CPU)
+    begun.set_attn_implementation("sdpa")
+    folder = train(file)
+    assert main(["export", str(folder), "-o", str(tmp_path / "out")]) == 0
+    with torch.no_grad():
+        before = start(ids).logits
+        assert float((begun(ids).logits - before).abs().max()) < 1e-5
+        if lora:
+            trained = PeftModel.from_pretrained(start, folder / "final").eval()
+            tensors = load_file(folder / "final/adapter_model.safetensors")
+            assert sum("trainable_tokens" in name for name in tensors) == (1 if tied else 2)
+        else:
+            trained = AutoModelForCausalLM.from_pretrained(folder / "final").eval()
+        want = trained(ids).logits
+        effect = (trained.get_input_embeddings().weight - begun.get_input_embeddings().weight).abs().amax(1)
+        assert float(effect[-3:].min()) > 1e-4 and (not lora or float(effect[:-3].max()) == 0)
+        out = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        ours = load_model(ModelConfig(path=str(folder / "final")), "lm", torch.float32, CPU)
+        ours.set_attn_implementation("sdpa")
+        for found in (out, ours):
+            assert float((found(ids).logits - want).abs().max()) < 1e-4 < float((before - want).abs().max())
+    saved = load_tokenizer(ModelConfig(path=str(folder / "final")))
+    assert saved.get_vocab() == words.get_vocab() and saved.tokenize("a<plan>b")[1] == "<plan>"
+    assert main(["score", str(folder / "final"), str(tmp_path / "rows.jsonl")]) == 0
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
+def test_new_tokens_of_a_resumed_run_and_of_one_that_goes_on(method, shared, scratch_model, tmp_path):
+    """Resumed to the bit. A run from the adapter with the same settings trains it further, another one its own."""
+    file = with_tokens(shared, scratch_model, tmp_path, True, method)
+    whole = train(file, "name=whole")
+    shutil.copytree(whole, tmp_path / "broken")
+    for gone in ("final", "checkpoint-2"):
+        shutil.rmtree(tmp_path / "broken" / gone)
+    resumed = train(file, "name=broken", resume=True)
+    first, again = (load_file(folder / "final/adapter_model.safetensors") for folder in (whole, resumed))
+    assert first.keys() == again.keys() and all(torch.equal(first[key], again[key]) for key in first)
+    final = f"model.path={whole / 'final'}"
+    further, other = train(file, "name=further", final), train(file, "name=other", final, "model.lora.r=2")
+    last = train(file, "name=last", f"model.path={other / 'final'}", "model.lora.r=2")
+    for folder in (further, other, last):
+        saved = json.loads((folder / "final/adapter_config.json").read_text())
+        assert saved["trainable_token_indices"] == {"embed_tokens": [6400, 6401, 6402]}
+        assert (folder / "base").is_dir() is (folder is other)  # the others train the adapter that they start from
+        head = "reward" if method == "reward" else "lm"
+        assert load_model(ModelConfig(path=str(folder / "final")), head, torch.float32, CPU).config.vocab_size == 6403
+    if method == "dpo":
+        for folder in (whole, further, other, last):
+            assert losses(folder)[0] == pytest.approx(math.log(2), abs=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_scores_samples_and_gradients_of_trained_rows(tied, scratch_model, untied_model):
+    """Those of PEFT's own forward: the chunked LM head and the engine apply the trained rows."""
+    base = ModelConfig(path=str(scratch_model if tied else untied_model), new_tokens=NEW)
+    model, ids = load_model(base, "lm", torch.float32, CPU), new_token_ids(base)
+    policy = add_lora(model, LoraConfig(r=4, dropout=0.0), "lm", tokens=ids).eval()
+    torch.manual_seed(3)
+    rows = {name: p for name, p in policy.named_parameters() if "trainable_tokens" in name}
+    assert len(rows) == (1 if tied else 2) and all(p.requires_grad for p in rows.values())
+    with torch.no_grad():
+        for parameter in rows.values():
+            parameter.normal_(std=0.2)
+    stops = Sampling(num_generations=2, max_completion_length=6, stop_token_ids=())
+    [completions] = EmbeddedEngine(policy).generate([[5, ids[0], 9]], stops, seeds=[1])
+    tokens = [5, ids[0], 9, *completions[0].tokens, *ids]
+    [whole] = pack([Example((Node(np.array(tokens), trained=True),), row=0)], 64)
+    ours = Scorer(policy)(whole).logprob_N
+    ours.sum().backward()
+    gradients = {name: p.grad.clone() for name, p in rows.items()}
+    policy.zero_grad()
+    model.set_attn_implementation("sdpa")
+    logits = policy(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    want = logits.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    torch.testing.assert_close(ours, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.tensor(completions[0].logprobs), want[2 : 2 + 6], atol=1e-5, rtol=1e-5)
+    want.sum().backward()
+    for name, parameter in rows.items():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-4, rtol=1e-4)
+
+
+REFUSED = {
+    "4 bits": ({"load_in_4bit": True}, {}, r"new_tokens cannot be combined with model.load_in_4bit"),
+    "shards": ({}, {"devices": {"strategy": "fsdp"}}, r"new_tokens cannot be combined with devices.strategy: fsdp and"),
+    "twice": ({"new_tokens": ["<a>", "<a>"]}, {}, r"new_tokens repeats a token or has a blank one"),
+    "blank": ({"new_tokens": [" "]}, {}, r"new_tokens repeats a token or has a blank one"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_new_tokens_cannot_be_combined_with(what, shared, scratch_model, tmp_path):
+    model, sections, message = REFUSED[what]
+    file = settings(shared, scratch_model, tmp_path, **{"new_tokens": NEW} | model)
+    file.write_text(json.dumps(json.loads(file.read_text()) | sections))
+    with pytest.raises(ConfigError, match=message):
+        load(file)
+
+
+def test_new_tokens_of_a_head_with_a_bias_need_full_fine_tuning():
+    config = AutoConfig.for_model("phi", vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                  num_attention_heads=2)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ModelError, match=r"LM head of phi has a bias, .* use full fine-tuning"):
+        add_lora(model, LoraConfig(target_modules=("q_proj",)), "lm", tokens=[49])
+
+
+def test_the_plan_counts_new_tokens(shared, scratch_model, tmp_path):
+    """Their trained rows; the embeddings and the head's gradient are of the larger vocabulary."""
+    config = load(with_tokens(shared, scratch_model, tmp_path, True)).config
+    empty = empty_model(config, config.models[0])
+    plain = empty_model(config, config.models[0].model_copy(update={"new_tokens": ()}))
+    width = empty.config.hidden_size
+    assert count(empty)[1] - count(plain)[1] == 3 * width and count(empty)[0] - count(plain)[0] == 6 * width
+    [whole] = pack([Example((Node(np.zeros(32, np.int64), trained=True),), row=0)], 64)
+    parts = [estimate(config, config.models[0], model, [whole], CPU).parts for model in (empty, plain)]
+    assert parts[0]["logits"] - parts[1]["logits"] >= 3 * 4 * 6400 * width

@@ -15,7 +15,7 @@ from posttrain.engines.room import Room
 from posttrain.engines.sampling import sample_tokens
 from posttrain.engines.streams import token_words
 from posttrain.models import kernels
-from posttrain.models.families import backbone_of, base_of
+from posttrain.models.families import backbone_of, base_of, head_layer
 from posttrain.scoring import next_token_logits, row_chunks
 
 
@@ -108,9 +108,9 @@ class Stepper:
     def __init__(self, policy: nn.Module, sampling: Sampling, device: torch.device):
         self.policy, self.sampling, self.device = policy, sampling, device
         base = base_of(policy)
-        head: nn.Linear = base.get_output_embeddings()  # pyright: ignore[reportAssignmentType]
-        self.backbone, self.fused = backbone_of(base), kernels.are_on(base, head.weight)
-        self.words_V = token_words(len(head.weight), device)
+        weight = head_layer(base).weight
+        self.backbone, self.fused = backbone_of(base), kernels.are_on(base, weight)
+        self.words_V = token_words(len(weight), device)
         self.sample = sample_tokens
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
 

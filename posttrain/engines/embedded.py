@@ -21,7 +21,15 @@ from posttrain.engines.protocol import Completion, Finished, Request, Sampling, 
 from posttrain.engines.room import Room, cache_tokens
 from posttrain.engines.stops import StopTexts
 from posttrain.errors import ModelError
-from posttrain.models.families import base_of, check_positions, is_packed, is_recurrent, positions_of
+from posttrain.models.families import (
+    base_of,
+    check_positions,
+    head_layer,
+    is_packed,
+    is_recurrent,
+    positions_of,
+    trains_rows,
+)
 from posttrain.models.matmul import packed_weights
 
 MAX_ROWS = 512  # more live completions are hardly faster
@@ -88,7 +96,7 @@ class EmbeddedEngine:
         finished: Finished | None = None,
     ) -> list[list[Completion]]:
         base = base_of(self.policy)
-        head: nn.Linear = base.get_output_embeddings()  # pyright: ignore[reportAssignmentType]
+        head = head_layer(base)
         asked = requests(
             prompts,
             sampling,
@@ -114,6 +122,7 @@ class EmbeddedEngine:
     ) -> tuple[Memory, Room]:
         """The memory of a call and its sizes: new for the call, or with static shapes kept and rounded up."""
         static = device.type == "cuda" if self.static is None else self.static
+        static = static and not trains_rows(base.get_input_embeddings())  # whose lookup cannot be recorded
         tokens = cache_tokens(base.config, base.dtype, device, self.cache_bytes)
         longest, own = (max(len(r.tokens) for r in asked), max(max(r.limits) for r in asked))
         if static:  # the maximum, so that all calls have the same shapes

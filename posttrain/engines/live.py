@@ -19,7 +19,7 @@ from posttrain.engines.protocol import requests
 from posttrain.engines.room import CACHE_BYTES, Room, cache_tokens
 from posttrain.engines.stops import StopTexts
 from posttrain.errors import DataError, EngineError, PosttrainError
-from posttrain.models.families import base_of, check_positions, positions_of
+from posttrain.models.families import base_of, check_positions, head_layer, positions_of
 from posttrain.models.matmul import packed_weights
 
 log = logging.getLogger("posttrain")
@@ -132,7 +132,7 @@ class Live:
         with (
             torch.inference_mode(),
             evaluating(self.policy),
-            packed_weights(self.policy, base.get_output_embeddings()) as step,
+            packed_weights(self.policy, head_layer(base)) as step,
         ):
             generation = self._fresh(step)
             while self._next(generation):

@@ -8,7 +8,7 @@ take packs with one sequence per row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -79,6 +79,19 @@ def base_of(model: nn.Module) -> PreTrainedModel:
 def backbone_of(base: PreTrainedModel) -> nn.Module:
     """The model without its head."""
     return getattr(base, base.base_model_prefix)
+
+
+def head_layer(model: nn.Module) -> nn.Linear:
+    """The layer whose `weight` and `bias` give the logits; PEFT's wrapper if it trains some of its rows."""
+    head: Any = base_of(model).get_output_embeddings()
+    if trains_rows(head):
+        head.bias = None  # which PEFT's wrapper does not apply (models/lora.py refuses it)
+    return head
+
+
+def trains_rows(end: nn.Module | None) -> bool:
+    """Whether embeddings or an LM head are frozen but for some rows, which PEFT puts into them at each use."""
+    return hasattr(end, "token_adapter")
 
 
 def is_packed(base: PreTrainedModel) -> bool:

@@ -69,7 +69,10 @@ DESCRIPTIONS = ("config.json", "adapter_config.json", "tokenizer_config.json")
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or that of its base if it is an adapter without one (with the adapter's chat template)."""
+    """The model's tokenizer, or that of its base if it is an adapter without one (with the adapter's chat template).
+
+    It has the model's `new_tokens`.
+    """
     if is_adapter(model) and not _has_tokenizer(Path(model.path)):
         tokenizer, template = load_tokenizer(base_settings(model)), Path(model.path) / "chat_template.jinja"
         if template.is_file():
@@ -79,7 +82,37 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         check_config(model.path, model.revision)  # transformers reads it here, too
         check_file(model.path, model.revision, "tokenizer_config.json")
         check_tokenizer(model.path, model.revision)
-        return AutoTokenizer.from_pretrained(model.path, **_source(model))
+        tokenizer = AutoTokenizer.from_pretrained(model.path, **_source(model))
+        tokenizer.add_tokens([*model.new_tokens])  # those that it has already keep their ids
+        return tokenizer
+
+
+def new_token_ids(model: ModelConfig) -> list[int]:
+    """The ids of the model's `new_tokens`, ascending."""
+    ids = cast(list[int], load_tokenizer(model).convert_tokens_to_ids([*model.new_tokens])) if model.new_tokens else []
+    return sorted(ids)
+
+
+def grow(loaded: PreTrainedModel, model: ModelConfig) -> None:
+    """Give `new_tokens` that the tokenizer lacked the mean of the embeddings of all others, and so to the LM head.
+
+    Embeddings are added if there are fewer than ids. A model that was saved with its tokens stays as it is.
+    """
+    if not model.new_tokens:
+        return
+    known = load_tokenizer(model.model_copy(update={"new_tokens": ()})).get_vocab()
+    words, size = load_tokenizer(model).get_vocab(), len(cast(Any, loaded.get_input_embeddings()).weight)
+    needed = max(words.values()) + 1
+    new = {id for token, id in words.items() if token not in known or id >= size}
+    if needed > size:
+        with torch.random.fork_rng(devices=[]):  # else a resumed run would draw other numbers
+            loaded.resize_token_embeddings(needed, mean_resizing=False)
+    ends = [end for end in (loaded.get_input_embeddings(), loaded.get_output_embeddings()) if end is not None]
+    old = sorted({id for id in known.values() if id < size} - new)
+    tensors = {tensor for end in ends for tensor in end.parameters(recurse=False) if not tensor.is_meta}
+    with torch.no_grad():
+        for tensor in tensors if new else ():
+            tensor[sorted(new)] = tensor[old].float().mean(0).to(tensor.dtype)
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -96,7 +129,7 @@ def load_model(
 ) -> PreTrainedModel:
     """The model with an LM head, or with one scalar output (`reward`), in evaluation mode on `device`.
 
-    With `stay` it is left in CPU memory, ready to be moved to `device`.
+    With `stay` it is left in CPU memory, ready to be moved to `device`. Its `new_tokens` are added.
 
     A folder with a LoRA adapter gives its base model with the adapter merged. A missing reward head is initialised from
     a normal distribution with standard deviation 0.02. With `load_in_4bit` linear layers have 4-bit weights. A folder
@@ -145,6 +178,9 @@ def load_model(
     if base is not model and not quantised:
         loaded = merged(with_adapter(loaded, model))
         loaded.name_or_path = model.path
+    if quantised and model.new_tokens:
+        raise ModelError(f"model {model.path}: model.new_tokens cannot be added to quantised weights")
+    grow(loaded, model)
     if use_packed(model, loaded):
         loaded.set_attn_implementation(PACKED)
     lean(loaded, chains)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.errors import DamagedError, ModelError
 from posttrain.models.families import FAMILIES, backbone_of, base_of, is_adapted
-from posttrain.models.load import START, Head, attach, load_config, name_base
+from posttrain.models.load import START, Head, attach, grow, load_config, name_base, new_token_ids
 from posttrain.models.untrusted import adapter_config
 
 if TYPE_CHECKING:
@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 ABOUT = ("base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version")
 
 
-def add_lora(model: PreTrainedModel, lora: LoraConfig, head: Head, revision: str | None = None) -> PeftModel:
+def add_lora(
+    model: PreTrainedModel, lora: LoraConfig, head: Head, revision: str | None = None, tokens: Sequence[int] = ()
+) -> PeftModel:
     """`model` with trainable adapters and everything else frozen; a reward model's head is trained and saved, too.
 
+    Of the embeddings and the LM head the rows of `tokens` are trained.
     The adapters name the model as their base, at its `revision`. Raises ModelError if the target modules match nothing,
     or modules that cannot have adapters.
     """
@@ -47,11 +50,27 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig, head: Head, revision: str
         target_modules=targets,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type=TaskType.CAUSAL_LM if head == "lm" else TaskType.SEQ_CLS,
+        trainable_token_indices=_trained_rows(model, tokens),
     )
     # The adapters take the model's dtype; the optimizer holds their float32 masters.
     adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     assert isinstance(adapted, PeftModel)
     return adapted
+
+
+def _trained_rows(model: PreTrainedModel, tokens: Sequence[int]) -> dict[str, list[int]] | None:
+    """The rows to train of the embeddings and, unless it is tied to them, of the LM head, as PEFT takes them."""
+    if not tokens:
+        return None
+    ends, head = [model.get_input_embeddings()], model.get_output_embeddings()
+    if head is not None and not model.config.tie_word_embeddings:
+        ends.append(head)
+    if getattr(head, "bias", None) is not None:
+        raise ModelError(
+            f"model.new_tokens: the LM head of {model.config.model_type} has a bias, whose new rows LoRA does not "
+            "train: use full fine-tuning"
+        )
+    return {name.rsplit(".", 1)[-1]: [*tokens] for name, module in model.named_modules() if module in ends}
 
 
 def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
@@ -84,9 +103,11 @@ def continues(config: RunConfig, model: ModelConfig) -> bool:
     saved = adapter_config(Path(model.path), model.path)
     if saved is None or model.lora is None or config.behavior_version < 2:
         return False
+    saved = {"trainable_token_indices": None} | saved  # which earlier versions of PEFT did not write
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(load_config(model), trust_remote_code=model.trust_remote_code)
-    wanted = add_lora(empty, model.lora, "lm").peft_config["default"].to_dict()
+        grow(empty, model)
+    wanted = add_lora(empty, model.lora, "lm", tokens=new_token_ids(model)).peft_config["default"].to_dict()
     return all(key in ABOUT or key not in saved or _plain(saved[key]) == _plain(value) for key, value in wanted.items())
 
 
@@ -120,6 +141,8 @@ def save(model: nn.Module, folder: Path, state_dict: dict[str, torch.Tensor] | N
     only: dict[str, Any] = {}
     if is_adapted(model):
         only["selected_adapters"] = ["default"]
+        if getattr(model.peft_config["default"], "trainable_token_indices", None):
+            only["save_embedding_layers"] = False  # the other rows are the base's
         name_base(folder, str(base_of(model).name_or_path))
     model.save_pretrained(str(folder), state_dict=state_dict, **only)  # pyright: ignore[reportCallIssue]
 

@@ -118,7 +118,8 @@ def packed_weights(model: nn.Module, head: nn.Linear) -> Iterator[int]:
 
     Yields the multiple that the number of rows should have: others are padded at every product.
     """
-    weights = {m: m.weight.detach() for m in model.modules() if type(m) is nn.Linear and m is not head}
+    heads = (head, getattr(head, "original_module", None))  # PEFT's wrapper has the published one in it
+    weights = {m: m.weight.detach() for m in model.modules() if type(m) is nn.Linear and m not in heads}
     weights[head] = float32_weight(head.weight.detach())
     large = {
         m: weight for m, weight in weights.items() if PACKS and weight.dtype in PACKED_DTYPES and _is_large(weight)
@@ -138,7 +139,8 @@ def packed_weights(model: nn.Module, head: nn.Linear) -> Iterator[int]:
 
 def weight_of(layer: nn.Linear) -> Tensor:
     """The weight for `product`: the layer's weight, or its packed copy."""
-    return layer.__dict__.get("packed", layer.weight)
+    packed = layer.__dict__.get("packed")
+    return layer.weight if packed is None else packed
 
 
 class Linear(torch.autograd.Function):

@@ -26,7 +26,7 @@ from posttrain.models.attention import How, PackedMask
 from posttrain.models.checkpointing import enable_gradient_checkpointing
 from posttrain.models.families import FAMILIES, backbone_of, base_of
 from posttrain.models.lean import lean
-from posttrain.models.load import load_config, use_packed
+from posttrain.models.load import grow, load_config, new_token_ids, use_packed
 from posttrain.models.lora import add_lora
 
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ def empty_model(
             settings.layer_types = [*settings.layer_types[: layers - 1], settings.layer_types[-1]]
     with torch.device("meta"):
         empty = auto.from_config(settings, dtype=dtype, trust_remote_code=model.trust_remote_code)
-        return empty if model.lora is None else add_lora(empty, model.lora, "reward" if reward else "lm")
+        grow(empty, model)
+        if model.lora is None:
+            return empty
+        return add_lora(empty, model.lora, "reward" if reward else "lm", tokens=new_token_ids(model))
 
 
 def activations(

@@ -20,7 +20,7 @@ from posttrain.config import ModelConfig, RunConfig
 from posttrain.engines.embedded import MAX_ROWS
 from posttrain.engines.room import GPU_SHARE, Room, cache_tokens, token_bytes
 from posttrain.models.devices import compute_dtype, take_device
-from posttrain.models.families import base_of
+from posttrain.models.families import base_of, head_layer
 from posttrain.models.load import load_config
 from posttrain.models.lora import continues
 from posttrain.models.matmul import ONEDNN, PACKS
@@ -213,7 +213,7 @@ def _reference(config: RunConfig, model: ModelConfig, empty: PreTrainedModel | P
     path = config.method.reference_path
     if path is not None:
         empty = empty_model(config, reference_settings(model, path).model_copy(update={"lora": None}))
-    adapters = sum(p.numel() for name, p in empty.named_parameters() if "lora_" in name)
+    adapters = sum(p.numel() for name, p in empty.named_parameters() if "lora_" in name or "trainable_tokens" in name)
     return _weights(empty, width, model.load_in_4bit) - width * adapters
 
 
@@ -238,13 +238,14 @@ def _logits(
     settings: ModelConfig, model: PreTrainedModel | PeftModel, pack: Pack, width: int, device: torch.device
 ) -> int:
     """Bytes of the language-model head: a chunk's logits and copies, scored hidden states, its weight's gradient."""
-    head = base_of(model).get_output_embeddings()
-    assert isinstance(head, nn.Linear)
-    scored, (vocabulary, hidden) = len(pack.target_N), head.weight.shape
+    head = head_layer(model).weight
+    scored, (vocabulary, hidden) = len(pack.target_N), head.shape
     if takes_triton(settings, device) and width < 4:
-        chunk = width * min(gradient_elements(head.weight, head.weight.requires_grad), scored * vocabulary)
+        chunk = width * min(gradient_elements(head, head.requires_grad), scored * vocabulary)
     else:
         chunk = 3 * 4 * min(CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cpu"]), scored * vocabulary)
-    wide = 4 * head.weight.numel() if device.type == "cpu" and width < 4 else 0  # models/matmul.py: float32_weight
-    gradient = 4 * head.weight.numel() if head.weight.requires_grad else 0
+    wide = 4 * head.numel() if device.type == "cpu" and width < 4 else 0  # models/matmul.py: float32_weight
+    gradient = 4 * head.numel() if head.requires_grad else 0
+    if not head.is_leaf:  # PEFT puts trained rows into a copy of the head, whose gradient is a second one
+        gradient += 2 * width * head.numel()
     return chunk + wide + 2 * scored * hidden * width + gradient

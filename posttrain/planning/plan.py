@@ -48,7 +48,9 @@ class StageTokenizers:
     def of(self, stage: Stage) -> PreTrainedTokenizerBase:
         """The tokenizer to prepare the stage's data with; call this in the order of the stages."""
         source = self._of.get(stage.init_from or "") if stage.init_from else None
-        found = deepcopy(source) if source else load_tokenizer(stage.config.models[self._model])
+        model = stage.config.models[self._model]
+        found = deepcopy(source) if source else load_tokenizer(model)
+        found.add_tokens([*model.new_tokens])
         self._of[stage.name] = found
         return found
 

@@ -39,6 +39,7 @@ from posttrain.models.load import (
     load_config,
     load_model,
     load_tokenizer,
+    new_token_ids,
     set_eos_token_ids,
     to_dtype,
     with_adapter,
@@ -227,7 +228,7 @@ class Job:
             adapted = with_adapter(base, self.model, trainable=True)
             adapted.peft_config["default"].base_model_name_or_path = base.name_or_path
         else:
-            adapted = add_lora(base, lora, head, source.revision)
+            adapted = add_lora(base, lora, head, source.revision, new_token_ids(self.model))
         if continued and self.config.method.refers_to_itself:
             with_adapter(adapted, self.model, START)
         return adapted
@@ -257,7 +258,7 @@ class Job:
                         place,
                     )
                     return model
-            return self.saved(folder)
+            return model.model_copy(update={"path": str(folder), "revision": None})
         if not folder.exists():
             whole = self.model.model_copy(update={"load_in_4bit": False, "use_liger_kernel": False})
             with torch.random.fork_rng(devices=[]):  # an existing `base/` must not change the initial adapters
@@ -265,8 +266,13 @@ class Job:
             if self.config.behavior_version >= 2:
                 dtype = load_config(whole).dtype
                 to_dtype(merged, dtype if isinstance(dtype, torch.dtype) else torch.float32)
-            self.run.save_model(folder, 0, merged.save_pretrained)
+            self.run.save_model(folder, 0, lambda place: self._save_base(merged, place))
         return self.saved(folder)
+
+    def _save_base(self, merged: PreTrainedModel, folder: Path) -> None:
+        merged.save_pretrained(folder)
+        if self.model.new_tokens:  # a later stage compares its own with those that the base has
+            self.tokenizer.save_pretrained(folder)
 
     def optimizer(self, policy: nn.Module) -> AdamW:
         """The optimizer of the policy's trained weights. Converts the policy to `dtype` on `device`."""
@@ -313,8 +319,8 @@ class Job:
         return learning_rate(self.config, self.model)
 
     def saved(self, folder: Path) -> ModelConfig:
-        """This model's settings with the weights of a folder that posttrain wrote."""
-        return self.model.model_copy(update={"path": str(folder), "revision": None})
+        """This model's settings with the weights of a folder that posttrain wrote, which has its new tokens."""
+        return self.model.model_copy(update={"path": str(folder), "revision": None, "new_tokens": ()})
 
 
 def refuse_sharded(config: RunConfig) -> None:

@@ -48,6 +48,10 @@ class ModelConfig(Settings):
     lora: Annotated[LoraConfig | None, OnOff] = Field(
         default=None, description="Low-rank adapters; null: full fine-tuning."
     )
+    new_tokens: tuple[Text, ...] = Field(
+        default=(),
+        description="Tokens to add to the tokenizer; their embeddings start at the mean; LoRA trains their rows, too.",
+    )
     load_in_4bit: bool = Field(
         default=False, description="Whether frozen weights have 4 bits (NF4): QLoRA; needs lora."
     )
