@@ -322,6 +322,21 @@ def test_resume_finds_the_settings_of_the_run(tmp_path):
     assert saved_config(tmp_path / "run") == tmp_path / "run" / "config.yaml"
 
 
+def test_a_resume_without_the_settings_file_says_which_secrets_it_lacks(run, tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr("posttrain.api.train_all", lambda stages, **_: written.append(stages[0].config))
+    for key in ("***", "null"):
+        data = f"data: {{source: rows.jsonl, chat_template_kwargs: {{user: {{api_key: '{key}'}}}}}}\n"
+        (tmp_path / "config.yaml").write_text(f"model: gpt2\nmethod: sft\n{data}")
+        status, _, err = run("train", "--resume", str(tmp_path))
+        assert status == 0, err
+        said = (
+            "config.yaml has *** for what was secret in data.chat_template_kwargs.user.api_key: give the settings file"
+        )
+        assert (said in err) == (key == "***")
+    assert len(written) == 2
+
+
 def test_help_is_quick():
     """Half a second of processor time on a quiet machine; twice that here, because tests share it. A slow machine is
     known by the imports without which there is no command line: the help takes four times as long as these."""

@@ -10,6 +10,7 @@ import typer
 
 from posttrain.cli.errors import Interrupted, UsageError
 from posttrain.cli.settings import Config, Overrides, load_stages, split_arguments
+from posttrain.config import Stage
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.methods import METHOD_NAMES, METHODS
 from posttrain.config.schema.training import DEVICE_TYPES
@@ -18,6 +19,8 @@ from posttrain.imports import quick_imports
 from posttrain.launch import is_rank, launch
 from posttrain.planning.cards import CARDS
 from posttrain.reports.progress import duration
+from posttrain.store.files import flat
+from posttrain.store.provenance import HIDDEN
 from posttrain.terminal import say
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what the run would do, and do nothing.")]
@@ -74,7 +77,9 @@ def train(
     if compared:
         flags = {path: text for path, text in flags.items() if path != "method.type"}
     if config is None and checkpoint is not None:  # saved settings have the methods as stages
-        stages = load_stages(str(saved_config(checkpoint)), overrides, flags)
+        saved = saved_config(checkpoint)
+        stages = load_stages(str(saved), overrides, flags)
+        warn_of_secrets(stages, saved)
     elif compared:
         with quick_imports():
             from posttrain.runner.comparison import methods_as_stages  # imports torch, which takes seconds
@@ -184,6 +189,15 @@ def plan(
 
     limit = None if memory_limit is None else int(memory_limit * 2**30)
     print_plan(stages, probed=probe, memory_limit=limit, ranks=nproc, card=card)
+
+
+def warn_of_secrets(stages: Sequence[Stage], saved: Path) -> None:
+    """Say which settings that a run goes on with were saved without their secrets."""
+    settings = [flat(stage.config.model_dump(mode="json"), lists=True) for stage in stages]
+    hidden = {path for one in settings for path, value in one.items() if isinstance(value, str) and HIDDEN in value}
+    if hidden and not is_rank():
+        given = "give the settings file with --resume if the run needs it"
+        say(f"{saved} has {HIDDEN} for what was secret in {', '.join(sorted(hidden))}: {given}", error=True)
 
 
 def saved_config(checkpoint: Path) -> Path:
