@@ -294,6 +294,28 @@ def test_a_message_that_the_template_does_not_write_is_a_warning(mistral, tmp_pa
     assert read(tmp_path, mistral, {"messages": TALKS["calls"]}, "sft").report.unwritten == {"assistant": 1}
 
 
+def test_a_cut_turn_of_the_real_qwen3_keeps_its_header(shared, tmp_path):
+    """Its template writes an empty thinking into a last reply, and none into one that a turn follows."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "qwen3")
+    many = "long words " * 30
+    long, system = {"role": "user", "content": many}, {"role": "system", "content": "Be brief."}
+    called = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    for turns, header in (
+        ([system, long], "<|im_start|>user\n"),
+        ([*said(["q"], ["a"], first="Be brief."), long], "<|im_start|>user\n"),
+        ([*called, {"role": "tool", "content": many}], "<|im_start|>user\n<tool_response>\n"),
+        ([{"role": "system", "content": many}, {"role": "user", "content": "q"}], "<|im_start|>system\n"),
+        ([*said(["q"], [many]), {"role": "user", "content": "q"}], "<|im_start|>assistant\n"),
+    ):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": turns}) + "\n")
+        data = DataConfig(source=str(tmp_path / "rows.jsonl"), max_prompt_length=30, overlong="truncate")
+        prepared = prepare(data, tokenizer, "prompt", cache_dir=tmp_path / "c")
+        text = tokenizer.decode(prepared.train[0].trees[0].tokens)
+        whole = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        rest = text.removeprefix(header)
+        assert text.startswith(header) and rest.lstrip().startswith(("long", "words")) and whole.endswith(rest), text
+
+
 def test_tools_thinking_and_variables_that_the_template_loses_are_a_warning(mistral, tmp_path):
     """Counted once a row, also of a pair; earlier thinking is omitted by design; a tool's name in a call is no tool."""
     tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}

@@ -243,8 +243,9 @@ def headers(renderer: Renderer, begin: str) -> tuple[str, ...]:
     """What the template writes before the text of a message, after the turn before it or the begin token, for each
     role; without blanks, the longest first. A role that it refuses is omitted."""
     mark = chr(MARKS[0])
-    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    number = 4711  # what the turn before says: as the last turn it may have another beginning (Qwen3's empty thinking)
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": str(number)}
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": number}}}]
     talks = [
         [{"role": "system", "content": mark}],
         [asked, said, {"role": "user", "content": mark}],
@@ -261,8 +262,8 @@ def headers(renderer: Renderer, begin: str) -> tuple[str, ...]:
         whole, opened, before = islice(done, 3)
         opening = _opening(opened, before)
         found.add(opening)
-        earlier = opened.text.removesuffix(opening) if len(talk) > 1 else begin
-        start = whole.text.partition(mark)[0]
+        earlier = opened.text.removesuffix(opening).rpartition(str(number))[2] if len(talk) > 1 else begin
+        start = whole.text.partition(mark)[0].rpartition(str(number))[2]
         if mark in whole.text and start.startswith(earlier):
             found.add(start[len(earlier) :])
     return tuple(sorted((header for header in found if header.strip()), key=len, reverse=True))
