@@ -147,17 +147,12 @@ def row_of(record: Record, item: Trained | Compared, kind: Kind) -> dict[str, An
     for name, prompt, reply in (("chosen", item.prompt, item.chosen), ("rejected", other, item.rejected)):
         if not len(reply) or len(prompt) + len(reply) < 2:
             raise DataError(f"{where} has nothing to train: {name} has {len(reply)} tokens")
-    return {
+    lists = ("prompt", "chosen", "rejected", "rejected_prompt", "heads", "rejected_heads")
+    return {name: np.asarray(getattr(item, name) or (), np.int32) for name in lists} | {
         "row": record.row,
-        "prompt": np.asarray(item.prompt, np.int32),
-        "chosen": np.asarray(item.chosen, np.int32),
-        "rejected": np.asarray(item.rejected, np.int32),
-        "rejected_prompt": np.asarray(item.rejected_prompt or [], np.int32),
         "two_prompts": item.rejected_prompt is not None,
         "margin": item.margin,
         "tie": item.tie,
-        "heads": np.asarray(item.heads, np.int32),
-        "rejected_heads": np.asarray(item.rejected_heads, np.int32),
     }
 
 

@@ -40,7 +40,7 @@ def preference(fields: Fields, template: Template) -> Row:
         raise RowError("chosen and rejected must both be strings, or both lists of messages")
     prompt = fields.get("prompt")
     whole = not isinstance(chosen, str) and chosen[0]["role"] != "assistant"
-    margin, tools = _margin(fields), tools_of(fields.get("tools"))
+    (margin, tie), tools = _margin_and_tie(fields), tools_of(fields.get("tools"))
     if prompt is None and not whole:
         _refuse_implicit(fields, template, chosen)
     if prompt is None or whole:
@@ -51,24 +51,18 @@ def preference(fields: Fields, template: Template) -> Row:
             prompt = as_turns(prompt, "user")
         elif isinstance(chosen, str) and not isinstance(prompt, str):
             chosen, rejected = as_turns(chosen, "assistant"), as_turns(rejected, "assistant")
-    return Row(prompt, chosen, rejected, margin=margin, tie=_tie(fields, margin), tools=tools)
+    return Row(prompt, chosen, rejected, margin=margin, tie=tie, tools=tools)
 
 
 def hh(fields: Fields, template: Template) -> Row:
     """Whole transcripts `\\n\\nHuman: … \\n\\nAssistant: …`: the prompt is all before the last reply."""
-    (prompt, chosen), (other, rejected) = (_split_transcript(fields, name) for name in ("chosen", "rejected"))
-    margin = _margin(fields)
-    tie = _tie(fields, margin)
-    if template.turns:
-        return Row(
-            _transcript_turns(prompt),
-            as_turns(chosen.strip(), "assistant"),
-            as_turns(rejected.strip(), "assistant"),
-            None if prompt == other else _transcript_turns(other),
-            margin,
-            tie,
-        )
-    return Row(prompt, chosen, rejected, None if prompt == other else other, margin, tie)
+    (prompt, chosen), (own, rejected) = (_split_transcript(fields, name) for name in ("chosen", "rejected"))
+    own = None if prompt == own else own
+    margin, tie = _margin_and_tie(fields)
+    if not template.turns:
+        return Row(prompt, chosen, rejected, own, margin, tie)
+    best, other = (as_turns(reply.strip(), "assistant") for reply in (chosen, rejected))
+    return Row(_transcript_turns(prompt), best, other, own and _transcript_turns(own), margin, tie)
 
 
 def prompt_completion(fields: Fields, template: Template) -> Row:
@@ -103,8 +97,8 @@ def sharegpt(fields: Fields, template: Template) -> Row:
     if fields.get("chosen") is None and fields.get("rejected") is None:
         return Row(None, turns, tools=tools)
     chosen, rejected = (messages_of(field(fields, name), name) for name in ("chosen", "rejected"))
-    margin = _margin(fields)
-    return Row(_prefilled(turns), chosen, rejected, margin=margin, tie=_tie(fields, margin), tools=tools)
+    margin, tie = _margin_and_tie(fields)
+    return Row(_prefilled(turns), chosen, rejected, margin=margin, tie=tie, tools=tools)
 
 
 def alpaca(fields: Fields, template: Template) -> Row:
@@ -251,14 +245,13 @@ def _truth(value: object, what: str) -> bool:
     raise RowError(f"{what}, not {shown}")
 
 
-def _tie(fields: Fields, margin: float | None) -> bool:
-    """Whether neither reply is better; a tie has no margin."""
-    if fields.get("tie") is None:
-        return False
-    tie = _truth(fields["tie"], "tie must be true or false")
+def _margin_and_tie(fields: Fields) -> tuple[float | None, bool]:
+    """By how much the chosen reply is better, and whether neither is; a tie has no margin."""
+    margin, tie = _margin(fields), fields.get("tie")
+    tie = tie is not None and _truth(tie, "tie must be true or false")
     if tie and margin:
         raise RowError(f"tie is true, but margin says that chosen is better by {margin:g}")
-    return tie
+    return margin, tie
 
 
 def _margin(fields: Fields) -> float | None:

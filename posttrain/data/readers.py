@@ -293,17 +293,23 @@ def _batches(path: Path, file: pq.ParquetFile, source: Path | pa.BufferReader) -
         if repeated:
             encoded = pq.ParquetFile(source, memory_map=isinstance(source, Path), read_dictionary=sorted(repeated))
             for batch in encoded.iter_batches(TABLE_ROWS, [index], columns=sorted(repeated)):
-                grown = {
-                    name: _expanded(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)
-                }
-                _check_unpacked(path, max(grown, key=lambda name: grown[name]), unpacked + sum(grown.values()), limit)
-                unpacked, largest = unpacked + sum(grown.values()), max(largest, sum(grown.values()))
+                grown = _grown(path, batch, unpacked, limit)
+                unpacked, largest = unpacked + grown, max(largest, grown)
         yield from file.iter_batches(max(1, TABLE_ROWS * BATCH_BYTES // largest), [index])
 
 
 def _check_unpacked(path: Path, column: str, size: int, limit: int) -> None:
     if size > limit:
         raise DataError(f"{path}, column {column}: {streams.TOO_MUCH.format('a table')}")
+
+
+def _grown(path: Path, batch: pa.RecordBatch, before: int, limit: int) -> int:
+    """The bytes of a batch's strings that are stored once and repeated. Raises DataError above the limit, with those
+    `before`."""
+    grown = {name: _expanded(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+    size = sum(grown.values())
+    _check_unpacked(path, max(grown, key=lambda name: grown[name], default=""), before + size, limit)
+    return size
 
 
 def _expanded(array: pa.Array) -> int:
@@ -346,10 +352,9 @@ def _table(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> 
     for batch in batches:
         rows = 1
         if _is_valid(batch):
-            grown = {name: _expanded(column) for name, column in zip(names, batch.columns, strict=True)}
-            expanded += sum(grown.values())
-            _check_unpacked(path, max(grown, key=lambda name: grown[name], default=""), expanded, limit)
-            rows = max(1, TABLE_ROWS * BATCH_BYTES // max(sum(grown.values()), BATCH_BYTES))
+            grown = _grown(path, batch, expanded, limit)
+            expanded += grown
+            rows = max(1, TABLE_ROWS * BATCH_BYTES // max(grown, BATCH_BYTES))
         for start in range(0, batch.num_rows, rows):
             for value, problem in _values(batch.slice(start, rows)):
                 number += 1
