@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_equivalence import CONFIGS, make
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
 
 from posttrain import runner
 from posttrain.cli import main
@@ -139,7 +139,7 @@ def test_an_adapter_that_is_not_merged_stops_the_export(adapters, tmp_path, monk
 @pytest.mark.parametrize("fault", ["swapped", "scaled"])
 def test_a_fault_in_the_written_files_stops_the_export(adapters, tmp_path, monkeypatch, fault):
     """One weight of another layer, one by a hundredth too large."""
-    cast = merging._cast
+    cast = merging.to_dtype
 
     def damaging(model, dtype):
         cast(model, dtype)
@@ -156,7 +156,7 @@ def test_a_fault_in_the_written_files_stops_the_export(adapters, tmp_path, monke
 
         model.save_pretrained = damaged
 
-    monkeypatch.setattr(merging, "_cast", damaging)
+    monkeypatch.setattr(merging, "to_dtype", damaging)
     with pytest.raises(VitalSignError, match=r"layers.0.self_attn.q_proj.weight is not in the written files"):
         asked(adapters["policy"], tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -639,3 +639,113 @@ def test_ctrl_c_in_an_upload(there, scratch_model, tmp_path, monkeypatch, capsys
     assert "the upload to me/x was interrupted, and nothing was committed there" in error
     assert "hf upload me/x mine" in error and (tmp_path / "mine/model.safetensors").is_file()
     assert server.repos["me/x"].commits == []
+
+
+# --- several adapters as one ------------------------------------------------------------------------------------------
+
+
+def adapter_on(base: Path, folder: Path, auto=AutoModelForCausalLM, **how) -> Path:
+    """A random adapter of the model in `base`, as PEFT saves it."""
+    reward = auto is not AutoModelForCausalLM
+    how = {"task_type": TaskType.SEQ_CLS if reward else TaskType.CAUSAL_LM, "r": 4, "lora_alpha": 8} | how
+    torch.manual_seed(how["r"])
+    model = get_peft_model(auto.from_pretrained(base, **({"num_labels": 1} if reward else {})), LoraConfig(**how))
+    for key, value in model.named_parameters():
+        if "lora_" in key:
+            torch.nn.init.normal_(value, std=0.2)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return folder
+
+
+def merge_into(base: Path, adapter: Path, folder: Path) -> Path:
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload().save_pretrained(
+        folder
+    )
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def outputs(model) -> torch.Tensor:
+    return model.eval()(IDS).logits
+
+
+FOLDED = {  # the base, the adapter that was merged into it, the one that was trained then, the rank of both as one
+    "other modules": ("qwen3", {"target_modules": ["q_proj", "v_proj"]}, {"target_modules": ["v_proj", "up_proj"]}, 7),
+    "scalings": (
+        "qwen3",
+        {"target_modules": "all-linear", "use_rslora": True, "rank_pattern": {"q_proj": 6}},
+        {"target_modules": r".*layers\.1.*(q|o)_proj", "alpha_pattern": {"o_proj": 5}},
+        9,
+    ),
+    "Conv1D": (
+        "gpt2",
+        {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
+        {"target_modules": ["c_fc"], "fan_in_fan_out": True},
+        7,
+    ),
+    "reward": (
+        "qwen3",
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": ["q_proj"], "auto": AutoModelForSequenceClassification},
+        7,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOLDED)
+def test_adapters_are_folded_into_one_of_the_original_base(case, scratch_model, tmp_path):
+    """PEFT's original base with the one adapter = the merged base with the other; `--base` names the merged one."""
+    family, one, two, rank = FOLDED[case]
+    base = scratch_model
+    if family == "gpt2":
+        base, tokenizer = tmp_path / "model", AutoTokenizer.from_pretrained(scratch_model)
+        gpt2 = GPT2Config(vocab_size=len(tokenizer), n_embd=48, n_layer=2, n_head=4, n_positions=512)
+        AutoModelForCausalLM.from_config(gpt2).save_pretrained(base)
+        tokenizer.save_pretrained(base)
+    first = adapter_on(base, tmp_path / "first", **one)
+    merged = merge_into(base, first, tmp_path / "merged")
+    second = adapter_on(merged, tmp_path / "second", r=3, **two)
+    folder = asked(second, tmp_path / "out", fold=True, base=str(first))
+    auto = two.get("auto", AutoModelForCausalLM)
+    labels = {} if auto is AutoModelForCausalLM else {"num_labels": 1, "pad_token_id": 0}
+    want = outputs(PeftModel.from_pretrained(auto.from_pretrained(merged, **labels), second))
+    alone = outputs(PeftModel.from_pretrained(auto.from_pretrained(base, **labels), second))
+    got = outputs(PeftModel.from_pretrained(auto.from_pretrained(base, **labels), folder))
+    error, effect = float((got - want).abs().max()), float((alone - want).abs().max())
+    print(f"outputs differ by {error:.2g}; without the first adapter by {effect:.2g}")
+    assert error < 1e-4 < 2e-3 < effect
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (rank, rank, str(base))
+    assert {min(t.shape) for n, t in load_file(folder / "adapter_model.safetensors").items() if "lora" in n} == {rank}
+    assert "2 adapters folded into one" in (folder / "README.md").read_text()
+
+
+def test_what_cannot_be_folded_is_refused(scratch_model, tmp_path):
+    first = adapter_on(scratch_model, tmp_path / "first", target_modules=["q_proj", "v_proj"])
+    merged = merge_into(scratch_model, first, tmp_path / "merged")
+    plain = {"target_modules": ["q_proj"], "r": 3}
+    second = adapter_on(merged, tmp_path / "second", **plain)
+    other = adapter_on(scratch_model, tmp_path / "other", **plain)
+    out = {"output": tmp_path / "out", "fold": True}
+    with pytest.raises(VitalSignError, match=r"folded = trained fails: .* name the last one by --base ADAPTER"):
+        asked(second, base=str(other), **out)
+    with pytest.raises(ModelError, match=r"no adapter is known that was merged into .*merged.*--base ADAPTER"):
+        asked(second, **out)
+    with pytest.raises(ModelError, match=r"--fold: .* is no adapter: leave out --fold"):
+        asked(merged, **out)
+    with pytest.raises(ModelError, match=r"--dtype: .*leave out --dtype"):
+        asked(second, base=str(first), dtype="float16", **out)
+    for name, more in {
+        "lora_magnitude_vector": {"use_dora": True},
+        "mlp.up_proj.weight": {"modules_to_save": ["up_proj"]},
+        "lora_B.bias": {"lora_bias": True},
+        "embed_tokens": {"target_modules": ["embed_tokens"]},
+    }.items():
+        third = adapter_on(merged, tmp_path / name, **plain | more)
+        with pytest.raises(ModelError, match=f"is more than LoRA's two matrices .*{name}.*; leave out --fold"):
+            asked(third, base=str(first), **out)
+        with pytest.raises(ModelError, match=f"is more than LoRA's two matrices .*{name}"):
+            asked(second, base=str(third), **out)
+    assert not (tmp_path / "out").exists()

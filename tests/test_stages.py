@@ -12,7 +12,7 @@ import pytest
 import torch
 from data_tokenizer import byte_tokenizer
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain import runner
@@ -330,13 +330,15 @@ def test_a_stage_with_the_same_lora_continues_the_adapter(tmp_path, shared, scra
     assert parts["reference"] == 4 * count(empty)[1]
 
 
-def test_a_merged_base_has_its_own_dtype_and_adapters_know_it(tmp_path, shared, scratch_model):
+def test_a_merged_base_has_its_own_dtype_and_adapters_know_it(tmp_path, shared, scratch_model, capsys):
     """Another `lora` needs SFT's adapter merged: the new one is refused on the original base (PEFT loads it)."""
     halved = AutoModelForCausalLM.from_pretrained(scratch_model, dtype=torch.bfloat16)
     halved.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(scratch_model).save_pretrained(tmp_path / "model")
-    run = continued(tmp_path, shared, tmp_path / "model", dpo={"method": "dpo"})
-    assert runner.train(load(tmp_path / "chain.json", ["stages.dpo.model.lora.r=2"]).stages) == 0
+    later = {name: {"init_from": "dpo", "method": "dpo"} for name in ("further", "third")}
+    run = continued(tmp_path, shared, tmp_path / "model", dpo={"method": "dpo"}, **later)
+    ranks = [f"stages.{name}.model.lora.r=2" for name in ("dpo", "further")]
+    assert runner.train(load(tmp_path / "chain.json", ranks).stages) == 0
     final = run / "dpo/final"
     config = json.loads((final / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(run / "dpo/base")
@@ -347,6 +349,36 @@ def test_a_merged_base_has_its_own_dtype_and_adapters_know_it(tmp_path, shared, 
     )
     name = "model.layers.0.self_attn.q_proj.weight"
     torch.testing.assert_close(base[name], sft.merge_and_unload().state_dict()[name].bfloat16())
+    # Both adapters as one of the original base; the merged base is rounded to bfloat16.
+    assert main(["export", str(final), "-o", str(tmp_path / "one"), "--no-merge"]) == 1
+    assert "or give --fold for an adapter of the original base" in capsys.readouterr().err
+    ids = torch.arange(5, 45)[None]
+    for stage, rank in {
+        "dpo": 6,
+        "further": 6,
+        "third": 10,
+    }.items():  # `further` trains DPO's adapter, on the same base
+        folder, own = tmp_path / f"folded-{stage}", run / stage / "final"
+        assert main(["export", str(run / stage), "-o", str(folder), "--fold"]) == 0
+        folded = json.loads((folder / "adapter_config.json").read_text())
+        assert (folded["r"], folded["base_model_name_or_path"]) == (rank, str(tmp_path / "model"))
+        pairs = ((run / stage / "base", own), (tmp_path / "model", folder), (tmp_path / "model", own))
+        with torch.no_grad():
+            want, got, alone = (
+                PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), adapter)
+                .eval()(ids)
+                .logits
+                for model, adapter in pairs
+            )
+        error, effect = float((got - want).square().mean().sqrt()), float((alone - want).square().mean().sqrt())
+        print(f"{stage}: logits differ by {error:.2g}; without the earlier adapters by {effect:.2g}")
+        assert error < effect / 10
+    sft_weights = run / "sft/final/adapter_model.safetensors"
+    before = sft_weights.read_bytes()
+    save_file({name: 2 * tensor for name, tensor in load_file(sft_weights).items()}, sft_weights)
+    assert main(["export", str(run / "dpo"), "-o", str(tmp_path / "two"), "--fold"]) == 1
+    assert "is not the adapter any more that is merged in" in capsys.readouterr().err
+    sft_weights.write_bytes(before)
     adapter = ModelConfig(path=str(final))
     cpu = torch.device("cpu")
     load_model(adapter, "lm", torch.float32, cpu)

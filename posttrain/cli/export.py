@@ -28,6 +28,12 @@ Merge = Annotated[
 Base = Annotated[
     str | None, typer.Option("--base", help="Merge an adapter into this model, such as the full one of a 4-bit base.")
 ]
+Fold = Annotated[
+    bool,
+    typer.Option(
+        "--fold", help="Write one adapter of the original base, with the adapters that were merged into its base."
+    ),
+]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto (as stored), float32, bfloat16 or float16.")]
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="Size of the largest file of weights.")]
 PromptsFile = Annotated[
@@ -48,6 +54,7 @@ def export(
     overwrite: Overwrite = False,
     merge: Merge = True,
     base: Base = None,
+    fold: Fold = False,
     dtype: Dtype = "auto",
     max_shard_size: MaxShardSize = "5GB",
     prompts: PromptsFile = None,
@@ -82,6 +89,7 @@ def export(
         overwrite=overwrite,
         merge=merge,
         base=base,
+        fold=fold,
         dtype=None if dtype == "auto" else dtype,
         max_shard_size=max_shard_size,
         prompts=prompts,

@@ -92,7 +92,10 @@ def origin(model: ModelConfig) -> str | None:
 
 
 def start_of(source: Source) -> ModelConfig:
-    """The model that training started from, or else the base of the adapter, or what was quantised."""
+    """The model that training started from, or else the base of the adapter, or what was quantised; a base that is
+    not the one that the adapter names comes first."""
+    if source.given_base is not None:
+        return source.base
     if source.config is not None:
         return source.config.models[0]
     hub_id = (source.quantised or {}).get("hub_id")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import __version__
-from posttrain.config import DevicesConfig
+from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.engines import stop_token_ids
 from posttrain.errors import ModelError
 from posttrain.evaluation.records import SUMMARY, read_summary
@@ -46,6 +46,7 @@ class Asked:
     overwrite: bool = False
     merge: bool = True
     base: str | None = None
+    fold: bool = False
     dtype: str | None = None
     max_shard_size: str = "5GB"
     prompts: Path | None = None
@@ -67,21 +68,29 @@ def export(asked: Asked, devices: DevicesConfig, say: Say) -> Path:
     """
     token = hub.check_target(asked.push_to) if asked.push_to else ""
     source = find_source(asked.model)
+    for option, given in (("--base", asked.base is not None), ("--fold", asked.fold)):
+        if given and not source.adapter:
+            raise ModelError(f"{option}: {source.model.path} is no adapter: leave out {option}")
     if asked.base is not None:
-        if not source.adapter:
-            raise ModelError(f"--base: {source.model.path} is no adapter: leave out --base")
-        source = replace(source, given_base=asked.base)
+        source = replace(source, given_base=ModelConfig(path=asked.base))
     target = asked.output or Path("exports") / source.name
     refuse_target(target, asked.overwrite, MARK)
-    merges = asked.merge or not source.adapter
+    merges = not asked.fold and (asked.merge or not source.adapter)
     unchanged = _unchanged(source, merges)
     if unchanged:
-        _refuse_unread(asked, unchanged)
+        _refuse_unread(replace(asked, prompts=None) if asked.fold else asked, unchanged)
     refuse_engines(asked.engines, source.reward)
     evaluations = [_named(source, folder) for folder in asked.evaluations] or list(own_evaluations(source))
     kind = ("quantised " if source.quantised else "") + ("reward model" if source.reward else "language model")
     say(f"model     {source.model.path}: {f'adapter of {source.base.path}, a ' if source.adapter else ''}{kind}")
-    if source.quantised is not None:
+    if asked.fold:
+        from posttrain.export.fold import Folded  # imports PEFT, which takes a second
+
+        ready = Folded(source, asked.prompts, devices, say)
+        source = replace(source, given_base=ready.base)
+        if asked.push_to and origin(ready.base) is None:
+            raise ModelError(f"--push-to-hub: the original base is the folder {ready.base.path}, which no one else has")
+    elif source.quantised is not None:
         ready = Quantised(source, target, devices)
         say(f"gate      {'passed' if source.quantised['gate']['passed'] else 'NOT passed: the model card says so'}")
     else:

@@ -111,13 +111,18 @@ def write_and_check(whole: Whole, folder: Path, source: Source, prompts: Sequenc
     return compare(got, whole.outputs, LIMITS[dtype], what)
 
 
-def compare(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], limit: Noise, what: str) -> float:
+MERGING = "Weights too large for the dtype, or a kind of adapter that cannot be merged: try --dtype float32"
+
+
+def compare(
+    got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], limit: Noise, what: str, remedy: str = MERGING
+) -> float:
     """The root mean square of the differences. Raises VitalSignError if they are more than rounding."""
     difference = _differences(got, want)
     if excess := limit.excess(difference):
         raise VitalSignError(
             f"{what}: a log-probability or reward {excess} from that of the trained model; nothing is exported. "
-            "Weights too large for the dtype, or a kind of adapter that cannot be merged: try --dtype float32"
+            f"{remedy}"
         )
     return _rms(difference)
 

@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.config import ModelConfig, RunConfig, load
 from posttrain.errors import ModelError, PosttrainError, RunError
-from posttrain.models.load import base_settings, is_adapter, is_reward_model
+from posttrain.models.load import BASE, base_settings, is_adapter, is_reward_model
 from posttrain.reports.listing import newest_model
 from posttrain.store.checkpoint import MANIFEST, saved_step, unusable, verify
 from posttrain.store.files import load_json
 from posttrain.store.runs import RunInfo, read_run
-from posttrain.training.inputs import dated, located
+from posttrain.training.inputs import START, content_of, dated, located, recorded
 from posttrain.words import SAVED, model_name
 
 log = logging.getLogger("posttrain")
@@ -40,7 +40,7 @@ class Source:
     results: dict[str, Any] = field(default_factory=dict)
     step: int | None = None
     quantised: dict[str, Any] | None = None
-    given_base: str | None = None  # in place of the base that the adapter names
+    given_base: ModelConfig | None = None  # in place of the base that the adapter names
 
     @property
     def is_last(self) -> bool:
@@ -50,7 +50,7 @@ class Source:
     @property
     def base(self) -> ModelConfig:
         """The model itself, or the base model of the adapter."""
-        return base_settings(self.model) if self.given_base is None else ModelConfig(path=self.given_base)
+        return self.given_base or base_settings(self.model)
 
 
 def find_source(given: str) -> Source:
@@ -83,6 +83,31 @@ def find_source(given: str) -> Source:
     saved = above / folder.name
     step = saved_step(saved) if (saved / MANIFEST).is_file() else None
     return Source(model, name, adapter, reward, read_run(above), _settings(above), results, step, quantised)
+
+
+def adapters_of(source: Source) -> tuple[list[ModelConfig], ModelConfig]:
+    """The adapters that were merged into an adapter's base one after another, then itself; and the original base."""
+    found, base = [source.model], source.base
+    while (earlier := base if is_adapter(base) else _merged_in(base)) is not None and earlier not in found:
+        found.insert(0, earlier)
+        base = base_settings(earlier)
+    return found, base
+
+
+def _merged_in(base: ModelConfig) -> ModelConfig | None:
+    """The adapter that is merged in `base/` of a run folder, which that run started from; None for other models.
+
+    Raises RunError if it has changed since.
+    """
+    place = Path(base.path).resolve()
+    run = place.parent
+    config = _settings(run) if place.name == BASE and (run / "run.json").is_file() else None
+    if config is None or not Path(config.models[0].path).is_dir() or not is_adapter(config.models[0]):
+        return None
+    adapter, before = config.models[0], recorded(run).get(START, {}).get("content")
+    if before is not None and before.partition(",")[0] != content_of(adapter).partition(",")[0]:
+        raise RunError(f"{adapter.path} is not the adapter any more that is merged in {place}: restore it")
+    return adapter
 
 
 def quantised_facts(folder: Path) -> dict[str, Any] | None:

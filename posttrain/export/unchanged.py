@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import DevicesConfig
+from posttrain.config import DevicesConfig, ModelConfig
 from posttrain.data.tokencheck import end_of_turn
 from posttrain.errors import ModelError, RunError
 from posttrain.export.card import Written, origin, public
@@ -14,7 +15,7 @@ from posttrain.export.gate import Check
 from posttrain.export.gate_table import TITLES, cells
 from posttrain.export.merging import DTYPES
 from posttrain.export.place import refuse_full_disk
-from posttrain.export.source import QUANTISED, Source, chats
+from posttrain.export.source import QUANTISED, Source, adapters_of, chats
 from posttrain.models.devices import take_device
 from posttrain.models.load import load_model, load_tokenizer
 from posttrain.models.untrusted import adapter_stops, check_adapter_weights
@@ -28,26 +29,36 @@ class Adapter:
 
     failed: tuple[str, ...] = ()
 
-    def __init__(self, source: Source):
-        self._source, self._base = source, origin(source.base)
+    def __init__(self, source: Source, adapters: Sequence[ModelConfig] = (), base: str | None = None):
+        """`adapters` are those that are folded into one, and `base` that one's; by default, those of the source."""
+        self._source, self._adapters, self._base = source, adapters or [source.model], base or origin(source.base)
         if self._base is None:
+            fold = ", or give --fold for an adapter of the original base" if len(adapters_of(source)[0]) > 1 else ""
             raise ModelError(
                 f"--no-merge: the base of {source.model.path} is the folder {source.base.path}, which no one else "
                 "has: leave out --no-merge, or put the base's hub id in adapter_config.json (base_model_name_or_path)"
+                f"{fold}"
             )
-        check_adapter_weights(Path(source.model.path), source.model.path, allow_pickle=False)
+        for adapter in self._adapters:
+            check_adapter_weights(Path(adapter.path), adapter.path, allow_pickle=False)
         self._tokenizer = load_tokenizer(source.model)
 
-    def write(self, folder: Path, name: str) -> Written:
+    def _write_weights(self, folder: Path) -> tuple[str, str]:
+        """Write the adapter; returns its dtype and what was checked, in words."""
         place = Path(self._source.model.path)
         shutil.copy(place / "adapter_model.safetensors", folder)
         config = load_json(place / "adapter_config.json", links=True) | {"base_model_name_or_path": self._base}
         save_json(folder / "adapter_config.json", config)
+        return "those of the adapter", ""
+
+    def write(self, folder: Path, name: str) -> Written:
+        dtype, check = self._write_weights(folder)
         self._tokenizer.save_pretrained(folder)
         chat, notes = chats(self._source, self._tokenizer), ()
         if not self._source.reward:
             end = end_of_turn(self._tokenizer) if chat else None
-            stops = [self._tokenizer.eos_token_id, *adapter_stops(place, str(place)), None if end is None else end[0]]
+            own = [id for one in self._adapters for id in adapter_stops(Path(one.path), one.path)]
+            stops = [self._tokenizer.eos_token_id, *own, None if end is None else end[0]]
             ids = [id for id in dict.fromkeys(stops) if id is not None]
             save_json(folder / "generation_config.json", {"eos_token_id": ids})
             texts = ", ".join(f"`{self._tokenizer.convert_ids_to_tokens(id)}` ({id})" for id in ids)
@@ -56,7 +67,7 @@ class Adapter:
                 "so pass them as below; requests to an engine that loads the adapter beside its base (vLLM) need them "
                 "as `stop_token_ids`.",
             )
-        return Written("those of the adapter", "", notes, chat)
+        return Written(dtype, check, notes, chat)
 
 
 class Quantised:
