@@ -33,6 +33,7 @@ from posttrain.config import ModelConfig, load
 from posttrain.config.schema.model import LoraConfig
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.errors import ConfigError, DamagedError, ModelError, WeightsError
+from posttrain.models.families import head_layer
 from posttrain.models.load import base_settings, load_model, load_tokenizer, new_token_ids, with_adapter
 from posttrain.models.lora import add_lora, load_lora, target_modules
 from posttrain.models.optional import is_4bit, keep_storage
@@ -570,18 +571,20 @@ def test_new_tokens_of_a_resumed_run_and_of_one_that_goes_on(method, shared, scr
             assert losses(folder)[0] == pytest.approx(math.log(2), abs=1e-5)
 
 
+@pytest.mark.parametrize("saved", [(), ("embed_tokens",), ("lm_head", "norm"), ("embed_tokens", "lm_head")])
 @pytest.mark.parametrize("tied", [True, False])
-def test_scores_samples_and_gradients_of_trained_rows(tied, scratch_model, untied_model):
-    """Those of PEFT's own forward: the chunked LM head and the engine apply the trained rows."""
+def test_scores_samples_and_gradients_of_trained_rows(tied, saved, scratch_model, untied_model):
+    """Those of PEFT's own forward: the chunked LM head and the engine apply the trained rows and saved modules."""
     base = ModelConfig(path=str(scratch_model if tied else untied_model), new_tokens=NEW)
     model, ids = load_model(base, "lm", torch.float32, CPU), new_token_ids(base)
-    policy = add_lora(model, LoraConfig(r=4, dropout=0.0), "lm", tokens=ids).eval()
+    policy = add_lora(model, LoraConfig(r=4, dropout=0.0, modules_to_save=saved), "lm", tokens=ids).eval()
     torch.manual_seed(3)
-    rows = {name: p for name, p in policy.named_parameters() if "trainable_tokens" in name}
-    assert len(rows) == (1 if tied else 2) and all(p.requires_grad for p in rows.values())
+    rows = {name: p for name, p in policy.named_parameters() if p.requires_grad and "lora_" not in name}
+    ends = {*saved} - {"norm"}
+    assert sum("trainable_tokens" in name for name in rows) == ((not ends) if tied else 2 - len(ends))
     with torch.no_grad():
         for parameter in rows.values():
-            parameter.normal_(std=0.2)
+            parameter.add_(0.2 * torch.randn_like(parameter))
     stops = Sampling(num_generations=2, max_completion_length=6, stop_token_ids=())
     [completions] = EmbeddedEngine(policy).generate([[5, ids[0], 9]], stops, seeds=[1])
     tokens = [5, ids[0], 9, *completions[0].tokens, *ids]
@@ -598,11 +601,69 @@ def test_scores_samples_and_gradients_of_trained_rows(tied, scratch_model, untie
     want.sum().backward()
     for name, parameter in rows.items():
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-4, rtol=1e-4)
+    with policy.disable_adapter():
+        assert head_layer(policy).weight is model.get_input_embeddings().weight or not tied
+
+
+SAVED = {
+    "the embeddings": (["embed_tokens"], ()),
+    "the head": (["lm_head"], ()),
+    "both": (["embed_tokens", "lm_head"], ()),
+    "both, resized": (["embed_tokens", "lm_head"], NEW),
+    "the head, resized": (["lm_head"], NEW),
+    "a norm and a layer": (["norm", "layers.1.mlp.up_proj"], ()),
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", SAVED)
+def test_modules_to_save_are_trained(kind, tied, shared, scratch_model, untied_model, tmp_path):
+    """PEFT alone and the export give our logits; a resumed run is equal to the bit; a later run goes on with them."""
+    (names, new), base = SAVED[kind], scratch_model if tied else untied_model
+    file = with_tokens(shared, base, tmp_path, True)
+    values = json.loads(file.read_text())
+    values["model"] |= {"new_tokens": new, "lora": LORA | {"modules_to_save": names, "target_modules": ["q_proj"]}}
+    file.write_text(json.dumps(values))
+    whole = train(file, "name=whole")
+    shutil.copytree(whole, tmp_path / "broken")
+    for gone in ("final", "checkpoint-2"):
+        shutil.rmtree(tmp_path / "broken" / gone)
+    first, again = (
+        load_file(folder / "final/adapter_model.safetensors")
+        for folder in (whole, train(file, "name=broken", resume=True))
+    )
+    assert first.keys() == again.keys() and all(torch.equal(first[key], again[key]) for key in first)
+    assert main(["export", str(whole), "-o", str(tmp_path / "out")]) == 0
+    start = grown(base)[0] if new else AutoModelForCausalLM.from_pretrained(base)
+    ids = torch.cat([IDS, torch.tensor([[6400, 6401, 6402]])], 1) if new else IDS
+    with torch.no_grad():
+        before = start(ids).logits
+        want = PeftModel.from_pretrained(start, whole / "final").eval()(ids).logits
+        out = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        ours = load_model(ModelConfig(path=str(whole / "final")), "lm", torch.float32, CPU)
+        ours.set_attn_implementation("sdpa")
+        for found in (out, ours):
+            assert float((found(ids).logits - want).abs().max()) < 1e-4 < float((before - want).abs().max())
+    further = train(file, "name=further", f"model.path={whole / 'final'}")
+    assert not (further / "base").exists() and losses(further)[0] < losses(whole)[1]
+
+
+def test_modules_to_save_that_cannot_be(scratch_model):
+    model = load_model(ModelConfig(path=str(scratch_model)), "lm", torch.float32, CPU)
+    with pytest.raises(ModelError, match=r"lora.modules_to_save: absent match no module of qwen3"):
+        add_lora(model, LoraConfig(modules_to_save=("absent",)), "lm")
+    with pytest.raises(ModelError, match=r"lora.modules_to_save: "):
+        add_lora(model, LoraConfig(modules_to_save=("q_proj",), target_modules=("q_proj",)), "lm")
 
 
 REFUSED = {
     "4 bits": ({"load_in_4bit": True}, {}, r"new_tokens cannot be combined with model.load_in_4bit"),
     "shards": ({}, {"devices": {"strategy": "fsdp"}}, r"new_tokens cannot be combined with devices.strategy: fsdp and"),
+    "modules": (
+        {"new_tokens": [], "lora": {"modules_to_save": ["lm_head"]}},
+        {"devices": {"strategy": "fsdp"}},
+        r"lora.modules_to_save cannot be combined with devices.strategy: fsdp",
+    ),
     "twice": ({"new_tokens": ["<a>", "<a>"]}, {}, r"new_tokens repeats a token or has a blank one"),
     "blank": ({"new_tokens": [" "]}, {}, r"new_tokens repeats a token or has a blank one"),
 }

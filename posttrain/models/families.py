@@ -82,8 +82,12 @@ def backbone_of(base: PreTrainedModel) -> nn.Module:
 
 
 def head_layer(model: nn.Module) -> nn.Linear:
-    """The layer whose `weight` and `bias` give the logits; PEFT's wrapper if it trains some of its rows."""
+    """The layer whose `weight` and `bias` give the logits, as active adapters have it: PEFT's copy if it trains all of
+    it, PEFT's wrapper if it trains some of its rows."""
     head: Any = base_of(model).get_output_embeddings()
+    if hasattr(head, "modules_to_save"):
+        off = head.disable_adapters or not head.active_adapters
+        return head.original_module if off else head.modules_to_save[head.active_adapters[0]]
     if trains_rows(head):
         head.bias = None  # which PEFT's wrapper does not apply (models/lora.py refuses it)
     return head

@@ -32,14 +32,15 @@ def add_lora(
 ) -> PeftModel:
     """`model` with trainable adapters and everything else frozen; a reward model's head is trained and saved, too.
 
-    Of the embeddings and the LM head the rows of `tokens` are trained.
+    Of the embeddings and the LM head the rows of `tokens` are trained; modules to save are trained whole.
     The adapters name the model as their base, at its `revision`. Raises ModelError if the target modules match nothing,
     or modules that cannot have adapters.
     """
     from peft import LoraConfig as PeftLoraConfig
     from peft import PeftModel, TaskType, get_peft_model
 
-    targets = target_modules(model, lora)
+    targets, saved = target_modules(model, lora), _saved_whole(model, lora)
+    tied = model.config.tie_word_embeddings and model.get_output_embeddings() is not None
     config = PeftLoraConfig(
         revision=revision,
         r=lora.r,
@@ -50,27 +51,50 @@ def add_lora(
         target_modules=targets,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type=TaskType.CAUSAL_LM if head == "lm" else TaskType.SEQ_CLS,
-        trainable_token_indices=_trained_rows(model, tokens),
+        modules_to_save=saved or None,
+        ensure_weight_tying=tied and bool(_ends(model) & {*saved}),
+        trainable_token_indices=_trained_rows(model, tokens, saved),
     )
     # The adapters take the model's dtype; the optimizer holds their float32 masters.
-    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    try:
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    except (TypeError, ValueError) as error:
+        if not saved:
+            raise
+        raise ModelError(f"lora.modules_to_save: {error}") from error
     assert isinstance(adapted, PeftModel)
     return adapted
 
 
-def _trained_rows(model: PreTrainedModel, tokens: Sequence[int]) -> dict[str, list[int]] | None:
-    """The rows to train of the embeddings and, unless it is tied to them, of the LM head, as PEFT takes them."""
-    if not tokens:
+def _ends(model: PreTrainedModel) -> set[str]:
+    """The last parts of the names of the embeddings and of the LM head; one that is tied to them has no name here."""
+    head = None if model.config.tie_word_embeddings else model.get_output_embeddings()
+    ends = [end for end in (model.get_input_embeddings(), head) if end is not None]
+    return {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if any(module is end for end in ends)}
+
+
+def _saved_whole(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
+    """The modules to save for PEFT, which ties an LM head to the embeddings itself."""
+    _match("lora.modules_to_save", lora.modules_to_save, model)
+    head = model.get_output_embeddings()
+    if head is None or not model.config.tie_word_embeddings:
+        return [*lora.modules_to_save]
+    tied = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if module is head}
+    [embeddings] = _ends(model)
+    return list(dict.fromkeys(embeddings if name in tied else name for name in lora.modules_to_save))
+
+
+def _trained_rows(model: PreTrainedModel, tokens: Sequence[int], saved: Sequence[str]) -> dict[str, list[int]] | None:
+    """The rows to train, as PEFT takes them, of the embeddings and the LM head that are not trained whole."""
+    ends = sorted(_ends(model) - {*saved})
+    if not tokens or not ends:
         return None
-    ends, head = [model.get_input_embeddings()], model.get_output_embeddings()
-    if head is not None and not model.config.tie_word_embeddings:
-        ends.append(head)
-    if getattr(head, "bias", None) is not None:
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ModelError(
             f"model.new_tokens: the LM head of {model.config.model_type} has a bias, whose new rows LoRA does not "
             "train: use full fine-tuning"
         )
-    return {name.rsplit(".", 1)[-1]: [*tokens] for name, module in model.named_modules() if module in ends}
+    return {name: [*tokens] for name in ends}
 
 
 def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
@@ -156,15 +180,20 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str] | str:
         family = FAMILIES.get(model.config.model_type)
         return list(family.lora_targets) if family else candidates
     given = list(lora.target_modules)
+    _match("lora.target_modules", given, model)
+    _refuse_ends(model, given)
+    return given
+
+
+def _match(setting: str, given: Sequence[str], model: PreTrainedModel) -> None:
+    """Raise ModelError for names that are no module's."""
     names = [name for name, _ in model.named_modules()]
     unmatched = [t for t in given if not any(name == t or name.endswith(f".{t}") for name in names)]
     if unmatched:
         raise ModelError(
-            f"lora.target_modules: {', '.join(unmatched)} match no module of {model.config.model_type}; "
-            f"its linear layers are {', '.join(candidates)}"
+            f"{setting}: {', '.join(unmatched)} match no module of {model.config.model_type}; "
+            f"its linear layers are {', '.join(linear_layers(model))}"
         )
-    _refuse_ends(model, given)
-    return given
 
 
 def _refuse_ends(model: PreTrainedModel, given: list[str]) -> None:

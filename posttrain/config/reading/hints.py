@@ -40,7 +40,7 @@ HINTS = {
     **dict.fromkeys(("use_lora", "use_peft", "peft", "finetuning_type"), _LORA),
     "lora_rank": "write model.lora.r",
     "lora_target": "write model.lora.target_modules: auto, all-linear or a list",
-    "lora_modules_to_save": "write model.new_tokens, whose embeddings are trained; other modules are not offered",
+    "lora_modules_to_save": "write model.lora.modules_to_save, or for added tokens model.new_tokens",
     "quantization_bit": "write model.load_in_4bit: true, with model.lora",
     "load_in_8bit": "write model.load_in_4bit: true, with model.lora; 8 bits are not offered for training",
     "adapter_name_or_path": "write model.path: one with the settings of model.lora goes on, others are merged",

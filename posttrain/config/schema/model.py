@@ -26,6 +26,10 @@ class LoraConfig(Settings):
         default="auto",
         description="Modules with adapters: auto (the family's attention), all-linear, or a list of names.",
     )
+    modules_to_save: tuple[Text, ...] = Field(
+        default=(),
+        description="Names of modules that are trained and saved whole, e.g. embed_tokens and lm_head.",
+    )
     use_rslora: bool = Field(default=False, description="Whether to scale by alpha / sqrt(r) instead, for large ranks.")
     use_dora: bool = Field(default=False, description="Whether to train each weight's magnitude separately (DoRA).")
 

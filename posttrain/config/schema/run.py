@@ -84,26 +84,26 @@ class RunConfig(Settings):
                 f"models.{index}.load_in_4bit",
                 "freezes the weights, so something else has to be trained: set model.lora, e.g. model.lora: true",
             )
-            self._check_new_tokens(problems, index, model)
+            self._check_trained_ends(problems, index, model)
         self._check_lengths(problems)
         self._check_online(problems)
         self._check_evaluation(problems)
         problems.report()
         return self
 
-    def _check_new_tokens(self, problems: Problems, index: int, model: ModelConfig) -> None:
-        at, new = f"models.{index}.new_tokens", model.new_tokens
-        problems.check(
-            len(set(new)) == len(new) and all(token.strip() for token in new), at, "repeats a token or has a blank one"
-        )
+    def _check_trained_ends(self, problems: Problems, index: int, model: ModelConfig) -> None:
+        """Check `new_tokens` and `lora.modules_to_save`, and refuse what takes the published embeddings or layers."""
+        new, saved, sharded = model.new_tokens, model.lora and model.lora.modules_to_save, "devices.strategy: fsdp"
+        is_right = len(set(new)) == len(new) and all(token.strip() for token in new)
+        problems.check(is_right, f"models.{index}.new_tokens", "repeats a token or has a blank one")
         refused = {
             "model.load_in_4bit: true": model.load_in_4bit,
-            "devices.strategy: fsdp and model.lora": self.devices.strategy == "fsdp" and model.lora is not None,
-            "rollout.engine: vllm, which reads the vocabulary of the published model": self.samples
-            and self.rollout.engine == "vllm",
+            f"{sharded} and model.lora" if new else sharded: self.devices.strategy == "fsdp" and model.lora is not None,
+            "rollout.engine: vllm, which loads the published model": self.samples and self.rollout.engine == "vllm",
         }
-        for what in (what for what, is_set in refused.items() if new and is_set):
-            problems.check(False, at, f"cannot be combined with {what}")
+        name = "new_tokens" if new else "lora.modules_to_save"
+        for what in (what for what, is_set in refused.items() if (new or saved) and is_set):
+            problems.check(False, f"models.{index}.{name}", f"cannot be combined with {what}")
 
     def unread(self) -> list[str]:
         """Warnings about settings that are not read, but may be meant for other stages or be overridden: no error."""
