@@ -16,6 +16,9 @@ from pathlib import Path
 from posttrain.system import sync_file, sync_folder
 
 LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
+MADE_HERE = re.compile(
+    r".+-(?!(19|20)\d{6}$)\d{7,}"
+)  # by `beside`: a process id and six digits; no date, no number of a user
 
 
 def put_file(path: Path, data: str | bytes) -> None:
@@ -85,13 +88,18 @@ def beside(path: Path, kind: str) -> Path:
 
 
 def leftovers(folder: Path, name: str | None = None, ended: bool = True) -> list[Path]:
-    """The leftovers of crashes directly in `folder`, of all targets or of that `name`; with `ended`, those only whose
-    process has ended, as far as this machine knows."""
+    """The leftovers of crashes directly in `folder`, of all targets or of that `name`.
+
+    With `ended`, where users have folders too: those only that `beside` named and whose process has ended, as far as
+    this machine knows.
+    """
     found = [(path, LEFTOVER.fullmatch(path.name)) for path in sorted(folder.iterdir())]
     return [
         path
         for path, leftover in found
-        if leftover and (name is None or leftover["name"] == name) and not (ended and _is_written(path.name))
+        if leftover
+        and (name is None or leftover["name"] == name)
+        and not (ended and (not MADE_HERE.fullmatch(path.name) or _is_written(path.name)))
     ]
 
 

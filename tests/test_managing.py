@@ -671,10 +671,13 @@ def test_free_lists_what_interrupted_commands_left_and_spares_what_is_being_writ
     alive.mkdir()
     Path("toy.tar.gz.tmp-4194304123456").write_bytes(b"x" * 2000)
     Path("mine.tmp-4194304123456").mkdir()
+    own = ("toy.tmp-1", "toy.old-2", "toy.old-20261126", "toy.tmp-19991231")  # no name that posttrain gives
+    for name in own:
+        Path("runs", name).mkdir()
     shown = runs("free", "--keep-last", "9", answer="n\n")
     assert shown.count("left by an interrupted command") == 4 and "new.tmp" not in shown and "mine" not in shown
     assert "freed" in runs("free", "--keep-last", "9", "-y")
-    assert sorted(path.name for path in Path("runs").iterdir()) == [".snapshots", alive.name, "toy"]
+    assert sorted(path.name for path in Path("runs").iterdir()) == sorted([".snapshots", alive.name, "toy", *own])
     assert [path.name for path in Path().glob("*.tmp-*")] == ["mine.tmp-4194304123456"]
     shutil.rmtree("runs/toy")
     Path("runs/toy.old-4194304123456").mkdir()
