@@ -73,20 +73,21 @@ def train(
     if overwrite and resume is not None:
         raise UsageError("--resume continues a run and --overwrite deletes it; give one of them")
     checkpoint, given = Path(resume) if resume else None, flags
+    file, rest = split_arguments(config, overrides)
     compared = several_methods(flags)
     if compared:
         flags = {path: text for path, text in flags.items() if path != "method.type"}
-    if config is None and checkpoint is not None:  # saved settings have the methods as stages
+    if file is None and checkpoint is not None:  # saved settings have the methods as stages
         saved = saved_config(checkpoint)
-        stages = load_stages(str(saved), overrides, flags)
+        stages = load_stages(str(saved), rest, flags)
         warn_of_secrets(stages, saved)
     elif compared:
         with quick_imports():
             from posttrain.runner.comparison import methods_as_stages  # imports torch, which takes seconds
 
-        stages = methods_as_stages(*split_arguments(config, overrides), flags, compared)
+        stages = methods_as_stages(file, rest, flags, compared)
     else:
-        stages = load_stages(config, overrides, flags)
+        stages = load_stages(file, rest, flags)
     ids = stages[0].config.devices.ids or ()
     if len(ids) > 1 and not is_rank() and not dry_run:
         launch(as_given(config, overrides, given, resume, overwrite, model_index, skip), len(ids))
