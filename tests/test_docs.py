@@ -222,7 +222,7 @@ class Reader:
             if settings.get("rewards"):
                 changes[f"stages.{name}.".removeprefix("stages..") + "rollout.max_completion_length"] = 16
             if settings["data"]["validation"] is not None:
-                changes["--validation"] = "{rows: 2}"
+                changes["--validation"] = "{rows: 5}"
             if settings["method"].get("teacher"):
                 changes["method.teacher"] = self.local_model(settings)
             for index, model in enumerate(settings["models"]):

@@ -118,8 +118,8 @@ def test_a_wrong_mask_fails_the_part(run, monkeypatch, models):
     """The checks have teeth: packs whose completions see one another."""
     init = attention.PackedMask.__init__
 
-    def leaking(self, whole, read=None):
-        init(self, whole, read)
+    def leaking(self, whole, *read):
+        init(self, whole, *read)
         self.end_T = whole.end_T.clone()
         for start, stop in zip(whole.tree_start, whole.tree_start[1:], strict=False):
             self.end_T[start:stop] = stop

@@ -70,7 +70,7 @@ def written(model: Path, output: Path, to="int8", **how) -> quantising.Quantised
 
 def beginnings(shared: Path) -> list[str]:
     text = (shared / "data/tinystories/sample.txt").read_text().replace("\n", " ")
-    return [sentence.strip() for sentence in text.split(".") if len(sentence.split()) > 4][:40]
+    return [sentence.strip() for sentence in text.split(".") if len(sentence.split()) > 4][:80]
 
 
 @pytest.fixture(scope="module")

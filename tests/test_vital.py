@@ -62,8 +62,8 @@ def test_documents_that_see_one_another_are_found(monkeypatch):
 
 
 def one_tree(init):
-    def broken(self, whole, read=None):
-        init(self, whole, read)
+    def broken(self, whole, *read):
+        init(self, whole, *read)
         self.end_T = torch.full_like(self.end_T, whole.num_tokens)
         self.position_T = torch.arange(whole.num_tokens)
         self._cuts = ((0, whole.num_tokens),)

@@ -229,7 +229,8 @@ def find_function(name: str) -> Callable[..., Any]:
         raise RewardError(f"a function is named module:function, such as my_rewards:brevity, not {name!r}")
     offered = {point.value.split("[")[0].strip() for point in entry_points(group=ENTRY_POINTS)} | OFFERED
     allowed = name in offered
-    folders = [Path.cwd(), *settings_folders()]
+    program = getattr(sys.modules["__main__"], "__file__", None)  # a user's script that calls us
+    folders = [Path.cwd(), *settings_folders(), *([Path(program).resolve().parent] if program else [])]
     top = module.partition(".")[0]
     here = next((folder for folder in folders if PathFinder.find_spec(top, [str(folder)]) is not None), None)
     if here is not None and str(here) not in sys.path and not (here == Path.cwd() and "" in sys.path):
@@ -281,7 +282,7 @@ def _check_place(name: str, module: str, place: str | None, folders: Sequence[Pa
     if not imported and not any(path.is_relative_to(folder.resolve()) for folder in folders):
         raise RewardError(
             f"{name}: {module} is found at {place}, which is neither in the current folder nor beside the settings "
-            f"file: move it, or start the command in its folder"
+            "file or the program: move it, or start the command in its folder"
         )
 
 
