@@ -314,6 +314,9 @@ def test_a_reward_that_changes_the_working_directory_loses_nothing(sums_home, tm
     assert len(lines(tmp_path / "runs/run")) >= 2 and (tmp_path / "runs/run/final/config.json").is_file()
     assert "output_dir: runs\n" in (tmp_path / "runs/run/config.yaml").read_text()
     assert not list((tmp_path / "elsewhere").iterdir()) and Path.cwd() == tmp_path
+    monkeypatch.chdir(tmp_path / "runs")
+    time.sleep(0.3)  # calls past their deadline end
+    assert Path.cwd() == tmp_path / "runs"
 
 
 def test_what_has_no_reward_is_left_out_and_counted(sums_home, tmp_path):

@@ -43,8 +43,10 @@ class ChangedError(RewardError):
 
 
 @contextmanager
-def unchanged(name: str, home: str | None = None) -> Iterator[None]:
+def unchanged(name: str, home: str | None = None, over: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Around code of the user's: the working directory is set back (to `home`), a forked child that returns ends.
+
+    A call that ends when all is `over`, long after its deadline, leaves the directory: others may be there by then.
 
     Raises ChangedError, after setting them back, for settings of Python and torch with which the run would go on with
     other numbers or fail far from the cause.
@@ -60,7 +62,7 @@ def unchanged(name: str, home: str | None = None) -> Iterator[None]:
                 2, f"{name} has forked a process that returned; the process ends (it should call os._exit)\n".encode()
             )
             os._exit(1)
-        if (now := _folder()) != folder:
+        if (now := _folder()) != folder and not over():
             os.chdir(folder)
             log.warning("%s changed the working directory to %s: it is set back", name, now or "a deleted folder")
         after = _state()
@@ -105,7 +107,7 @@ class RewardFunction:
 
     def __init__(self, name: str, timeout: float | None = None, retries: int = 0):
         self.name, self.timeout, self._retries = name, timeout, retries
-        self._beside, self._home = Beside(name), os.getcwd()
+        self._beside, self._home, self._closed = Beside(name), os.getcwd(), False
         with speaking(name), unchanged(name):  # loggers that the module creates keep the current streams
             self.function = find_function(name)
         parameters = inspect.signature(self.function).parameters.values()
@@ -134,6 +136,7 @@ class RewardFunction:
 
     def close(self) -> None:
         """End the thread of its calls, if it has one."""
+        self._closed = True
         self._beside.close()
 
     def _tried(self, columns: Mapping[str, Sequence[Any]]) -> object:
@@ -168,12 +171,12 @@ class RewardFunction:
         return self._beside.call(lambda: rewards, None) if inspect.isawaitable(rewards) else rewards
 
     def _made(self, given: dict[str, list[Any]]) -> object:
-        with unchanged(self.name, self._home):
+        with unchanged(self.name, self._home, lambda: self._closed):
             made = self.function(**given)
         return self._awaited(made) if inspect.isawaitable(made) else made
 
     async def _awaited(self, made: Awaitable[Any]) -> Any:
-        with unchanged(self.name, self._home):
+        with unchanged(self.name, self._home, lambda: self._closed):
             return await made
 
     def _checked(self, rewards: object, count: int) -> list[float | None]:
