@@ -14,6 +14,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from posttrain.serving.guard import ambiguous, host_name, is_foreign, is_loopback
+from posttrain.terminal import visible
 
 log = logging.getLogger("posttrain")
 COOKIE = "posttrain_ui"
@@ -73,10 +74,11 @@ class Guard:
 
         try:
             await self.app(scope, received, guarded)
-        except Exception:
+        except Exception as error:  # Gradio raises whatever an input that no page sends leads to
             if not event:
                 raise
-            log.debug("an event of a page was refused", exc_info=True)
+            log.warning("an event of a page was refused: %s: %s", type(error).__name__, visible(str(error)[:200]))
+            log.debug("where that event failed", exc_info=True)
             if not started:
                 await PlainTextResponse("No page sends such an event.", 400)(scope, receive, guarded)
 
