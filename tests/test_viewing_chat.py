@@ -14,10 +14,8 @@ from posttrain.errors import EngineError, RunError
 from posttrain.serving.client import ScoredToken
 from posttrain.serving.process import ModelServers
 from posttrain.serving.together import together
-from posttrain.viewing.models import models_below
-from posttrain.viewing.token_map import cells, token_map
-from posttrain.viewing.viewer import Viewer
-from posttrain.viewing.votes import write_vote
+from posttrain.viewing.chat import cells, token_map, write_vote
+from posttrain.viewing.viewer import Viewer, models_below
 
 
 def test_models_of_runs(tmp_path):
@@ -107,8 +105,8 @@ def test_votes_are_training_data(shared, tmp_path):
 
 def test_a_vote_names_the_models_that_answered(tmp_path):
     """Whatever the controls say by then; and nothing answers in place of model A."""
-    from posttrain.ui.pages import chat
-    from posttrain.ui.place import Place
+    from posttrain.ui import chat
+    from posttrain.ui.view import Place
 
     place = Place(tmp_path, Viewer(tmp_path, tmp_path / "cache"), ModelServers(1))
     asked = [{"role": "user", "content": "Who?"}]
@@ -123,7 +121,7 @@ def test_a_vote_names_the_models_that_answered(tmp_path):
 
 
 def test_texts_of_a_chatbot_are_those_of_the_model():
-    from posttrain.ui.pages import chat  # Gradio takes seconds
+    from posttrain.ui import chat  # Gradio takes seconds
 
     said = "<b>bold</b> &amp; 1 < 2 <SOLUTION>4</SOLUTION> <!-- x --> a&b"
     assert "<b" not in chat.shown(said) and "&amp" not in chat.shown(said)

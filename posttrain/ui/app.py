@@ -1,42 +1,57 @@
-"""The application: one Gradio page per module of posttrain.ui.pages, on an address of its own."""
+"""The application: the pages in Gradio, each on an address of its own, and the reports of runs."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import fastapi
 import gradio as gr
+from starlette.responses import FileResponse, PlainTextResponse, Response
 
 from posttrain.serving.process import ModelServers
+from posttrain.store.files import is_regular
+from posttrain.ui import chat
 from posttrain.ui.guard import Guard
-from posttrain.ui.pages import chat, data, evaluations, new, rollouts, run, runs
-from posttrain.ui.place import Place
-from posttrain.ui.report import add_report
 from posttrain.ui.theme import FAVICON, HEAD, THEME
+from posttrain.ui.view import Place, view
+from posttrain.viewing.data_page import check, data_page, read
+from posttrain.viewing.evaluations_page import evaluations_page
+from posttrain.viewing.new_page import new_page, plan, start
+from posttrain.viewing.rollouts_page import rollouts_page
+from posttrain.viewing.run_page import run_page
+from posttrain.viewing.runs_page import runs_page
+from posttrain.viewing.viewer import Viewer
 
 MODELS = 3  # in memory at a time: two that answer, and one that scores
 # Title -> address, page, whether the bar at the top has it. The first is the front page.
-PAGES = {
-    "Runs": ("/", runs.page, True),
-    "Run": ("/run", run.page, False),
-    "Rollouts": ("/rollouts", rollouts.page, True),
-    "Evaluations": ("/evaluations", evaluations.page, True),
-    "Data": ("/data", data.page, True),
+PAGES: dict[str, tuple[str, Callable[[Place], object], bool]] = {
+    "Runs": ("/", partial(view, render=runs_page, seconds=3), True),
+    "Run": ("/run", partial(view, render=run_page, seconds=3), False),
+    "Rollouts": ("/rollouts", partial(view, render=rollouts_page, seconds=5), True),
+    "Evaluations": ("/evaluations", partial(view, render=evaluations_page, seconds=10), True),
+    "Data": ("/data", partial(view, render=data_page, seconds=2, acts={"read": read, "check": check}), True),
     "Chat": ("/chat", chat.page, True),
-    "New run": ("/new", new.page, True),
+    "New run": ("/new", partial(view, render=new_page, seconds=2, acts={"plan": plan, "start": start}), True),
 }
+# The file is the run's, which may be a stranger's: it may run its own scripts, in an origin of its own.
+POLICY = (
+    "sandbox allow-scripts; default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "font-src data:"
+)
 
 
 def pages(place: Place) -> gr.Blocks:
     """All pages in one Gradio application."""
     (first, (_, front, _)), *others = PAGES.items()
     with gr.Blocks(title="posttrain", analytics_enabled=False) as blocks:
-        _bar(first)
+        gr.Navbar(main_page_name=first)
         front(place)
     for title, (path, page, in_bar) in others:
         with blocks.route(title, path, show_in_navbar=in_bar):
-            _bar(first)
+            gr.Navbar(main_page_name=first)
             page(place)
     return blocks
 
@@ -57,11 +72,19 @@ def application(place: Place, token: str | None = None, local: bool = True) -> f
     return app
 
 
-def _bar(first: str) -> None:
-    gr.Navbar(main_page_name=first)
+def add_report(app: fastapi.FastAPI, place: Place) -> None:
+    """Serve `/report?run=NAME`: the report of a run, as its own page without any right on this one."""
+
+    @app.get("/report")
+    def report(run: str = "") -> Response:
+        row = place.viewer.runs.find(run)
+        file = row and row.folder / "report.html"
+        if file is None or not is_regular(file):
+            return PlainTextResponse(
+                "There is no report of this run: it is written when a run ends, or by `posttrain report RUN`.", 404
+            )
+        return FileResponse(file, media_type="text/html", headers={"Content-Security-Policy": POLICY})
 
 
 def place_of(root: Path) -> Place:
-    from posttrain.viewing.viewer import Viewer
-
     return Place(root, Viewer(root), ModelServers(MODELS))

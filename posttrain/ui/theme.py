@@ -7,9 +7,9 @@ from pathlib import Path
 import gradio as gr
 
 from posttrain.reports import design
-from posttrain.viewing.style import CSS
 
 FAVICON = Path(__file__).with_name("favicon.svg")
+CSS = design.TOKENS + design.PARTS + Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 HEAD = (
     f'<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer"><style>{CSS}</style>'
 )

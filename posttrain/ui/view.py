@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
 from posttrain.reports.chart import HOVER
-from posttrain.ui.place import Place
-from posttrain.viewing.viewer import Act, Render, rendered
+from posttrain.serving.process import ModelServers
+from posttrain.viewing.viewer import Act, Render, Viewer, rendered
 
 SCRIPT = HOVER + Path(__file__).with_name("view.js").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The folder of runs, what reads it, and the models at work."""
+
+    root: Path
+    viewer: Viewer
+    servers: ModelServers  # of the models that one talks to
 
 
 def view(place: Place, render: Render, seconds: float | None = None, acts: Mapping[str, Act] | None = None) -> gr.HTML:

@@ -13,11 +13,10 @@ from posttrain.errors import ConfigError
 from posttrain.reports.chart import Line, chart
 from posttrain.reports.markup import Markup, el, join, link, message, number, table
 from posttrain.store.files import read_regular
-from posttrain.viewing.address import Query, address
+from posttrain.viewing.address import Query, address, choice, entry, form, hidden
+from posttrain.viewing.chat import seen
 from posttrain.viewing.commands import Answer
 from posttrain.viewing.draft import draft
-from posttrain.viewing.forms import choice, entry, form, hidden
-from posttrain.viewing.token_map import seen
 from posttrain.viewing.viewer import Viewer
 from posttrain.words import counted
 

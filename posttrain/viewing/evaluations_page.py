@@ -11,9 +11,8 @@ from posttrain.comparing.page import HOW, differences_table, interval, notes, va
 from posttrain.console import cells_of
 from posttrain.evaluation.records import Answer
 from posttrain.reports.markup import Markup, el, join, link, message, number, short, table
-from posttrain.viewing.address import Query, address
+from posttrain.viewing.address import Query, address, choice, form, hidden, search
 from posttrain.viewing.evaluations import Evaluation
-from posttrain.viewing.forms import choice, form, hidden, search
 from posttrain.viewing.viewer import Viewer
 from posttrain.words import counted
 

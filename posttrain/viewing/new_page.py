@@ -12,12 +12,10 @@ from posttrain.config.schema.datasets import KNOWN
 from posttrain.config.schema.methods import METHOD_NAMES
 from posttrain.errors import ConfigError
 from posttrain.reports.markup import Markup, el, join, message
-from posttrain.viewing.address import Query, address
+from posttrain.viewing.address import Query, address, choice
 from posttrain.viewing.commands import CONFIGS, Launch
 from posttrain.viewing.draft import METHOD, NAME, Draft, draft, fields_of
-from posttrain.viewing.forms import choice
-from posttrain.viewing.models import models_below
-from posttrain.viewing.viewer import Viewer
+from posttrain.viewing.viewer import Viewer, models_below
 
 PATH = "/new"
 ESSENTIAL = (

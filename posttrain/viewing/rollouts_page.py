@@ -10,8 +10,7 @@ from posttrain.reports.chart import Line, chart
 from posttrain.reports.markup import Markup, el, join, link, message, number, short, table
 from posttrain.reports.series import Series
 from posttrain.store.stored_rollouts import StoredRun
-from posttrain.viewing.address import Query, address
-from posttrain.viewing.forms import choice, entry, form, hidden, search
+from posttrain.viewing.address import Query, address, choice, entry, form, hidden, search
 from posttrain.viewing.receipt import completion_view, group_view, step_view
 from posttrain.viewing.runs import Row
 from posttrain.viewing.search import SORTS, Found, Wanted, words_of

@@ -15,8 +15,7 @@ from posttrain.reports.progress import duration
 from posttrain.reports.report import data_said
 from posttrain.reports.series import AXES, Series
 from posttrain.store.runs import read_run
-from posttrain.viewing.address import Query, address
-from posttrain.viewing.forms import choice, form, hidden, slider
+from posttrain.viewing.address import Query, address, choice, form, hidden, slider
 from posttrain.viewing.runs import Row, log_tail
 from posttrain.viewing.runs_page import SMOOTH, badge
 from posttrain.viewing.viewer import Viewer

@@ -12,8 +12,7 @@ from posttrain.reports.listing import in_units
 from posttrain.reports.markup import Markup, el, join, link, message, number, table
 from posttrain.reports.panels import PANELS
 from posttrain.reports.series import AXES
-from posttrain.viewing.address import Query, address
-from posttrain.viewing.forms import choice, form, hidden, search, slider
+from posttrain.viewing.address import Query, address, choice, form, hidden, search, slider
 from posttrain.viewing.runs import STATES, Row, settings
 from posttrain.viewing.viewer import Viewer
 from posttrain.words import counted

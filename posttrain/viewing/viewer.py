@@ -1,4 +1,4 @@
-"""What all pages share: the runs of a folder, their series, and the indexes of their rollouts."""
+"""What all pages share: the runs of a folder, their series, the indexes of their rollouts, and their models."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from posttrain.viewing.search import Index
 
 WARM = 100  # runs whose curves are read before they are asked for
 PATIENCE_S = 0.2  # a small run is indexed in this time, and the page shows it at once
+MODEL_FILES = ("config.json", "adapter_config.json")
+MOST_MODELS = 200  # in a list to choose from
+MOST_CHECKPOINTS = 3  # of a run, the newest
 log = logging.getLogger("posttrain")
 
 
@@ -69,3 +72,36 @@ def rendered(render: Render, viewer: Viewer, address: object, act: Act | None = 
         log.exception("a page could not be shown: %s", address)
         said = f"This cannot be shown: {type(error).__name__}. The log of posttrain ui has more."
         return el("div", message(said, "error"), class_="shown")
+
+
+def models_below(viewer: Viewer) -> dict[str, str]:
+    """Name -> folder of every saved model: of each run, the latest first, its final, best and newest checkpoints, and
+    the quantised ones."""
+    found: dict[str, str] = {}
+    for row in viewer.runs.rows():
+        for folder in _models_of(row.folder):
+            found[f"{row.name}/{folder.relative_to(row.folder)}"] = str(folder)
+            if len(found) >= MOST_MODELS:
+                return found
+    for folder in sorted((viewer.root / "quantized_models").glob("*")):
+        if _is_model(folder):
+            found[str(folder.relative_to(viewer.root))] = str(folder)
+    return found
+
+
+def _models_of(run: Path) -> list[Path]:
+    checkpoints = sorted(run.glob("checkpoint-*"), key=_step, reverse=True)[:MOST_CHECKPOINTS]
+    return [
+        path
+        for path in [run / "final", run / "best", *checkpoints, *sorted(run.glob("quantized_*/*"))]
+        if _is_model(path)
+    ]
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in MODEL_FILES)
+
+
+def _step(folder: Path) -> int:
+    step = folder.name.rpartition("-")[2]
+    return int(step) if step.isdecimal() else -1

@@ -16,10 +16,9 @@ from posttrain.reports.markup import el, message, text
 from posttrain.serving.client import Client
 from posttrain.serving.talk import Talk
 from posttrain.serving.together import together
-from posttrain.ui.place import Place
-from posttrain.viewing.models import models_below
-from posttrain.viewing.token_map import COLOURS, cells, token_map
-from posttrain.viewing.votes import write_vote
+from posttrain.ui.view import Place
+from posttrain.viewing.chat import COLOURS, cells, token_map, write_vote
+from posttrain.viewing.viewer import models_below
 from posttrain.words import counted
 
 VOTES = "votes.jsonl"  # in the folder of runs

@@ -1,18 +1,29 @@
-"""A reply with its tokens in colour: what one model, or one against another, says of each."""
+"""What the page Chat shows and keeps.
+
+A reply with its tokens in colour, as one model, or one against another, sees each; and votes between two replies as
+preference rows, which `posttrain train` reads (docs/data.md).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from posttrain.reports.markup import Child, Markup, el, join, number
 from posttrain.serving.client import ScoredToken
+from posttrain.store.atomic import cannot_write
 
 COLOURS = {  # of a token: by what, and the value at which the colour is full
     "difference": ("log-probability, B minus A (nats)", 2.0),
     "logprob": ("log-probability of A (nats)", 5.0),
     "entropy": ("entropy of A (nats)", 3.0),
 }
+_LOCK = threading.Lock()  # of the file of votes
+Turns = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +93,24 @@ def _lines(cell: Cell, names: Sequence[str]) -> list[Child]:
 def seen(text: str) -> str:
     """A token's text, with white space that one sees."""
     return text.replace("\n", "⏎\n") if text.strip() else text.replace("\n", "⏎\n").replace(" ", "␣") or "∅"
+
+
+def write_vote(file: Path, prompt: Turns, chosen: str, rejected: str, facts: Mapping[str, Any]) -> int:
+    """Append a row with `prompt`, `chosen`, `rejected` and the facts; returns the number of rows in the file.
+
+    A line that a full disk has cut short stays a line of its own. Raises RunError if it cannot be written.
+    """
+    reply = [{"role": "assistant", "content": text} for text in (chosen, rejected)]
+    row = {"prompt": list(prompt), "chosen": reply[:1], "rejected": reply[1:], **facts}
+    line = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    with _LOCK:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a+b") as rows:
+                if rows.tell() and (rows.seek(-1, 2), rows.read(1))[1] != b"\n":
+                    line = b"\n" + line
+                rows.write(line)
+                rows.seek(0)
+                return sum(1 for _ in rows)
+        except OSError as error:
+            raise cannot_write(file, error) from error

@@ -1,1 +1,0 @@
-"""One module per page, each with `page(place)`, called inside its Blocks."""
