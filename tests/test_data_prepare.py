@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_tokenizer import CHATML, byte_tokenizer
+from data_tokenizer import CHATML, byte_tokenizer, trained_text
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -272,6 +272,27 @@ def test_a_prompt_that_is_cut_keeps_its_begin_token_and_a_header(tmp_path, most)
         assert prepared.report.overlong_truncated == (len(rows) if most < SIZE else 0)
         if kind == "sft":
             assert np.flatnonzero(tree.trained).tolist() == [*range(size[CUTS[most]], size[CUTS[most]] + 5)]
+
+
+@pytest.mark.parametrize(("header", "most", "trained"), [("", 2, ["p"]), ("[U]", 5, ["[U]p"])])
+def test_a_row_whose_only_target_follows_the_begin_token_or_header_of_its_prompt_is_used(
+    tmp_path, header, most, trained
+):
+    """The reply has the weight 0, and all but one token of the prompt's text is cut: the kept begin token precedes it,
+    so it is a target."""
+    tokenizer = byte_tokenizer(
+        "{{ bos_token }}{% for m in messages %}{{ '" + header + "' if m.role == 'user' }}{{ m.content }}{% endfor %}"
+    )
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    row = {"prompt": [{"role": "user", "content": "p" * 9}], "completion": [{**REPLY, "weight": 0}]}
+    settings = {"template": "chat", "overlong": "truncate", "options": {"completion_only_loss": False}}
+    source = write(tmp_path / "rows.jsonl", [row])
+    prepared = run(tmp_path, source=source, tokenizer=tokenizer, max_prompt_length=most, **settings)
+    (tree,) = prepared.train[0].trees
+    assert tokenizer.decode(tree.tokens) == f"<s>{header}puvw<|im_end|>"
+    assert [text.removeprefix("<s>") for text in trained_text(prepared, tokenizer)] == trained
+    with pytest.raises(DataError, match="no row can be used"):  # no begin token is kept: the first token is no target
+        run(tmp_path, source=source, tokenizer=tokenizer, max_prompt_length=1, **settings)
 
 
 def test_two_prompts_are_cut_each_at_its_turn(tmp_path):

@@ -289,6 +289,44 @@ def test_csv_of_labels_conversations_and_empty_cells(tmp_path):
     assert "not read: `note` in 301 of 303 rows" in prepared.report.lines()
 
 
+@pytest.mark.parametrize(
+    ("kind", "format", "columns", "good"),
+    [
+        ("prompt", "prompt", ("prompt", "answer"), ("q", "3")),
+        ("prompt", "problem_answer", ("problem", "answer"), ("q", "3")),
+        ("prompt", "problem_answer", ("question", "answer"), ("q", "3")),
+        ("sft", "prompt_completion", ("prompt", "completion"), ("q", "a")),
+        ("unpaired", "kto", ("prompt", "completion", "label"), ("q", "a", "{label}")),
+    ],
+)
+@pytest.mark.parametrize("blank", ["", " "])
+def test_a_blank_prompt_of_csv_is_missing(tmp_path, kind, format, columns, good, blank):
+    """As null is in JSON, where an empty string is a text, but nothing to sample completions for."""
+    rows = [[*good]] * 300 + [[blank, *good[1:]]]
+    rows = [[cell.format(label=number % 2) for cell in row] for number, row in enumerate(rows)]
+    (tmp_path / "a.csv").write_text("\n".join(map(",".join, [columns, *rows])))
+    lines = [dict(zip(columns, row, strict=True)) for row in rows]
+    lines = [{**row, "label": row["label"] == "1"} if "label" in row else row for row in lines]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = [
+        prepare(
+            DataConfig(source=str(tmp_path / name), format=format), byte_tokenizer(CHATML), kind, cache_dir=tmp_path
+        ).report
+        for name in ("a.csv", "a.jsonl")
+    ]
+    name, path = "problem" if format == "problem_answer" else "prompt", tmp_path / "a.csv"
+    assert [str(bad) for bad in found[0].malformed] == [f"{path} line 302: {name} is null"]
+    empty = ["prompt and completion are both empty"] if kind == "prompt" and not blank else []
+    assert [bad.reason for bad in found[1].malformed] == empty
+
+
+def test_a_blank_prompt_of_csv_is_allowed_where_it_is_optional(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,chosen,rejected\n,a,b\nq,a,b\n")
+    data = DataConfig(source=str(tmp_path / "a.csv"), format="preference")
+    report = prepare(data, byte_tokenizer(CHATML), "pair", cache_dir=tmp_path / "cache").report
+    assert (report.used, report.malformed) == (2, ())
+
+
 def hub_cache(folder: Path, repo: str, files: dict[str, bytes]) -> None:
     """Lay files out as the hub's cache has a downloaded data set."""
     place = folder / "hub" / f"datasets--{repo.replace('/', '--')}"

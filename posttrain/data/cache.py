@@ -30,7 +30,7 @@ from posttrain.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-CODE_VERSION = 10  # increase it when the same rows and settings give other tokens
+CODE_VERSION = 11  # increase it when the same rows and settings give other tokens
 LEFTOVER_SECONDS = 86_400
 ATTEMPTS = 2  # another run may remove an entry that both found damaged, just when this one has rebuilt it
 

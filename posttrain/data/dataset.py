@@ -107,6 +107,13 @@ class Table:
             return self._fit_pairs(limits)
         return self._fit_single(limits, documents, np.ones(len(self.row), bool) if among is None else among)
 
+    def trained(self, row: int, stop: int) -> Array:
+        """Which of the first `stop` tokens of a sequence are trained."""
+        found = np.zeros(stop, bool)
+        for begin, end in self.lists["spans"][row].reshape(-1, 2):
+            found[begin:end] = True
+        return found
+
     def prompt_lengths(self) -> Array:
         """Tokens of every prompt; a pair with two prompts has two."""
         if self.kind == "pair":
@@ -125,11 +132,8 @@ class Table:
             start, heads = self._cut("heads", prompt, self._most(prompt, length - prompt, limits))
             stop = np.where(split, length, np.minimum(length, start + limits.max_length - _size(heads)))
             for row in map(int, np.flatnonzero(over & ~split)):
-                spans = self.lists["spans"][row].reshape(-1, 2)
-                keep[row] = (
-                    self.kind == "prompt"
-                    or (np.maximum(spans[:, 0], start[row] + 1) < np.minimum(spans[:, 1], stop[row])).any()
-                )
+                left = _read(self.trained(row, stop[row]), start[row], stop[row], heads[row])
+                keep[row] = self.kind == "prompt" or left[1:].any()  # nothing predicts the first token
         view = np.column_stack([np.arange(len(length)), start, stop, *([heads] if heads.any() else [])])[keep]
         if split.any():
             view = _pieces(view, split[view[:, 0]], limits.max_length)
@@ -324,11 +328,10 @@ class Dataset:
     def _one(self, index: int) -> Example:
         table = self._table
         at, start, stop, *head = (int(value) for value in self.view[index])
-        given, trained, weights = table.lists["weights"][at], np.zeros(stop, bool), np.ones(stop, np.float32)
-        for number, (begin, end) in enumerate(table.lists["spans"][at].reshape(-1, 2)):
-            trained[begin:end] = True
-            weights[begin:end] = given[number] if len(given) else 1.0
-        whole = (table.lists["tokens"][at], trained, weights)
+        given, weights = table.lists["weights"][at], np.ones(stop, np.float32)
+        for (begin, end), weight in zip(table.lists["spans"][at].reshape(-1, 2), given, strict=False):
+            weights[begin:end] = weight  # none are given where all are 1
+        whole = (table.lists["tokens"][at], table.trained(at, stop), weights)
         tokens, trained, weights = (_read(values, start, stop, head) for values in whole)
         return Example((Node(tokens, trained, weights=weights if len(given) else None),), int(table.row[at]))
 

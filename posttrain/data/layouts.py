@@ -12,6 +12,8 @@ from posttrain.data.formats import FORMATS, Format
 from posttrain.data.render import PREFILL, WEIGHT, without
 from posttrain.data.reshaping import in_messages
 from posttrain.data.rows import (
+    ASKED,
+    CELLS,
     MESSAGE_KEYS,
     MESSAGES,
     PART_KEYS,
@@ -56,7 +58,8 @@ class Layout:
                 fields.pop("system", None)
         else:
             pairs = ("chosen", "rejected") if self.name == "sharegpt" else ()
-            fields = tidied(fields, (*STRUCTURED, *pairs), cells)
+            blank = CELLS if self.name == "preference" else (*CELLS, *ASKED)
+            fields = tidied(fields, (*STRUCTURED, *pairs), blank if cells else ())
         if optional_text(fields, "system") and not template.turns:
             raise RowError("system is not empty, and data.template: none cannot write it: choose another template")
         row = FORMATS[self.name].read(fields, template)

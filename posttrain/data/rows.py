@@ -38,7 +38,8 @@ MESSAGE_KEYS = frozenset(
 PART_KEYS = frozenset({"type", "text", "value"})  # of a content's parts
 MESSAGES = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")  # fields that may have messages
 STRUCTURED = ("messages", "conversations", "tools", "history")  # fields that are never plain text, so strings are JSON
-CELLS = ("label", "margin", "tie", "answer")  # fields of CSV that may be empty, or are no text
+CELLS = ("label", "margin", "tie", "answer")  # fields that are null where a cell of CSV is blank
+ASKED = ("prompt", "problem")  # also, in formats that need one
 TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 Turns = list[Message]
@@ -76,11 +77,12 @@ class Row:
 Fields = Mapping[str, Any]
 
 
-def tidied(fields: Fields, structured: Collection[str], cells: bool) -> dict[str, Any]:
+def tidied(fields: Fields, structured: Collection[str], cells: Collection[str] = ()) -> dict[str, Any]:
     """The fields in one form, whatever kind of file they are from.
 
     Keys of objects whose value is null are removed: typed columns give every object the keys of all. JSON strings of
-    `structured` fields are parsed, and blank ones are null. With `cells`, all values come as strings (CSV).
+    `structured` fields are parsed, and blank ones are null. From CSV, where all values are strings, `cells` are the
+    fields whose blank ones are null.
     """
     found: dict[str, Any] = {}
     for name, value in fields.items():
@@ -88,7 +90,7 @@ def tidied(fields: Fields, structured: Collection[str], cells: bool) -> dict[str
             value = _without_nulls(value)
         elif name in structured:
             value = parsed(value, name)
-        elif cells and name in CELLS:
+        elif name in cells:
             word = value.strip().lower()
             value = None if not word else TRUTHS.get(word, value) if name in ("label", "tie") else value
         found[name] = [*map(_renamed, value)] if name in MESSAGES and isinstance(value, list) else value
