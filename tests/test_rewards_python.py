@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -397,3 +398,18 @@ def test_functions_of_the_users_files(tmp_path, monkeypatch):
         call_function("of_beside:own")
     for name in ("of_here", "of_beside", "of_elsewhere"):
         sys.modules.pop(name, None)
+
+
+def test_functions_of_the_program_that_calls(tmp_path, monkeypatch):
+    """A script's own folder is the user's; that of the `posttrain` command, of a package or of Python is not."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "of_the_program.py").write_text("def short(completions):\n    return [1.0] * len(completions)\n")
+    for program in (Path(python.__file__).parents[1] / "__main__.py", Path(sys.executable).with_name("posttrain")):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules["__main__"], "__file__", str(program), raising=False)
+            with pytest.raises(RewardError, match="there is no module of_the_program"):
+                python.find_function("of_the_program:short")
+            with pytest.raises(RewardError, match="there is no module signals"):
+                python.find_function("signals:handling")  # of our package's folder
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "program.py"), raising=False)
+    assert python.find_function("of_the_program:short")(completions=["a"]) == [1.0]

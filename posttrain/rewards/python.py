@@ -232,8 +232,9 @@ def find_function(name: str) -> Callable[..., Any]:
         raise RewardError(f"a function is named module:function, such as my_rewards:brevity, not {name!r}")
     offered = {point.value.split("[")[0].strip() for point in entry_points(group=ENTRY_POINTS)} | OFFERED
     allowed = name in offered
-    program = getattr(sys.modules["__main__"], "__file__", None)  # a user's script that calls us
-    folders = [Path.cwd(), *settings_folders(), *([Path(program).resolve().parent] if program else [])]
+    program = Path(getattr(sys.modules["__main__"], "__file__", None) or sys.executable).resolve()
+    own = [] if _is_library(program) else [program.parent]  # of a user's script that calls us
+    folders = [Path.cwd(), *settings_folders(), *own]
     top = module.partition(".")[0]
     here = next((folder for folder in folders if PathFinder.find_spec(top, [str(folder)]) is not None), None)
     if here is not None and str(here) not in sys.path and not (here == Path.cwd() and "" in sys.path):
@@ -273,10 +274,7 @@ def _check_place(name: str, module: str, place: str | None, folders: Sequence[Pa
     if place is None:
         return  # a package without a file of its own: its folders are checked
     path = Path(place).resolve()
-    libraries = {Path(folder).resolve() for folder in (*sysconfig.get_paths().values(), Path(__file__).parents[1])}
-    library = place in ("built-in", "frozen") or (not imported and not path.exists())
-    library = library or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
-    if library or any(path.is_relative_to(folder) for folder in libraries - {Path(sys.prefix).resolve()}):
+    if place in ("built-in", "frozen") or (not imported and not path.exists()) or _is_library(path):
         raise RewardError(
             f"{name} belongs to Python or to an installed package ({place}): a function comes from a Python file in "
             "the current folder or beside the settings file, or from a package that names it as an entry point of the "
@@ -287,6 +285,13 @@ def _check_place(name: str, module: str, place: str | None, folders: Sequence[Pa
             f"{name}: {module} is found at {place}, which is neither in the current folder nor beside the settings "
             "file or the program: move it, or start the command in its folder"
         )
+
+
+def _is_library(path: Path) -> bool:
+    """Whether a file is of Python, of an installed package or of ours."""
+    folders = {Path(folder).resolve() for folder in (*sysconfig.get_paths().values(), Path(__file__).parents[1])}
+    installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    return installed or any(path.is_relative_to(folder) for folder in folders - {Path(sys.prefix).resolve()})
 
 
 def _file_of(function: Any) -> str | None:
