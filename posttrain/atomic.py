@@ -16,9 +16,8 @@ from pathlib import Path
 from posttrain.system import sync_file, sync_folder
 
 LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
-MADE_HERE = re.compile(
-    r".+-(?!(19|20)\d{6}$)\d{7,}"
-)  # by `beside`: a process id and six digits; no date, no number of a user
+# By `beside`: a process id and six digits. A shorter number or a date is the name of a user's own folder.
+MADE_HERE = re.compile(r".+-(?!(19|20)\d{6}$)\d{7,}")
 
 
 def put_file(path: Path, data: str | bytes) -> None:
@@ -105,9 +104,9 @@ def leftovers(folder: Path, name: str | None = None, ended: bool = True) -> list
 
 def _is_written(name: str) -> bool:
     """Whether the process whose id a leftover's name has is alive."""
-    pid = name.rpartition("-")[2][:-6]  # the last digits are random
     from psutil import pid_exists  # rarely needed
 
+    pid = name.rpartition("-")[2][:-6]  # the last digits are random
     try:
         return pid_exists(int(pid))
     except (ValueError, OverflowError):

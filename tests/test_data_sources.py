@@ -218,7 +218,8 @@ CALLING = [
 
 def test_every_kind_of_file_gives_the_same_tokens(tmp_path):
     """Typed columns give every object the keys of all others, as null; the tokens are those of the JSON lines."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     datasets.disable_progress_bars()
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, CALLING)))
     table = pa.Table.from_pylist(CALLING)
@@ -249,7 +250,8 @@ def test_every_kind_of_file_gives_the_same_tokens(tmp_path):
 
 
 def test_folders_of_save_to_disk(tmp_path, caplog):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     datasets.disable_progress_bars()
     saved = datasets.Dataset.from_list(ROWS)
     saved.save_to_disk(tmp_path / "one", num_shards=3)
