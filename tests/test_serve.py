@@ -607,6 +607,60 @@ def test_only_a_message_of_the_assistant_is_continued(url, route):
     assert httpx.post(f"{url}/v1/{route}", json=body).status_code == 200
 
 
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CLOSES_THINKING = CHATML.replace("m.content", "('<t></t>' if loop.last and m.role != 'user' else '') + m.content")
+CUTS_THINKING = CHATML.replace("m.content", "m.content.split('</t>')[-1]")
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML.replace("m.content", "m.content | trim"), CLOSES_THINKING])
+def test_a_reply_is_continued_as_transformers_renders_it(template, stories, tmp_path):
+    """Text and tokens of `apply_chat_template(continue_final_message=True)`, also where it is scored."""
+    model = with_template(stories, tmp_path / "model", template)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    with serving(model, template=None) as address:
+        for started in ("Once upon", "Once upon ", "\nOnce", "a", "<s>a"):
+            talk = [*QUESTION, {"role": "assistant", "content": started}]
+            said = {"messages": talk, "continue_final_message": True}
+            text = tokenizer.apply_chat_template(talk, tokenize=False, continue_final_message=True)
+            expected = tokenizer(text, add_special_tokens=False).input_ids
+            assert httpx.post(f"{address}/v1/render", json=said).json()["tokens"] == expected
+            answer = httpx.post(f"{address}/v1/chat/completions", json=said | {"max_tokens": 1}).json()
+            assert answer["usage"]["prompt_tokens"] == len(expected)
+            scored = httpx.post(f"{address}/v1/score", json={"messages": talk}).json()
+            assert [one["id"] for one in scored["tokens"]] == expected
+            prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)["input_ids"]
+            assert expected[: scored["scored"]] == prompt[: scored["scored"]] and scored["scored"] < len(expected)
+
+
+def test_a_reply_that_the_template_does_not_write_is_scored_as_it_is(stories, tmp_path):
+    """What is generated after the prompt: no template writes this thinking of a finished turn."""
+    model = with_template(stories, tmp_path / "model", CUTS_THINKING)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompt = tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    with serving(model, template=None) as address:
+        talk = [*QUESTION, {"role": "assistant", "content": "so</t>Once"}]
+        scored = httpx.post(f"{address}/v1/score", json={"messages": talk}).json()
+        expected = tokenizer(prompt + "so</t>Once", add_special_tokens=False).input_ids
+        assert [one["id"] for one in scored["tokens"]] == expected
+        continued = httpx.post(f"{address}/v1/render", json={"messages": talk, "continue_final_message": True})
+        assert continued.status_code == 400 and "the chat template refuses" in continued.text
+
+
+def test_a_reply_without_a_template_is_continued_as_one_text(stories):
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    with serving(stories, template="none") as address:
+        for started in ("Once", " Once", "upon a"):
+            talk = [*QUESTION, {"role": "assistant", "content": started}]
+            said = {"messages": talk, "continue_final_message": True}
+            found = httpx.post(f"{address}/v1/render", json=said).json()
+            assert found["tokens"] == tokenizer(QUESTION[0]["content"] + started).input_ids
+            scored = httpx.post(f"{address}/v1/score", json={"messages": talk}).json()
+            assert [one["id"] for one in scored["tokens"]] == found["tokens"]
+
+
 # What strangers send --------------------------------------------------------------------------------------------------
 
 

@@ -114,11 +114,7 @@ def _add_scores(app: FastAPI) -> None:
             turns = [message.turn() for message in body.messages]
             if turns[-1]["role"] != "assistant":
                 raise DataError("the last message, which is scored, must be the assistant's")
-            variables = body.chat_template_kwargs
-            prompt, whole = await policy.apart(
-                lambda: (policy.chat_tokens(turns[:-1], variables), policy.chat_tokens(turns, variables, True)),
-                renders=True,
-            )
+            prompt, whole = await policy.apart(policy.scored_tokens, turns, body.chat_template_kwargs, renders=True)
         else:
             prompt, whole = await policy.apart(
                 lambda: (policy.text_tokens(body.prompt), policy.text_tokens(body.prompt + body.completion))

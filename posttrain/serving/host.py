@@ -138,17 +138,36 @@ class Policy:
     ) -> list[int]:
         """The prompt of a conversation, as in training: rendered by the template, then tokenised as it is.
 
-        `variables` are more variables of the template. `continued`: with the last message as the start of the reply.
+        `variables` are more variables of the template. `continued`: the last message is the start of the reply, as with
+        `continue_final_message` of transformers.
         """
+        return self._tokens(self._chat(turns, variables, continued))
+
+    def scored_tokens(
+        self, turns: Sequence[dict[str, str]], variables: Mapping[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        """The prompt of the last message, and both together. The reply is as in `chat_tokens`, or follows the prompt as
+        it is where the template does not write all of it there."""
+        prompt = self._chat(turns[:-1], variables)
+        try:
+            whole = self._chat(turns, variables, continued=True)
+        except DataError:  # such as a template that removes a reply's thinking
+            whole = ""
+        whole = whole if whole.startswith(prompt) else prompt + turns[-1]["content"]
+        return self._tokens(prompt), self._tokens(whole)
+
+    def _chat(self, turns: Sequence[dict[str, str]], variables: Mapping[str, Any], continued: bool = False) -> str:
         self._bound.check(*(turn["content"] for turn in turns))
-        if continued:
-            started = self.tokenizer(turns[-1]["content"], add_special_tokens=False).input_ids
-            return self.chat_tokens(turns[:-1], variables) + started
         if not self.template.turns:
             if variables:
                 raise DataError("chat_template_kwargs: the model is served without a chat template")
-            return self.text_tokens("".join(turn["content"] for turn in turns))
-        [text] = rendered(self.tokenizer, [RenderRequest(turns, generate=True, variables=variables)], KEPT_S)
+            return "".join(turn["content"] for turn in turns)
+        asked = RenderRequest(turns, generate=not continued, continued=continued, variables=variables)
+        return rendered(self.tokenizer, [asked], KEPT_S)[0]
+
+    def _tokens(self, text: str) -> list[int]:
+        if not self.template.turns:
+            return self.text_tokens(text)
         self._bound.check(text)
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
