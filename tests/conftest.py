@@ -55,11 +55,11 @@ def quick_and_apart(tmp_path_factory):
     tests/test_store_show.py. A file stays, so that the report, which takes the picture from there, does not draw it
     either.
     """
-    finish = import_module("posttrain.training.finish")
+    one = import_module("posttrain.runner.one")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("POSTTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
         patch.setattr(os, "fsync", lambda descriptor: None)
-        patch.setattr(finish, "write_curves", lambda lines, path, title: path.write_bytes(b""))
+        patch.setattr(one, "write_curves", lambda lines, path, title: path.write_bytes(b""))
         yield
 
 
@@ -68,7 +68,7 @@ def pictures(request, monkeypatch) -> None:
     """Pictures are drawn where a test is marked `pictures`."""
     if request.node.get_closest_marker("pictures") is not None:
         drawn = import_module("posttrain.reports.curves").write_curves
-        monkeypatch.setattr(import_module("posttrain.training.finish"), "write_curves", drawn)
+        monkeypatch.setattr(import_module("posttrain.runner.one"), "write_curves", drawn)
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from posttrain import ranks, runner
 from posttrain.config import RunConfig, load
 from posttrain.errors import RankError
-from posttrain.optim.adamw import AdamW
-from posttrain.optim.sharded import ShardedAdamW
-from posttrain.training import finish, job
+from posttrain.optim.adamw import AdamW, ShardedAdamW
+from posttrain.runner import one
+from posttrain.training import job
 
 kept: dict[str, torch.Tensor] = {}
 norms = {kind: kind._norm for kind in (AdamW, ShardedAdamW)}
@@ -68,8 +68,8 @@ def refuse(here: ranks.Ranks, config: RunConfig) -> None:
 def main(files: list[str]) -> None:
     AdamW._norm = ShardedAdamW._norm = keep
     os.fsync = lambda descriptor: None
-    finish.write_curves = lambda lines, path, title: None
-    finish.write_report = lambda folder, title: None
+    one.write_curves = lambda lines, path, title: None
+    one.write_report = lambda folder, title: None
     with ranks.joined() as here:
         # As the runner does it, but connected once for all runs.
         runner.joined = lambda: nullcontext(here)

@@ -201,7 +201,7 @@ from posttrain.config import load
 from posttrain.memory import memory_in_use
 from posttrain.training.job import Job
 os.fsync = lambda descriptor: None  # and no pictures, as in tests/conftest.py
-sys.modules["posttrain.training.finish"].write_curves = lambda lines, path, title: path.write_bytes(b"")
+sys.modules["posttrain.runner.one"].write_curves = lambda lines, path, title: path.write_bytes(b"")
 start, held = Job.start, []
 def noted(*arguments):
     held.append(memory_in_use())

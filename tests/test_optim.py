@@ -14,7 +14,7 @@ from posttrain.errors import ConfigError
 from posttrain.optim.adamw import AdamW
 from posttrain.optim.adamw_8bit import AdamW8bit, eight_bit_names
 from posttrain.optim.offload import AdamWCPUOffload
-from posttrain.optim.schedules import schedule, warmup_count
+from posttrain.training.schedule import schedule, warmup_count
 
 
 def small_model():

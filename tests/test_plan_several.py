@@ -11,8 +11,7 @@ from posttrain.cli import main
 from posttrain.config import load
 from posttrain.planning.activations import empty_model
 from posttrain.planning.cards import CARDS
-from posttrain.planning.estimate import SAFE, count, estimate
-from posttrain.planning.several import Target, exchanged, gathered
+from posttrain.planning.estimate import SAFE, Target, count, estimate, exchanged, gathered
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """The memory of a training step, part by part, estimated before anything is loaded.
 
 Weights, gradients, optimizer, reference and the engine's cache are counted from the model's shapes; activations are
-simulated (activations.py).
+simulated (activations.py). A run on several processes, or on GPUs that are not here, has a `Target`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from posttrain.batch import Example, Node, Pack, pack
-from posttrain.config import ModelConfig, RunConfig
+from posttrain.config import DevicesConfig, ModelConfig, RunConfig
 from posttrain.engines.embedded import MAX_ROWS
 from posttrain.engines.room import GPU_SHARE, Room, cache_tokens, token_bytes
-from posttrain.models.devices import compute_dtype, take_device
+from posttrain.models.devices import compute_dtype, device_of, take_device
 from posttrain.models.families import base_of, head_layer
 from posttrain.models.load import load_config
 from posttrain.models.lora import continues
 from posttrain.models.matmul import ONEDNN, PACKS
 from posttrain.models.optional import takes_triton
+from posttrain.models.sharding import layers_of
 from posttrain.optim.adamw_8bit import BLOCK, eight_bit_names
 from posttrain.planning.activations import activations, empty_model
-from posttrain.planning.several import gathered
+from posttrain.planning.cards import CARDS
 from posttrain.ranks import ALONE, Ranks
 from posttrain.scoring import CHUNK_ELEMENTS, gradient_elements
 from posttrain.store.run import Run
@@ -46,6 +47,8 @@ SAFE = 0.75  # share of a GPU's memory; the estimate is within a quarter of the 
 # steps with glibc 2.36, with oneDNN as the matmul library (its buffers are allocated and freed, too) and with MKL
 # (models/matmul.py). With gradient checkpointing, tensors are returned to the system at once (posttrain.memory).
 HOLES = 0.4 if PACKS and not ONEDNN else 0.8
+
+
 # On a CPU: tokenizer, data, code and workspaces of kernels, log and curves.
 PROCESS = 50 << 20
 
@@ -142,7 +145,7 @@ def estimate(
     if offloaded:  # including the transfer buffers, in the model's dtype
         host = parts["gradients"] + parts["optimizer"] + width * trained
         parts |= {"gradients": 0, "optimizer": 0}
-    if config.method.updates > 1:  # training/boundary.py
+    if config.method.updates > 1:  # training/saving.py
         copied = 4 * trained + _moments(empty, kind)
         if device.type == "cpu":
             parts["copy of a step's start"] = copied
@@ -249,3 +252,43 @@ def _logits(
     if not head.is_leaf:  # PEFT puts trained rows into a copy of the head, whose gradient is a second one
         gradient += 2 * width * head.numel()
     return chunk + wide + 2 * scored * hidden * width + gradient
+
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a run is planned for: this machine's device, or GPUs of a name; and the processes that share a step."""
+
+    device: torch.device
+    ranks: int = 1
+    name: str | None = None
+
+    @classmethod
+    def of(cls, devices: DevicesConfig, card: str | None = None, ranks: int = 1) -> Target:
+        """For GPUs of a name in CARDS, or for this machine's device."""
+        return cls(device_of(devices) if card is None else torch.device("cuda", 0), ranks, card)
+
+    @property
+    def card(self) -> int | None:
+        """Bytes of the named GPU's memory; None for this machine's own device."""
+        return None if self.name is None else int(CARDS[self.name] * 2**30)
+
+
+def gathered(model: PreTrainedModel | PeftModel, width: int) -> int:
+    """Bytes of the weights that a process of a sharded run holds at once: all but the layers, and two layers."""
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
+    rest = sum(p.numel() for p in model.parameters()) - sum(layers)
+    return width * (rest + 2 * max(layers, default=0))
+
+
+def exchanged(total: int, trained: int, width: int, ranks: int, packs: float, sharded: bool) -> float:
+    """Bytes that a process sends, and receives as many, in a step: `packs` are its own; weights of `width` bytes.
+
+    Replicas sum their float32 gradients once (reduce-scatter and all-gather of a ring). Sharded weights are gathered
+    for every forward and backward pass, and every pack's gradients are reduced, in float32.
+    """
+    share = (ranks - 1) / ranks
+    return packs * (2 * width * total + 4 * trained) * share if sharded else 2 * 4 * trained * share

@@ -21,15 +21,13 @@ from posttrain.models.devices import compute_dtype
 from posttrain.models.families import base_of, check_longest
 from posttrain.models.load import load_tokenizer
 from posttrain.models.matmul import multiplies_bfloat16
-from posttrain.optim.schedules import warmup_count
 from posttrain.planning.activations import empty_model
-from posttrain.planning.estimate import SAFE, count, estimate
+from posttrain.planning.estimate import SAFE, Target, count, estimate, exchanged
 from posttrain.planning.largest import first_epoch, largest_step, pack_rows
 from posttrain.planning.probe import probe
-from posttrain.planning.several import Target, exchanged
 from posttrain.store.folder import run_folder
 from posttrain.training.job import data_of
-from posttrain.training.schedule import total_steps
+from posttrain.training.schedule import total_steps, warmup_count
 from posttrain.words import counted
 
 STEPS_LOOKED_AT = 50

@@ -25,7 +25,7 @@ from posttrain.scoring import Scorer, scored_states
 from posttrain.training.checks import check_packing
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop
-from posttrain.training.teacher import Teacher
+from posttrain.training.reference import Teacher
 
 
 def train(job: Job, data: Prepared) -> Loop:

@@ -26,8 +26,7 @@ from posttrain.optim.update import Batch, Objective
 from posttrain.rewards.compose import Rewarded
 from posttrain.rollout import Rollout, RolloutPack, Sampler
 from posttrain.store.rollouts import RolloutStore, StoredPrompt, StoredRollout
-from posttrain.training.alarms import Alarms
-from posttrain.training.checks import check_sampler
+from posttrain.training.checks import Alarms, check_sampler
 from posttrain.training.evaluation import as_text, measure_completions, parts_of, rollout_store, sampler_of
 from posttrain.training.job import Job
 from posttrain.training.loop import Loop

@@ -11,9 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from posttrain.reports.advice import MESSAGES
 from posttrain.reports.chart import Line, chart
-from posttrain.reports.checks import checks_of
+from posttrain.reports.checks import MESSAGES, checks_of
 from posttrain.reports.completions import completions
 from posttrain.reports.page import Facts, Html, Section, Table, Text, charts, messages, write_page
 from posttrain.reports.panels import PANELS, lines_of

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from posttrain.config import RunConfig, Stage
 from posttrain.errors import RankError, RunError, is_out_of_memory
 from posttrain.output import enduring
 from posttrain.ranks import Ranks, joined
-from posttrain.runner.agreement import refuse_differences
 from posttrain.runner.comparison import compare
 from posttrain.runner.one import follow, train_one
 from posttrain.runner.pipeline import Pipeline, Task
 from posttrain.store.checkpoint import named_checkpoint
+from posttrain.store.files import flat
+from posttrain.store.provenance import environment, redact
 from posttrain.store.runs import is_whole_run
 from posttrain.store.tracking import require_trackers
 from posttrain.training.best import Watch
@@ -26,6 +28,7 @@ from posttrain.training.resume import as_started, memory_settings, run_folder_of
 from posttrain.training.state import problems_of
 
 __all__ = ["train"]
+OWN = ("name",)  # of an unnamed run, it has the time
 
 
 def train(
@@ -156,3 +159,30 @@ def _resume_one(stages: Sequence[Stage], path: Path, ranks: Ranks) -> int:
     with _out_of_memory_advice(settings, folder):
         train_one(settings, folder, named, True, False, tasks[0].start_facts(), ranks=ranks)
     return 0
+
+
+def refuse_differences(ranks: Ranks, stages: Sequence[Stage], options: Mapping[str, Any]) -> None:
+    """Raise RankError on every rank if one was started otherwise than the first; `options` are those of the command.
+
+    Before anything is written. The data of the ranks is compared once it is read (training/job.py).
+    """
+    if ranks.size == 1:
+        return
+    here = environment()
+    versions = {"Python": here["python"], **here["versions"], "commit of posttrain": here["git_commit"]}
+    facts = {**_settings(stages), **options, **versions, "processes on the machine (--nproc)": ranks.locals}
+    if lines := ranks.differences(facts):
+        raise RankError(
+            redact("\n  ".join(["the ranks were not started alike:", *lines]))
+            + "\nStart every machine with the same command and settings, and install the same versions on each"
+        )
+
+
+def _settings(stages: Sequence[Stage]) -> dict[str, Any]:
+    """Every setting by its key; that of a named stage, with its name."""
+    found: dict[str, Any] = {}
+    for stage in stages:
+        before = f"stage {stage.name}: " if stage.name else ""
+        values = flat(stage.config.model_dump(mode="json"), lists=True) | {"init_from": stage.init_from}
+        found |= {f"{before}{key}": value for key, value in values.items() if key not in OWN}
+    return found

@@ -18,12 +18,15 @@ import torch
 
 from posttrain.config import RunConfig, dump
 from posttrain.errors import DamagedError, RankError, RunError, Stopped, reason_of
-from posttrain.memory import release_memory
+from posttrain.memory import peak_memory, release_memory
 from posttrain.models.devices import determinism, own_device
 from posttrain.planning.estimate import start_job
 from posttrain.planning.largest import keeps_engine
 from posttrain.ranks import ALONE, Ranks
 from posttrain.recipes import RECIPES
+from posttrain.reports.curves import write_curves
+from posttrain.reports.progress import duration
+from posttrain.reports.report import write_report
 from posttrain.signals import handling, leave
 from posttrain.store.checkpoint import has_saved, newest_complete, saved_step, unusable
 from posttrain.store.follower import Follower, own_log
@@ -32,11 +35,12 @@ from posttrain.store.tracking import Tracking
 from posttrain.terminal import say
 from posttrain.threads import sharing_cores
 from posttrain.training.best import Watch
-from posttrain.training.finish import finish
 from posttrain.training.inputs import dated, models_read, refuse_other_models
+from posttrain.training.job import Job
 from posttrain.training.loop import Loop
 from posttrain.training.resume import refuse_changes, refuse_fewer_steps, report_lost
 from posttrain.training.state import problems_of
+from posttrain.words import counted
 
 log = logging.getLogger("posttrain")
 
@@ -202,3 +206,41 @@ def _exits_are_failures() -> Iterator[None]:
         if isinstance(error, Stopped):
             raise
         raise RunError(f"{reason_of(error)}: code that a run calls must raise an error instead") from error
+
+
+def finish(job: Job, loop: Loop) -> None:
+    """Write results.json, curves.png and report.html of a finished run, and a summary on the console."""
+    run, lines = job.run, job.run.read_metrics()
+    state = loop.state
+    results = {
+        "method": job.config.method.type,
+        "model": job.model.path,
+        "steps": state.step,
+        "num_tokens": state.num_tokens,
+        "skipped_steps": state.skipped,
+        "train_runtime": round(state.seconds, 3),
+        "save_seconds": round(state.save_seconds, 3),
+        "tokens_per_second": round(state.num_tokens / state.seconds, 1) if state.seconds else 0.0,
+        "peak_memory_gib": round(peak_memory(job.device) / 2**30, 3),
+        "start": last_values(lines[::-1]),
+        "final": last_values(lines),
+    }
+    if state.best is not None:
+        results["best"] = {str(job.config.best_metric): state.best}
+    run.write_results(results)
+    if job.config.method.head == "reward":
+        run.write_final_results(results)
+    run.set_counters({"skipped_steps": state.skipped})
+    run.set_state("finished")
+    title = f"{job.config.method.type} of {job.model.folder_name}"
+    write_curves(lines, run.folder / "curves.png", title)
+    write_report(run.folder, title)
+    log.info("done, %s in %s: %s", counted(state.step, "step"), duration(state.seconds), run.folder)
+
+
+def last_values(lines: list[dict[str, Any]]) -> dict[str, float]:
+    """The last value of every metric, without step, epoch and time."""
+    values: dict[str, float] = {}
+    for line in lines:
+        values |= {k: v for k, v in line.items() if k not in ("step", "epoch", "time") and v is not None}
+    return values

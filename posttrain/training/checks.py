@@ -1,7 +1,11 @@
-"""Vital checks: invariants of every healthy run. A failure stops the run and names the check and its cause."""
+"""Vital checks: invariants of every healthy run. A failure stops the run and names the check and its cause.
+
+Alarms of online runs are for problems that keep every number finite: counted in the metrics, logged as warnings.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -11,16 +15,23 @@ import torch
 from torch import nn
 
 from posttrain.batch import Example, Pack, sequences
+from posttrain.config.schema.base import MethodSettings
 from posttrain.errors import VitalSignError
 from posttrain.models.families import base_of
 from posttrain.models.sharding import at_rest, own_part, whole
 from posttrain.optim.adamw import AdamW
 from posttrain.ranks import Ranks
-from posttrain.reports.checks import MOVED, PACKED, RATIO, SAMPLER, SAVED, START
+from posttrain.reports.checks import MESSAGES, MOVED, PACKED, RATIO, SAMPLER, SAVED, START
 from posttrain.scoring import RewardScorer, Scorer
 from posttrain.store.files import bits
 
 PackOf = Callable[[list[Example]], list[Pack]]
+log = logging.getLogger("posttrain")
+
+COLLAPSED = 0.05  # share of the entropy at the first step
+WITHOUT_VERDICT = 0.005  # share of the completions
+EFFECTIVE = 0.9  # effective sample size / tokens; below it the engine's policy is not the trainer's
+EVERY = 20  # an alarm is logged the first time and then every 20th time
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +100,8 @@ class Noise:
 
 
 ROUNDING = {torch.float32: Noise(5e-4, 2e-3, 2e-2), torch.bfloat16: Noise(0.15, 0.5, 10.0)}
+
+
 # Limits (nats) for a sequence, times the root of its tokens: their noise is mostly independent.
 MARGIN = {torch.float32: 2e-3, torch.bfloat16: 0.5}
 
@@ -293,3 +306,31 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 def _dtype(scorer: nn.Module) -> torch.dtype:
     """The coarsest dtype of the weights, which determines rounding."""
     return torch.bfloat16 if any(p.dtype == torch.bfloat16 for p in scorer.parameters()) else torch.float32
+
+
+class Alarms:
+    """Checks a step's metrics. Counts alarms in `memory`, which checkpoints save, under alarms/{name}."""
+
+    def __init__(self, memory: dict[str, float], method: MethodSettings):
+        self.memory, self._method = memory, method
+
+    def look(self, step: int, metrics: Mapping[str, float], all_equal: bool) -> None:
+        """`all_equal`: all completions of the step with a reward have the same."""
+        entropy = metrics.get("entropy")
+        if entropy is not None:
+            self.memory.setdefault("first_entropy", entropy)
+        without, method = metrics.get("rewards/left_out_ratio", 0.0), self._method
+        no_spread = metrics.get("frac_reward_zero_std", 0.0) == 1.0 and without < 1.0
+        raised = {
+            "no_spread": method.compares_groups and no_spread,
+            "equal_rewards": method.needs_rewards and not method.compares_groups and all_equal,
+            "truncated": metrics.get("completions/clipped_ratio", 0.0) == 1.0,
+            "no_reward": without == 1.0,
+            "no_verdict": metrics.get("rewards/no_verdict_ratio", 0.0) > WITHOUT_VERDICT and without < 1.0,
+            "entropy": entropy is not None and entropy < COLLAPSED * self.memory["first_entropy"],
+            "sampler": metrics.get("sampling/effective_sample_size", 1.0) < EFFECTIVE,
+        }
+        for name in (name for name, is_raised in raised.items() if is_raised):
+            count = self.memory[f"alarms/{name}"] = self.memory.get(f"alarms/{name}", 0.0) + 1
+            if count % EVERY == 1:
+                log.warning("step %d: %s", step, MESSAGES[name])

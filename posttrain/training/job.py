@@ -47,10 +47,9 @@ from posttrain.models.load import (
 from posttrain.models.lora import add_lora, continues, load_lora
 from posttrain.models.quantised import refuse_training
 from posttrain.models.sharding import shard
-from posttrain.optim.adamw import AdamW
+from posttrain.optim.adamw import AdamW, ShardedAdamW
 from posttrain.optim.adamw_8bit import AdamW8bit
 from posttrain.optim.offload import AdamWCPUOffload
-from posttrain.optim.sharded import ShardedAdamW
 from posttrain.ranks import ALONE, Ranks
 from posttrain.store.run import Run
 from posttrain.store.runs import is_inside

@@ -35,9 +35,8 @@ from posttrain.scoring import ValueScorer
 from posttrain.training.best import Best, prefix_of
 from posttrain.training.checks import Finding, MovedWeights
 from posttrain.training.evaluation import CompletionEvaluation
-from posttrain.training.interruption import Interruption
 from posttrain.training.job import Job
-from posttrain.training.saving import Saver
+from posttrain.training.saving import Interruption, Saver
 from posttrain.training.schedule import (
     epoch_order,
     evaluated_rows,

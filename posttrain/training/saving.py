@@ -1,13 +1,19 @@
-"""The content of a run's checkpoints, extra checkpoints on failures, and restoring a run from one."""
+"""The content of a run's checkpoints, extra checkpoints on failures and signals, and restoring a run from one.
+
+The state after the last finished step is kept: when a run fails, it is saved, so that the resumed run repeats the
+failed step bit for bit.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +22,7 @@ from transformers import PreTrainedModel
 from posttrain.config import load
 from posttrain.data import Prepared
 from posttrain.errors import DamagedError, RunError, is_out_of_memory
-from posttrain.memory import release_memory
+from posttrain.memory import available_memory, release_memory, return_free_pages
 from posttrain.models.lora import save
 from posttrain.models.sharding import whole, whole_state
 from posttrain.optim.adamw import AdamW
@@ -25,15 +31,75 @@ from posttrain.store.files import load_tensors, restore_rng, rng_state, save_jso
 from posttrain.store.logs import QUIET_LOGGER
 from posttrain.store.parts import load_parts, part_file
 from posttrain.store.rollouts import RolloutStore
-from posttrain.training.boundary import Boundary
 from posttrain.training.checks import check_finite, check_same_weights
 from posttrain.training.job import Job
 from posttrain.training.state import Saved, State
-from posttrain.training.stopping import LeaveAtOnceError
+from posttrain.training.stopping import GivenUpError, LeaveAtOnceError, Stop
 
 log = logging.getLogger("posttrain")
 OPTIMIZER = "optimizer"  # the name of the file, or of the files of several ranks
 Generators = tuple[dict[str, torch.Tensor], dict[str, Any]]
+Batch = TypeVar("Batch")
+
+
+class Boundary:
+    """The state after the last finished step: the loop's state, the random generators, and how to restore the weights.
+
+    The loop's state and the generators are copied at every step. Weights and moments need no copy if a step is one
+    update: forward, backward and the checks before the update do not change them. If a step has several updates,
+    `copy_weights` copies them to CPU memory before the first.
+    """
+
+    state: State
+    rng: tuple[dict[str, torch.Tensor], dict[str, Any]]
+
+    def __init__(self, optimizer: AdamW, device: torch.device):
+        self._optimizer, self._device = optimizer, device
+        self._copies: dict[str, torch.Tensor] = {}
+        self._copied_at: int | None = None  # the step of the copies
+        self._has_room: bool | None = None
+
+    def mark(self, state: State) -> None:
+        """A step, or its evaluation, is finished."""
+        self.state, self.rng = state.copy(), rng_state(self._device)
+
+    @torch.no_grad()
+    def copy_weights(self) -> None:
+        """Copy weights and moments before a step of several updates. Warns once if CPU memory is too small."""
+        tensors = self._optimizer.state() | {f"{name}|master": m for name, m in self._optimizer.masters.items()}
+        if self._has_room is None:
+            self._has_room = self._look_for_room()
+        if not self._has_room:
+            return
+        self._copied_at = None
+        for name, tensor in tensors.items():
+            if name not in self._copies:
+                self._copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._copies[name].copy_(tensor, non_blocking=True)
+        self._copied_at = self.state.step
+
+    def go_back(self) -> bool:
+        """Restore weights and moments to the last mark and drop gradients. False if the weights have changed since and
+        there is no copy."""
+        self._optimizer.forget()
+        if self._optimizer.updates == self.state.updates:
+            return True
+        if self._copied_at != self.state.step:
+            return False
+        self._optimizer.load_state(self._copies)
+        return True
+
+    def _look_for_room(self) -> bool:
+        values = sum(master.numel() for master in self._optimizer.masters.values())
+        size, free = 3 * 4 * values, available_memory(torch.device("cpu"))  # masters and two moments, float32
+        if free is None or free > 2 * size:
+            return True
+        log.warning(
+            "too little CPU memory (%.1f GiB free) for a copy of weights and moments (%.1f GiB): a failure between the "
+            "updates of a step loses the steps since the last checkpoint",
+            free / 2**30, size / 2**30,
+        )  # fmt: skip
+        return False
 
 
 class Saver:
@@ -191,3 +257,36 @@ class Saver:
         model = next(module for module in self.policy.modules() if isinstance(module, PreTrainedModel))
         if model.can_generate() and model.generation_config is not None:  # PEFT leaves its stop tokens out
             model.generation_config.save_pretrained(folder)
+
+
+class Interruption:
+    """Ends a run on a signal; an abandoned step counts as never started."""
+
+    def __init__(self, stop: Stop, saver: Saver):
+        self._stop, self._saver = stop, saver
+
+    def while_patient(self, packs: Sequence[Batch]) -> Iterator[Batch]:
+        """The packs of an update. Between packs, abandons the update if a signal came more than PATIENCE_S ago."""
+        for pack in packs:
+            if self._stop.overdue:
+                self.abandon("takes too long to finish")
+            yield pack
+
+    @contextmanager
+    def sampling(self, evaluating: bool = False) -> Iterator[None]:
+        """A context for sampling and scoring with the whole model, on each rank by itself: nothing has changed yet, so
+        a signal abandons the work at once."""
+        return_free_pages()
+        try:
+            with whole(self._saver.policy), self._stop.giving_up():
+                yield
+                return_free_pages()
+        except GivenUpError:
+            self.abandon("" if evaluating else "takes too long to finish")
+
+    def abandon(self, why: str = "") -> None:
+        """Leave a step or an evaluation unfinished, and save a checkpoint of the last finished step."""
+        if why:
+            log.warning("step %d %s: it is abandoned", self._saver.finished_step + 1, why)
+        self._saver.save_finished()
+        self._stop.leave_if_asked()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 
 from posttrain.errors import PosttrainError
-from posttrain.reports.advice import MESSAGES
 from posttrain.reports.chart import chart
-from posttrain.reports.checks import checks_of
+from posttrain.reports.checks import MESSAGES, checks_of
 from posttrain.reports.listing import in_units
 from posttrain.reports.markup import Markup, el, join, message, number, table
 from posttrain.reports.panels import PANELS, lines_of

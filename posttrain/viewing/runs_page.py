@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from datetime import datetime
 
-from posttrain.reports.advice import MESSAGES
 from posttrain.reports.chart import COLOURS, Line, chart, spark
+from posttrain.reports.checks import MESSAGES
 from posttrain.reports.listing import in_units
 from posttrain.reports.markup import Markup, el, join, link, message, number, table
 from posttrain.reports.panels import PANELS

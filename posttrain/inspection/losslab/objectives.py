@@ -34,8 +34,7 @@ from posttrain.recipes.online import Step, StepPack, given_completions, minibatc
 from posttrain.rollout import Rollout
 from posttrain.scoring import RewardScorer, Scorer, ValueScorer
 from posttrain.training.job import Job
-from posttrain.training.reference import is_reference_free, make_reference, no_reference, token_reference
-from posttrain.training.teacher import Teacher
+from posttrain.training.reference import Teacher, is_reference_free, make_reference, no_reference, token_reference
 
 
 @dataclass(frozen=True, slots=True)
