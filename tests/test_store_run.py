@@ -1,5 +1,6 @@
 """The run folder: who may write there, what it tells, what it never tells, and how it reads after a resume."""
 
+import errno
 import json
 import logging
 import os
@@ -423,19 +424,41 @@ def test_reading_a_run_imports_neither_torch_nor_matplotlib(tmp_path):
     assert done.stdout.split("\n")[:2] == ["['finished']", "[]"]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_log_without_room_is_given_up_and_said_once(tmp_path, capsys):
-    folder = tmp_path / "x"
-    folder.mkdir()
-    Run.create(folder, CONFIG, {}).close()
-    (folder / "training.log").unlink()
-    (folder / "training.log").symlink_to("/dev/full")
-    with Run.open(folder) as run:
+def test_a_log_without_room_is_given_up_and_said_once(tmp_path, monkeypatch, capsys):
+    folder, write = tmp_path / "x", os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if os.path.samestat(os.fstat(descriptor), (folder / "training.log").stat()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    with Run.create(folder, CONFIG, {}) as run:
+        monkeypatch.setattr(os, "write", full)
         logging.getLogger("posttrain").info("one")
         logging.getLogger("posttrain").info("two")
         run.log(1, {"loss": 1.0})
     assert capsys.readouterr().err.count("No space left on device") == 1
     assert read_run(folder).state == "finished"
+
+
+@pytest.mark.parametrize("name", ["training.log", "metrics.jsonl"])
+@pytest.mark.parametrize("kind", ["link", "nowhere", "device", "pipe", "folder"])
+def test_what_is_no_file_is_not_appended_to(name, kind, tmp_path):
+    """A run folder may be a stranger's, and a link in it lead to any file of the user."""
+    Run.create(tmp_path / "x", CONFIG, {}).close()
+    path, other = tmp_path / "x" / name, tmp_path / "other"
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to({"device": Path("/dev/null"), "link": other, "nowhere": tmp_path / "missing"}[kind])
+    other.write_text("")
+    refused = "it is a (link|pipe, a folder or a device), no file|Is a directory|No such device"
+    with pytest.raises(RunError, match=f"{name}: ({refused})"), Run.open(tmp_path / "x") as run:
+        run.log(1, {"loss": 1.0})
+    assert other.read_text() == "" and not (tmp_path / "missing").exists()
 
 
 def test_a_check_keeps_its_largest_value_and_a_failure_until_it_passes_after_a_resume(tmp_path):

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from safetensors import SafetensorError
 
 from posttrain.atomic import put_file, put_folder, settle, take_away
 from posttrain.errors import RunError
-from posttrain.system import BINARY, NONBLOCK
+from posttrain.system import BINARY, NOFOLLOW, NONBLOCK
 
 # Errors of a full disk: no space, quota reached, file size limit reached.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -83,18 +84,35 @@ def _number(error: OSError | SafetensorError) -> int | None:
 
 
 def _reason(error: OSError | SafetensorError) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     number = _number(error)
     return os.strerror(number) if number is not None else str(error)
+
+
+def open_itself(path: Path, flags: int, links: bool = False) -> int:
+    """A descriptor of a file of a run folder.
+
+    A run may be a stranger's: raises OSError for a link (without `links`), which may lead anywhere, and for a pipe or a
+    device, which may never answer.
+    """
+    link = not links and path.is_symlink()
+    descriptor = -1 if link else os.open(path, flags | BINARY | NONBLOCK | (0 if links else NOFOLLOW), 0o666)
+    if link or not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if not link:
+            os.close(descriptor)
+        raise OSError(errno.EINVAL, f"it is a {'link' if link else 'pipe, a folder or a device'}, no file", str(path))
+    return descriptor
 
 
 class LineFile:
     """A file that grows line by line, unbuffered: after `write` returns, a crash of the process loses nothing.
 
-    Methods raise OSError as the system does.
+    Methods raise OSError as the system does, the first also for what is no file (see `open_itself`).
     """
 
     def __init__(self, path: Path):
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | BINARY | NONBLOCK, 0o666)
+        self._descriptor = open_itself(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def write(self, line: str) -> None:
         data = (line + "\n").encode(errors="backslashreplace")

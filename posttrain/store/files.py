@@ -1,11 +1,9 @@
 """Safe-to-load files: JSON with exact numbers, safetensors, and the state of the random number generators."""
 
-import errno
 import json
 import math
 import os
 import random
-import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from io import BufferedReader
@@ -15,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from posttrain.errors import DamagedError, RunError
-from posttrain.store.atomic import cannot_write, write_file
-from posttrain.system import BINARY, NOFOLLOW, NONBLOCK
+from posttrain.store.atomic import cannot_write, open_itself, write_file
 
 if TYPE_CHECKING:  # reading a run folder must not import torch
     import torch
@@ -76,22 +73,12 @@ def _make_folder_of(path: Path) -> None:
 
 
 def open_regular(path: Path, links: bool = False) -> BufferedReader:
-    """Open a file of a run folder for reading.
-
-    A run may be a stranger's: raises OSError for a link (without `links`), which may lead anywhere, and for a pipe or a
-    device, which may never answer.
-    """
-    link = not links and path.is_symlink()
-    descriptor = -1 if link else os.open(path, os.O_RDONLY | BINARY | NONBLOCK | (0 if links else NOFOLLOW))
-    if link or not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        if not link:
-            os.close(descriptor)
-        raise OSError(errno.EINVAL, f"it is a {'link' if link else 'pipe, a folder or a device'}, no file", str(path))
-    return os.fdopen(descriptor, "rb")
+    """Open a file of a run folder for reading. Raises OSError, also for what is no file (see `open_itself`)."""
+    return os.fdopen(open_itself(path, os.O_RDONLY, links), "rb")
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of a file of a run folder. Raises OSError, also for what is no file (see `open_regular`)."""
+    """The content of a file of a run folder. Raises OSError, also for what is no file (see `open_itself`)."""
     with open_regular(path) as file:
         return file.read()
 
