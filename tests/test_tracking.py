@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import sqlite3
 import struct
 import sys
@@ -202,9 +203,12 @@ OTHERS = {  # lines after the resume at step 2, when steps 3 to 5 were sent
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_a_resume_discards_is_not_shown(tmp_path, trackio_dir, caplog, name):
-    """TensorBoard shows the lines of metrics.jsonl and no others; the others keep what they have, with a warning."""
+@pytest.mark.parametrize(("name", "clock"), [*((name, "right") for name in OTHERS), ("fewer steps", "ahead")])
+def test_what_a_resume_discards_is_not_shown(tmp_path, trackio_dir, caplog, name, clock):
+    """TensorBoard shows the lines of metrics.jsonl and no others; the others keep what they have, with a warning.
+
+    Also where the machine that wrote before has a clock ahead of this one's: TensorBoard reads files by their names.
+    """
     config = settings(tmp_path, report_to=ALL)
     before = {1: 0.5, 2: 0.4, 3: 0.3, 4: 0.2, 5: 0.1}
     with Run.create(tmp_path / "runs/hh", dump(config), {}) as run, Tracking(config, run):
@@ -212,6 +216,9 @@ def test_what_a_resume_discards_is_not_shown(tmp_path, trackio_dir, caplog, name
             run.log(step, {"learning_rate": rate, "loss": 1.0})
     logged = [line for line in run.read_metrics() if line["step"] > 2]
     assert len(logged) == 3
+    if clock == "ahead":
+        [events] = (tmp_path / "runs/hh/tracking").glob("*tfevents*")
+        events.rename(events.with_name(re.sub(r"tfevents\.\d+", "tfevents.9999999999", events.name)))
     with Run.open(tmp_path / "runs/hh") as run:
         run.rewind(2)
         with Tracking(config, run, logged):

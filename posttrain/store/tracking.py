@@ -12,6 +12,7 @@ import io
 import logging
 import netrc
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,7 +212,12 @@ class TensorBoard:
     def discard(self, step: int) -> bool:
         """A new file says so; TensorBoard then shows no earlier file's values from this step on."""
         self._writer.close()
+        earlier = sorted(self._folder.glob("*tfevents*"))
         self._writer = self._file(purge_step=step)
+        # Files are read in the order of their names, which begin with a time: also of a machine whose clock is ahead.
+        if max(self._folder.glob("*tfevents*")) == earlier[-1]:
+            for number, path in enumerate(earlier):
+                path.rename(path.with_name(re.sub(r"tfevents\.\d+", f"tfevents.{number:010}", path.name)))
         return True
 
     def close(self, failed: bool) -> None:
