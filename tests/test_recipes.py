@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from posttrain import recipes, runner
 from posttrain.config import load
-from posttrain.errors import PosttrainError, RunError
+from posttrain.config.schema.metrics import OF_LOSS
+from posttrain.errors import ConfigError, PosttrainError, RunError
 from posttrain.training.best import Best
 from posttrain.training.resume import memory_settings
 from posttrain.training.state import State
@@ -355,12 +356,68 @@ def test_early_stopping_keeps_the_best(tmp_path, shared):
     assert len(losses) - 1 - losses.index(min(losses)) == 3
 
 
+@pytest.mark.parametrize(
+    "method", [*OF_LOSS, {"type": "kto", "loss_type": "bco"}], ids=lambda m: m if isinstance(m, str) else "bco"
+)
+def test_what_each_method_measures_can_name_the_best_model(tmp_path, shared, method):
+    """All of it, and nothing that the table of names lacks: the run's own names are the oracle."""
+    name = method if isinstance(method, str) else method["type"]
+    row = {"prompt": "Once", "completion": " upon", "chosen": " a time", "rejected": " at all"}
+    keep = {"sft": ("prompt", "completion"), "kto": ("prompt", "completion", "label")}.get(
+        name, ("prompt", "chosen", "rejected")
+    )
+    rows = ({**row, "prompt": f"Once {i}", "label": i % 2 == 0} for i in range(12))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({key: one[key] for key in keep}) + "\n" for one in rows))
+    settings = {
+        "model": str(shared / "models/stories260K"), "method": method, "training": {"batch_size": 4, "max_steps": 1},
+        "data": {"source": str(tmp_path / "rows.jsonl"), "template": "none", "validation": {"rows": 4}},
+    }  # fmt: skip
+    folder = run(tmp_path, **settings, checkpoint={"best_metric": "eval_loss"})
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    measured = {key for line in lines for key in line if key.startswith("eval_")}
+    names = {f"eval_{key}" for key in ("loss", *OF_LOSS[name])}
+    assert measured - {"eval_kl", "eval_delta"} == names
+    assert ("eval_kl" in measured) == (method == "kto")
+    for metric in measured - {"eval_delta"}:
+        load(settings | {"checkpoint": {"best_metric": metric}})
+    for metric in {"eval_accuracy", "eval_reward", "eval_nll_loss", "eval_kl", "eval_more_loss"} - measured:
+        with pytest.raises(
+            ConfigError, match=rf"is {metric}, which {name} does not .*write one that it does: eval_loss, "
+        ):
+            load(settings | {"checkpoint": {"best_metric": metric}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "measured", "refused"),
+    [
+        ({"rewards": [{"type": "math"}]}, "reward answer_accuracy rewards/math/correct pass@4 loss accuracies/x",
+         "accuracy margin more_reward"),
+        ({"method": "grpo", "rewards": [{"type": "math"}]}, "reward completions/mean_length", "loss entropy kl"),
+        ({"data": {"source": "x"}, "evaluation": {"datasets": [{"name": "a_b", "source": "y"}]}},
+         "a_b_loss", "loss a_loss"),
+        ({"data": {"source": "x"}, "evaluation": {"suites": ["gsm8k"]}}, "gsm8k gsm8k_low", "loss accuracy"),
+        ({"evaluation": {"suites": ["my/accuracy.yaml"]}}, "accuracy mine_loss loss", ""),
+        ({"evaluation": {"suites": ["my:suite"]}}, "accuracy margin", ""),
+    ],
+)  # fmt: skip
+def test_a_metric_that_is_never_measured_is_refused(settings, measured, refused):
+    """Once it was at the first evaluation. What rewards, sets and suites measure may be named."""
+    base = {"model": "gpt2", "method": "sft", "data": {"source": "x", "validation": {"rows": 9}}, **settings}
+    for name in measured.split():
+        load(base | {"checkpoint": {"best_metric": f"eval_{name}", "best_direction": "higher"}})
+    for name in refused.split():
+        with pytest.raises(ConfigError, match=rf"checkpoint.best_metric is eval_{name}, which .* does not measure"):
+            load(base | {"checkpoint": {"best_metric": f"eval_{name}", "best_direction": "higher"}})
+
+
 def best_of(tmp_path, evaluations, rows=None, **checkpoint):
     """The steps of which `best/` was saved, and the state."""
     settings = {"best_metric": "eval_accuracy", **checkpoint}
     version = settings.pop("behavior_version", 2)
-    config = load({"model": "gpt2", "method": "reward", "data": {"source": "x", "validation": {"rows": 30}},
-                   "behavior_version": version, "checkpoint": settings}).config  # fmt: skip
+    method = {"eval_accuracy": "reward", "eval_entropy": "sft", "eval_reward": "grpo"}[settings["best_metric"]]
+    rewards = [{"type": "math"}] if method == "grpo" else []
+    config = load({"model": "gpt2", "method": method, "data": {"source": "x", "validation": {"rows": 30}},
+                   "rewards": rewards, "behavior_version": version, "checkpoint": settings}).config  # fmt: skip
     saved, state = [], State()
     best = Best(config, SimpleNamespace(best=tmp_path), lambda folder, step: saved.append(step), rows=rows)
     for step, metrics in enumerate(evaluations):

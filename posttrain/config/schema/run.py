@@ -17,7 +17,7 @@ from posttrain.config.schema.base import (
 from posttrain.config.schema.data import LABELLED_FORMATS, PAIR_FORMATS, DataConfig
 from posttrain.config.schema.evaluation import SAMPLING, EvaluationConfig
 from posttrain.config.schema.methods import Method
-from posttrain.config.schema.metrics import lower_is_better
+from posttrain.config.schema.metrics import OF_COMPLETIONS, OF_LOSS, lower_is_better
 from posttrain.config.schema.model import LORA_DROPOUT, ModelConfig
 from posttrain.config.schema.rewards import Reward, check_rewards
 from posttrain.config.schema.rollout import RolloutConfig
@@ -160,6 +160,25 @@ class RunConfig(Settings):
             return False  # scores
         return found
 
+    def _check_measured(self, problems: Problems, metric: str) -> None:
+        """Refuse a metric that other methods or settings measure. Any other name may be a suite's."""
+        sets = ["eval_"] if self.data.validation is not None else []
+        sets += ["eval_" if one.name == "validation" else f"eval_{one.name}_" for one in self.evaluation.datasets]
+        kind, completions = self.method.type, OF_COMPLETIONS if self.samples else ()
+        loss = [] if self.method.samples_completions else ["loss", *OF_LOSS[kind]]
+        loss += ["kl"] if kind == "kto" and self.method.joins_completions else []
+        known = "|".join((*loss, *(["aux_loss"] if loss else []), *completions))
+        own_suites = any(":" in entry.suite or Path(entry.suite).suffix for entry in self.evaluation.suites)
+        names = [f"{each}{name}" for each in sets for name in (*loss, *(["reward"] if completions else []))]
+        problems.check(
+            own_suites
+            or lower_is_better(metric) is None
+            or any(re.fullmatch(f"{re.escape(each)}({known})", metric) for each in sets),
+            "checkpoint.best_metric",
+            f"is {metric}, which {kind} does not measure with these settings; write one that it does: "
+            + ", ".join([*names, *(f"eval_{entry.suite}" for entry in self.evaluation.suites)]),
+        )
+
     @property
     def completion_length(self) -> int:
         """Maximum tokens sampled after a prompt of the data; 0 if the data has the completions."""
@@ -287,6 +306,8 @@ class RunConfig(Settings):
             f"is {best}, which is not a metric of posttrain: set checkpoint.best_direction to higher or lower, or "
             "write one that is, e.g. eval_loss",
         )
+        if best is not None and self.evaluates:
+            self._check_measured(problems, best)
         problems.check(
             checkpoint.early_stopping_patience is None or self.best_metric is not None,
             "checkpoint.early_stopping_patience",
