@@ -6,6 +6,7 @@ import importlib
 from types import ModuleType
 
 from posttrain.errors import ConfigError
+from posttrain.words import first_line
 
 
 def need(module: str, extra: str, setting: str) -> ModuleType:
@@ -19,5 +20,5 @@ def need(module: str, extra: str, setting: str) -> ModuleType:
             raise ConfigError(
                 f"{setting} needs {package}, which is not installed: pip install 'posttrain[{extra}]'"
             ) from error
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{setting} needs {package}, which is installed but does not load here: {first}") from error
+        what = f"{setting} needs {package}, which is installed but does not load here"
+        raise ConfigError(f"{what}: {first_line(error)}") from error

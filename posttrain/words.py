@@ -19,3 +19,8 @@ def model_name(path: str) -> str:
     while len(parts) > 1 and SAVED.fullmatch(parts[-1]) and parts[-2] not in ("", ".", ".."):
         parts.pop()
     return parts[-1]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its kind if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

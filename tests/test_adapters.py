@@ -33,10 +33,11 @@ from posttrain.config import ModelConfig, load
 from posttrain.config.schema.model import LoraConfig
 from posttrain.engines import EmbeddedEngine, Sampling
 from posttrain.errors import ConfigError, DamagedError, ModelError, WeightsError
+from posttrain.models.adapters import base_settings, with_adapter
 from posttrain.models.families import head_layer
-from posttrain.models.load import base_settings, load_model, load_tokenizer, new_token_ids, with_adapter
+from posttrain.models.load import load_model, load_tokenizer, new_token_ids
 from posttrain.models.lora import add_lora, load_lora, target_modules
-from posttrain.models.optional import is_4bit, keep_storage
+from posttrain.models.optional import keep_storage
 from posttrain.models.untrusted import ADAPTERS
 from posttrain.planning.activations import empty_model
 from posttrain.planning.estimate import count, estimate
@@ -102,7 +103,7 @@ def test_4bit_weights_are_near_the_model_and_an_eighth_of_its_size(scratch_model
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: the `quant` extra")
     whole = load_model(ModelConfig(path=str(scratch_model)), "lm", torch.float32, CPU)
     small = load_model(ModelConfig(path=str(scratch_model), load_in_4bit=True), "lm", torch.float32, CPU)
-    layers = {name: m for name, m in small.named_modules() if is_4bit(m)}
+    layers = {name: m for name, m in small.named_modules() if type(m).__name__ == "Linear4bit"}
     assert len(layers) == 14 and not any("lm_head" in name for name in layers)
     ids = torch.arange(5, 60)[None]
     for model in (whole, small):

@@ -553,10 +553,10 @@ def test_a_suite_with_its_own_template_stops_at_its_turns_and_leaves_the_tokeniz
 def test_the_stop_tokens_of_an_adapters_folder_are_checked(content, problem, tmp_path):
     (tmp_path / "generation_config.json").write_text(content)
     if problem is None:
-        assert adapter_stops(tmp_path, "folder") == ([7] if "7" in content else [])
+        assert adapter_stops(str(tmp_path)) == ([7] if "7" in content else [])
         return
     with pytest.raises(ModelError, match=re.escape(problem)):
-        adapter_stops(tmp_path, "folder")
+        adapter_stops(str(tmp_path))
 
 
 QUESTION, BEGUN = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is "}

@@ -37,7 +37,8 @@ from posttrain.engines.joining import Ended, Failed, Job, Token
 from posttrain.engines.live import Busy, Live
 from posttrain.errors import ConfigError, DataError, ModelError, VitalSignError
 from posttrain.judging.single import JudgeInput, SingleJudge
-from posttrain.models.load import load_model, load_tokenizer, with_adapter
+from posttrain.models.adapters import with_adapter
+from posttrain.models.load import load_model, load_tokenizer
 from posttrain.rewards.learned import LearnedReward
 from posttrain.scoring import CHUNK_ELEMENTS, Scorer
 from posttrain.serving import listening

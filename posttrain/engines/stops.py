@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.data.tokencheck import end_of_turn
 from posttrain.engines.protocol import Completion
 from posttrain.errors import ConfigError
-from posttrain.models.families import base_of
-from posttrain.models.load import eos_token_ids
+from posttrain.models.families import base_of, eos_token_ids
 from posttrain.pieces import Pieces
 
 

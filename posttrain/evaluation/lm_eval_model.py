@@ -24,6 +24,7 @@ from posttrain.extras import need
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.load import check_embeddings, load_model, load_tokenizer
 from posttrain.threads import sharing_cores
+from posttrain.words import first_line
 
 TemplateLM: Any = need("lm_eval.api.model", "lm-eval", "a suite lm-eval:TASK").TemplateLM
 _strings, _windows = import_module("lm_eval.models.utils"), import_module("lm_eval.utils")
@@ -166,8 +167,7 @@ def run_lm_eval(
                 random_seed=seed,
             )
         except OSError as error:  # datasets': not reached, not found
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise DataError(f"lm-eval cannot load the rows of {', '.join(tasks)}: {first}") from error
+            raise DataError(f"lm-eval cannot load the rows of {', '.join(tasks)}: {first_line(error)}") from error
     return {**results, "generated": lm.generated}
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers.utils.hub import cached_file
 
 from posttrain import __version__
 from posttrain.config import ModelConfig
 from posttrain.config.reading.files import write_yaml
 from posttrain.export.source import Source
 from posttrain.hub import stay_offline_without_network
+from posttrain.models.reading import found_file
 from posttrain.plain_yaml import read_yaml
 from posttrain.store.provenance import redact
 from posttrain.words import model_name
@@ -106,13 +106,9 @@ def license_of(model: ModelConfig) -> dict[str, str]:
     """The licence in the header of the model's card: `license`, its name and its link, if given. Empty if unknown."""
     if not Path(model.path).is_dir():
         stay_offline_without_network()
-    quiet = ("gated_repo", "missing_entries", "connection_errors")
-    file = cached_file(
-        model.path, "README.md", revision=model.revision or "main",
-        **{f"_raise_exceptions_for_{name}": False for name in quiet},
-    )  # fmt: skip
+    file = found_file(model.path, "README.md", model.revision)
     try:
-        found = FRONT.search(Path(file).read_text(encoding="utf-8")) if file else None
+        found = FRONT.search(file.read_text(encoding="utf-8")) if file else None
         header = read_yaml(found[1]) if found else None
     except (OSError, ValueError):
         return {}

@@ -22,8 +22,8 @@ from posttrain.export.serving import FILES, PLAIN, Served, refuse_engines, write
 from posttrain.export.source import Source, chats, find_source
 from posttrain.export.unchanged import Adapter, Quantised
 from posttrain.models.devices import take_device
-from posttrain.models.families import positions_of
-from posttrain.models.load import check_embeddings, load_config, load_tokenizer, set_eos_token_ids
+from posttrain.models.families import positions_of, set_eos_token_ids
+from posttrain.models.load import check_embeddings, load_config, load_tokenizer
 from posttrain.models.quantised import method_of
 from posttrain.reports.listing import in_units, size_of
 from posttrain.store.files import save_json

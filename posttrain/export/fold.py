@@ -21,9 +21,10 @@ from posttrain.export.prompts import prompts_for
 from posttrain.export.source import Source, adapters_of
 from posttrain.export.unchanged import Adapter
 from posttrain.memory import release_memory
+from posttrain.models.adapters import SCORE, attach, base_settings, name_base, with_adapter
 from posttrain.models.devices import take_device
 from posttrain.models.families import base_of
-from posttrain.models.load import SCORE, attach, base_settings, load_config, name_base, with_adapter
+from posttrain.models.load import load_config
 from posttrain.models.untrusted import adapter_config
 
 WEIGHTS, FACTORS = "adapter_model.safetensors", (".lora_A.weight", ".lora_B.weight")
@@ -120,7 +121,7 @@ def _write(adapted: PeftModel, tensors: dict[str, torch.Tensor], folder: Path, b
 def _refuse_kinds(adapter: ModelConfig) -> None:
     """Raise ModelError for an adapter that is more than LoRA's two matrices for each module."""
     place = Path(adapter.path)
-    config = adapter_config(place, adapter.path) or {}
+    config = adapter_config(adapter.path) or {}
     names = load_file(place / WEIGHTS) if (place / WEIGHTS).is_file() else [WEIGHTS]
     others = [name for name in names if not name.endswith(FACTORS) and not name.startswith(SCORE)]
     if config.get("peft_type") != "LORA" or config.get("target_parameters") or others:

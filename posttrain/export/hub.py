@@ -12,6 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from posttrain.errors import ModelError
 from posttrain.hub import stay_offline_without_network
+from posttrain.words import first_line
 
 # What a hub makes itself; a repository with anything else is not empty.
 MADE_BY_THE_HUB = {".gitattributes", "README.md"}
@@ -81,13 +82,9 @@ def _reason(error: BaseException, repo: str) -> str:
                 f"the hub refused the upload to {repo} ({status}): the token in HF_TOKEN is invalid, has no write "
                 "access, or is of another account"
             )
-        return f"the hub refused the upload to {repo} ({status}: {error.server_message or _first_line(error)})"
+        return f"the hub refused the upload to {repo} ({status}: {error.server_message or first_line(error)})"
     if isinstance(error, OfflineModeIsEnabled | HTTPError):  # the second is httpx's; with huggingface_hub 2, httpx2's
-        return f"the hub cannot be reached ({_first_line(error)})"
+        return f"the hub cannot be reached ({first_line(error)})"
     if error.__cause__ is not None:  # of a large file's transfer
         return _reason(error.__cause__, repo)
-    return f"the upload to {repo} failed ({_first_line(error)})"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"the upload to {repo} failed ({first_line(error)})"

@@ -18,7 +18,8 @@ from transformers import (
 from posttrain.errors import VitalSignError
 from posttrain.export.source import Source
 from posttrain.memory import release_memory
-from posttrain.models.load import check_embeddings, load_model, merged, to_dtype, with_adapter
+from posttrain.models.adapters import merged, with_adapter
+from posttrain.models.load import check_embeddings, load_model, to_dtype
 from posttrain.training.checks import ROUNDING, Noise
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.config import ModelConfig, RunConfig, load
 from posttrain.errors import ModelError, PosttrainError, RunError
-from posttrain.models.load import BASE, base_settings, is_adapter, is_reward_model
+from posttrain.models.adapters import BASE, base_settings, is_adapter
+from posttrain.models.load import is_reward_model
 from posttrain.reports.listing import newest_model
 from posttrain.store.checkpoint import MANIFEST, saved_step, unusable, verify
 from posttrain.store.files import load_json

@@ -40,7 +40,7 @@ class Adapter:
                 f"{fold}"
             )
         for adapter in self._adapters:
-            check_adapter_weights(Path(adapter.path), adapter.path, allow_pickle=False)
+            check_adapter_weights(adapter.path, allow_pickle=False)
         self._tokenizer = load_tokenizer(source.model)
 
     def _write_weights(self, folder: Path) -> tuple[str, str]:
@@ -57,7 +57,7 @@ class Adapter:
         chat, notes = chats(self._source, self._tokenizer), ()
         if not self._source.reward:
             end = end_of_turn(self._tokenizer) if chat else None
-            own = [id for one in self._adapters for id in adapter_stops(Path(one.path), one.path)]
+            own = [id for one in self._adapters for id in adapter_stops(one.path)]
             stops = [self._tokenizer.eos_token_id, *own, None if end is None else end[0]]
             ids = [id for id in dict.fromkeys(stops) if id is not None]
             save_json(folder / "generation_config.json", {"eos_token_id": ids})

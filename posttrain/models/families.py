@@ -7,6 +7,7 @@ take packs with one sequence per row.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -106,6 +107,25 @@ def is_recurrent(base: PreTrainedModel) -> bool:
     """Whether some layers have a recurrent state instead of keys and values."""
     family = FAMILIES.get(base.config.model_type)
     return family is not None and family.recurrent
+
+
+def eos_token_ids(model: PreTrainedModel) -> list[int]:
+    """The stop tokens of the model's generation_config.json."""
+    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # a classifier has no such config
+    return [int(id) for id in (given if isinstance(given, list) else [given]) if id is not None]
+
+
+def set_eos_token_ids(model: PreTrainedModel, ids: Iterable[int]) -> None:
+    """Set the stop tokens that are saved in generation_config.json, where transformers' `generate` reads them."""
+    generation, ids = getattr(model, "generation_config", None), list(dict.fromkeys(ids))
+    if generation is None or ids == eos_token_ids(model):
+        return
+    generation.eos_token_id = ids
+    generation._from_model_config = False  # else `generate` would derive it from config.json again
+    try:
+        generation.validate(strict=True)
+    except ValueError:  # some published models have a temperature without do_sample, which cannot be saved
+        generation.do_sample = True
 
 
 def positions_of(config: PreTrainedConfig) -> int | None:

@@ -16,8 +16,9 @@ from transformers.pytorch_utils import Conv1D
 from posttrain.config.schema.model import LoraConfig, ModelConfig
 from posttrain.config.schema.run import RunConfig
 from posttrain.errors import DamagedError, ModelError
+from posttrain.models.adapters import START, attach, name_base
 from posttrain.models.families import FAMILIES, backbone_of, base_of, is_adapted
-from posttrain.models.load import START, Head, attach, grow, load_config, name_base, new_token_ids
+from posttrain.models.load import Head, grow, load_config, new_token_ids
 from posttrain.models.untrusted import adapter_config
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def continues(config: RunConfig, model: ModelConfig) -> bool:
 
     Otherwise, and in runs of behavior_version 1, it is merged into its base, and a new one is trained.
     """
-    saved = adapter_config(Path(model.path), model.path)
+    saved = adapter_config(model.path)
     if saved is None or model.lora is None or config.behavior_version < 2:
         return False
     saved = {"trainable_token_indices": None} | saved  # which earlier versions of PEFT did not write

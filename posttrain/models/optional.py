@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from posttrain.config.schema.model import ModelConfig
@@ -77,8 +76,3 @@ def check_attention(model: ModelConfig, device: torch.device) -> None:
             raise ModelError(
                 f"model.attention: flash_attention_2 is for GPUs, and this run computes on {device.type}: set auto"
             )
-
-
-def is_4bit(module: nn.Module) -> bool:
-    """Whether a linear layer's weights are stored in 4 bits."""
-    return type(module).__name__ == "Linear4bit"

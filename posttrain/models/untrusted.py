@@ -5,7 +5,6 @@ A config of ten million layers costs hours and all memory before any weight is r
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import warnings
@@ -16,67 +15,68 @@ from pathlib import Path, PurePosixPath
 from re import _parser  # type: ignore[attr-defined]  # of regular expressions, which has no public name
 from typing import Any
 
-from transformers.utils.hub import cached_file
-
 from posttrain.errors import ModelError
+from posttrain.models.reading import NEEDS_PICKLE, found_file, read_json
 
-# Names of sizes in config.json of all families -> the accepted maximum; no model comes near.
-SIZES: dict[str, int] = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2_000),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4_096),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_experts", "num_local_experts"), 4_096),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "head_dim", "word_embed_proj_dim"), 2**18),
-    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim"), 2**22),
-    "vocab_size": 2**24,
-}
-RANK = 2**14  # accepted maximum of an adapter
+VOCABULARY, RANK = 2**24, 2**14  # accepted maxima of a model and of an adapter
 # Adapters that PEFT merges into the weights as it does LoRA; others add tokens to the prompt, layers, or routers.
 ADAPTERS = ("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "VERA", "TRAINABLE_TOKENS")
 # Of regular expressions: a search for `.*a.*b.*c.*d` has 20 bits. Replacements of a tokenizer: a space becomes a few.
 MOST_BITS, MOST_PATTERN, SHORT_REPEAT, MOST_GROWTH = 26, 20_000, 3, 64
-MOST_BYTES = 100_000_000  # of a JSON file that describes a model; an index of 100,000 tensors has 10 MB
+
+Right = Callable[[Any], bool]
+Rule = tuple[Right, str]
+
+
+def _whole(low: int, high: float) -> Right:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def _each(right: Right) -> Right:
+    """Whether a value, or every item of a list, is right."""
+    return lambda value: all(map(right, value)) if isinstance(value, list) else right(value)
+
+
+def _mapping(right: Right) -> Right:
+    return lambda value: isinstance(value, dict) and all(map(right, value.values()))
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _is_id(value: Any) -> bool:
-    return type(value) is int and -1 <= value < SIZES["vocab_size"]
-
-
-def _each(value: Any, right: Callable[[Any], bool]) -> bool:
-    """Whether a value, or every item of a list, is right."""
-    return all(map(right, value)) if isinstance(value, list) else right(value)
-
-
-def _is_mapping(value: Any, right: Callable[[Any], bool]) -> bool:
-    return isinstance(value, dict) and all(map(right, value.values()))
-
-
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_rank(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= RANK
+def _size(most: int) -> Rule:
+    return _each(_whole(1, most)), f"a whole number from 1 to {most:,}"
 
 
-Rule = tuple[Callable[[Any], bool], str]
-_ID: Rule = (_is_id, "a token id")
-_IDS: Rule = (lambda value: _each(value, _is_id), "a token id or a list of them")
-_NAMES: Rule = (lambda value: _each(value, _is_text), "a name or a list of them")
+_is_rank = _whole(0, RANK)
+_is_id = _whole(-1, VOCABULARY - 1)
+_IDS: Rule = (_each(_is_id), "a token id or a list of them")
+_NAMES: Rule = (_each(_is_text), "a name or a list of them")
 _FLAG: Rule = (lambda value: type(value) is bool, "true or false")
 _NUMBER: Rule = (_is_number, "a number")
 _SHARE: Rule = (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
 _RANK: Rule = (_is_rank, f"a whole number up to {RANK:,}")
-_TOKENS = {"eos_token_id": _IDS, "bos_token_id": _IDS, "pad_token_id": _ID}
+# Sizes in config.json of all families; no model comes near the largest ones that are accepted.
+SIZES: dict[str, Rule] = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), _size(2_000)),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), _size(4_096)),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_experts", "num_local_experts"), _size(4_096)),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "head_dim", "word_embed_proj_dim"), _size(2**18)),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner", "ffn_dim"), _size(2**22)),
+    "vocab_size": _size(VOCABULARY),
+}
+_TOKENS = {"eos_token_id": _IDS, "bos_token_id": _IDS, "pad_token_id": (_is_id, "a token id")}
 # File -> field -> what it must be. Libraries check neither, and fail far from the cause or compute nonsense.
 FIELDS: dict[str, dict[str, Rule]] = {
     "config.json": {
         **_TOKENS,
-        "architectures": (lambda value: isinstance(value, list) and _each(value, _is_text), "a list of names"),
-        "max_position_embeddings": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
+        "architectures": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of names"),
+        "max_position_embeddings": (_whole(1, math.inf), "a whole number above 0"),
     },
     "generation_config.json": {
         **_TOKENS,
@@ -94,14 +94,14 @@ FIELDS: dict[str, dict[str, Rule]] = {
         **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias", "ensure_weight_tying"), _FLAG),
         "bias": (lambda value: value in ("none", "all", "lora_only"), "none, all or lora_only"),
         "revision": (_is_text, "a branch, tag or commit"),
-        "layers_to_transform": (lambda value: _each(value, lambda one: type(one) is int), "a layer or a list of them"),
+        "layers_to_transform": (_each(lambda value: type(value) is int), "a layer or a list of them"),
         "rank_pattern": (  # AdaLoRA's has a list for each module: which ranks are kept
-            lambda value: _is_mapping(value, lambda rank: isinstance(rank, list) or _is_rank(rank)),
+            _mapping(lambda rank: isinstance(rank, list) or _is_rank(rank)),
             f"a mapping of modules to whole numbers up to {RANK:,}",
         ),
-        "alpha_pattern": (lambda value: _is_mapping(value, _is_number), "a mapping of modules to numbers"),
+        "alpha_pattern": (_mapping(_is_number), "a mapping of modules to numbers"),
         "trainable_token_indices": (
-            lambda value: all(_each(of, _is_id) for of in (value.values() if isinstance(value, dict) else [value])),
+            lambda value: _IDS[0](value) or _mapping(_IDS[0])(value),
             "token ids, or a mapping of modules to them",
         ),
     },
@@ -109,64 +109,44 @@ FIELDS: dict[str, dict[str, Rule]] = {
 
 
 def check_file(path: str, revision: str | None, name: str) -> None:
-    """Raise ModelError for a file of a model, in a folder or on the hub, with a field that is of the wrong kind."""
-    file = _found(path, name, revision)
-    values = None if file is None else read_json(file, path)
+    """Raise ModelError for a file of a model, in a folder or on the hub, with a field that is of the wrong kind: for a
+    config.json that has sizes that no model has, a tokenizer.json whose regular expressions or replacements may take
+    forever.
+
+    The loader reports a file that is missing or cannot be fetched.
+    """
+    file = found_file(path, name, revision)
+    if file is None:
+        return
+    if name == "tokenizer.json":
+        _check_tokenizer(file, file.stat().st_mtime_ns, path)
+        return
+    values = read_json(file, path)
+    if name == "config.json":
+        if not isinstance(values, dict):
+            raise ModelError(f"model {path}: config.json is not a model's settings, but a {type(values).__name__}")
+        _check_sizes(values, path)
     if isinstance(values, dict):
-        _check_fields(values, path, name)
+        _check_fields(values, path, name, FIELDS[name])
 
 
-def _check_fields(values: Mapping[str, Any], path: str, file: str) -> None:
-    for name, (right, what) in FIELDS[file].items():
+def _check_fields(values: Mapping[str, Any], path: str, file: str, rules: Mapping[str, Rule]) -> None:
+    for name, (right, what) in rules.items():
         if values.get(name) is not None and not right(values[name]):
             raise ModelError(f"model {path}: {file} says {name}: {str(values[name])[:40]}; it must be {what}")
 
 
-def check_config(path: str, revision: str | None) -> None:
-    """Raise ModelError for a config.json, of a folder or the hub, that is too deep or has sizes that no model has.
-
-    The loader reports a file that is missing or cannot be fetched.
-    """
-    file = _found(path, "config.json", revision)
-    if file is not None:
-        config = read_json(file, path)
-        if not isinstance(config, dict):
-            raise ModelError(f"model {path}: config.json is not a model's settings, but a {type(config).__name__}")
-        check_sizes(config, path)
-        _check_fields(config, path, "config.json")
-
-
-def _found(path: str, name: str, revision: str | None) -> Path | None:
-    """A file of a folder or of the hub; None if it is missing or cannot be fetched."""
-    file = cached_file(
-        path,
-        name,
-        revision=revision or "main",
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if file is None else Path(file)
-
-
-def check_sizes(config: Mapping[str, Any], path: str) -> None:
-    """Raise ModelError for a size in a model's config.json, or in a part of it, that no model has."""
-    for name, value in config.items():
+def _check_sizes(config: Mapping[str, Any], path: str) -> None:
+    """Those of its parts, too."""
+    _check_fields(config, path, "config.json", SIZES)
+    for value in config.values():
         if isinstance(value, dict):
-            check_sizes(value, path)
-        if name not in SIZES or value is None:
-            continue
-        for size in value if isinstance(value, list) else [value]:
-            if type(size) is not int or not 1 <= size <= SIZES[name]:
-                raise ModelError(
-                    f"model {path}: config.json says {name}: {str(size)[:40]}; it must be a whole number from 1 to "
-                    f"{SIZES[name]:,}"
-                )
+            _check_sizes(value, path)
 
 
-def check_indexes(folder: Path, path: str) -> None:
+def check_indexes(path: str) -> None:
     """Raise ModelError for an index of weights in the folder that names files outside it, or no files."""
-    for file in sorted(folder.glob("*.index.json")):
+    for file in sorted(Path(path).glob("*.index.json")):
         index = read_json(file, path)
         names = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
@@ -176,15 +156,15 @@ def check_indexes(folder: Path, path: str) -> None:
                 raise ModelError(f"model {path}: {file.name} names {name[:80]!r}, which is outside the model's folder")
 
 
-def adapter_config(folder: Path, path: str) -> dict[str, Any] | None:
+def adapter_config(path: str) -> dict[str, Any] | None:
     """The adapter_config.json of a folder with a PEFT adapter, or None. Raises ModelError if it is invalid."""
-    file = folder / "adapter_config.json"
+    file = Path(path) / "adapter_config.json"
     if not file.is_file():
         return None
     config = read_json(file, path)
     if not isinstance(config, dict) or not isinstance(config.get("base_model_name_or_path"), str):
         raise ModelError(f"model {path}: {file.name} names no base model (base_model_name_or_path)")
-    _check_fields(config, path, file.name)
+    _check_fields(config, path, file.name, FIELDS[file.name])
     if config.get("peft_type") not in ADAPTERS:
         raise ModelError(
             f"model {path}: {file.name} says peft_type: {str(config.get('peft_type'))[:40]}; adapters that can be "
@@ -199,13 +179,6 @@ def adapter_config(folder: Path, path: str) -> dict[str, Any] | None:
     if config.get("layer_replication") is not None:
         raise ModelError(f"model {path}: {file.name} has layer_replication, which is not supported")
     return config
-
-
-def check_tokenizer(path: str, revision: str | None) -> None:
-    """Raise ModelError for a tokenizer.json whose regular expressions or replacements may take forever."""
-    file = _found(path, "tokenizer.json", revision)
-    if file is not None:
-        _check_tokenizer(file, file.stat().st_mtime_ns, path)
 
 
 @lru_cache(maxsize=32)
@@ -291,27 +264,24 @@ def _literal(items: Any) -> str:
     return "".join(chr(value) for _, value in takewhile(lambda item: str(item[0]) == "LITERAL", items))
 
 
-def adapter_stops(folder: Path, path: str) -> list[int]:
+def adapter_stops(path: str) -> list[int]:
     """The stop tokens in the generation_config.json of an adapter's folder, which may lack it. Raises ModelError if it
     is invalid."""
-    file = folder / "generation_config.json"
+    file = Path(path) / "generation_config.json"
     config = read_json(file, path) if file.is_file() else {}
     given = config.get("eos_token_id") if isinstance(config, dict) else [config]
     ids = given if isinstance(given, list) else [] if given is None else [given]
-    for id in ids:
-        if type(id) is not int or id < 0:
-            raise ModelError(
-                f"model {path}: {file.name} gives eos_token_id: {str(given)[:40]}; it must be a token id or a list of "
-                "them"
-            )
+    if not all(map(_whole(0, math.inf), ids)):
+        said = f"{file.name} gives eos_token_id: {str(given)[:40]}"
+        raise ModelError(f"model {path}: {said}; it must be a token id or a list of them")
     return ids
 
 
-def check_adapter_weights(folder: Path, path: str, allow_pickle: bool) -> None:
+def check_adapter_weights(path: str, allow_pickle: bool) -> None:
     """Raise ModelError for an adapter whose weights are missing, or pickled unless that is allowed."""
-    if (folder / "adapter_model.safetensors").is_file():
+    if (Path(path) / "adapter_model.safetensors").is_file():
         return
-    if not (folder / "adapter_model.bin").is_file():
+    if not (Path(path) / "adapter_model.bin").is_file():
         raise ModelError(f"model {path}: the adapter's weights, adapter_model.safetensors, are missing")
     if not allow_pickle:
         raise ModelError(f"model {path}: {NEEDS_PICKLE}")
@@ -320,23 +290,8 @@ def check_adapter_weights(folder: Path, path: str, allow_pickle: bool) -> None:
 def check_embedded_adapter(path: str, revision: str | None, allow_pickle: bool) -> None:
     """Raise ModelError for a folder or hub model with a pickled adapter next to its weights, unless that is allowed:
     transformers loads both."""
-    if allow_pickle or _found(path, "adapter_config.json", revision) is None:
+    if allow_pickle or found_file(path, "adapter_config.json", revision) is None:
         return
-    safe, pickled = (_found(path, f"adapter_model.{kind}", revision) for kind in ("safetensors", "bin"))
+    safe, pickled = (found_file(path, f"adapter_model.{kind}", revision) for kind in ("safetensors", "bin"))
     if safe is None and pickled is not None:
         raise ModelError(f"model {path}: {NEEDS_PICKLE}")
-
-
-NEEDS_PICKLE = "has no safetensors weights; pickled ones can run code: if you trust them, set model.allow_pickle: true"
-
-
-def read_json(file: Path, path: str) -> Any:
-    """A file that describes a model. Raises ModelError if it is too large, too deeply nested, or not JSON."""
-    try:
-        if file.stat().st_size > MOST_BYTES:
-            raise ModelError(f"model {path}: {file.name} has more than {MOST_BYTES:,} bytes")
-        return json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ModelError(f"model {path}: {file.name} is nested too deeply") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {path}: {file.name} cannot be read: {error}") from error

@@ -25,14 +25,9 @@ from posttrain.engines import Sampling, stop_token_ids
 from posttrain.engines.joining import Alternatives, Ended, Event, Job
 from posttrain.engines.live import Live
 from posttrain.errors import ConfigError, DataError, ModelError, PosttrainError
+from posttrain.models.adapters import with_adapter
 from posttrain.models.devices import compute_dtype, take_device
-from posttrain.models.load import (
-    check_embeddings,
-    is_reward_model,
-    load_model,
-    load_tokenizer,
-    with_adapter,
-)
+from posttrain.models.load import check_embeddings, is_reward_model, load_model, load_tokenizer
 from posttrain.rewards.learned import LearnedReward
 from posttrain.scoring import next_token_logits, row_chunks, scored_states, scores_of
 from posttrain.serving.texts import Bound

@@ -22,7 +22,8 @@ from huggingface_hub import try_to_load_from_cache
 
 from posttrain.config import DataConfig, ModelConfig, RunConfig
 from posttrain.errors import ModelError, RunError
-from posttrain.models.load import base_settings, load_config
+from posttrain.models.adapters import base_settings
+from posttrain.models.load import load_config
 from posttrain.store.checkpoint import MANIFEST, file_hashes
 from posttrain.store.files import flat, load_json
 from posttrain.store.runs import is_inside

@@ -24,26 +24,13 @@ from posttrain.data.tokencheck import stop_faults
 from posttrain.engines.stops import stop_token_ids
 from posttrain.errors import ConfigError, DamagedError, ModelError, RankError, WeightsError
 from posttrain.memory import reset_peak_memory, return_tensors_at_once
+from posttrain.models.adapters import BASE, START, add_stops, base_settings, is_adapter, with_adapter
 from posttrain.models.attention import width_step
 from posttrain.models.checkpointing import enable_gradient_checkpointing
 from posttrain.models.devices import compute_dtype, take_device
 from posttrain.models.experts import router_coefficient
-from posttrain.models.families import base_of, check_positions, positions_of
-from posttrain.models.load import (
-    BASE,
-    START,
-    Head,
-    add_stops,
-    base_settings,
-    is_adapter,
-    load_config,
-    load_model,
-    load_tokenizer,
-    new_token_ids,
-    set_eos_token_ids,
-    to_dtype,
-    with_adapter,
-)
+from posttrain.models.families import base_of, check_positions, positions_of, set_eos_token_ids
+from posttrain.models.load import Head, load_config, load_model, load_tokenizer, new_token_ids, to_dtype
 from posttrain.models.lora import add_lora, continues, load_lora
 from posttrain.models.quantised import refuse_training
 from posttrain.models.sharding import shard

@@ -23,6 +23,7 @@ from posttrain.engines.stops import StopTexts
 from posttrain.errors import ConfigError, ModelError, VitalSignError, is_out_of_memory
 from posttrain.extras import need
 from posttrain.models.families import positions_of
+from posttrain.words import first_line
 
 VERSIONS = ("0.32",)  # of vLLM, whose internals change between versions
 MAX_ROWS = 256  # completions alive at a time
@@ -106,7 +107,7 @@ class Core:
                     )
                 )
             except (ValueError, RuntimeError, AssertionError) as error:
-                raise ModelError(f"vLLM cannot run this {config.model_type}: {_first_line(error)}") from error
+                raise ModelError(f"vLLM cannot run this {config.model_type}: {first_line(error)}") from error
             finally:
                 # vLLM replaces it in the whole process; the trainer keeps its own threads.
                 torch.set_num_threads = set_num_threads
@@ -139,7 +140,7 @@ class Core:
             except (KeyError, ValueError, AttributeError, RuntimeError) as error:
                 if is_out_of_memory(error):
                     raise
-                raise ModelError(f"vLLM does not take these weights: {_first_line(error)}") from error
+                raise ModelError(f"vLLM does not take these weights: {first_line(error)}") from error
             reload.finalize_layerwise_reload(model, config.model_config)
             _repack_tied_head(model)
         missing = wanted - loaded
@@ -318,7 +319,3 @@ def _repack_tied_head(model: nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if hasattr(module, "cpu_linear") and "Embedding" in type(method).__name__:
             method.process_weights_after_loading(module)  # pyright: ignore[reportOptionalMemberAccess]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
