@@ -76,9 +76,9 @@ def export(asked: Asked, devices: DevicesConfig, say: Say) -> Path:
     target = asked.output or Path("exports") / source.name
     refuse_target(target, asked.overwrite, MARK)
     merges = not asked.fold and (asked.merge or not source.adapter)
-    unchanged = _unchanged(source, merges)
-    if unchanged:
-        _refuse_unread(replace(asked, prompts=None) if asked.fold else asked, unchanged)
+    if source.quantised is not None or not merges:
+        what = "an adapter that is not merged" if source.quantised is None else "a quantised model"
+        _refuse_unread(replace(asked, prompts=None) if asked.fold else asked, what)
     refuse_engines(asked.engines, source.reward)
     evaluations = [_named(source, folder) for folder in asked.evaluations] or list(own_evaluations(source))
     kind = ("quantised " if source.quantised else "") + ("reward model" if source.reward else "language model")
@@ -100,8 +100,6 @@ def export(asked: Asked, devices: DevicesConfig, say: Say) -> Path:
         written = ready.write(folder, target.name)
         text = card(source, Facts(target.name, asked.push_to or target.name, merges, written, evaluations))
         (folder / "README.md").write_text(text, encoding="utf-8")
-        for path in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
-            path.chmod((folder / "README.md").stat().st_mode)
         base = origin(source.base) if source.adapter else None
         mark = {"format": 1, "posttrain": __version__, "name": source.name, "base": base, "merged": merges}
         save_json(folder / MARK, mark | {"dtype": written.dtype, "check": written.check})
@@ -115,13 +113,6 @@ def export(asked: Asked, devices: DevicesConfig, say: Say) -> Path:
     if ready.failed:
         raise ModelError(f"{target} is complete, but without {'; '.join(ready.failed)}")
     return target
-
-
-def _unchanged(source: Source, merges: bool) -> str:
-    """What is exported without a change, in words; empty for weights that are written anew."""
-    if source.quantised is not None:
-        return "a quantised model"
-    return "" if merges else "an adapter that is not merged"
 
 
 def _refuse_unread(asked: Asked, what: str) -> None:
@@ -163,8 +154,8 @@ class _Whole:
     def write(self, folder: Path, name: str) -> Written:
         source, dtype = self._source, self._dtype
         served = self._prepare(name)
-        how = {"dtype": DTYPES[dtype], "max_shard_size": self._asked.max_shard_size}
-        difference = write_and_check(self._whole, folder, source, self._prompts.tokens, **how)
+        given = self._prompts.tokens, DTYPES[dtype], self._asked.max_shard_size
+        difference = write_and_check(self._whole, folder, source, *given)
         self._say(f"loaded    by plain transformers in {dtype}: differs by {difference:.2g}{self._unit}")
         self._tokenizer.save_pretrained(folder)
         for engine in self._asked.engines:

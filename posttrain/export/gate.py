@@ -21,7 +21,7 @@ from posttrain.distillation import compare
 from posttrain.distributions import t_quantile
 from posttrain.evaluation.paired import paired_difference
 from posttrain.evaluation.records import Answer
-from posttrain.evaluation.statistics import mean_by_prompt
+from posttrain.evaluation.statistics import Estimate, mean_by_prompt
 from posttrain.inspection.pairs import own_margins
 from posttrain.losses.distillation import forward_kl
 from posttrain.models.attention import width_step
@@ -113,8 +113,8 @@ def diverge(original: PreTrainedModel, other: PreTrainedModel, examples: Sequenc
 
 def _greedy(model: PreTrainedModel, hidden_N: Tensor) -> Tensor:
     """The most likely tokens."""
-    parts = [next_token_logits(model, hidden_N[rows]).argmax(-1) for rows in row_chunks(model, len(hidden_N))]
-    return torch.cat(parts)
+    rows = row_chunks(model, len(hidden_N))
+    return torch.cat([next_token_logits(model, hidden_N[part]).argmax(-1) for part in rows])
 
 
 def check_divergence(found: Divergence, limits: Limits) -> list[Check]:
@@ -125,16 +125,12 @@ def check_divergence(found: Divergence, limits: Limits) -> list[Check]:
     low, high = (None, None) if half is None else (max(0.0, kl.value - half), kl.value + half)
     return [
         Check("KL per token", kl.value, low, high, limits.kl, verdict(kl.value, high, limits.kl), of),
-        Check(
-            "greedy flips",
-            flips.value,
-            flips.low,
-            flips.high,
-            limits.flips,
-            verdict(flips.value, flips.high, limits.flips),
-            of,
-        ),
+        _flips("greedy flips", flips, limits.flips, of),
     ]
+
+
+def _flips(name: str, share: Estimate, limit: float, of: str) -> Check:
+    return Check(name, share.value, share.low, share.high, limit, verdict(share.value, share.high, limit), of)
 
 
 def margins_of(model: PreTrainedModel, examples: Sequence[Example], what: str) -> list[float]:
@@ -154,15 +150,7 @@ def check_margins(before: Sequence[float], after: Sequence[float], limits: Limit
     of = counted(len(right), "pair")
     return [
         drop("accuracy", right, other, limits.drop, of),
-        Check(
-            "preference flips",
-            flips.value,
-            flips.low,
-            flips.high,
-            limits.preferences,
-            verdict(flips.value, flips.high, limits.preferences),
-            of,
-        ),
+        _flips("preference flips", flips, limits.preferences, of),
     ]
 
 

@@ -18,12 +18,11 @@ from posttrain.config.reading.explain import explain
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data import Dataset, prepare
 from posttrain.data.prepare import prepare_run
-from posttrain.data.prompts import Prompt, prompts_of
-from posttrain.data.readers import Record
+from posttrain.data.prompts import Prompt
 from posttrain.data.report import Malformed
 from posttrain.engines import make_engine, stop_token_ids
 from posttrain.errors import ConfigError, DataError, PosttrainError
-from posttrain.export.prompts import BUILT_IN
+from posttrain.export.prompts import built_in
 from posttrain.export.source import Source
 from posttrain.inspection.generate import generate_all
 from posttrain.inspection.pairs import LONGEST
@@ -140,11 +139,9 @@ def _prompts(
         except PosttrainError as error:
             log.warning("the run's own prompts cannot be read (%s): built-in ones are used", error)
     if not rows.files:
-        records = [Record(row, "built-in", row + 1, {"prompt": text}) for row, text in enumerate(BUILT_IN)]
         data = _settings(replace(rows, files=(Path("built-in"),)), None, tokenizer, {"format": "auto"})
-        built_in = prompts_of(records, data, tokenizer, "built-in prompts")
         half = max(1, (positions_of(model.config) or LONGEST) // 2)  # the rest is for completions
-        found = [replace(one, tokens=one.tokens[:half]) for one in built_in if isinstance(one, Prompt)]
+        found = [replace(one, tokens=one.tokens[:half]) for one in built_in(data, tokenizer)]
         return found, "built-in prompts (your own: --gate FILE)"
     unused = 0
 

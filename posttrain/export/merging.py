@@ -48,17 +48,13 @@ def outputs_of(model: torch.nn.Module, prompts: Sequence[Sequence[int]], reward:
     for prompt in prompts:
         ids_T = torch.tensor(prompt, device=device)
         logits = model(input_ids=ids_T[None], use_cache=False).logits[0].float()
-        if reward:
-            found.append(logits.flatten())
-        else:
-            logprob_TV = logits[:-1].log_softmax(-1)
-            found.append(logprob_TV.gather(1, ids_T[1:, None]).squeeze(1))
+        found.append(logits.flatten() if reward else logits[:-1].log_softmax(-1).gather(1, ids_T[1:, None]).squeeze(1))
     return found
 
 
 def load_base(source: Source, device: torch.device) -> PreTrainedModel:
     """The model in float32, of an adapter its base, dequantised, with plain attention."""
-    model = load_model(source.base, "reward" if source.reward else "lm", torch.float32, device, dequantised=True)
+    model = load_model(source.base, source.head, torch.float32, device, dequantised=True)
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     return model
 
@@ -89,20 +85,20 @@ def merge(
     return Whole(whole, want, difference, effect)
 
 
-def write_and_check(whole: Whole, folder: Path, source: Source, prompts: Sequence[Sequence[int]], **how: Any) -> float:
+def write_and_check(
+    whole: Whole, folder: Path, source: Source, prompts: Sequence[Sequence[int]], dtype: torch.dtype, shard: str
+) -> float:
     """Write the model's weights and config, load them with plain transformers, and check that they are the model.
 
-    `how` has `dtype` and `max_shard_size`. Returns the root mean square of the differences to the model before
-    merging. Raises VitalSignError if a weight differs, or the outputs by more than the dtype explains.
+    `shard` is the largest size of a file. Returns the root mean square of the differences to the model before merging.
+    Raises VitalSignError if a weight differs, or the outputs by more than the dtype explains.
     """
-    model, dtype = whole.model, how["dtype"]
+    model = whole.model
     to_dtype(model, dtype)
     release_memory()
-    model.save_pretrained(folder, max_shard_size=how["max_shard_size"])
+    model.save_pretrained(folder, max_shard_size=shard)
     auto: Any = AutoModelForSequenceClassification if source.reward else AutoModelForCausalLM
-    device = next(model.parameters()).device
-    loaded: Any = auto.from_pretrained(folder, dtype=dtype, use_safetensors=True)
-    loaded = loaded.to(device).eval()
+    loaded = auto.from_pretrained(folder, dtype=dtype, use_safetensors=True).to(model.device).eval()
     want = model.state_dict()
     for name, tensor in loaded.state_dict().items():
         if name not in want or not torch.equal(tensor, want[name].to(tensor.dtype)):

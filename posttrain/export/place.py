@@ -36,10 +36,16 @@ def refuse_target(target: Path, overwrite: bool, mark: str) -> None:
 
 def put(target: Path, write: Callable[[Path], None], overwrite: bool, mark: str) -> None:
     """Make the folder from what `write` writes to a temporary one. Raises RunError if the disk refuses."""
+
+    def readable(folder: Path) -> None:
+        write(folder)
+        for path in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
+            path.chmod((folder / mark).stat().st_mode)
+
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         settle(target.parent, target.name)  # of an export that was killed
-        put_folder(target, write, replace=overwrite)
+        put_folder(target, readable, replace=overwrite)
     except (OSError, SafetensorError) as error:
         raise cannot_write(target, error, NO_ROOM) from error
     if not (target / mark).is_file():

@@ -70,6 +70,10 @@ def prompts_for(
             return Prompts([one.tokens[:longest] for one in own], "the run's data")
         except PosttrainError as error:
             log.info("the run's own prompts cannot be read (%s): built-in ones are compared", error)
+    return Prompts([one.tokens[:longest] for one in built_in(plain, tokenizer)], "built-in prompts")
+
+
+def built_in(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     records = [Record(row, "built-in", row + 1, {"prompt": text}) for row, text in enumerate(BUILT_IN)]
-    found = prompts_of(records, plain, tokenizer, "built-in prompts")
-    return Prompts([one.tokens[:longest] for one in found if isinstance(one, Prompt)], "built-in prompts")
+    found = prompts_of(records, data, tokenizer, "built-in prompts")
+    return [one for one in found if isinstance(one, Prompt)]

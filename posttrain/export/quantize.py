@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -144,12 +144,12 @@ class _Work:
         self._model = source.model.model_copy(update={"dtype": kind})
         self._original = self._loaded(self._model)
         check_embeddings(self._original, self._tokenizer, source.model.path)
-        self._before = _bytes_of(self._original)
+        self._before = sum(parameter.nbytes for parameter in self._original.parameters())  # tied ones count once
         refuse_full_disk(target, self._before // 2)
         self._found = self._rows()
 
     def _loaded(self, model: ModelConfig) -> PreTrainedModel:
-        return load_model(model, "reward" if self._source.reward else "lm", self._dtype, self._device)
+        return load_model(model, self._source.head, self._dtype, self._device)
 
     def _rows(self) -> Found:
         given = self._asked.rows, self._source, self._original, self._tokenizer
@@ -159,8 +159,6 @@ class _Work:
         made = quantised(self._original, self._asked.to, self._dtype)
         made.save_pretrained(folder)
         self._tokenizer.save_pretrained(folder)
-        for path in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
-            path.chmod((folder / "config.json").stat().st_mode)
         sizes = self._sizes(made, folder)
         del made
         self._report(sizes)
@@ -223,7 +221,8 @@ class _Work:
 
     def _facts(self) -> dict[str, Any]:
         """The content of quantization.json."""
-        result, source = self.result, self._source
+        result, source, rollout = self.result, self._source, self._asked.rollout
+        sampling = {name: getattr(rollout, name) for name in ("temperature", "max_completion_length", "engine")}
         return {
             "format": 1,
             "posttrain": __version__,
@@ -238,20 +237,10 @@ class _Work:
             "gate": {
                 "passed": result.passed,
                 "rows": result.measured_on,
-                "sampling": None if source.reward else _sampling(self._asked),
+                "sampling": None if source.reward else sampling | {"seed": self._asked.rows.seed},
                 "checks": [asdict(check) for check in result.checks],
             },
         }
-
-
-def _bytes_of(model: PreTrainedModel) -> int:
-    """Bytes of the weights; tied ones count once."""
-    return sum(parameter.nbytes for parameter in model.parameters())
-
-
-def _sampling(asked: Asked) -> dict[str, Any]:
-    names: Sequence[str] = ("temperature", "max_completion_length", "engine")
-    return {name: getattr(asked.rollout, name) for name in names} | {"seed": asked.rows.seed}
 
 
 def _name_the_place(folder: Path, target: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.config import ModelConfig, RunConfig, load
 from posttrain.errors import ModelError, PosttrainError, RunError
 from posttrain.models.adapters import BASE, base_settings, is_adapter
-from posttrain.models.load import is_reward_model
+from posttrain.models.load import Head, is_reward_model
 from posttrain.reports.listing import newest_model
 from posttrain.store.checkpoint import MANIFEST, saved_step, unusable, verify
 from posttrain.store.files import load_json
@@ -49,6 +49,10 @@ class Source:
         return self.step is not None and self.step == self.results.get("steps")
 
     @property
+    def head(self) -> Head:
+        return "reward" if self.reward else "lm"
+
+    @property
     def base(self) -> ModelConfig:
         """The model itself, or the base model of the adapter."""
         return self.given_base or base_settings(self.model)
@@ -64,7 +68,8 @@ def find_source(given: str) -> Source:
     if folder.is_file():
         raise ModelError(f"{given} is a file: name the folder of a model, a run, or a model on the hub")
     if folder.is_dir():
-        folder = _saved_model(folder)
+        best = (folder / "run.json").is_file() and not (folder / "final").is_dir() and (folder / "best").is_dir()
+        folder = folder / "best" if best else newest_model(folder)
         if (folder / MANIFEST).exists() and (problems := verify(folder)):
             raise unusable(folder, problems)
     model = ModelConfig(path=str(folder) if folder.is_dir() else given)
@@ -123,12 +128,6 @@ def quantised_facts(folder: Path) -> dict[str, Any] | None:
     if not isinstance(facts["model"].get("name"), str):
         raise RunError(f"{file} is damaged: it names no model: quantise the model again")
     return facts
-
-
-def _saved_model(folder: Path) -> Path:
-    if (folder / "run.json").is_file() and not (folder / "final").is_dir() and (folder / "best").is_dir():
-        return folder / "best"
-    return newest_model(folder)
 
 
 def _is_reward_model(model: ModelConfig) -> bool:

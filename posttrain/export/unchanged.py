@@ -80,8 +80,7 @@ class Quantised:
         self._source, self._facts, self._place = source, source.quantised, Path(source.model.path)
         self._gate = gate_of(self._facts, self._place)
         refuse_full_disk(target, sum(path.stat().st_size for path in self._place.glob("*.safetensors")))
-        head = "reward" if source.reward else "lm"
-        load_model(source.model, head, DTYPES[self._facts["dtype"]], take_device(devices))
+        load_model(source.model, source.head, DTYPES[self._facts["dtype"]], take_device(devices))
         self._tokenizer = load_tokenizer(source.model)
 
     def write(self, folder: Path, name: str) -> Written:

@@ -157,31 +157,27 @@ class RouterLoad:
             return
         backbone_of(base_of(model)).register_forward_pre_hook(self._begin, with_kwargs=True)
         for number, router in enumerate(routers):
-            router.register_forward_hook(self._counter(number))
+            router.register_forward_hook(partial(self._count, number))
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         packed = kwargs.get("packed")
         self._packed, self._mask = packed if isinstance(packed, PackedMask) else None, kwargs.get("attention_mask")
 
-    def _counter(self, number: int):
-        def count(module: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-            if torch.is_grad_enabled():
-                logits, _, chosen = output
-                made = torch.zeros(logits.shape[-1], dtype=torch.int64, device=chosen.device)
-                chosen, times = self._counted(chosen)
-                made.scatter_add_(0, chosen.flatten(), times.flatten())
-                before = self._counts[number]
-                self._counts[number] = made if before is None else before + made
-
-        return count
+    def _count(self, number: int, module: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        if torch.is_grad_enabled():
+            logits, _, chosen = output
+            made = torch.zeros(logits.shape[-1], dtype=torch.int64, device=chosen.device)
+            chosen, times = self._counted(chosen)
+            made.scatter_add_(0, chosen.flatten(), times.flatten())
+            before = self._counts[number]
+            self._counts[number] = made if before is None else before + made
 
     def _counted(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """The choices of tokens, and how often each counts: those of padding, and of copies of the last token that is
         read, do not."""
-        if self._packed is not None:
-            packed = self._packed
+        if (packed := self._packed) is not None:
             chosen = chosen[: packed.num_tokens if len(chosen) == len(packed.end_T) else packed.num_read]
-        if self._packed is not None or self._mask is None:
+        if packed is not None or self._mask is None:
             return chosen, torch.ones_like(chosen)
         return chosen, self._mask.reshape(-1, 1).bool().to(chosen.dtype).expand_as(chosen)  # a GPU waits for no mask
 

@@ -9,8 +9,7 @@ Heads (of tokens or rewards), embeddings and norms keep their own precision.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -63,33 +62,24 @@ def quantised(original: PreTrainedModel, to: Precision, dtype: torch.dtype) -> P
     """
     need("bitsandbytes", "quant", f"posttrain quantize --to {to}")
     layers = linear_layers(original)
-    chosen = [name for name, layer in layers.items() if to == "int8" or _fits_4bit(layer)]
+    chosen = {name for name, layer in layers.items() if to == "int8" or _fits_4bit(layer)}
     if not chosen:
         shapes = f"; 4 bits need multiples of {ROWS} outputs and {COLUMNS} inputs: use int8" if layers else ""
         raise ModelError(f"{type(original).__name__} has no linear layer that can be quantised{shapes}")
-    kept = [
-        name
-        for name, module in original.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and name not in set(chosen)
-    ]
-    config = copy.deepcopy(original.config)
+    linear = (name for name, module in original.named_modules() if isinstance(module, nn.Linear | Conv1D))
+    kept = [name for name in linear if name not in chosen]
+    int8 = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
     made = type(original).from_pretrained(
         None,
-        config=config,
+        config=copy.deepcopy(original.config),
         state_dict=original.state_dict(),
         dtype=dtype,
-        quantization_config=_settings(to, dtype, kept),
+        quantization_config=int8 if to == "int8" else nf4(dtype, kept),
         device_map={"": original.device},
     )
     if original.can_generate():
         made.generation_config = original.generation_config
     return made.eval()
-
-
-def _settings(to: Precision, dtype: torch.dtype, kept: list[str]) -> BitsAndBytesConfig:
-    if to == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
-    return nf4(dtype, kept)
 
 
 def nf4(dtype: torch.dtype, kept: list[str] | None = None) -> BitsAndBytesConfig:
@@ -112,8 +102,8 @@ def _fits_4bit(layer: nn.Module) -> bool:
     return rows % ROWS == 0 and columns % COLUMNS == 0
 
 
-def is_quantised(layer: nn.Module) -> bool:
-    return type(layer).__name__ in CLASSES
+def _quantised_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    return {name: layer for name, layer in linear_layers(model).items() if type(layer).__name__ in CLASSES}
 
 
 def weight_of(layer: nn.Module) -> Tensor:
@@ -121,7 +111,7 @@ def weight_of(layer: nn.Module) -> Tensor:
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
     weight = layer.get_parameter("weight")
-    if is_quantised(layer):
+    if type(layer).__name__ in CLASSES:
         return dequantize_bnb_weight(weight, getattr(layer, "state", None))
     return weight.T if isinstance(layer, Conv1D) else weight
 
@@ -131,24 +121,15 @@ def weight_errors(original: PreTrainedModel, other: PreTrainedModel) -> dict[str
     """For each quantised layer of `other`, |W' - W| / |W| in the Frobenius norm, W being that of the original."""
     wholes = linear_layers(original)
     found: dict[str, float] = {}
-    for name, layer in linear_layers(other).items():
-        if is_quantised(layer):
-            whole = weight_of(wholes[name]).float()
-            found[name] = float((weight_of(layer).float() - whole).norm() / whole.norm().clamp_min(1e-30))
+    for name, layer in _quantised_layers(other).items():
+        whole = weight_of(wholes[name]).float()
+        found[name] = float((weight_of(layer).float() - whole).norm() / whole.norm().clamp_min(1e-30))
     return found
 
 
 def stored_bytes(model: PreTrainedModel) -> dict[str, int]:
     """The bytes of each quantised layer's weight as it is saved, with its scales; by layer."""
-    layers = [name for name, layer in linear_layers(model).items() if is_quantised(layer)]
-    state: Mapping[str, Any] = model.state_dict()
-    sizes = dict.fromkeys(layers, 0)
-    for key, tensor in state.items():
-        owner = next((key[:end] for end in _dots(key) if key[:end] in sizes), None)
-        if owner is not None and key != f"{owner}.bias":
-            sizes[owner] += tensor.nbytes
-    return sizes
-
-
-def _dots(key: str) -> list[int]:
-    return [place for place, character in enumerate(key) if character == "."]
+    return {
+        name: sum(tensor.nbytes for key, tensor in layer.state_dict().items() if key != "bias")
+        for name, layer in _quantised_layers(model).items()
+    }
