@@ -157,15 +157,13 @@ def _use(source: Source, facts: Facts) -> str:
     kind = "SequenceClassification" if source.reward else "CausalLM"
     place = facts.place
     stops = not facts.merged and not source.reward  # plain PEFT does not read the adapter's generation_config.json
-    lines = [f"from transformers import AutoModelFor{kind}, AutoTokenizer", ""]
+    auto = f"Auto{'' if facts.merged else 'Peft'}ModelFor{kind}"
+    lines = [f"from transformers import {auto}, AutoTokenizer"]
     if not facts.merged:
         names = "AutoTokenizer, GenerationConfig" if stops else "AutoTokenizer"
-        lines = [f"from peft import AutoPeftModelFor{kind}", f"from transformers import {names}", ""]
-    auto = f"Auto{'' if facts.merged else 'Peft'}ModelFor{kind}"
-    lines += [
-        f'tokenizer = AutoTokenizer.from_pretrained("{place}")',
-        f'model = {auto}.from_pretrained("{place}", dtype="auto")',
-    ]
+        lines = [f"from peft import {auto}", f"from transformers import {names}"]
+    lines += ["", f'tokenizer = AutoTokenizer.from_pretrained("{place}")']
+    lines.append(f'model = {auto}.from_pretrained("{place}", dtype="auto")')
     if facts.written.chat:
         lines.append('messages = [{"role": "user", "content": "…"}]')
         if source.reward:

@@ -23,7 +23,7 @@ from posttrain.export.source import Source, chats, find_source
 from posttrain.export.unchanged import Adapter, Quantised
 from posttrain.models.devices import take_device
 from posttrain.models.families import positions_of, set_eos_token_ids
-from posttrain.models.load import check_embeddings, load_config, load_tokenizer
+from posttrain.models.load import load_config, load_tokenizer
 from posttrain.models.quantised import method_of
 from posttrain.reports.listing import in_units, size_of
 from posttrain.store.files import save_json
@@ -140,8 +140,6 @@ class _Whole:
         self._dtype = asked.dtype or (stored if stored in DTYPES else "float32")
         self._tokenizer = load_tokenizer(source.model)
         base = load_base(source, take_device(devices))
-        if not source.adapter:
-            check_embeddings(base, self._tokenizer, source.model.path)
         refuse_full_disk(target, sum(p.numel() for p in base.parameters()) * DTYPES[self._dtype].itemsize)
         self._prompts = prompts_for(asked.prompts, source.config, base, self._tokenizer)
         self._whole = merge(base, source, self._prompts.tokens, self._tokenizer)

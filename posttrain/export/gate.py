@@ -148,10 +148,7 @@ def check_margins(before: Sequence[float], after: Sequence[float], limits: Limit
     right, other = ([float(margin > 0) for margin in margins] for margins in (before, after))
     flips = mean_by_prompt([[float(one != two)] for one, two in zip(right, other, strict=True)], CONFIDENCE)
     of = counted(len(right), "pair")
-    return [
-        drop("accuracy", right, other, limits.drop, of),
-        _flips("preference flips", flips, limits.preferences, of),
-    ]
+    return [drop("accuracy", right, other, limits.drop, of), _flips("preference flips", flips, limits.preferences, of)]
 
 
 def drop(name: str, before: Sequence[float], after: Sequence[float], limit: float, of: str) -> Check:

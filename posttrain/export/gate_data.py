@@ -122,11 +122,7 @@ def completions_for(
 
 
 def _prompts(
-    rows: Rows,
-    source: Source,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    devices: DevicesConfig,
+    rows: Rows, source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, devices: DevicesConfig
 ) -> tuple[list[Prompt], str]:
     """The first usable prompts, numbered through, and their origin."""
     most = rows.max_rows or PROMPTS

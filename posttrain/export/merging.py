@@ -19,6 +19,7 @@ from posttrain.errors import VitalSignError
 from posttrain.export.source import Source
 from posttrain.memory import release_memory
 from posttrain.models.adapters import merged, with_adapter
+from posttrain.models.families import is_adapted
 from posttrain.models.load import check_embeddings, load_model, to_dtype
 from posttrain.training.checks import ROUNDING, Noise
 
@@ -69,12 +70,12 @@ def merge(
 
     Raises VitalSignError if the merged model differs by more than float32 rounds.
     """
-    if not source.adapter:
-        return Whole(base, outputs_of(base, prompts, source.reward))
-    adapted = with_adapter(base, source.model).eval()
+    adapted = with_adapter(base, source.model).eval() if source.adapter else base
     if tokenizer is not None:
         check_embeddings(base, tokenizer, source.model.path)  # the adapter may have brought some
     want = outputs_of(adapted, prompts, source.reward)
+    if not is_adapted(adapted):
+        return Whole(base, want)
     effect = None
     if not source.reward:  # without its adapter, a reward model has a random head
         with adapted.disable_adapter():

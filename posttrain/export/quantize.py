@@ -30,7 +30,7 @@ from posttrain.export.gate import (
     diverge,
     margins_of,
 )
-from posttrain.export.gate_data import Found, Rows, completions_for, pairs_for
+from posttrain.export.gate_data import Rows, completions_for, pairs_for
 from posttrain.export.merging import DTYPES
 from posttrain.export.place import put, refuse_full_disk, refuse_target
 from posttrain.export.source import QUANTISED, Source, find_source
@@ -146,14 +146,11 @@ class _Work:
         check_embeddings(self._original, self._tokenizer, source.model.path)
         self._before = sum(parameter.nbytes for parameter in self._original.parameters())  # tied ones count once
         refuse_full_disk(target, self._before // 2)
-        self._found = self._rows()
+        given = asked.rows, source, self._original, self._tokenizer
+        self._found = pairs_for(*given) if source.reward else completions_for(*given, asked.rollout, devices)
 
     def _loaded(self, model: ModelConfig) -> PreTrainedModel:
         return load_model(model, self._source.head, self._dtype, self._device)
-
-    def _rows(self) -> Found:
-        given = self._asked.rows, self._source, self._original, self._tokenizer
-        return pairs_for(*given) if self._source.reward else completions_for(*given, self._asked.rollout, self._devices)
 
     def write(self, folder: Path) -> None:
         made = quantised(self._original, self._asked.to, self._dtype)
@@ -213,7 +210,9 @@ class _Work:
         models = (self._model, ModelConfig(path=str(folder), dtype=self._model.dtype))
         for side, model in zip(SIDES, models, strict=True):
             evaluate(model, side, self._asked.suites, self._asked.options, self._devices, place / side)
-        _name_the_place(place / SIDES[1], self._target)
+        summary = load_json(place / SIDES[1] / SUMMARY)
+        summary["model"]["path"] = str(self._target)  # not that of the temporary folder
+        save_json(place / SIDES[1] / SUMMARY, summary)
         before, after = (read_answers(place / side) for side in SIDES)
         for suite in (items.suite.name for items in self._asked.suites):
             one, two = ([answer for answer in answers if answer.suite == suite] for answers in (before, after))
@@ -241,10 +240,3 @@ class _Work:
                 "checks": [asdict(check) for check in result.checks],
             },
         }
-
-
-def _name_the_place(folder: Path, target: Path) -> None:
-    """Put the final path of the evaluated model into its summary, which has that of the temporary folder."""
-    summary = load_json(folder / SUMMARY)
-    summary["model"]["path"] = str(target)
-    save_json(folder / SUMMARY, summary)

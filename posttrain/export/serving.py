@@ -160,13 +160,8 @@ def go_template(turns: Turns) -> str:
 
 def _go(text: str) -> str:
     """A string literal of Go."""
-    return '"' + "".join(map(_go_character, text)) + '"'
-
-
-def _go_character(character: str) -> str:
-    if character in '"\\\n\t':
-        return {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}[character]
-    return character if character.isprintable() else f"\\U{ord(character):08x}"
+    escaped = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
+    return '"' + "".join(escaped.get(c) or (c if c.isprintable() else f"\\U{ord(c):08x}") for c in text) + '"'
 
 
 def _quoted(text: str, what: str) -> str:
@@ -183,7 +178,7 @@ def _quoted(text: str, what: str) -> str:
 
 def llama_cpp(served: Served) -> str:
     """A script that converts the model with llama.cpp's converter and serves it with llama-server."""
-    convert = ["--outfile", served.gguf, "--outtype", GGUF_TYPES[served.dtype]]
+    convert = shlex.join(["--outfile", served.gguf, "--outtype", GGUF_TYPES[served.dtype]])
     serve = ["llama-server", "--model", served.gguf, "--alias", served.name, "--ctx-size", str(served.context)]
     notes = []
     if served.tokenizer.chat_template is not None:
@@ -206,9 +201,7 @@ def llama_cpp(served: Served) -> str:
     return _script(
         [
             "# For llama.cpp, with its sources and their requirements in $LLAMA_CPP.",
-            f"[ -f {shlex.quote(served.gguf)} ] || "
-            + 'python "$LLAMA_CPP/convert_hf_to_gguf.py" . '
-            + shlex.join(convert),
+            f'[ -f {shlex.quote(served.gguf)} ] || python "$LLAMA_CPP/convert_hf_to_gguf.py" . {convert}',
             f"# Sampling: {served.sampling_from}",
             *notes,
             _wrapped(serve),

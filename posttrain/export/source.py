@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from posttrain.config import ModelConfig, RunConfig, load
 from posttrain.errors import ModelError, PosttrainError, RunError
 from posttrain.models.adapters import BASE, base_settings, is_adapter
-from posttrain.models.load import Head, is_reward_model
+from posttrain.models.load import Head, is_reward_model, load_config
 from posttrain.reports.listing import newest_model
 from posttrain.store.checkpoint import MANIFEST, saved_step, unusable, verify
 from posttrain.store.files import load_json
@@ -133,9 +133,7 @@ def quantised_facts(folder: Path) -> dict[str, Any] | None:
 def _is_reward_model(model: ModelConfig) -> bool:
     """Whether it is a reward model. Names the adapter in the error for a base model that is missing."""
     try:
-        base = base_settings(model)
-        if base is not model:
-            is_reward_model(base)  # reads its config.json
+        load_config(base_settings(model))  # of an adapter, it is not needed to know the kind
         return is_reward_model(model)
     except ModelError as error:
         if not is_adapter(model):

@@ -40,7 +40,7 @@ class Adapter:
                 f"{fold}"
             )
         for adapter in self._adapters:
-            check_adapter_weights(adapter.path, allow_pickle=False)
+            check_adapter_weights(adapter.path, None, allow_pickle=False)
         self._tokenizer = load_tokenizer(source.model)
 
     def _write_weights(self, folder: Path) -> tuple[str, str]:

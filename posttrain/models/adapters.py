@@ -61,7 +61,7 @@ def with_adapter(
     of the adapter's folder are added to those of the base. Raises WeightsError for an adapter whose tensors are not
     those that its adapter_config.json describes for this base, or that was trained on other weights.
     """
-    check_adapter_weights(model.path, model.allow_pickle)
+    check_adapter_weights(model.path, None, model.allow_pickle)
     _check_base(Path(model.path), str(base_of(base).name_or_path))
     with clear_errors(model, "adapter"):
         adapted, differences = attach(base, model.path, name, trainable)

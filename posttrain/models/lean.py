@@ -30,12 +30,9 @@ MLPS = frozenset(f"{name}MLP" for name in (*PLAIN, "Cohere", "Cohere2", "Granite
 LAYERS = frozenset(f"{name}DecoderLayer" for name in (*PLAIN, "Glm", "Olmoe"))
 # The attribute with the sliding window of each attention class.
 WINDOWS: dict[str, Callable[[Any], int | None]] = {
-    **dict.fromkeys(("GraniteAttention", "LlamaAttention", "Qwen2MoeAttention"), lambda attention: None),
-    "MistralAttention": lambda attention: attention.config.sliding_window,
-    "Qwen2Attention": lambda attention: attention.sliding_window,
-    "Qwen3Attention": lambda attention: attention.sliding_window,
-    "Qwen3MoeAttention": lambda attention: attention.sliding_window,
-    "MixtralAttention": lambda attention: getattr(attention.config, "sliding_window", None),
+    **dict.fromkeys(("GraniteAttention", "LlamaAttention", "Qwen2MoeAttention"), lambda one: None),
+    **dict.fromkeys(("Qwen2Attention", "Qwen3Attention", "Qwen3MoeAttention"), lambda one: one.sliding_window),
+    **dict.fromkeys(("MistralAttention", "MixtralAttention"), lambda one: getattr(one.config, "sliding_window", None)),
 }
 
 

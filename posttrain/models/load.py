@@ -30,8 +30,8 @@ from posttrain.models.kernels import switch_on
 from posttrain.models.lean import lean
 from posttrain.models.optional import chains_for, check_attention, keep_storage, quantization, takes_triton
 from posttrain.models.quantised import method_of
-from posttrain.models.reading import clear_errors, some
-from posttrain.models.untrusted import check_embedded_adapter, check_file, check_indexes
+from posttrain.models.reading import clear_errors, found_file, some
+from posttrain.models.untrusted import check_adapter_weights, check_file, check_indexes
 
 # transformers' progress bars appear on every load and save; ours cover long waits.
 hf_logging.disable_progress_bar()
@@ -128,7 +128,8 @@ def load_model(
     if stored is not None or already is not None:
         source["device_map"] = {"": device}
     check_indexes(base.path)
-    check_embedded_adapter(base.path, base.revision, base.allow_pickle)
+    if found_file(base.path, "adapter_config.json", base.revision) is not None:  # transformers loads it, too
+        check_adapter_weights(base.path, base.revision, base.allow_pickle)
     check_file(base.path, base.revision, "generation_config.json")
     with clear_errors(base, "weights"), _no_report():
         loaded, info = auto.from_pretrained(base.path, config=config, dtype=dtype, output_loading_info=True, **source)

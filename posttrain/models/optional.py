@@ -37,8 +37,13 @@ def chains_for(model: ModelConfig, device: torch.device) -> Kernels:
     From Liger (arXiv 2410.10989) these are the norms and gated MLPs. Its fused cross-entropy is not used:
     posttrain.scoring never computes full logits.
     """
+    own = TORCH
+    if takes_triton(model, device):
+        from posttrain.models.kernels import layers  # needs Triton, which comes with PyTorch for CUDA
+
+        own = Kernels.of(layers)
     if not model.use_liger_kernel:
-        return _triton_chains() if takes_triton(model, device) else TORCH
+        return own
     if device.type != "cuda":
         raise ModelError(
             f"model.use_liger_kernel: its kernels are for GPUs, and this run computes on {device.type}: set it to false"
@@ -50,19 +55,12 @@ def chains_for(model: ModelConfig, device: torch.device) -> Kernels:
     def liger_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return norm.apply(x, weight, eps, offset, casting, in_place)
 
-    rotated = (_triton_chains() if takes_triton(model, device) else TORCH).rotated
-    return Kernels(liger_norm, swiglu.apply, rotated, None)
+    return Kernels(liger_norm, swiglu.apply, own.rotated, None)
 
 
 def takes_triton(model: ModelConfig, device: torch.device) -> bool:
     """Whether a model on this device uses the kernels of models/kernels."""
     return model.triton_kernels and device.type == "cuda" and flex.lacking() is None
-
-
-def _triton_chains() -> Kernels:
-    from posttrain.models.kernels import layers  # needs Triton, which comes with PyTorch for CUDA
-
-    return Kernels.of(layers)
 
 
 def check_attention(model: ModelConfig, device: torch.device) -> None:

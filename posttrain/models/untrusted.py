@@ -170,12 +170,11 @@ def adapter_config(path: str) -> dict[str, Any] | None:
             f"model {path}: {file.name} says peft_type: {str(config.get('peft_type'))[:40]}; adapters that can be "
             f"merged into their base are read: {', '.join(ADAPTERS)}"
         )
-    for field in ("target_modules", "exclude_modules", "layers_pattern", "target_parameters"):
-        given = config.get(field)  # a string is a regular expression; of a list, only layers_pattern is one
-        if isinstance(given, str) or (field == "layers_pattern" and given):
-            _check_patterns([given] if isinstance(given, str) else given, field, path, file.name)
-    for field in ("rank_pattern", "alpha_pattern"):
-        _check_patterns(list(config.get(field) or {}), field, path, file.name)
+    listed = ("layers_pattern", "rank_pattern", "alpha_pattern")  # of other fields, only a string is an expression
+    for field in ("target_modules", "exclude_modules", "target_parameters", *listed):
+        given = config.get(field) or ()
+        patterns = [given] if isinstance(given, str) else [*given] if field in listed else []
+        _check_patterns(patterns, field, path, file.name)
     if config.get("layer_replication") is not None:
         raise ModelError(f"model {path}: {file.name} has layer_replication, which is not supported")
     return config
@@ -277,21 +276,11 @@ def adapter_stops(path: str) -> list[int]:
     return ids
 
 
-def check_adapter_weights(path: str, allow_pickle: bool) -> None:
+def check_adapter_weights(path: str, revision: str | None, allow_pickle: bool) -> None:
     """Raise ModelError for an adapter whose weights are missing, or pickled unless that is allowed."""
-    if (Path(path) / "adapter_model.safetensors").is_file():
+    if found_file(path, "adapter_model.safetensors", revision) is not None:
         return
-    if not (Path(path) / "adapter_model.bin").is_file():
+    if found_file(path, "adapter_model.bin", revision) is None:
         raise ModelError(f"model {path}: the adapter's weights, adapter_model.safetensors, are missing")
     if not allow_pickle:
-        raise ModelError(f"model {path}: {NEEDS_PICKLE}")
-
-
-def check_embedded_adapter(path: str, revision: str | None, allow_pickle: bool) -> None:
-    """Raise ModelError for a folder or hub model with a pickled adapter next to its weights, unless that is allowed:
-    transformers loads both."""
-    if allow_pickle or found_file(path, "adapter_config.json", revision) is None:
-        return
-    safe, pickled = (found_file(path, f"adapter_model.{kind}", revision) for kind in ("safetensors", "bin"))
-    if safe is None and pickled is not None:
         raise ModelError(f"model {path}: {NEEDS_PICKLE}")
