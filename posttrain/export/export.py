@@ -180,11 +180,8 @@ class _Whole:
         elif model.generation_config is not None:
             stops = stop_token_ids(model, tokenizer, chat)
             set_eos_token_ids(model, stops)
-            given = {
-                key: value
-                for key, value in model.generation_config.to_diff_dict().items()
-                if key in (*PLAIN, "repetition_penalty")
-            }
+            saved, names = model.generation_config.to_diff_dict(), (*PLAIN, "repetition_penalty")
+            given = {name: saved[name] for name in names if name in saved}
             if given:
                 sampling, origin_of = sampling | given, "of generation_config.json"
             elif config is not None and config.method.samples_completions:

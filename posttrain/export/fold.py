@@ -49,7 +49,6 @@ class Folded(Adapter):
         self._want = self._outputs(with_adapter(trained, source.model))
         say(f"compared  on {self._prompts.compared} (root mean squares)")
 
-    @torch.no_grad()
     def _outputs(self, model: torch.nn.Module) -> list[torch.Tensor]:
         release_memory()
         return outputs_of(model.eval(), self._prompts.tokens, self._source.reward)

@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Literal
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.batch import Example, pack
@@ -78,8 +77,7 @@ def verdict(value: float, high: float | None, limit: float) -> Verdict:
 def check_weights(original: PreTrainedModel, other: PreTrainedModel, limit: float) -> Check:
     """The largest relative error of a quantised layer's weights, by which a wrong scale or layer is seen exactly."""
     errors = weight_errors(original, other)
-    worst = max(errors, key=lambda name: errors[name])
-    value = errors[worst]
+    worst, value = max(errors.items(), key=lambda item: item[1])
     return Check("weight error", value, None, None, limit, verdict(value, value, limit), f"largest: {worst}")
 
 
@@ -102,19 +100,14 @@ def diverge(original: PreTrainedModel, other: PreTrainedModel, examples: Sequenc
             states = scored_states(original, here), scored_states(other, here)
             ones_N = torch.ones(len(here.target_N), device=device)
             compared = compare((other, states[1]), (original, states[0]), here.target_N, ones_N, forward_kl)
-            greedy_N = _greedy(original, states[0])
+            parts = row_chunks(original, len(states[0]))
+            greedy_N = torch.cat([next_token_logits(original, states[0][rows]).argmax(-1) for rows in parts])
             same_N = scores_of(other, states[1], greedy_N, 1.0).top1_N
             owners = here.group_S[here.sequence_N].tolist()
             for owner, kl, same in zip(owners, compared.divergence_N.tolist(), same_N.tolist(), strict=True):
                 found.kl[start + owner].append(kl)
                 found.flips[start + owner].append(1.0 - same)
     return found
-
-
-def _greedy(model: PreTrainedModel, hidden_N: Tensor) -> Tensor:
-    """The most likely tokens."""
-    rows = row_chunks(model, len(hidden_N))
-    return torch.cat([next_token_logits(model, hidden_N[part]).argmax(-1) for part in rows])
 
 
 def check_divergence(found: Divergence, limits: Limits) -> list[Check]:

@@ -74,6 +74,7 @@ def prompts_for(
 
 
 def built_in(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The usable built-in prompts, by the settings of `data`."""
     records = [Record(row, "built-in", row + 1, {"prompt": text}) for row, text in enumerate(BUILT_IN)]
     found = prompts_of(records, data, tokenizer, "built-in prompts")
     return [one for one in found if isinstance(one, Prompt)]

@@ -50,6 +50,7 @@ class Source:
 
     @property
     def head(self) -> Head:
+        """The head with which it is loaded."""
         return "reward" if self.reward else "lm"
 
     @property

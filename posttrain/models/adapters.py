@@ -123,7 +123,8 @@ def attach(
     missing, unexpected = ({key.replace(f".{name}", "") for key in keys} for keys in (lacking, found.unexpected_keys))
     read = ("",) if generates else (f"base_model.model.{whole.base_model_prefix}.", SCORE)
     unexpected = {key for key in unexpected if key.startswith(read) and not (generates and SCORE in key)}
-    unexpected = {key for key in unexpected if not (key.startswith(ends) and _is_twice(key, tensors))}
+    ended = {key for key in unexpected if key.startswith(ends) and key in tensors}
+    unexpected -= {key for key in ended if _is_twice(key, tensors)}
     parts = [
         f"the adapter lacks {some(missing)}, which its adapter_config.json describes" if missing else "",
         f"the adapter has {some(unexpected)}, which {type(whole).__name__} does not" if unexpected else "",
@@ -143,7 +144,8 @@ def _embeddings_of(tensors: Mapping[str, torch.Tensor], ends: tuple[str, ...], e
 
 def _is_twice(key: str, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether a tensor of an adapter is also there under another name, as PEFT saves those of a resized vocabulary."""
-    return key in tensors and any(torch.equal(tensors[key], other) for name, other in tensors.items() if name != key)
+    same = (other for name, other in tensors.items() if name != key and other.shape == tensors[key].shape)
+    return any(torch.equal(other, tensors[key]) for other in same)
 
 
 def _check_base(adapter: Path, base: str) -> None:

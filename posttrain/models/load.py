@@ -46,7 +46,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
     It has the model's `new_tokens`.
     """
-    if is_adapter(model) and not _has_tokenizer(Path(model.path)):
+    kinds = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+    if is_adapter(model) and not any(any(Path(model.path).glob(kind)) for kind in kinds):
         tokenizer, template = load_tokenizer(base_settings(model)), Path(model.path) / "chat_template.jinja"
         if template.is_file():
             tokenizer.chat_template = template.read_text(encoding="utf-8")
@@ -85,10 +86,6 @@ def grow(loaded: PreTrainedModel, model: ModelConfig) -> None:
     with torch.no_grad():
         for tensor in tensors if new else ():
             tensor[sorted(new)] = tensor[old].float().mean(0).to(tensor.dtype)
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any(any(folder.glob(names)) for names in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))
 
 
 def load_model(

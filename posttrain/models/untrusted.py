@@ -109,8 +109,8 @@ FIELDS: dict[str, dict[str, Rule]] = {
 
 
 def check_file(path: str, revision: str | None, name: str) -> None:
-    """Raise ModelError for a file of a model, in a folder or on the hub, with a field that is of the wrong kind: for a
-    config.json that has sizes that no model has, a tokenizer.json whose regular expressions or replacements may take
+    """Raise ModelError for a file of a model, in a folder or on the hub, with a field of the wrong kind; for a
+    config.json with sizes that no model has; for a tokenizer.json whose regular expressions or replacements may take
     forever.
 
     The loader reports a file that is missing or cannot be fetched.
