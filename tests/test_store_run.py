@@ -379,6 +379,31 @@ def test_ordinary_settings_and_messages_are_left_alone():
     assert redact(settings) == settings
 
 
+def test_text_of_tokens_and_names_of_columns_stay():
+    """In mappings, in strings and as arguments."""
+    kept = [
+        ("sort_key", "Length2"), ("sortKey", "QuestionLength2"), ("keys", ["Q1", "A1"]), ("key", "Answer_1"),
+        ("token", "Hello World"), ("token", "Ġhello"), ("token", "### Response:"), ("end_token", "###"),
+        ("token", "they're"), ("think_end_token", "Answer 42:"), ("image_token", "IMG_1234567"),
+        ("token", "▁unbelievable"), ("new_tokens", ["<tool>", "Ġa1B2c3D4"]), ("answer_key", "Solution"),
+        ("data.label_keys", ["Label1", "Label2"]),
+    ]  # fmt: skip
+    hidden = [
+        ("token", "a1b2c3d4e5"), ("token", "Ab-cd1efghi"), ("key", "AKq8Zx91mmPQ"), ("keys", ["Zx81-mmPQ-77aa"]),
+        ("sort_key", "0123456789abcdef"), ("hf_token", "Hello World"), ("hf_token", "Ab1"), ("api_key", "plainword"),
+        ("user_token", "Length2"), ("bot_token", "Hello2"), ("password", "Hello World"), ("pass", "Length2"),
+        ("token", "for me: a1b2c3d4e5"), ("openai.key", "dXNlcjpwYXNz"), ("wandb_key", "Length2"),
+    ]  # fmt: skip
+    for name, value in kept:
+        assert redact({name: value}) == {name: value}
+        assert isinstance(value, list) or redact(f"{{{name}: '{value}'}}") == f"{{{name}: '{value}'}}"
+    for name, value in hidden:
+        assert redact({name: value}) == {name: ["***"] if isinstance(value, list) else "***"}, name
+    arguments = ["data.sort_key=Length2", "--end-token", "###", "t.end_token=###", "x={token: 'Hello World'}"]
+    assert redact_arguments(arguments) == arguments
+    assert redact_arguments(["--key", "word", "token=word"]) == ["--key", "***", "token=***"]
+
+
 def test_secrets_by_their_keys_are_in_no_file_of_a_run(tmp_path, monkeypatch):
     """Nor those of the environment with white space around them, and whole values are hidden."""
     monkeypatch.setenv("SOME_TOKEN", "  tok-with-spaces \n")

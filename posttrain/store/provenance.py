@@ -27,7 +27,20 @@ SECRET_WORD = re.compile(
 # Ambiguous words: their value is a secret unless it is a plain word (SORT_KEY=created_at).
 WEAK_WORD = re.compile(r"keys?|pat|pass|pwd|auth|cookies?|bearer", re.IGNORECASE)
 PLAIN_WORD = re.compile(r"[a-z]+(?:[_.-][a-z]+)*")
-TOKEN_OF_TEXT = re.compile(r"(?:^|[._-])(?:stop|eos|bos|pad|unk|sep|mask|\w*new|max)[_-]tokens?$", re.IGNORECASE)
+TOKEN_OF_TEXT = re.compile(
+    r"(?:^|[._-])(?:stop|eos|bos|pad|padding|unk|unknown|sep|separator|mask|\w*new|max|start|begin|end|eot|turn|cls|class"
+    r"|special|added|image|audio|video|vision|think|prefix|suffix)[_-]tokens?$",
+    re.IGNORECASE,
+)
+# Names of what is sorted or looked up by, whose values are names of columns and such; `key` and `token` may be.
+KEY_OF_DATA = re.compile(
+    r"(?:^|[._-])(?:sort|order|group|join|index|primary|foreign|cache|row|column|field|data|dict|text|label|image|input|output"
+    r"|target|prompt|completion|question|answer|response|solution|message|content|missing|unexpected|ignore)s?[_-]keys?$",
+    re.IGNORECASE,
+)
+AMBIGUOUS = re.compile(r"(?:.*\.)?(?:keys?|token)", re.IGNORECASE)
+CASED = r"(?:[A-Z]?[a-z]+(?:[A-Z][a-z]{2,})*|[A-Z]+)"
+ORDINARY = re.compile(rf".{{0,5}}|{CASED}(?:[_.-]{CASED})*|{CASED}_?\d{{1,2}}")  # a part of text that is no credential
 PLACES = ("PATH", "DIR", "DIRECTORY", "FILE", "HOME", "SOCK")
 LEAST_CHARACTERS = 8  # of a secret in the environment: shorter values may be ordinary words
 # Values that look like secrets, with the part before them that is kept.
@@ -132,10 +145,14 @@ def _pair(found: re.Match[str]) -> str:
 
 def _is_secret_value(name: str, value: str) -> bool:
     """Whether a value with this name is a secret: the name's last word says so, and the value is no number, reference,
-    special token or, for ambiguous names, plain word."""
-    last = re.split(r"[_.-]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name))[-1].lower()
+    special token or, for ambiguous names, plain word or ordinary text."""
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
+    last = re.split(r"[_.-]+", name)[-1].lower()
     if not value or last.endswith("tokens") or TOKEN_OF_TEXT.search(name) or NO_SECRET.fullmatch(value):
         return False
+    if AMBIGUOUS.fullmatch(name) or KEY_OF_DATA.search(name):
+        parts = re.split(r"[^A-Za-z0-9_.+/=-]+", value)
+        return not os.path.isabs(value) and not all(ORDINARY.fullmatch(part.strip("_.+/=-")) for part in parts)
     weak = (WEAK_WORD.fullmatch(last) or last == "token") and not STRONG_NAME.search(name)
     return bool(secret_words(last)) and not os.path.isabs(value) and not (weak and PLAIN_WORD.fullmatch(value))
 
@@ -146,7 +163,8 @@ def redact_arguments(arguments: list[str]) -> list[str]:
     hide_next = False
     for argument in redact(arguments):
         name, equals, _ = argument.partition("=")
-        secret = SECRET_WORD.fullmatch(re.split(r"[_.-]+", name)[-1]) and not TOKEN_OF_TEXT.search(name)
+        secret = SECRET_WORD.fullmatch(re.split(r"[_.-]+", name)[-1])
+        secret = secret and not TOKEN_OF_TEXT.search(name) and not KEY_OF_DATA.search(name)
         if hide_next:
             argument = HIDDEN
         elif secret and equals:
