@@ -133,7 +133,7 @@ def test_any_text_is_tokenised_or_malformed(trainer, messages, odd):
         odd.encode()
     except UnicodeEncodeError:
         return
-    ends = "".join(trainer.endings.special[:2])
+    ends = "".join(trainer.writer.endings.special[:2])
     row = Row(None, [{**message, "content": message["content"] + odd + ends} for message in messages])
     found = outcome(lambda: trainer.conversations([row]))
     if isinstance(found, list) and not isinstance(found[0], RowError):

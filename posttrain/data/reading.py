@@ -216,7 +216,7 @@ class Reader:
                         raise DataError(f"{record.file} line {record.line}: {error}") from error
                 kept = []
                 items = self._tokenise(tokeniser, rows, layout)
-                unwritten = dict(tokeniser.unwritten)
+                unwritten = dict(tokeniser.writer.unwritten)
                 for record, row, item in zip(records_of, rows, items, strict=True):
                     if isinstance(item, UntrainedError):
                         untrained += 1

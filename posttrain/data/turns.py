@@ -1,4 +1,4 @@
-"""Where the turns of a conversation are in its rendered text, and whether prompt and whole agree.
+"""Where the turns of a conversation are in its rendered text, and which are not there.
 
 A template is a program: it may trim a message, omit earlier thinking, close the last turn in another way, or write the
 system prompt into the last user message. So a turn is found by rendering the conversation again with another text in
@@ -153,53 +153,7 @@ def _after_opening(whole: str, floor: int, head: int, opened: str, opening: str)
     return floor + window.rfind(opening[:size]) + size if size else head
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A conversation with a prompt: its `job` and rendering (`stock`), the `prompt` as inference has it, and the index
-    of the reply's first message. `text` is what is read: `stock`, or where that writes the prompt otherwise, `prompt`
-    and from `joint` on what `stock` has of the reply."""
-
-    job: RenderRequest
-    stock: str
-    prompt_job: RenderRequest
-    prompt: str
-    count: int
-    joint: int | None = None
-
-    @property
-    def text(self) -> str:
-        return self.stock if self.joint is None else self.prompt + self.stock[self.joint :]
-
-    @property
-    def rendered(self) -> tuple[RenderRequest, str]:
-        """The conversation, or of a joined one the prompt, and its rendering."""
-        return (self.job, self.stock) if self.joint is None else (self.prompt_job, self.prompt)
-
-
-def agreed(renderer: Renderer, wholes: Sequence[Whole], endings: Endings) -> list[Whole | str]:
-    """Each whole such that its prompt is as inference has it, up to the reply's opening; or why it cannot be."""
-    out: list[Whole | str] = list(wholes)
-    apart = [n for n, one in enumerate(wholes) if one.prompt_job.generate and not one.text.startswith(one.prompt)]
-    bare = renderer.render([replace(wholes[n].prompt_job, generate=False) for n in apart])
-    ends = [
-        len(wholes[n].prompt) if before.error else common_prefix(before.text, wholes[n].prompt)
-        for n, before in zip(apart, bare, strict=True)
-    ]
-    apart = [n for n, end in zip(apart, ends, strict=True) if common_prefix(wholes[n].text, wholes[n].prompt) < end]
-    found = locate(renderer, [Part(wholes[n].job, wholes[n].stock, [wholes[n].count]) for n in apart], endings)
-    for n, spans in zip(apart, found, strict=True):
-        one = wholes[n]
-        if one.count in spans and one.job.messages[one.count]["role"] == "assistant":
-            out[n] = replace(one, joint=spans[one.count][0])
-        else:
-            out[n] = (
-                "the chat template writes the prompt differently once the reply follows, and the reply cannot be found "
-                "there: choose another with data.template"
-            )
-    return out
-
-
-def unwritten(renderer: Renderer, rendered: Sequence[tuple[RenderRequest, str]]) -> list[set[str]]:
+def unwritten(renderer: Renderer, rendered: Sequence[tuple[RenderRequest, str]]) -> list[frozenset[str]]:
     """What each conversation's rendering lacks: the roles of messages whose text or tool calls the template does not
     write, `tools`, and `thinking` of the last reply. Another text there makes no difference. Earlier thinking is
     omitted by design."""
@@ -220,7 +174,7 @@ def unwritten(renderer: Renderer, rendered: Sequence[tuple[RenderRequest, str]])
     for (n, what, _), done in zip(asked, renderer.render([job for *_, job in asked]), strict=True):
         if done.text == rendered[n][1] and not done.error:
             out[n].add(what)
-    return out
+    return [*map(frozenset, out)]
 
 
 def _thinking_otherwise(message: Message, text: str, mark: str) -> Message | None:
