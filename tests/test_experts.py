@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 from test_equivalence import CONFIGS, GQA, assert_close_gradients, forest, gradients, make
@@ -15,12 +16,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from benchmarks.models import write_model
 from posttrain.batch import Example, Node, pack, sequences
 from posttrain.cli import main
+from posttrain.config import load
+from posttrain.data import prepare_run
 from posttrain.errors import ConfigError, ModelError
 from posttrain.models.checkpointing import enable_gradient_checkpointing
 from posttrain.models.experts import RouterLoad, RouterLoss
 from posttrain.models.lean import lean
+from posttrain.models.load import load_tokenizer
+from posttrain.planning.largest import largest_step, with_completions
+from posttrain.rollout import _fitting
 from posttrain.scoring import RewardScorer, Scorer
 from posttrain.store.stored_rollouts import StoredRun
+from posttrain.training.job import router_weight
 
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "qwen3_next"]
 
@@ -330,7 +337,18 @@ def test_several_packs_are_averaged(tmp_path, shared, mixture):
     assert metrics(folder, "aux_loss") == pytest.approx([(alone + together) / 2], rel=1e-4)
 
 
-def test_which_coefficient(tmp_path, shared, mixture):
+@pytest.mark.parametrize("feeds_last", [False, True])
+def test_planned_completions_are_divided_as_sampled_ones(feeds_last):
+    """The sizes around each that holds one completion more, with a prompt of three tokens."""
+    prompt = Example((Node(np.arange(3)),), 0)
+    for size in range(8, 30):
+        planned = with_completions(prompt, 5, 5, size, feeds_last)
+        divided = _fitting(range(5), [5 if feeds_last else 4] * 5, 3, size)
+        assert [len(one.trees[0].children) for one in planned] == [len(some) for some in divided]
+        assert len(pack(planned, size, feeds_last)) == -(-5 // ((size - 3) // (5 if feeds_last else 4)))
+
+
+def test_which_coefficient(tmp_path, shared, mixture, capsys):
     """null is the config's own, in runs of behaviour version 1 none; a dense model is refused at the start."""
     settings = {
         "model": {"path": str(mixture)}, "method": {"type": "sft"}, "tracking": {"logging_steps": 1},
@@ -348,6 +366,14 @@ def test_which_coefficient(tmp_path, shared, mixture):
     assert metrics(none, "loss") == metrics(off, "loss") and not metrics(none, "aux_loss") + metrics(off, "aux_loss")
     asked = run(tmp_path, "name=asked", "behavior_version=1", "method.router_aux_loss_coef=0.3", **settings)
     assert metrics(asked, "loss") == pytest.approx([loss], abs=1e-6)
+    for folder in (own, none, off, asked):  # a plan packs what the run did
+        config = load(folder / "config.yaml").config
+        data, [model] = prepare_run(config, load_tokenizer(config.models[0])), config.models
+        feeds_last = router_weight(config, model) > 0
+        planned = largest_step(config, data, config.training.tokens_per_pack, feeds_last=feeds_last)
+        assert feeds_last == (folder in (own, asked)) and metrics(folder, "num_tokens") == [planned[0].num_tokens]
+        assert main(["plan", str(folder / "config.yaml")]) == 0
+        assert f"about {planned[0].num_tokens:,} tokens (" in capsys.readouterr().out
     settings["model"] = {"path": str(shared / "models/stories260K")}
     with pytest.raises(ConfigError, match=re.escape("method.router_aux_loss_coef is 0.1, but llama is no mixture")):
         run(tmp_path, "name=dense", "method.router_aux_loss_coef=0.1", **settings)

@@ -34,38 +34,51 @@ def first_epoch(config: RunConfig, size: int) -> list[np.ndarray]:
 
 
 def pack_rows(
-    config: RunConfig, data: Prepared, rows: np.ndarray, tokens_per_pack: int, pad_to: int | None = None, ranks: int = 1
+    config: RunConfig,
+    data: Prepared,
+    rows: np.ndarray,
+    tokens_per_pack: int,
+    pad_to: int | None = None,
+    ranks: int = 1,
+    feeds_last: bool = False,
 ) -> list[Pack]:
-    """The packs of a step, those of all ranks, as in the method's recipe."""
+    """The packs of a step, those of all ranks, as in the method's recipe. `feeds_last`: as `Job.feeds_last`."""
     examples = [data.train[int(row)] for row in rows]
     if config.method.samples_completions:
         length = config.rollout.max_completion_length
         examples = [
             e
             for one in examples
-            for e in with_completions(one, config.method.completions_per_prompt, length, tokens_per_pack)
+            for e in with_completions(one, config.method.completions_per_prompt, length, tokens_per_pack, feeds_last)
         ]
-    keep_last = config.method.head == "reward"
+    keep_last = feeds_last or config.method.head == "reward"
     pack_of = partial(pack, tokens_per_pack=tokens_per_pack, keep_last=keep_last, pad_to=pad_to, ranks=ranks)
     return pack_with_chosen_prompts(pack_of, examples) if scores_prompts(config.method) else pack_of(examples)
 
 
-def with_completions(prompt: Example, n: int, length: int, tokens_per_pack: int) -> list[Example]:
+def with_completions(
+    prompt: Example, n: int, length: int, tokens_per_pack: int, feeds_last: bool = False
+) -> list[Example]:
     """A prompt with `n` completions of maximum length, divided into examples as in a rollout."""
     tree = prompt.trees[0]
     leaf = Node(np.zeros(length, np.int64), trained=True)
-    each = max(1, (tokens_per_pack - len(tree.tokens)) // max(length - 1, 1))
+    each = max(1, (tokens_per_pack - len(tree.tokens)) // max(length - int(not feeds_last), 1))
     whole, rest = divmod(n, each)
     counts = [each] * whole + [rest] * (rest > 0)
     return [replace(prompt, trees=(replace(tree, children=(leaf,) * count),)) for count in counts]
 
 
 def largest_step(
-    config: RunConfig, data: Prepared, tokens_per_pack: int, pad_to: int | None = None, ranks: int = 1
+    config: RunConfig,
+    data: Prepared,
+    tokens_per_pack: int,
+    pad_to: int | None = None,
+    ranks: int = 1,
+    feeds_last: bool = False,
 ) -> list[Pack]:
     """The packs of that step of the first epoch which has the fullest pack; the fullest comes first."""
     steps = sorted(first_epoch(config, len(data.train)), key=lambda rows: -int(data.train.lengths[rows].sum()))
-    packed = [pack_rows(config, data, rows, tokens_per_pack, pad_to, ranks) for rows in steps[:CANDIDATES]]
+    packed = [pack_rows(config, data, rows, tokens_per_pack, pad_to, ranks, feeds_last) for rows in steps[:CANDIDATES]]
     largest = max(packed, key=lambda packs: max(map(_weight, packs)))
     return sorted(largest, key=_weight, reverse=True)
 
@@ -76,7 +89,7 @@ def keeps_engine(job: Job, data: Prepared) -> bool:
         return True  # a CPU engine keeps nothing, and vLLM's settings limit its memory
     size = job.config.training.tokens_per_pack
     ranks = job.ranks.size
-    packs = largest_step(job.config, data, size, width_step(job.device, size), ranks)
+    packs = largest_step(job.config, data, size, width_step(job.device, size), ranks, job.feeds_last)
     found = estimate(job.config, job.model, empty_model(job.config, job.model), packs, job.device, ranks=ranks)
     if not found.keeps_engine:
         log.warning(

@@ -26,7 +26,7 @@ from posttrain.planning.estimate import SAFE, Target, count, estimate, exchanged
 from posttrain.planning.largest import first_epoch, largest_step, pack_rows
 from posttrain.planning.probe import probe
 from posttrain.store.folder import run_folder
-from posttrain.training.job import data_of
+from posttrain.training.job import data_of, router_weight
 from posttrain.training.schedule import total_steps, warmup_count
 from posttrain.words import counted
 
@@ -113,8 +113,9 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, con
     training = config.training
     per_epoch = math.ceil(len(data.train) / training.batch_size)
     steps = total_steps(config, len(data.train))
-    packs, tokens, targets_seen = _sampled_steps(config, data, ranks)
-    largest = largest_step(config, data, training.tokens_per_pack, width_step(device, training.tokens_per_pack), ranks)
+    feeds_last, size = router_weight(config, model) > 0, training.tokens_per_pack
+    packs, tokens, targets_seen = _sampled_steps(config, data, ranks, feeds_last)
+    largest = largest_step(config, data, size, width_step(device, size), ranks, feeds_last)
     memory = estimate(config, model, empty, largest, device, card=target.card, ranks=ranks, continued=continued)
 
     title = f"{method.type} of {model.folder_name}"
@@ -173,11 +174,11 @@ def _table(stage: Stage, model: ModelConfig, data: Prepared, target: Target, con
     return table
 
 
-def _sampled_steps(config: RunConfig, data: Prepared, ranks: int) -> tuple[float, float, float]:
+def _sampled_steps(config: RunConfig, data: Prepared, ranks: int, feeds_last: bool) -> tuple[float, float, float]:
     """Mean packs, tokens and scored tokens of a step, over some batches sampled as in training."""
     counts = []
     for rows in first_epoch(config, len(data.train))[:STEPS_LOOKED_AT]:
-        packs = pack_rows(config, data, rows, config.training.tokens_per_pack, ranks=ranks)
+        packs = pack_rows(config, data, rows, config.training.tokens_per_pack, ranks=ranks, feeds_last=feeds_last)
         tokens = sum(p.num_tokens for p in packs)
         counts.append((len(packs), tokens, sum(len(p.target_N) for p in packs)))
     return tuple(np.mean(counts, axis=0))  # pyright: ignore[reportReturnType]

@@ -29,7 +29,7 @@ from posttrain.planning.estimate import Estimate, estimate, holds_reference, sta
 from posttrain.planning.largest import largest_step
 from posttrain.scoring import RewardScorer, Scorer
 from posttrain.store.run import Run
-from posttrain.training.job import Job
+from posttrain.training.job import Job, router_weight
 from posttrain.training.reference import frozen_model
 
 PRECISION = 16  # the result is accurate to a sixteenth
@@ -119,7 +119,7 @@ class Trials:
         self.before = 0 if device.type == "cuda" else memory_in_use()
         self.limit = limit or self._free()
         self.peaks: dict[int, int] = {}
-        self._empty = empty_model(config, model)
+        self._empty, self._feeds_last = empty_model(config, model), router_weight(config, model) > 0
         self._estimates: dict[int, Estimate] = {}
         self._step: Step | None = None
 
@@ -131,11 +131,14 @@ class Trials:
 
     def packs(self, size: int) -> list[Pack]:
         """The two fullest packs of the largest step: the second is computed while the first one's gradients exist."""
-        return largest_step(self.config, self.data, size, width_step(self.device, size))[:2]
+        return largest_step(self.config, self.data, size, width_step(self.device, size), feeds_last=self._feeds_last)[
+            :2
+        ]
 
     def most_tokens(self) -> int:
         """The number of tokens in the largest step."""
-        return max(pack.num_tokens for pack in largest_step(self.config, self.data, 1 << 62))
+        packs = largest_step(self.config, self.data, 1 << 62, feeds_last=self._feeds_last)
+        return max(pack.num_tokens for pack in packs)
 
     def estimated(self, size: int) -> Estimate:
         """The estimated memory of a run with packs of this size."""

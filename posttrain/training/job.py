@@ -90,10 +90,6 @@ class Job:
         ranks = ranks.keeping_step(config.devices.strategy == "fsdp")
         if ranks.in_step:
             refuse_sharded(config)
-        asked = config.method.router_aux_loss_coef
-        if asked is None and config.behavior_version < 2:
-            asked = 0.0
-        coefficient = router_coefficient(load_config(model), asked)
         return cls(
             config,
             model,
@@ -104,7 +100,7 @@ class Job:
             checkpoint,
             gradient_checkpointing,
             ranks=ranks,
-            router_aux_loss_coef=coefficient,
+            router_aux_loss_coef=router_weight(config, model),
         )
 
     def record(self, found: Finding) -> None:
@@ -307,6 +303,14 @@ class Job:
     def saved(self, folder: Path) -> ModelConfig:
         """This model's settings with the weights of a folder that posttrain wrote, which has its new tokens."""
         return self.model.model_copy(update={"path": str(folder), "revision": None, "new_tokens": ()})
+
+
+def router_weight(config: RunConfig, model: ModelConfig) -> float:
+    """The weight of the load-balancing loss of a model's routers in a run; 0: none."""
+    asked = config.method.router_aux_loss_coef
+    if asked is None and config.behavior_version < 2:
+        asked = 0.0
+    return router_coefficient(load_config(model), asked)
 
 
 def refuse_sharded(config: RunConfig) -> None:
