@@ -234,6 +234,24 @@ def test_what_a_resume_discards_is_not_shown(tmp_path, trackio_dir, caplog, name
         assert read_tensorboard(folder / "tracking") == expected, "nothing is written twice"
 
 
+def test_a_line_after_a_resume_is_compared_with_few(tmp_path):
+    """Comparisons of steps, of 200 lines: once each was compared with all that were sent before the resume."""
+    compared = []
+
+    class Step(int):
+        def __lt__(self, other):
+            compared.append(other)
+            return int(self) < int(other)
+
+    config = settings(tmp_path, report_to=["tensorboard"])
+    lines = [{"step": Step(step), "time": 0.0, "loss": 1.0} for step in range(200)]
+    with Run.create(tmp_path / "runs/hh", dump(config), {}) as run, Tracking(config, run, lines[::-1]) as tracking:
+        compared.clear()
+        for line in lines:
+            tracking._log(line)
+        assert len(compared) <= len(lines) and not tracking._waiting and tracking._again == lines
+
+
 # --- pieces ---------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import logging
 import netrc
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ class Tracking:
 
     def __init__(self, config: RunConfig, run: Run, logged: Iterable[Mapping[str, Any]] = ()):
         self._sent = {(line["step"], tag): value for line in logged for tag, value in tagged(line).items()}
-        self._waiting = dict(self._sent)  # values that no new line has yet
+        self._waiting = OrderedDict((key, self._sent[key]) for key in sorted(self._sent))  # that no new line has yet
         self._again: list[Mapping[str, Any]] = []  # lines since the resume, while all are as sent
         self._cleared: set[str] = set()  # trackers that have discarded what was sent
         self._open: dict[str, Tracker] = {}
@@ -102,7 +103,7 @@ class Tracking:
         step, values = line["step"], tagged(line)
         if self._waiting:
             again = {tag: self._waiting.pop((step, tag), value) for tag, value in values.items()}
-            if again != values or any(before < step for before, _ in self._waiting):
+            if again != values or next(iter(self._waiting), (step,))[0] < step:
                 self._discard()
             else:
                 self._again.append(line)
@@ -120,7 +121,8 @@ class Tracking:
     def _discard(self) -> None:
         """Let the trackers discard what was sent before the resume, since the new lines are others."""
         steps, again = [step for step, _ in self._sent], self._again
-        self._waiting, self._again = {}, []
+        self._again = []
+        self._waiting.clear()
         for name, tracker in list(self._open.items()):
             with self._dropped_on_failure(name):
                 if tracker.discard(min(steps)):
