@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.errors import PosttrainError, RunError
 from posttrain.managing.needs import OWN, needed
 from posttrain.managing.places import SWEEP, checked_name, folders_of, held, short
-from posttrain.managing.snapshots import COPY, FACTS
+from posttrain.managing.snapshots import is_copy
 from posttrain.store.atomic import write_file
 from posttrain.store.files import load_json, save_json
 from posttrain.store.runs import find_runs, root_of
@@ -48,13 +48,13 @@ def rename(target: Path, name: str, beside: Iterable[Path] = (), force: bool = F
     if os.path.lexists(new):
         raise RunError(f"{target.with_name(name)} exists: choose another name")
     needs = needed([target], beside)
-    sealed = [need for need in needs if need.what.endswith("adapter_config.json") or _is_copy(need.run)]
+    sealed = [need for need in needs if need.what.endswith("adapter_config.json") or is_copy(need.run)]
     if sealed and not force:
         raise RunError(
             f"{target} is not renamed: {', '.join(map(str, dict.fromkeys(sealed)))} would lose it, since files with "
             "checksums are not changed. Keep the name, or give --force"
         )
-    others = [run for run in dict.fromkeys(need.run for need in needs) if not _is_copy(run)]
+    others = [run for run in dict.fromkeys(need.run for need in needs) if not is_copy(run)]
     with held([*runs, *(run for other in others for run in _runs_in(other))]):
         within = [os.path.relpath(run.resolve(), old) for run in runs]
         save_json(old / JOURNAL, {"old": str(old), "new": str(new), "runs": within, "others": [*map(str, others)]})
@@ -95,11 +95,6 @@ def _mend_all(old: Path, new: Path, own: list[Path], others: list[Path], done: R
     for folder in dict.fromkeys([done.folder, *own, *others]):
         _mend(folder, old, new, folder == done.folder or folder in own, done)
     (done.folder / JOURNAL).unlink()
-
-
-def _is_copy(folder: Path) -> bool:
-    """Whether a folder is a snapshot's copy, whose files are sealed."""
-    return folder.name == COPY and (folder.parent / FACTS).is_file()
 
 
 def _runs_in(folder: Path) -> list[Path]:

@@ -65,9 +65,12 @@ def read_snapshot(folder: Path) -> Snapshot:
 
 def original_of(folder: Path) -> Path:
     """The place of the run whose copy a folder is; the folder itself if it is no snapshot's copy."""
-    if folder.name == COPY and (folder.parent / FACTS).is_file():
-        return read_snapshot(folder.parent).run.resolve()
-    return folder.resolve()
+    return read_snapshot(folder.parent).run.resolve() if is_copy(folder) else folder.resolve()
+
+
+def is_copy(folder: Path) -> bool:
+    """Whether a folder is a snapshot's copy, whose files are sealed."""
+    return folder.name == COPY and (folder.parent / FACTS).is_file()
 
 
 def take(target: Path, name: str = "", note: str = "") -> Path:

@@ -106,9 +106,8 @@ class LearnedReward:
             whole = iter(tokeniser.completions(list(compress(rows, (not short for short in truncated))), True))
             tokenised = [next(cut if short else whole) for short in truncated]
             if sampled is not None and renderer is None:
-                tokenised = list(
-                    map(self._as_sampled, tokenised, tokeniser.prompts(rows), completions, truncated, sampled)
-                )
+                asked = tokeniser.prompts(rows)
+                tokenised = list(map(self._as_sampled, tokenised, asked, completions, truncated, sampled))
         found = []
         for index, item in enumerate(tokenised):
             if isinstance(item, RowError):
@@ -137,9 +136,8 @@ class LearnedReward:
         if isinstance(read, RowError) or isinstance(prompt, RowError):
             return read
         before = list(prompt[1])
-        for ids in (
-            (sampled,) if short else (sampled[:-1], sampled)
-        ):  # the last is a stop token, or completes a stop string
+        # The last is a stop token, or completes a stop string.
+        for ids in (sampled,) if short else (sampled[:-1], sampled):
             if len(sampled) and Pieces(self.tokenizer, before).whole(ids) == text:
                 stop = self.tokenizer.eos_token_id
                 end = [] if short or not isinstance(stop, int) else [stop]

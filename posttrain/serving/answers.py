@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -45,12 +46,8 @@ class Replies:
         self, form: Form, tokenizer: PreTrainedTokenizerBase, jobs: Sequence[Job], stop_token_ids: Sequence[int]
     ):
         self.form, self.tokenizer, self.jobs, self.stop_token_ids = form, tokenizer, jobs, tuple(stop_token_ids)
-        self.first = {}
-        total = 0
-        for job in jobs:
-            self.first[job] = total
-            total += job.sampling.num_generations
-        self.total = total
+        *starts, self.total = accumulate((job.sampling.num_generations for job in jobs), initial=0)
+        self.first = dict(zip(jobs, starts, strict=True))
 
     @cached_property
     def prompt_tokens(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import TracebackType
@@ -32,37 +32,16 @@ class Follower(Run):
     def resumed(self) -> bool:
         return False
 
-    def write_config(self, config_yaml: str) -> None: ...
+    def _nothing(self, *given: Any, **named: Any) -> None: ...
 
-    def set_state(self, state: State, reason: str | None = None) -> None: ...
-
-    def set_counters(self, counters: Mapping[str, int]) -> None: ...
-
-    def record_check(self, name: str, found: Mapping[str, Any]) -> None: ...
-
-    def add_provenance(self, facts: Mapping[str, Any]) -> None: ...
-
-    def write_results(self, results: Mapping[str, Any]) -> None: ...
-
-    def write_final_results(self, results: Mapping[str, Any]) -> None: ...
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
-
-    def follow(self, follower: Callable[[dict[str, Any]], None]) -> None: ...
+    write_config = set_state = set_counters = record_check = add_provenance = write_results = _nothing
+    write_final_results = log = follow = save_model = rewind = start_over = close = _nothing
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], limit: int | None) -> Path:
         return self.folder / f"checkpoint-{step}"
 
-    def save_model(self, folder: Path, step: int, write: Callable[[Path], None]) -> None: ...
-
-    def rewind(self, step: int, evaluated: bool = True) -> None: ...
-
-    def start_over(self, provenance: Mapping[str, Any]) -> None: ...
-
     def on_failure(self, save: Callable[[BaseException], None]) -> None:
         self._save = save
-
-    def close(self) -> None: ...
 
     def __enter__(self) -> Self:
         return self
