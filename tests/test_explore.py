@@ -12,10 +12,9 @@ from transformers import AutoTokenizer
 from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig
 from posttrain.data import prepare
-from posttrain.data.delimiter import delimiter_of
 from posttrain.data.explore import ASCII, nodes_of, tokens_text
 from posttrain.data.layouts import find_layout
-from posttrain.data.readers import read_files
+from posttrain.data.readers import delimiter_of, read_files
 from posttrain.errors import DataError
 from posttrain.pieces import pieces
 
