@@ -2,16 +2,19 @@
 
 import json
 import re
+import shutil
 
 import pytest
+import torch
 import yaml
 
 from posttrain.cli import main
-from posttrain.config import DataConfig
+from posttrain.config import DataConfig, dump, load
 from posttrain.config.schema.rollout import RolloutConfig
 from posttrain.data.prompts import prompts_of
 from posttrain.data.readers import Record
 from posttrain.inspection.findings import Measured, format_of, suggestions
+from posttrain.models.load import load_model, load_tokenizer
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 ROWS = {
@@ -76,6 +79,42 @@ def test_generate(shared, tmp_path, capsys, engine):
             assert set(done) == {"text", "token_ids", "logprobs", "finish_reason"}
             assert 1 <= len(done["token_ids"]) == len(done["logprobs"]) <= 12
             assert ("." in done["text"]) == (done["finish_reason"] == "stop")
+
+
+@pytest.mark.parametrize("version", [None, 1, 2])
+def test_the_prompts_of_a_runs_model_are_those_of_its_version(shared, tmp_path, monkeypatch, version):
+    """Version 1, also that of a run without the record, writes a second begin token before a text that has one."""
+    from posttrain.export import prompts as exported
+    from posttrain.inspection import generate, sample
+
+    run = tmp_path / "run"
+    shutil.copytree(shared / "models/stories260K", run / "final")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "<s>Once"}) + "\n")
+    asked = {"model": {"path": str(run / "final")}, "method": "grpo", "rewards": [{"type": "length", "target": 6}]}
+    asked |= {"data": {"source": str(tmp_path / "p.jsonl"), "template": "none"}}
+    settings = yaml.safe_load(dump(load(asked).config))
+    settings = {name: value for name, value in settings.items() if name != "behavior_version"}
+    settings |= {} if version is None else {"behavior_version": version}
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    (run / "run.json").write_text("{}")
+    found = []
+
+    def spy(*arguments):
+        found.append(prompts_of(*arguments))
+        return found[-1]
+
+    for module in (generate, sample, exported):
+        monkeypatch.setattr(module, "prompts_of", spy)
+    model, file = str(run / "final"), tmp_path / "p.jsonl"
+    few = ["--max-completion-length", "2", "-n", "2"]
+    assert main(["generate", model, str(file), "--template", "none", *few]) == 0
+    assert main(["sample", model, *few]) == 0
+    config = load(run / "config.yaml").config
+    tokenizer = load_tokenizer(config.models[0])
+    loaded = load_model(config.models[0], "lm", torch.float32, torch.device("cpu"))
+    both = [exported.prompts_for(asked, config, loaded, tokenizer).tokens for asked in (file, None)]
+    assert [[one.tokens for one in some] for some in found] == both * 2
+    assert [tokens.count(tokenizer.bos_token_id) for [tokens] in both] == [2 if version != 2 else 1] * 2
 
 
 def test_a_prompt_without_room_is_an_error_of_its_row(shared, tmp_path):

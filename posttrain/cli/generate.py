@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 from posttrain.cli.score import Dtype, Format, Overwrite, Template, Variables
-from posttrain.cli.settings import Device, devices_from_flag, from_flags, variables_from_flag
-from posttrain.config import DataConfig, ModelConfig
+from posttrain.cli.settings import Device, devices_from_flag, from_flags, saved_settings, variables_from_flag
+from posttrain.config import DataConfig, ModelConfig, load
 from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.config.schema.run import BEHAVIOR_VERSION
 from posttrain.imports import quick_imports
 from posttrain.terminal import say
 from posttrain.words import counted
@@ -76,7 +77,9 @@ def generate(
     if template is None and load_tokenizer(model_settings).chat_template:
         data = data.model_copy(update={"template": "chat"})
     target = output or file.with_name(f"{file.name}.generated.jsonl")
-    done = generate_for(model_settings, file, target, data, rollout, devices, num_generations, seed, overwrite)
+    saved = saved_settings(Path(model).expanduser())
+    version = load(saved).stages[0].config.behavior_version if saved else BEHAVIOR_VERSION
+    done = generate_for(model_settings, file, target, data, rollout, devices, num_generations, seed, overwrite, version)
     say(
         f"{counted(done.completions, 'completion')} of {counted(done.prompts, 'prompt')}: "
         f"{counted(done.tokens, 'token')} in {done.seconds:.1f} s "

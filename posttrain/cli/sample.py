@@ -8,10 +8,17 @@ import typer
 from posttrain.cli.errors import UsageError
 from posttrain.cli.generate import Seed, Stop
 from posttrain.cli.score import Variables
-from posttrain.cli.settings import devices_from_flag, from_flags, rewards_from_flags, variables_from_flag
+from posttrain.cli.settings import (
+    devices_from_flag,
+    from_flags,
+    rewards_from_flags,
+    saved_settings,
+    variables_from_flag,
+)
 from posttrain.config import DataConfig, ModelConfig, RunConfig, load
 from posttrain.config.reading.explain import did_you_mean
 from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.config.schema.run import BEHAVIOR_VERSION
 from posttrain.imports import quick_imports
 from posttrain.reports.listing import newest_model
 
@@ -125,6 +132,7 @@ def sample(
         devices=settings.devices if settings and device is None else devices_from_flag(device or "auto"),
         longest_prompt=_longest_prompt(settings),
         seed=settings.seed if settings else 0,
+        behavior_version=settings.behavior_version if settings else BEHAVIOR_VERSION,
     )
     temperatures = list(dict.fromkeys(one.temperature for one in rollouts))
     sample_from(setup, temperatures, prompts, num_generations, show, seed, PlainConsole())
@@ -149,21 +157,13 @@ def _settings(model: str, folder: Path, config: str | None, stage: str | None) -
         return stages[stage] if stage is not None else next(iter(stages.values()))
     if stage is not None and folder.name != stage:
         raise UsageError(f"--stage {stage}: {folder} has no run of a stage of that name, and there is no --config")
-    saved = _saved_settings(folder)
+    saved = saved_settings(folder)
     if saved is None:
         return None
     from posttrain.training.inputs import dated, located  # imports torch, which takes seconds
 
     run = saved.parent if (saved.parent / "run.json").is_file() else saved.parents[1]
     return located(dated(load(saved).config, run), run)
-
-
-def _saved_settings(folder: Path) -> Path | None:
-    """The settings next to a checkpoint, or of the run that a folder is or belongs to."""
-    if (folder / "config.yaml").is_file() and ((folder / "run.json").is_file() or (folder / "state.json").is_file()):
-        return folder / "config.yaml"
-    above = folder.absolute().parent
-    return above / "config.yaml" if folder.is_dir() and (above / "run.json").is_file() else None
 
 
 def _data(

@@ -106,3 +106,11 @@ def from_flags(group: type[Group], given: Mapping[str, Any]) -> Group:
             name = str(problem["loc"][0])
             message = wrong_value(given[name], full(group.model_fields[name]))
         raise UsageError(f"--{name.replace('_', '-')} {message}") from error
+
+
+def saved_settings(folder: Path) -> Path | None:
+    """The settings next to a checkpoint, or of the run that a folder is or belongs to."""
+    if (folder / "config.yaml").is_file() and ((folder / "run.json").is_file() or (folder / "state.json").is_file()):
+        return folder / "config.yaml"
+    above = folder.absolute().parent
+    return above / "config.yaml" if folder.is_dir() and (above / "run.json").is_file() else None

@@ -29,15 +29,22 @@ class Prompt:
 
 
 def prompts_of(
-    records: Sequence[Record], data: DataConfig, tokenizer: PreTrainedTokenizerBase, name: str
+    records: Sequence[Record],
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    behavior_version: int = 2,
 ) -> list[Prompt | Malformed]:
     """Every record's prompt, or the reason why it has none, in order. The template is set on the tokenizer.
 
     `name` is the source in messages; `data.source` is not read, but format, columns, template
-    and system prompt are. Raises DataError when no record can be read or the columns fit no format.
+    and system prompt are. `behavior_version` is that of the run. Raises DataError when no record can be read or the
+    columns fit no format.
     """
     template = choose_template(data, tokenizer)
-    reader = Reader(data, tokenizer, template, "prompt", None, False, default_folder(), 0)
+    reader = Reader(
+        data, tokenizer, template, "prompt", None, False, default_folder(), 0, behavior_version=behavior_version
+    )
     layout = reader.layout_of_rows(records, name)
     found: dict[int, Prompt | Malformed] = {}
     rows, kept = [], []

@@ -108,15 +108,16 @@ def ask(
     tokenizer: PreTrainedTokenizerBase,
     policy: PreTrainedModel,
     date: str | None = None,
+    behavior_version: int = 2,
 ) -> dict[int, Prompt | Malformed]:
     """The prompt of every item by its position, rendered and tokenised as in training, or why it has none. `date` is
-    that of a template which writes one; None: today."""
+    that of a template which writes one; None: today. `behavior_version` is that of the run, if it is asked in one."""
     good = [item for item in items if item.problem is None]
     bad = {item.position: Malformed("", 0, item.problem or "", item.position) for item in items if item.problem}
     if not good:
         return dict(bad)
     records = [Record(item.position, suite.name, item.position + 1, {"prompt": item.prompt}) for item in good]
-    asked = prompts_of(records, *written_by(suite, tokenizer, date), f"suite {suite.name}")
+    asked = prompts_of(records, *written_by(suite, tokenizer, date), f"suite {suite.name}", behavior_version)
     return bad | {item.position: too_long(one, policy) or one for item, one in zip(good, asked, strict=True)}
 
 

@@ -16,6 +16,7 @@ from posttrain.batch import Example, Node
 from posttrain.config import DataConfig, DevicesConfig, RunConfig
 from posttrain.config.reading.explain import explain
 from posttrain.config.schema.rollout import RolloutConfig
+from posttrain.config.schema.run import BEHAVIOR_VERSION
 from posttrain.data import Dataset, prepare
 from posttrain.data.prepare import prepare_run
 from posttrain.data.prompts import Prompt
@@ -70,7 +71,13 @@ def pairs_for(rows: Rows, source: Source, model: PreTrainedModel, tokenizer: Pre
         prepared = _read(
             rows,
             source.config,
-            lambda rows: prepare(_settings(rows, source.config, tokenizer, limits), tokenizer, "pair", seed=rows.seed),
+            lambda rows: prepare(
+                _settings(rows, source.config, tokenizer, limits),
+                tokenizer,
+                "pair",
+                seed=rows.seed,
+                behavior_version=_version(source.config),
+            ),
         )
         lost = prepared.report.read - len(prepared.train)
         dropped = f" ({lost:,} of {prepared.report.read:,} rows malformed or too long)" if lost else ""
@@ -168,7 +175,12 @@ def _read(rows: Rows, config: RunConfig | None, read: Callable[[Rows], T]) -> T:
 
 
 def _setup(source: Source, data: DataConfig, devices: DevicesConfig) -> Setup:
-    return Setup(source.model, data, (), RolloutConfig(), devices, None, source.config.seed if source.config else 0)
+    seed = source.config.seed if source.config else 0
+    return Setup(source.model, data, (), RolloutConfig(), devices, None, seed, _version(source.config))
+
+
+def _version(config: RunConfig | None) -> int:
+    return config.behavior_version if config else BEHAVIOR_VERSION
 
 
 def _settings(

@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from posttrain.config import DataConfig, RunConfig
+from posttrain.config.schema.run import BEHAVIOR_VERSION
 from posttrain.data.prompts import Prompt, prompts_of
 from posttrain.data.readers import Record, read_files
 from posttrain.errors import DataError, PosttrainError
@@ -55,16 +56,17 @@ def prompts_for(
     """
     longest = min(TOKENS, positions_of(model.config) or TOKENS)
     plain = DataConfig(source="builtin", template="chat" if tokenizer.chat_template else "none")
+    version = config.behavior_version if config else BEHAVIOR_VERSION
     if file is not None:
         records = list(itertools.islice(read_files((file,)), 4 * PROMPTS))
         data = config.data.model_copy(update={"format": "auto", "columns": {}}) if config else plain
-        found = prompts_of(records, data, tokenizer, str(file))
+        found = prompts_of(records, data, tokenizer, str(file), version)
         good = [one for one in found if isinstance(one, Prompt)][:PROMPTS]
         if not good:
             raise DataError(f"{file} has no usable prompt among its first {len(records)} rows: {found[0]}")
         return Prompts([one.tokens[:longest] for one in good], file.name)
     if config is not None:
-        setup = Setup(config.models[0], config.data, (), config.rollout, config.devices, None, config.seed)
+        setup = Setup(config.models[0], config.data, (), config.rollout, config.devices, None, config.seed, version)
         try:
             own, _ = first_prompts(setup, model, tokenizer, PROMPTS)
             return Prompts([one.tokens[:longest] for one in own], "the run's data")

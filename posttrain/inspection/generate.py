@@ -51,18 +51,20 @@ def generate(
     num_generations: int,
     seed: int,
     overwrite: bool = False,
+    behavior_version: int = 2,
 ) -> Generated:
     """Sample completions for every row of `file` and write the rows with their `completions` to `output` as JSONL.
 
     A completion has `text` (as for rewards: without special tokens), `token_ids`, `logprobs` and `finish_reason`. A row
     without a usable prompt keeps its place, with `error`. A row's completions depend only on the seed and its number.
-    Input files are never overwritten, an existing `output` only with `overwrite`.
+    Prompts are written by the rules of `behavior_version`. Input files are never overwritten, an existing `output`
+    only with `overwrite`.
     """
     ready_to_write(output, (file, Path(model.path)), overwrite)
     device = take_device(devices)
     tokenizer = load_tokenizer(model)
     records = list(read_files((file,)))
-    prompts = prompts_of(records, data, tokenizer, str(file))
+    prompts = prompts_of(records, data, tokenizer, str(file), behavior_version)
     policy = load_model(model, "lm", compute_dtype(model, device), device)
     sampling = sampling_of(rollout, num_generations, stop_token_ids(policy, tokenizer, data.template != "none"), seed)
     prompts = [too_long(prompt, policy) or prompt for prompt in prompts]

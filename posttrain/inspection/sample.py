@@ -54,6 +54,7 @@ class Setup:
     devices: DevicesConfig
     longest_prompt: int | None  # tokens; training drops longer ones
     seed: int  # of the rows of a built-in task
+    behavior_version: int = 2  # of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,8 @@ def first_prompts(
     records = list(itertools.islice(rows, skip, skip + 4 * count))  # some may be malformed
     found: list[Prompt] = []
     unused: list[Malformed] = []
-    for record, prompt in zip(records, prompts_of(records, data, tokenizer, source), strict=True):
+    prompts = prompts_of(records, data, tokenizer, source, setup.behavior_version)
+    for record, prompt in zip(records, prompts, strict=True):
         wrong = prompt if isinstance(prompt, Malformed) else too_long(prompt, policy)
         if isinstance(prompt, Prompt) and wrong is None and len(prompt.tokens) > (setup.longest_prompt or 1 << 62):
             wrong = Malformed("", 0, f"{len(prompt.tokens):,} tokens, and training allows {setup.longest_prompt:,}", 0)

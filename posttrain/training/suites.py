@@ -97,7 +97,10 @@ class SuiteEvaluation:
     def _start(self) -> tuple[Engine, dict[str, tuple[Answers, Judge]]]:
         job, enter = self._job, self._resources.enter_context
         policy, tokenizer, date = base_of(self._policy), job.tokenizer, job.config.data.date
-        prompts = {items.suite.name: ask(items.suite, items.items, tokenizer, policy, date) for items in self._chosen}
+        version = job.config.behavior_version
+        prompts = {
+            items.suite.name: ask(items.suite, items.items, tokenizer, policy, date, version) for items in self._chosen
+        }
         asked = [prompt for some in prompts.values() for prompt in some.values()]
         longest = max((len(prompt.tokens) for prompt in asked if isinstance(prompt, Prompt)), default=1)
         name = "transformers" if job.config.rollout.engine == "transformers" else "embedded"
