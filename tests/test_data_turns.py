@@ -294,6 +294,34 @@ def test_a_message_that_the_template_does_not_write_is_a_warning(mistral, tmp_pa
     assert read(tmp_path, mistral, {"messages": TALKS["calls"]}, "sft").report.unwritten == {"assistant": 1}
 
 
+@pytest.mark.parametrize(
+    ("end", "lost"),
+    [
+        ("{% endgeneration %}<|im_end|>\n", 2),
+        ("{% endgeneration %}\n<|im_end|>", 2),
+        ("<|im_end|>{% endgeneration %}\n", 0),
+        ("{% endgeneration %}\n", 0),  # the stop token is appended, and is the last turn's
+    ],
+)
+def test_marks_without_the_end_of_turn_are_a_warning(end, lost, tmp_path):
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        + end
+        + "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}] * 2
+    for row in ({"messages": turns}, {"prompt": turns[:-1], "completion": turns[-1:]}):
+        report = read(tmp_path, tokenizer, row, "sft", 2, assistant_only_loss=True).report
+        assert report.unwritten == ({"end of turn": lost} if lost else {})
+        assert len(report.warnings) == bool(lost) and all("behind it, or remove" in line for line in report.warnings)
+        prepared = read(tmp_path, tokenizer, row, "sft", assistant_only_loss=True)
+        assert trained_text(prepared, tokenizer)[-1].startswith("Hello")
+        assert (tokenizer.eos_token in trained_text(prepared, tokenizer)[-1]) == (not lost)
+        assert not read(tmp_path, tokenizer, row, "sft", 2).report.unwritten, "all of it is trained"
+
+
 def test_a_cut_turn_of_the_real_qwen3_keeps_its_header(shared, tmp_path):
     """Its template writes an empty thinking into a last reply, and none into one that a turn follows."""
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "qwen3")

@@ -11,7 +11,12 @@ from posttrain.words import counted
 
 MALFORMED_SHARE = 0.01  # above it a run is refused
 MOST_UNREAD = 20  # columns and keys that are named
-LOST = {"tools": "the tools", "thinking": "the thinking of the last reply"}
+LOST = {
+    "tools": "write the tools",
+    "thinking": "write the thinking of the last reply",
+    "end of turn": "mark the end of the assistant's turn, so the model is not trained to stop there: move "
+    "`{% endgeneration %}` behind it, or remove the marks, and turns are found without",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,7 @@ def _lost(what: str) -> str:
     """What `unwritten` of posttrain.data.turns names, in words."""
     if what.startswith("variable "):
         return f"read the {what} of chat_template_kwargs"
-    return f"write {LOST.get(what, f'what the {what} says')}"
+    return LOST.get(what, f"write what the {what} says")
 
 
 def _share(count: int, of: int) -> str:

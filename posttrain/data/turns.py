@@ -21,7 +21,8 @@ TEXTS = ("content", "reasoning_content", "thinking", "instruction", "input")  # 
 MARKS = range(0xE100, 0xF8FF)  # private characters, one of which stands for another text
 TOKEN_BEGINS = re.compile(r"[<\[|｜]+\Z")
 BEFORE_TURNS = ("system", "developer")
-TOOLS, THINKING, VARIABLE = "tools", "thinking", "variable "  # what a template may lose beside the text of a role
+# what a template may lose beside the text of a role
+TOOLS, THINKING, VARIABLE, END = "tools", "thinking", "variable ", "end of turn"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.data.render import PREFILL, WEIGHT, Message, Rendered, Renderer, RenderRequest
 from posttrain.data.rows import Row, RowError, Turns, as_turns
-from posttrain.data.turns import THINKING, TOOLS, VARIABLE, Endings, Part, Span, common_prefix, locate, unwritten
+from posttrain.data.turns import END, THINKING, TOOLS, VARIABLE, Endings, Part, Span, common_prefix, locate, unwritten
 from posttrain.errors import DataError
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -162,6 +162,8 @@ class Writer:
                 spans = [(a + one.moved, b + one.moved) for a, b in one.marks if a >= (one.joint or 0)]
                 if spans and one.end:  # the last turn owns the stop token after it
                     spans[-1] = spans[-1][0], len(one.text)
+                elif spans and self.assistant_only_loss and one.job.messages[-1]["role"] == "assistant":
+                    self.unwritten.update([END] if one.text[spans[-1][1] :].strip() else [])
                 out[n] = spans
         return out
 
