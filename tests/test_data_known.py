@@ -17,10 +17,9 @@ from posttrain.cli import main
 from posttrain.config.schema.data import DataConfig
 from posttrain.config.schema.datasets import KNOWN, known_set
 from posttrain.data import prepare
-from posttrain.data.download import keep
 from posttrain.data.readers import Record
 from posttrain.data.saved import save
-from posttrain.data.sources import layout_of, splits_of
+from posttrain.data.sources import keep, layout_of, splits_of
 from posttrain.errors import DataError
 
 CHAT = [{"role": "user", "content": "Q?"}]

@@ -148,7 +148,7 @@ def test_rows_beyond_the_limit_of_words_are_told(model, tmp_path, monkeypatch):
     config = load(None, ["method.type=sft", f"model.path={model}", "data.template=none",
                          f"data.source={write(tmp_path / 'rows.jsonl', rows)}",
                          f"data.validation={{source: {write(tmp_path / 'held.jsonl', rows[:5])}}}"]).config  # fmt: skip
-    from posttrain.data.raw import rows_of_run
+    from posttrain.data.prepare import rows_of_run
 
     tokenizer = byte_tokenizer()
     prepared = data_of(config, config.models[0], tokenizer)

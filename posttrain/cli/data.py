@@ -45,7 +45,7 @@ def save(
         raise DataError(f"{source} is made on the spot and needs no saving")
     if folder.exists():
         raise DataError(f"{folder} already exists: choose another folder, or remove it first")
-    from posttrain.data.download import keep  # imports torch, which takes seconds
+    from posttrain.data.sources import keep  # imports torch, which takes seconds
 
     for done in keep(source, folder, split, max_rows):
         left_out = f", {done.malformed:,} malformed dropped" if done.malformed else ""

@@ -1,8 +1,7 @@
 """Data: sources, formats, templates and tokenisation. `prepare` does it all; `explore` shows the result."""
 
 from posttrain.data.dataset import Dataset
-from posttrain.data.explore import Selection, explore
-from posttrain.data.overview import overview
+from posttrain.data.explore import Selection, explore, overview
 from posttrain.data.prepare import Prepared, longest_sequence, prepare, prepare_run
 from posttrain.data.report import Lengths, Malformed, Report
 from posttrain.data.tasks import arithmetic_problems

@@ -1,10 +1,10 @@
-"""Shows a prepared data set: counts, lengths, and rows token by token with the trained ones marked."""
+"""Shows a prepared data set, or has it as plain values: counts, lengths, and rows token by token with what is trained."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
@@ -22,6 +22,7 @@ from posttrain.terminal import escaped, visible
 
 SHADES = ("black on bright_green", "black on green")  # neighbouring trained tokens have different shades
 PLAIN = ("dim", "default")
+BINS = 40  # of a histogram of lengths
 MOST_TOKENS = 400  # per node; the middle of a longer one is omitted
 Sort = Literal["row", "longest", "shortest"]
 
@@ -174,3 +175,55 @@ def _visible(text: str, marks: Marks) -> str:
     """The text with symbols at line breaks, and control characters as codes."""
     shown = "".join(c if c.isprintable() or c == "\n" else marks.tab if c == "\t" else escaped(c) for c in text)
     return shown.replace("\n", f"{marks.line}\n")
+
+
+def overview(prepared: Prepared, tokenizer: PreTrainedTokenizerBase, selection: Selection) -> dict[str, Any]:
+    """What `explore` prints, as values of JSON. docs/data.md has the fields."""
+    sets = sets_of(prepared)
+    width = max(1, -(-(max(int(data.lengths.max()) for data in sets.values()) + 1) // BINS))
+    return {
+        "kind": prepared.kind,
+        "width": width,
+        "sets": {name: _lengths(data, width) for name, data in sets.items()},
+        "reports": {name: asdict(report) for name, report in prepared.reports.items()},
+        "shown": asdict(selection),
+        "rows": [_row(example, tokenizer) for example in selected(prepared, selection)],
+    }
+
+
+def _lengths(data: Dataset, width: int) -> dict[str, Any]:
+    """Physical tokens of a set's examples, with a histogram: `counts[i]` have i * width tokens or more."""
+    counts = np.bincount(data.lengths // width)
+    return {"examples": len(data), **asdict(Lengths.of(data.lengths)), "counts": counts.tolist()}
+
+
+def _row(example: Example, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    answer = (example.facts or {}).get("answer")
+    return {
+        "row": example.row,
+        "parts": [_part(branch, tokenizer) for branch in nodes_of(example)],
+        "margin": example.margin,
+        "tie": example.tie,
+        "answer": None if answer is None else str(answer),
+    }
+
+
+def _part(branch: Branch, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """`pieces` are [text, ids, trained] of each token, or of the tokens of one character; null stands for the
+    `omitted` tokens in the middle of a long part."""
+    found: list[list[Any] | None] = []
+    shown = parts_shown(len(branch.tokens))
+    for start, end in shown:
+        if start:
+            found.append(None)
+        before = [*branch.before, *branch.tokens[:start]][-CHARACTER:]
+        for length, text in pieces(branch.tokens[start:end], tokenizer, before):
+            found.append([text, branch.tokens[start : start + length], bool(branch.trained[start])])
+            start += length
+    return {
+        "title": branch.title,
+        "tokens": len(branch.tokens),
+        "trained": int(branch.trained.sum()),
+        "omitted": len(branch.tokens) - sum(end - start for start, end in shown),
+        "pieces": found,
+    }

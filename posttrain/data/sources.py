@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,9 +25,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from posttrain.config.schema.datasets import KNOWN, KnownSet, known_set
+from posttrain.config.schema.datasets import KNOWN, KnownSet, known_set, name_of
 from posttrain.data.readers import READERS, Record, read_files
-from posttrain.data.saved import read_manifest, saved_files
+from posttrain.data.saved import SavedSplit, read_manifest, save, saved_files
 from posttrain.data.tasks import TASKS, Compose
 from posttrain.errors import DataError
 from posttrain.hub import stay_offline_without_network
@@ -308,3 +309,24 @@ def _paths(data_files: str | list[Any] | dict[str, Any]) -> list[str]:
             _paths(data_files["path"]) if "path" in data_files else [p for v in data_files.values() for p in _paths(v)]
         )
     return [path for entry in data_files for path in _paths(entry)]
+
+
+def keep(
+    source: str, folder: Path, splits: Sequence[str] | None = None, max_rows: int | None = None
+) -> list[SavedSplit]:
+    """Write the splits (by default all) of a `source` setting to a new folder."""
+    known = layout_of(source)
+
+    def rows() -> Iterator[tuple[str, Iterator[Record], str | None]]:
+        for split in splits or splits_of(source):
+            found = open_source(source, split, max_rows, 0, lambda working, answer: working)
+            revision = _revision(found.paths[0]) if isinstance(found, Files) else None
+            yield split, itertools.islice(found.read(), max_rows), revision
+
+    return save(folder, rows(), {"source": source, "known": name_of(known), "repo": known.repo if known else None})
+
+
+def _revision(path: Path) -> str | None:
+    """The commit of a file in the hub's cache, `…/snapshots/{commit}/…`."""
+    parts = path.parts
+    return parts[parts.index("snapshots") + 1] if "snapshots" in parts[:-1] else None

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from posttrain.config.schema.run import RunConfig
 from posttrain.data import Prepared
-from posttrain.data.raw import rows_of_run
+from posttrain.data.prepare import rows_of_run
 from posttrain.errors import DataError
 from posttrain.inspection.quality.contamination import Questions, contamination, questions_of
 from posttrain.inspection.quality.noise import label_noise
