@@ -1,4 +1,4 @@
-"""Shows a prepared data set, or has it as plain values: counts, lengths, and rows token by token with what is trained."""
+"""A prepared data set, printed or as plain values: counts, lengths, and rows token by token with the trained ones."""
 
 from __future__ import annotations
 
